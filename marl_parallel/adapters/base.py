@@ -1,0 +1,146 @@
+"""What all adapters share: the simulator is held, described, rendered and closed in the same way.
+
+How agents, spaces and steps are found differs from kind to kind; that lives in the module of the kind.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+from gymnasium import Space
+
+from marl_parallel.adapters.attributes import declared
+from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv
+
+RESET_KEYWORDS = frozenset({"seed", "options"})
+
+
+class Adapter(MultiAgentEnv):
+    """A simulator with a `reset` and a `step` of its own.
+
+    Subclasses set `possible_agents` and the spaces, and implement `reset` and `step`.
+
+    Attributes:
+        kind: What the simulator is called in error messages.
+        methods: What the simulator must be able to do.
+    """
+
+    kind: ClassVar[str]
+    methods: ClassVar[tuple[str, ...]] = ("reset", "step")
+
+    def __init__(self, source: Any) -> None:
+        missing = [f"`{name}`" for name in self.methods if not callable(declared(source, name))]
+        if missing:
+            raise TypeError(f"{self.kind} has no method {' and no method '.join(missing)}: {type_name(source)}")
+        self.source = source
+        metadata, render_mode = declared(source, "metadata"), declared(source, "render_mode")
+        self.metadata = metadata if isinstance(metadata, Mapping) else {}
+        self.render_mode = render_mode if isinstance(render_mode, str) else None
+        self.state_space = _state_space(source)
+        self.reset_keywords = _reset_keywords(source.reset)
+
+    def render(self) -> Any:
+        return self.source.render()
+
+    def state(self) -> Any:
+        return declared(self.source, "state")()
+
+    def close(self) -> None:
+        close = declared(self.source, "close")
+        if callable(close):
+            close()
+
+
+def declared_agents(source: Any) -> list[AgentID]:
+    """The agents that a simulator says may appear; none where it does not say."""
+    agents = declared(source, "possible_agents")
+    return [] if agents is None else list(agents)
+
+
+def spaces_by_agent(declaration: Any) -> dict[AgentID, Space[Any]]:
+    """The spaces in a `spaces.Dict` or mapping keyed by agent; none where it is neither."""
+    if not isinstance(declaration, Mapping):
+        return {}
+    return {agent: space for agent, space in declaration.items() if isinstance(space, Space)}
+
+
+def spaces_of(agents: Iterable[AgentID], lookup: Callable[[AgentID], Any]) -> dict[AgentID, Space[Any]]:
+    """The spaces that a simulator's own method gives for these agents, without those who have none."""
+    found = {}
+    for agent in agents:
+        try:
+            space = lookup(agent)
+        # What the base classes raise for an agent they know no space of.
+        except (KeyError, NotImplementedError):
+            continue
+        if isinstance(space, Space):
+            found[agent] = space
+    return found
+
+
+def checked_reset(result: Any, source: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The result of a multi-agent `reset`.
+
+    Raises:
+        TypeError: It is not a pair of dicts.
+    """
+    if isinstance(result, tuple | list) and len(result) == 2:
+        observations, infos = result
+        if isinstance(observations, dict) and isinstance(infos, dict):
+            return observations, infos
+    raise TypeError(
+        f"`reset` of {type_name(source)} must return two dicts keyed by agent, (observations, infos); "
+        f"it returned {_shape_of(result)}"
+    )
+
+
+def checked_step(result: Any, source: Any) -> Dicts:
+    """The result of a multi-agent `step`.
+
+    Raises:
+        TypeError: It is not five dicts.
+    """
+    if isinstance(result, tuple | list) and len(result) == 5:
+        observations, rewards, terminateds, truncateds, infos = result
+        if (
+            isinstance(observations, dict)
+            and isinstance(rewards, dict)
+            and isinstance(terminateds, dict)
+            and isinstance(truncateds, dict)
+            and isinstance(infos, dict)
+        ):
+            return observations, rewards, terminateds, truncateds, infos
+    raise TypeError(
+        f"`step` of {type_name(source)} must return five dicts keyed by agent, "
+        f"(observations, rewards, terminateds, truncateds, infos); it returned {_shape_of(result)}"
+    )
+
+
+def type_name(source: Any) -> str:
+    """The full name of an object's type, for messages."""
+    return f"{type(source).__module__}.{type(source).__qualname__}"
+
+
+def _shape_of(result: Any) -> str:
+    if isinstance(result, tuple | list):
+        return f"{len(result)} values: ({', '.join(type(value).__name__ for value in result)})"
+    return f"one value of type {type(result).__name__}"
+
+
+def _state_space(source: Any) -> Space[Any] | None:
+    space = declared(source, "state_space")
+    return space if isinstance(space, Space) and callable(declared(source, "state")) else None
+
+
+def _reset_keywords(reset: Callable[..., Any]) -> frozenset[str]:
+    try:
+        parameters = inspect.signature(reset).parameters.values()
+    # Methods written in C may have no signature that can be read.
+    except (TypeError, ValueError):
+        return RESET_KEYWORDS
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return RESET_KEYWORDS
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return RESET_KEYWORDS & {parameter.name for parameter in parameters if parameter.kind in by_keyword}

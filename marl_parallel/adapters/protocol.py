@@ -1,0 +1,85 @@
+"""What the runtime steps: the protocol that every kind of simulator is brought to.
+
+Here live `MultiAgentEnv` and `Rules`. How one kind of simulator becomes a `MultiAgentEnv` is the business of
+the module named after that kind; what the results of a step *mean* is decided in
+`marl_parallel.runtime.episode`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from enum import Enum
+from typing import Any, ClassVar, TypeAlias
+
+from gymnasium import Space
+
+AgentID: TypeAlias = Hashable
+Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]
+
+
+class Rules(Enum):
+    """Which convention an environment follows: who says that an episode is over, and who must act."""
+
+    DICT = "dict"
+    """The environment says `__all__` itself and is given the caller's actions unchanged."""
+    PETTINGZOO = "pettingzoo"
+    """The episode is over when no agent is left; every acting agent must act, nobody else may."""
+
+
+class MultiAgentEnv(ABC):
+    """One simulator behind the interface that the runtime is written against.
+
+    Attributes:
+        rules: The convention it follows.
+        source: The simulator as its constructor returned it. Attributes and methods are looked up from here.
+        possible_agents: All agents that may appear, in the simulator's own order; empty where open-ended.
+        observation_spaces: Of the agents that declare one, in the order of `possible_agents`.
+        action_spaces: Of the agents that declare one, in the order of `possible_agents`.
+        state_space: Of the global state, None where there is none.
+        metadata: The simulator's metadata (not copied).
+        render_mode: The simulator's render mode.
+        reset_keywords: Which of `seed` and `options` the simulator's `reset` takes.
+    """
+
+    rules: ClassVar[Rules]
+    source: Any
+    possible_agents: list[AgentID]
+    observation_spaces: dict[AgentID, Space[Any]]
+    action_spaces: dict[AgentID, Space[Any]]
+    state_space: Space[Any] | None
+    metadata: Mapping[str, Any]
+    render_mode: str | None
+    reset_keywords: frozenset[str]
+
+    @abstractmethod
+    def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
+        """Start an episode; returns what the simulator returned: observations and infos.
+
+        Args:
+            keywords: A subset of `reset_keywords`; the caller leaves out what is not to be passed on.
+        """
+
+    @abstractmethod
+    def step(self, actions: dict[Any, Any]) -> Dicts:
+        """Step once; returns the simulator's own five dicts, nothing added (`__all__` neither)."""
+
+    def agents_left(self) -> Sequence[AgentID] | None:
+        """The agents that the simulator itself still counts; None where it keeps no such list."""
+        return None
+
+    def turn(self) -> AgentID | None:
+        """The only agent who may act next; None where everybody in the latest observation may."""
+        return None
+
+    @abstractmethod
+    def render(self) -> Any:
+        """One frame, in whatever form the simulator's render mode gives it."""
+
+    @abstractmethod
+    def state(self) -> Any:
+        """The global state; only called where `state_space` is not None."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let the simulator free what it holds."""

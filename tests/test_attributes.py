@@ -1,0 +1,182 @@
+"""Attributes are found, set and called through wrappers and conversions, on the object that owns them."""
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.wrappers import TimeLimit
+from mpe2 import simple_spread_v3
+from pettingzoo.utils import BaseParallelWrapper
+from pettingzoo.utils.conversions import aec_to_parallel
+
+from marl_parallel.adapters import attributes
+
+
+class Track:
+    length = 10
+
+    def __init__(self):
+        self.speed = 1
+        self._hidden = "secret"
+
+    def step(self, actions):
+        return actions
+
+    def scaled(self, factor, *, offset=0):
+        return self.speed * factor + offset
+
+    @property
+    def area(self):
+        return self.length**2
+
+
+class Slotted:
+    __slots__ = ("env", "gear")
+
+    def __init__(self, env):
+        self.env = env
+
+    def step(self, actions):
+        return self.env.step(actions)
+
+
+class Forwarding:
+    """Forwards what it does not have, except what begins with an underscore, as PettingZoo's wrappers do."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(f"{name} is private")
+        return getattr(self.env, name)
+
+
+def names(source):
+    return [type(layer).__name__ for layer in attributes.layers(source)]
+
+
+def test_layers_go_inwards_and_end():
+    env = Forwarding(Slotted(Track()))
+    assert names(env) == ["Forwarding", "Slotted", "Track"]
+    circular = Slotted(None)
+    circular.env = circular
+    assert names(circular) == ["Slotted"]
+    assert names(Slotted("not an environment")) == ["Slotted"]
+
+
+def test_layers_of_a_conversion():
+    env = aec_to_parallel(simple_spread_v3.env())
+    inwards = names(env)
+    assert inwards[0] == "aec_to_parallel_wrapper"
+    assert inwards[-1] == "raw_env"
+    assert len(inwards) == len(set(inwards))
+
+
+def test_find():
+    env = Forwarding(Slotted(Track()))
+    assert attributes.find(env, "speed") == 1
+    assert attributes.find(env, "_hidden") == "secret"
+    assert attributes.find(TimeLimit(gymnasium.make("CartPole-v1"), 5), "gravity") == 9.8
+    assert attributes.find(simple_spread_v3.parallel_env(), "max_cycles") == 25
+
+
+def test_find_tells_who_was_asked():
+    with pytest.raises(
+        AttributeError, match=r"Forwarding has no attribute 'wings', nor .* \(Slotted, Track\)"
+    ):
+        attributes.find(Forwarding(Slotted(Track())), "wings")
+    with pytest.raises(AttributeError, match=r"^Track has no attribute 'wings': "):
+        attributes.find(Track(), "wings")
+
+
+def test_find_repeats_what_the_simulator_said():
+    class Unready(Track):
+        @property
+        def position(self):
+            raise AttributeError("no position before the start")
+
+    with pytest.raises(AttributeError, match="Slotted has no attribute 'position'"):
+        attributes.find(Slotted(Unready()), "position")
+    with pytest.raises(AttributeError, match=r"nor .* no position before the start"):
+        attributes.find(Forwarding(Unready()), "position")
+
+
+def test_assign_sets_on_the_owner_not_on_the_wrapper():
+    track = Track()
+    env = Forwarding(Slotted(track))
+    attributes.assign(env, "speed", 4)
+    attributes.assign(env, "length", 3)
+    attributes.assign(env, "gear", 2)
+    attributes.assign(env, "_hidden", "told")
+    assert (track.speed, track.length, track.area, track._hidden) == (4, 3, 9, "told")
+    assert env.env.gear == 2
+    assert vars(env) == {"env": env.env}
+    assert Track.length == 10
+
+
+def test_assign_through_real_wrappers_and_conversions():
+    parallel = BaseParallelWrapper(aec_to_parallel(simple_spread_v3.env()))
+    attributes.assign(parallel, "max_cycles", 7)
+    assert parallel.unwrapped.max_cycles == 7
+    assert "max_cycles" not in vars(parallel)
+
+    cart = gymnasium.make("CartPole-v1")
+    attributes.assign(cart, "gravity", 1.6)
+    assert cart.unwrapped.gravity == 1.6
+    # A wrapper's `render_mode` is a property without a setter; the environment's own is an attribute.
+    attributes.assign(cart, "render_mode", "rgb_array")
+    assert cart.unwrapped.render_mode == cart.render_mode == "rgb_array"
+
+
+def test_assign_refuses_what_is_missing_or_read_only():
+    env = Forwarding(Track())
+    with pytest.raises(AttributeError, match=r"Forwarding has no attribute 'wings', nor .* cannot be set"):
+        attributes.assign(env, "wings", 2)
+    with pytest.raises(AttributeError, match=r"^'area' of Track is a property that can only be read"):
+        attributes.assign(env, "area", 2)
+
+
+def test_call():
+    env = Forwarding(Track())
+    assert attributes.call(env, "scaled", (3,), {"offset": 1}) == 4
+    assert attributes.call(env, "scaled", [3]) == 3
+    assert attributes.call(env, "speed") == 1
+    with pytest.raises(
+        TypeError, match="'speed' of Forwarding takes no arguments: it is no method, its type is int"
+    ):
+        attributes.call(env, "speed", (1,))
+    with pytest.raises(AttributeError, match="wings"):
+        attributes.call(env, "wings")
+
+
+@pytest.mark.parametrize(
+    ("seed", "expected"),
+    [
+        (5, 5),
+        (np.int64(6), 6),
+        (True, None),
+        (np.bool_(True), None),
+        (None, None),
+        (2.0, None),
+        (lambda: 5, None),
+    ],
+)
+def test_declared_seed(seed, expected):
+    env = gymnasium.make("CartPole-v1")
+    env.unwrapped.seed = seed
+    found = attributes.declared_seed(env)
+    assert found == expected
+    assert found is None or type(found) is int
+    plain = Track()
+    plain.seed = seed
+    assert attributes.declared_seed(plain) == expected
+
+
+def test_declared_seed_where_there_is_none_or_asking_fails():
+    class Grumpy(Track):
+        @property
+        def seed(self):
+            raise RuntimeError("not now")
+
+    assert attributes.declared_seed(Track()) is None
+    assert attributes.declared_seed(Grumpy()) is None
