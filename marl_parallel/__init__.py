@@ -1,0 +1,30 @@
+"""Many copies of a multi-agent simulator, stepped side by side at the full speed of your cores.
+
+`ParallelEnv` takes constructors and gives batches of dicts; `make` does so from the name of a module.
+"""
+
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.adapters import MultiAgentEnv, Rules
+from marl_parallel.errors import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout
+from marl_parallel.making import make
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.backend import Backend
+from marl_parallel.stats import Stats, WorkerStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoresetMode",
+    "Backend",
+    "EnvError",
+    "MultiAgentEnv",
+    "ParallelEnv",
+    "ParallelEnvError",
+    "Rules",
+    "Stats",
+    "WorkerCrashed",
+    "WorkerStats",
+    "WorkerTimeout",
+    "make",
+]

@@ -1,0 +1,52 @@
+"""Workers in line: every request is carried out where it is posted, by the caller's own thread.
+
+The backend to debug with: breakpoints work, and a Ctrl-C is the caller's.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from typing import Any
+
+from marl_parallel.runtime.backend import Backend
+from marl_parallel.runtime.ledger import Ledger
+from marl_parallel.runtime.messages import Lost, Reply, Request
+from marl_parallel.runtime.worker import Worker
+
+
+class SerialBackend(Backend):
+    """No parallelism at all, with the same meaning as all the others."""
+
+    def start(self, num_workers: int) -> None:
+        self.ledgers = [Ledger(bytearray(Ledger.NBYTES)) for _ in range(num_workers)]
+        self._workers = [Worker(ledger, self._attach, in_line=True) for ledger in self.ledgers]
+        self._replies: list[tuple[int, Reply | Lost]] = []
+
+    def allocate(self, nbytes: int) -> Any:
+        self._block = mmap.mmap(-1, nbytes)
+        return self._block
+
+    def _attach(self, nbytes: int) -> Any:
+        return self._block
+
+    def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
+        for worker, request in requests.items():
+            self._replies.append((worker, self._workers[worker].execute(request)))
+
+    def wait(self, timeout: float | None = None) -> list[tuple[int, Reply | Lost]]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def interrupt(self) -> None:
+        """Nothing ever waits."""
+
+    def stack(self, worker: int) -> str:
+        return ""
+
+    def stop(self, timeout: float) -> list[int]:
+        self._workers = []
+        return []
+
+    def abandon(self) -> None:
+        self._workers = []

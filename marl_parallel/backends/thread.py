@@ -1,0 +1,89 @@
+"""Workers in threads of this process: worth it for simulators that release the interpreter's lock.
+
+A thread cannot be killed: one that hangs is left behind, as a daemon, and `stop` says so.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from marl_parallel.runtime.backend import Backend
+from marl_parallel.runtime.ledger import Ledger
+from marl_parallel.runtime.messages import Lost, Message, Reply, Request
+from marl_parallel.runtime.worker import Worker
+
+
+class ThreadBackend(Backend):
+    """One thread for each worker, a queue to each and one queue back."""
+
+    def start(self, num_workers: int) -> None:
+        self.ledgers = [Ledger(bytearray(Ledger.NBYTES)) for _ in range(num_workers)]
+        self._requests: list[SimpleQueue[Request | None]] = [SimpleQueue() for _ in range(num_workers)]
+        self._replies: SimpleQueue[tuple[int, Reply | Lost] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, args=(worker,), name=f"marl_parallel-{worker}", daemon=True)
+            for worker in range(num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, index: int) -> None:
+        ledger = self.ledgers[index]
+        worker = Worker(ledger, self._attach)
+        while True:
+            idle = time.monotonic()
+            request = self._requests[index].get()
+            ledger.add(waiting_s=time.monotonic() - idle)
+            if request is None:
+                return
+            self._replies.put((index, worker.execute(request)))
+            if request.message is Message.CLOSE:
+                return
+
+    def allocate(self, nbytes: int) -> Any:
+        self._block = mmap.mmap(-1, nbytes)
+        return self._block
+
+    def _attach(self, nbytes: int) -> Any:
+        return self._block
+
+    def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
+        for worker, request in requests.items():
+            self._requests[worker].put(request)
+
+    def wait(self, timeout: float | None = None) -> list[tuple[int, Reply | Lost]]:
+        replies = []
+        try:
+            reply = self._replies.get(timeout=timeout)
+            while reply is not None:  # None is an interrupt
+                replies.append(reply)
+                reply = self._replies.get_nowait()
+        except Empty:
+            pass  # either the time is over or everything that was there has been taken
+        return replies
+
+    def interrupt(self) -> None:
+        self._replies.put(None)
+
+    def stack(self, worker: int) -> str:
+        frame = sys._current_frames().get(self._threads[worker].ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+    def stop(self, timeout: float) -> list[int]:
+        deadline = time.monotonic() + timeout
+        for requests in self._requests:
+            requests.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        return [index for index, thread in enumerate(self._threads) if thread.is_alive()]
+
+    def abandon(self) -> None:
+        self._threads = []

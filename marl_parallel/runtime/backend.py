@@ -1,0 +1,93 @@
+"""What the runtime asks of a backend: a place for workers to live, and a way for requests and replies.
+
+A backend carries; it never looks into what it carries, and knows nothing of environments. Whoever adds a place for
+workers to live (another machine, another runtime) writes one subclass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from marl_parallel.runtime.ledger import Ledger
+from marl_parallel.runtime.messages import Lost, Reply, Request
+
+
+class Backend(ABC):
+    """Workers, numbered from 0, and the way to them. Used by one `ParallelEnv`, once.
+
+    Attributes:
+        ledgers: What each worker is doing and has done; readable at any time.
+    """
+
+    ledgers: list[Ledger]
+
+    @abstractmethod
+    def start(self, num_workers: int) -> None:
+        """Start the workers; need not wait until they are up.
+
+        Args:
+            num_workers: How many.
+        """
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Any:
+        """Make the block that all workers will attach to; called once, before the first request that uses it.
+
+        Args:
+            nbytes: Its size.
+
+        Returns:
+            Zeroed, writable memory. It stays readable for as long as anything refers to it, also after `stop`.
+        """
+
+    @abstractmethod
+    def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
+        """Hand one request each to some of the workers; returns at once where the backend can.
+
+        A worker may have several requests before it; it takes them in order. One that is gone gets nothing, and
+        `wait` reports it as `Lost`.
+
+        Args:
+            requests: By worker.
+            together: The caller will not look at any reply before it has all of these, so that it need be woken
+                only once.
+        """
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> list[tuple[int, Reply | Lost]]:
+        """Wait until at least one reply has come, and take all that are there.
+
+        Args:
+            timeout: In seconds; None waits for as long as it takes, or until `interrupt`.
+
+        Returns:
+            Workers with their replies, in the order of each worker's requests; empty when the time is over, or
+            after `interrupt`. A worker that died with requests before it is reported once, as `Lost`.
+        """
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Make a `wait` in another thread return soon, with whatever is there."""
+
+    @abstractmethod
+    def stack(self, worker: int) -> str:
+        """The Python stack of a worker as it is right now, empty where it cannot be had."""
+
+    @abstractmethod
+    def stop(self, timeout: float) -> list[int]:
+        """End all workers and free everything but memory that is still referred to. Idempotent.
+
+        Those that have carried out a CLOSE end by themselves; the others are made to, where the backend can.
+
+        Args:
+            timeout: Seconds that workers which are about to end are given.
+
+        Returns:
+            The workers that could not be ended.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """In a forked child of the owner: forget everything, and touch nothing that the owner still uses."""

@@ -1,0 +1,147 @@
+"""The parent's side of the block: actions of many environments in, their transitions out, and where each one stands.
+
+Here it is decided what is taken from the caller's actions and what is refused, before any simulator is touched. The
+dicts of `ParallelEnv` are one view of what lies here, arrays over all environments would be another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from marl_parallel.adapters import AgentID, Rules
+from marl_parallel.adapters.protocol import Dicts
+from marl_parallel.runtime.columns import Mismatch, conform
+from marl_parallel.runtime.episode import needs_actions
+from marl_parallel.runtime.layout import Layout
+from marl_parallel.runtime.records import ActionRecords, TransitionRecords, dumps
+
+
+class Batch:
+    """All environments' records, seen by the parent.
+
+    Args:
+        layout: Of the block.
+        buffer: The block.
+        rules: Of the environments.
+        mode: When episodes begin anew.
+        copy: Whether observations are handed out as arrays of the caller's own.
+        check_actions: Whether every action must be contained in its space.
+
+    Attributes:
+        acting: For each environment, who should act next; lists that nobody may change.
+        over: For each environment, whether its episode has ended and no reset has followed.
+        begun: For each environment, whether it has been reset at least once.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        buffer: Any,
+        rules: Rules,
+        mode: AutoresetMode,
+        *,
+        copy: bool,
+        check_actions: bool,
+    ) -> None:
+        layout.bind(buffer)
+        self.layout = layout
+        self._actions = ActionRecords(layout, buffer)
+        self._transitions = TransitionRecords(layout, buffer, copy=copy)
+        self._rules, self._mode, self._check = rules, mode, check_actions
+        self.acting: list[list[AgentID]] = [[] for _ in layout.starts]
+        self.over = [False] * layout.num_records
+        self.begun = [False] * layout.num_records
+        self._pettingzoo = rules is Rules.PETTINGZOO
+
+    def write_actions(self, env_ids: Iterable[int], actions: Iterable[Mapping[Any, Any]]) -> dict[int, bytes]:
+        """Write one dict of actions for each environment.
+
+        Returns:
+            By environment, what does not fit into the block, pickled.
+
+        Raises:
+            ValueError: An action is missing, or is not what its space declares; nothing has been stepped.
+            TypeError: Something is not a dict, or cannot be pickled; likewise.
+        """
+        outside: dict[int, bytes] = {}
+        write, acting, over, pettingzoo = self._actions.write, self.acting, self.over, self._pettingzoo
+        for env_id, given in zip(env_ids, actions, strict=True):
+            if over[env_id] or type(given) is not dict or (pettingzoo and [*given] != acting[env_id]):
+                given = self._wanted(env_id, given)
+            if self._check:
+                self._check_contained(env_id, given)
+            try:
+                extras = write(env_id, given)
+                if extras is not None:
+                    outside[env_id] = dumps(extras)
+            except Mismatch as error:
+                raise ValueError(f"environment {env_id}: {error}") from None
+            except Exception as error:
+                raise TypeError(f"environment {env_id}: its actions cannot be pickled: {error}") from error
+        return outside
+
+    def _wanted(self, env_id: int, given: Any) -> dict[Any, Any]:
+        """Those of the given actions that the environment is to get."""
+        if not needs_actions(self._rules, self._mode, self.over[env_id]):
+            return {}
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"environment {env_id}: expected a dict of actions keyed by agent, got {type(given).__name__}"
+            )
+        if not self._pettingzoo:
+            return dict(given)
+        missing = [agent for agent in self.acting[env_id] if agent not in given]
+        if missing:
+            raise ValueError(
+                f"environment {env_id}: no action for agent {missing[0]!r}; expected one for each of "
+                f"{self.acting[env_id]}, got {list(given)}"
+            )
+        return {agent: given[agent] for agent in self.acting[env_id]}
+
+    def _check_contained(self, env_id: int, actions: Mapping[Any, Any]) -> None:
+        for agent, action in actions.items():
+            space = self.layout.schema.action_spaces.get(agent)
+            try:
+                contained = space is None or space.contains(conform(space, action))
+            except Mismatch:
+                contained = False
+            if not contained:
+                raise ValueError(
+                    f"environment {env_id}: the action of agent {agent!r} is outside its space: "
+                    f"expected an element of {space}, got {action!r}"
+                )
+
+    def read(self, env_ids: Iterable[int], extras: Mapping[int, Any]) -> tuple[tuple[dict[Any, Any], ...], ...]:
+        """The transitions of some environments: five tuples of dicts, in the order of `env_ids`.
+
+        Args:
+            env_ids: At least one.
+            extras: By environment, what travelled pickled, unpickled.
+        """
+        rows: list[Dicts] = []
+        read, acting, over = self._transitions.read, self.acting, self.over
+        stays_over = self._mode is not AutoresetMode.SAME_STEP
+        for env_id in env_ids:
+            dicts, acting[env_id], ended = read(env_id, extras.get(env_id) if extras else None)
+            over[env_id] = ended and stays_over
+            rows.append(dicts)
+        return tuple(zip(*rows, strict=True))
+
+    def states(self, outside: Mapping[int, Any]) -> NDArray[Any]:
+        """The global states that the workers have written, stacked into an array of the caller's own.
+
+        Args:
+            outside: By environment, states that travelled pickled.
+        """
+        column = self.layout.state
+        rows: Sequence[Any] = (
+            [column.records[record][0] for record in range(self.layout.num_records)]
+            if column is not None
+            else [outside[record] for record in range(self.layout.num_records)]
+        )
+        return np.stack(rows)

@@ -1,0 +1,303 @@
+"""How values of a space lie in the block: one column per leaf of the space, one row per agent, one set per record.
+
+A *column* holds the values that several agents with equal spaces have in one environment's record, side by side, so
+that a batch of agents is written with one call and can be read as one array. Here also lives `conform`, which gives
+arrays their space's dtype and shape whether they go into the block or not. Which agents are where is known to
+`layout.py`; what the values mean, to nobody here.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from numpy.typing import NDArray
+
+ALIGNMENT = 64
+"""Bytes: a cache line. Records and columns start on a multiple of it, so that none is shared by two workers."""
+
+Place = Callable[[int], int]
+"""Reserves so many bytes in every record and returns their offset within it."""
+
+_shape_of = attrgetter("shape")
+
+
+class Unfit(Exception):
+    """A value that does not fit its column, though nothing is wrong with it: it travels pickled instead."""
+
+
+class Mismatch(ValueError):
+    """A value that is not what its space declares; the text says what was expected and what came."""
+
+
+def conform(space: Space[Any], value: Any) -> Any:
+    """Give the arrays in a value the dtype that their space declares; everything else stays as it is.
+
+    Args:
+        space: The declared space.
+        value: What the simulator or the caller gave.
+
+    Returns:
+        The value, with each `Box`, `MultiDiscrete` and `MultiBinary` leaf an array of the space's dtype.
+
+    Raises:
+        Mismatch: An array has another shape, or a dtype that cannot be cast without loss of meaning.
+
+    Example:
+        >>> conform(spaces.Box(0, 1, (2,), np.float32), [0.5, 1.0]).dtype
+        dtype('float32')
+    """
+    if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+        return value if value is None else as_array(value, np.dtype(space.dtype), space.shape)
+    if isinstance(space, spaces.Dict) and isinstance(value, dict):
+        return {k: conform(space.spaces[k], v) if k in space.spaces else v for k, v in value.items()}
+    if isinstance(space, spaces.Tuple) and type(value) is tuple and len(value) == len(space.spaces):
+        return tuple(conform(s, v) for s, v in zip(space.spaces, value, strict=True))
+    return value
+
+
+def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Turn one value into an array of exactly this dtype and shape, or raise `Mismatch`."""
+    expected = f"expected an array of shape {shape} and dtype {dtype}"
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise Mismatch(f"{expected}, got {type(value).__name__} ({error})") from error
+    if array.shape != shape:
+        raise Mismatch(f"{expected}, got shape {array.shape}")
+    if array.dtype == dtype:
+        return array
+    if array.dtype.kind in "bui" and dtype.kind in "bui":
+        # NumPy would wrap some integers round and refuse others; what counts is that the numbers stay the same.
+        cast = array.astype(dtype)
+        if not np.array_equal(cast, array):
+            raise Mismatch(f"{expected}, got {array.dtype} values that {dtype} cannot hold")
+        return cast
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise Mismatch(f"{expected}, got dtype {array.dtype}, which cannot be cast to it")
+    return array.astype(dtype)
+
+
+class Column(ABC):
+    """The values of `rows` agents with equal spaces, in every record of a block."""
+
+    rows: int
+
+    @abstractmethod
+    def bind(self, buffer: Any, starts: Sequence[int]) -> None:
+        """Build the views into a block whose records start at these offsets."""
+
+    @abstractmethod
+    def write_all(self, record: int, values: Sequence[Any]) -> None:
+        """Write one value for every row.
+
+        Raises:
+            Unfit: At least one value does not fit; some may have been written.
+            Mismatch: At least one value is not what its space declares; likewise.
+        """
+
+    @abstractmethod
+    def write(self, record: int, row: int, value: Any) -> None:
+        """Write the value of one row; raises as `write_all` does."""
+
+    @abstractmethod
+    def read_all(self, record: int, copy: bool) -> list[Any]:
+        """The values of all rows; arrays are views of the block unless `copy`."""
+
+    @abstractmethod
+    def read(self, record: int, row: int, copy: bool) -> Any:
+        """The value of one row; arrays are views of the block unless `copy`."""
+
+
+class ArrayColumn(Column):
+    """Arrays of one dtype and shape, contiguous over the rows."""
+
+    def __init__(self, rows: int, dtype: np.dtype[Any], shape: tuple[int, ...], place: Place) -> None:
+        self.rows, self.dtype, self.shape = rows, dtype, shape
+        self.offset = place(rows * dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
+        self._shapes = [shape] * rows
+
+    def bind(self, buffer: Any, starts: Sequence[int]) -> None:
+        size = (self.rows, *self.shape)
+        self.records = [np.ndarray(size, self.dtype, buffer, start + self.offset) for start in starts]
+        # All rows end to end along the first axis, which is how one concatenation fills them.
+        flat = (self.rows * self.shape[0], *self.shape[1:]) if self.shape else ()
+        self._flat = [view.reshape(flat) for view in self.records] if self.shape else []
+
+    def write_all(self, record: int, values: Sequence[Any]) -> None:
+        try:
+            if self._flat and [*map(_shape_of, values)] == self._shapes:
+                np.concatenate(values, out=self._flat[record], casting="equiv")
+                return
+        except (AttributeError, TypeError):
+            pass  # not arrays, or of another dtype: one by one, which converts or says which is wrong
+        for row, value in enumerate(values):
+            self.write(record, row, value)
+
+    def write(self, record: int, row: int, value: Any) -> None:
+        if value is None:
+            raise Unfit
+        self.records[record][row, ...] = as_array(value, self.dtype, self.shape)
+
+    def read_all(self, record: int, copy: bool) -> list[Any]:
+        view = self.records[record]
+        if copy:
+            view = view.copy()
+        return [*view] if self.shape else [view[row, ...] for row in range(self.rows)]
+
+    def read(self, record: int, row: int, copy: bool) -> Any:
+        view = self.records[record][row, ...]
+        return view.copy() if copy else view
+
+
+SCALAR_TYPES: tuple[type, ...] = (
+    int, bool, np.int64, np.int32, np.int16, np.int8, np.uint8, np.uint16, np.uint32, np.uint64,
+)  # fmt: skip
+_SCALAR_TAGS = {t: tag for tag, t in enumerate(SCALAR_TYPES)}
+
+
+class ScalarColumn(Column):
+    """Discrete values: 64-bit integers, and a tag each that says which type the number had."""
+
+    def __init__(self, rows: int, place: Place) -> None:
+        self.rows = rows
+        self._all = struct.Struct(f"={rows}q{rows}B")
+        self._number, self._tag = struct.Struct("=q"), struct.Struct("=B")
+        self.offset = place(self._all.size)
+        self._uniform = {t: (tag,) * rows for t, tag in _SCALAR_TAGS.items()}
+
+    def bind(self, buffer: Any, starts: Sequence[int]) -> None:
+        self._buffer = memoryview(buffer)
+        self._starts = [start + self.offset for start in starts]
+
+    def write_all(self, record: int, values: Sequence[Any]) -> None:
+        try:
+            kinds = {*map(type, values)}
+            tags = self._uniform[kinds.pop()] if len(kinds) == 1 else [_SCALAR_TAGS[type(v)] for v in values]
+            self._all.pack_into(self._buffer, self._starts[record], *values, *tags)
+        except (KeyError, struct.error) as error:
+            raise Unfit from error
+
+    def write(self, record: int, row: int, value: Any) -> None:
+        try:
+            tag, start = _SCALAR_TAGS[type(value)], self._starts[record]
+            self._number.pack_into(self._buffer, start + 8 * row, value)
+            self._tag.pack_into(self._buffer, start + 8 * self.rows + row, tag)
+        except (KeyError, struct.error) as error:
+            raise Unfit from error
+
+    def read_all(self, record: int, copy: bool) -> list[Any]:
+        both = self._all.unpack_from(self._buffer, self._starts[record])
+        values, tags = both[: self.rows], both[self.rows :]
+        if not any(tags):  # all of them int, as unpacked
+            return list(values)
+        return [SCALAR_TYPES[tag](value) for value, tag in zip(values, tags, strict=True)]
+
+    def read(self, record: int, row: int, copy: bool) -> Any:
+        start = self._starts[record]
+        (value,) = self._number.unpack_from(self._buffer, start + 8 * row)
+        (tag,) = self._tag.unpack_from(self._buffer, start + 8 * self.rows + row)
+        return SCALAR_TYPES[tag](value)
+
+
+class DictColumn(Column):
+    """Dicts with fixed keys: a column for each key."""
+
+    def __init__(self, rows: int, children: Mapping[Any, Column]) -> None:
+        self.rows, self.children = rows, dict(children)
+        self._keys = self.children.keys()
+        self._picked = [(itemgetter(key), child) for key, child in self.children.items()]
+
+    def bind(self, buffer: Any, starts: Sequence[int]) -> None:
+        for child in self.children.values():
+            child.bind(buffer, starts)
+
+    def _fits(self, value: Any) -> bool:
+        return isinstance(value, dict) and value.keys() == self._keys
+
+    def write_all(self, record: int, values: Sequence[Any]) -> None:
+        if not all(map(self._fits, values)):
+            raise Unfit
+        for pick, child in self._picked:
+            child.write_all(record, [*map(pick, values)])
+
+    def write(self, record: int, row: int, value: Any) -> None:
+        if not self._fits(value):
+            raise Unfit
+        for key, child in self.children.items():
+            child.write(record, row, value[key])
+
+    def read_all(self, record: int, copy: bool) -> list[Any]:
+        if not self.children:
+            return [{} for _ in range(self.rows)]
+        columns = (child.read_all(record, copy) for child in self.children.values())
+        return [dict(zip(self._keys, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def read(self, record: int, row: int, copy: bool) -> Any:
+        return {key: child.read(record, row, copy) for key, child in self.children.items()}
+
+
+class TupleColumn(Column):
+    """Tuples of fixed length: a column for each place."""
+
+    def __init__(self, rows: int, children: Sequence[Column]) -> None:
+        self.rows, self.children = rows, list(children)
+
+    def bind(self, buffer: Any, starts: Sequence[int]) -> None:
+        for child in self.children:
+            child.bind(buffer, starts)
+
+    def _fits(self, value: Any) -> bool:
+        return type(value) is tuple and len(value) == len(self.children)
+
+    def write_all(self, record: int, values: Sequence[Any]) -> None:
+        if not all(map(self._fits, values)):
+            raise Unfit
+        for place, child in enumerate(self.children):
+            child.write_all(record, [value[place] for value in values])
+
+    def write(self, record: int, row: int, value: Any) -> None:
+        if not self._fits(value):
+            raise Unfit
+        for child, part in zip(self.children, value, strict=True):
+            child.write(record, row, part)
+
+    def read_all(self, record: int, copy: bool) -> list[Any]:
+        if not self.children:
+            return [()] * self.rows
+        return [*zip(*(child.read_all(record, copy) for child in self.children), strict=True)]
+
+    def read(self, record: int, row: int, copy: bool) -> Any:
+        return tuple(child.read(record, row, copy) for child in self.children)
+
+
+def column_for(space: Space[Any], rows: int, place: Place) -> Column:
+    """Lay out a column for the values of a space; `fits_block` says beforehand whether there is one.
+
+    Args:
+        space: The space that all the rows share.
+        rows: How many agents.
+        place: Reserves bytes in every record.
+    """
+    if isinstance(space, spaces.Discrete):
+        return ScalarColumn(rows, place)
+    if isinstance(space, spaces.Dict):
+        return DictColumn(rows, {key: column_for(s, rows, place) for key, s in space.spaces.items()})
+    if isinstance(space, spaces.Tuple):
+        return TupleColumn(rows, [column_for(s, rows, place) for s in space.spaces])
+    assert space.shape is not None
+    return ArrayColumn(rows, np.dtype(space.dtype), space.shape, place)
+
+
+def fits_block(space: Space[Any]) -> bool:
+    """Whether values of a space have a fixed size, so that they can lie in the block."""
+    if isinstance(space, spaces.Dict):
+        return all(map(fits_block, space.spaces.values()))
+    if isinstance(space, spaces.Tuple):
+        return all(map(fits_block, space.spaces))
+    return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)

@@ -1,0 +1,147 @@
+"""From constructors to environments in their workers, and to the one description that all of them share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.runtime.layout import Schema
+from marl_parallel.runtime.messages import Message, Request
+from marl_parallel.runtime.supervision import Crew
+from marl_parallel.runtime.worker import Description, Missing, Plan
+
+Constructor = Callable[..., Any]
+
+
+def checked_constructors(env_constructors: Any) -> list[Constructor]:
+    """The constructors as a list.
+
+    Raises:
+        ValueError: There are none.
+        TypeError: It is no sequence, or something in it cannot be called.
+    """
+    if callable(env_constructors) or isinstance(env_constructors, str | bytes | Mapping):
+        raise TypeError(
+            "env_constructors must be a sequence of callables, one per environment; "
+            f"got {env_constructors!r}. For n equal environments, pass [constructor] * n"
+        )
+    constructors = list(env_constructors)
+    if not constructors:
+        raise ValueError("env_constructors is empty: at least one environment is needed")
+    for env_id, constructor in enumerate(constructors):
+        if not callable(constructor):
+            raise TypeError(
+                f"env_constructors[{env_id}] must be a callable that returns an environment, got {constructor!r}"
+            )
+    return constructors
+
+
+def construct(
+    crew: Crew,
+    constructors: Sequence[Constructor],
+    seeds: Sequence[int],
+    mode: AutoresetMode,
+    adapter: Any,
+    limit: float | None,
+) -> list[Description]:
+    """Build all environments, each in its worker, and ask what they are.
+
+    Args:
+        crew: The workers.
+        constructors: One for each environment.
+        seeds: Likewise.
+        mode: When episodes begin anew.
+        adapter: None, a name, or what makes a `MultiAgentEnv` of a simulator.
+        limit: How long each constructor may take, in seconds.
+
+    Raises:
+        TypeError: A constructor cannot be pickled.
+        ParallelEnvError: A constructor raised, crashed or took too long.
+    """
+    pickled_adapter = cloudpickle.dumps(adapter)
+    by_value: list[ModuleType] = []
+    pickled = _pickle(constructors, range(len(constructors)), by_value)
+    described: dict[int, Description] = {}
+    while len(described) < len(constructors):
+        requests = {}
+        for worker, share in enumerate(crew.shares):
+            waiting = {env_id: pickled[env_id] for env_id in share if env_id not in described}
+            if waiting:
+                plan = Plan(waiting, {env_id: seeds[env_id] for env_id in waiting}, mode, pickled_adapter)
+                requests[worker] = Request(Message.ACCESS, tuple(waiting), plan)
+        unknown: dict[int, str] = {}
+        for env_id, result in crew.run(requests, limit=limit).items():
+            if isinstance(result, Missing):
+                unknown[env_id] = result.text
+            else:
+                described[env_id] = cloudpickle.loads(result)
+        # Some modules exist in this process only, such as a test's that was loaded from its file, or a notebook's.
+        for name in sorted({*unknown.values()}):
+            if name not in sys.modules or sys.modules[name] in by_value:
+                raise ModuleNotFoundError(
+                    f"the constructor of environment {min(unknown)} needs the module {name!r}, "
+                    "which cannot be imported in the worker",
+                    name=name,
+                )
+            by_value.append(sys.modules[name])
+        pickled.update(_pickle(constructors, unknown, by_value))
+    return [described[env_id] for env_id in range(len(constructors))]
+
+
+def _pickle(constructors: Sequence[Constructor], env_ids: Any, by_value: Sequence[ModuleType]) -> dict[int, bytes]:
+    pickled: dict[int, bytes] = {}
+    same: dict[int, bytes] = {}  # n times one constructor is the usual case
+    registered = [m for m in by_value if m.__name__ not in cloudpickle.list_registry_pickle_by_value()]
+    for module in registered:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        for env_id in env_ids:
+            constructor = constructors[env_id]
+            if id(constructor) not in same:
+                try:
+                    same[id(constructor)] = cloudpickle.dumps(constructor)
+                except Exception as error:
+                    raise TypeError(
+                        f"the constructor of environment {env_id} cannot be pickled, so it cannot be sent to a "
+                        f"worker: {error}. Create what does not pickle inside it: {constructor!r}"
+                    ) from error
+            pickled[env_id] = same[id(constructor)]
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)
+    return pickled
+
+
+def common_schema(described: Sequence[Description]) -> Schema:
+    """What all environments have in common.
+
+    Raises:
+        ValueError: They differ; the text says which, in what, for which agent.
+    """
+    first = described[0]
+    for env_id, other in enumerate(described):
+        if other.rules is not first.rules:
+            _differ(env_id, "rules", other.rules.value, first.rules.value)
+        if other.possible_agents != first.possible_agents:
+            _differ(env_id, "possible_agents", other.possible_agents, first.possible_agents)
+        for kind in ("observation", "action"):
+            ours, theirs = (getattr(d, f"{kind}_spaces") for d in (first, other))
+            for agent in dict.fromkeys([*ours, *theirs]):
+                if agent not in ours or agent not in theirs or ours[agent] != theirs[agent]:
+                    what = f"the {kind} space of agent {agent!r}"
+                    _differ(env_id, what, theirs.get(agent), ours.get(agent))
+        if other.state_space != first.state_space:
+            _differ(env_id, "the state space", other.state_space, first.state_space)
+    return Schema(first.possible_agents, first.observation_spaces, first.action_spaces, first.state_space)
+
+
+def _differ(env_id: int, what: str, theirs: Any, ours: Any) -> None:
+    raise ValueError(
+        f"all environments must have the same agents and spaces, but environment {env_id} differs from "
+        f"environment 0 in {what}: {theirs} against {ours}"
+    )

@@ -1,0 +1,206 @@
+"""What a transition means: one environment's life, from reset to the end of an episode and on to the next.
+
+This is the only place that knows who is alive and who acts, when an episode is over, what auto-reset returns and
+which keys we add to what the simulator said. The worker holds an `Episode` for each of its environments; the parent
+uses the functions at the end, on the same facts. How transitions travel is the business of `records.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.adapters.protocol import AgentID, MultiAgentEnv, Rules
+from marl_parallel.runtime.ledger import Activity, Ledger
+
+ALL = "__all__"
+"""The key of the flags that speak for the whole episode."""
+
+
+@dataclass
+class Transition:
+    """What one reset or step of one environment has to say.
+
+    Attributes:
+        observations: What each agent sees now: after an automatic reset, of the new episode.
+        rewards: Of the step.
+        terminateds: Of the step, with `__all__`.
+        truncateds: Of the step, with `__all__`.
+        infos: Of the step, as the simulator gave them.
+        alive: Agents seen in this episode and neither terminated nor truncated yet.
+        acting: Those of them who should act next; in the order of `possible_agents`, then as they came.
+        final_observations: The old episode's last observations, where the new one has begun in the same step.
+        reset_infos: The infos of that reset.
+    """
+
+    observations: dict[AgentID, Any]
+    rewards: dict[AgentID, Any]
+    terminateds: dict[Any, Any]
+    truncateds: dict[Any, Any]
+    infos: dict[Any, Any]
+    alive: list[AgentID] = field(default_factory=list)
+    acting: list[AgentID] = field(default_factory=list)
+    final_observations: dict[AgentID, Any] | None = None
+    reset_infos: dict[Any, Any] | None = None
+
+
+class Episode:
+    """One environment and where it stands.
+
+    Args:
+        env: The environment.
+        env_id: Its number in the batch.
+        mode: What happens when an episode is over.
+        ledger: Where the worker notes what its environments are doing.
+    """
+
+    def __init__(self, env: MultiAgentEnv, env_id: int, mode: AutoresetMode, ledger: Ledger) -> None:
+        self.env, self.env_id = env, env_id
+        self._mode, self._ledger = mode, ledger
+        self._dict_rules = env.rules is Rules.DICT
+        self._alive: list[AgentID] = []
+        self._acting: list[AgentID] = []
+        self._flagged: set[AgentID] = set()
+        self._over: tuple[Any, Any] | None = None
+
+    def reset(self, keywords: Mapping[str, Any]) -> Transition:
+        """Begin a new episode.
+
+        Args:
+            keywords: For the simulator's `reset`.
+
+        Returns:
+            The first observations and infos; the agents in them have reward 0.0 and flags that are False.
+        """
+        self._ledger.enter(self.env_id, Activity.RESET)
+        try:
+            observations, infos = self.env.reset(**keywords)
+        finally:
+            self._ledger.leave()
+        self._flagged.clear()
+        self._over = None
+        self._alive = list(observations)
+        self._acting = self._who_acts(observations)
+        return Transition(
+            observations,
+            dict.fromkeys(observations, 0.0),
+            {**dict.fromkeys(observations, False), ALL: False},
+            {**dict.fromkeys(observations, False), ALL: False},
+            infos,
+            self._alive,
+            self._acting,
+        )
+
+    def step(self, actions: dict[Any, Any]) -> Transition:
+        """Step once and, where the episode is over and the mode says so, begin the next.
+
+        Args:
+            actions: For the simulator, those of agents who do not act already left out.
+        """
+        if self._over is not None:
+            if self._mode is AutoresetMode.NEXT_STEP:
+                return self.reset({})
+            if not self._dict_rules:
+                terminated, truncated = self._over
+                return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {})
+        self._ledger.enter(self.env_id, Activity.STEP)
+        try:
+            observations, rewards, terminateds, truncateds, infos = self.env.step(actions)
+        finally:
+            self._ledger.leave()
+        terminateds, truncateds = dict(terminateds), dict(truncateds)
+        over = self._note(observations, terminateds, truncateds)
+        if not over:
+            self._over = None
+        elif self._mode is AutoresetMode.SAME_STEP:
+            # Simulators that use the same arrays and dicts again would overwrite them with the next episode's.
+            observations, rewards, infos = _kept((observations, rewards, infos))
+            first = self.reset({})
+            return Transition(
+                first.observations, rewards, terminateds, truncateds, infos,
+                first.alive, first.acting, observations, first.infos,
+            )  # fmt: skip
+        else:
+            self._over = terminateds[ALL], truncateds[ALL]
+        return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting)
+
+    def _note(self, observations: dict[AgentID, Any], terminateds: dict[Any, Any], truncateds: dict[Any, Any]) -> bool:
+        """Bring alive and acting up to date and add `__all__`; returns whether the episode is over."""
+        before = self._alive
+        quiet = not any(terminateds.values()) and not any(truncateds.values())
+        if not quiet:
+            for flags in (terminateds, truncateds):
+                self._flagged.update(agent for agent, flag in flags.items() if flag and agent != ALL)
+        if not quiet or [*observations] != before or self._acting != before:
+            # New lists, never the old ones changed: transitions hold them.
+            self._alive = [a for a in dict.fromkeys([*before, *observations]) if a not in self._flagged]
+            self._acting = self._who_acts(observations)
+        if self._dict_rules:
+            terminated, truncated = False, False
+        else:
+            terminated, truncated = self._left_or_ended(before, terminateds)
+        terminateds.setdefault(ALL, terminated)
+        truncateds.setdefault(ALL, truncated)
+        return bool(terminateds[ALL] or truncateds[ALL])
+
+    def _who_acts(self, observations: dict[AgentID, Any]) -> list[AgentID]:
+        turn = self.env.turn()
+        if turn is not None:
+            return [turn] if turn in self._alive else []
+        acting = [agent for agent in observations if agent in self._alive]
+        possible = self.env.possible_agents
+        if acting != possible:
+            rank = {agent: place for place, agent in enumerate(possible)}
+            acting.sort(key=lambda agent: rank.get(agent, len(rank)))
+        return acting
+
+    def _left_or_ended(self, before: list[AgentID], terminateds: Mapping[Any, Any]) -> tuple[bool, bool]:
+        """PettingZoo's end: nobody is left. Returns the two flags of `__all__`."""
+        left = self.env.agents_left()
+        remaining = self._alive if left is None else left
+        if remaining and (not self._flagged or any(agent not in self._flagged for agent in remaining)):
+            return False, False
+        terminated = all(terminateds.get(agent, False) for agent in before)
+        return terminated, not terminated
+
+
+def _kept(values: Any) -> Any:
+    try:
+        return copy.deepcopy(values)
+    except Exception:
+        # What cannot be copied cannot be pickled either; that is found, and told, when it is to be sent.
+        return values
+
+
+def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:
+    """Whether the caller's actions will be looked at in the next step of an environment.
+
+    Args:
+        rules: The environment's.
+        mode: The batch's.
+        over: Whether its last transition ended an episode that no reset has followed yet.
+    """
+    return not over or (mode is AutoresetMode.DISABLED and rules is Rules.DICT)
+
+
+def with_final(
+    infos: dict[Any, Any], final_observations: Mapping[AgentID, Any], reset_infos: Mapping[Any, Any]
+) -> None:
+    """Add what an automatic reset has to say to the infos of the step before it, in place.
+
+    Args:
+        infos: The parent's own copy of the step's infos.
+        final_observations: Go under `final_obs` of each agent.
+        reset_infos: Those that are not empty go under `reset_info` of each key.
+    """
+    told = {key: info for key, info in reset_infos.items() if info is not None and info != {}}
+    for name, additions in (("final_obs", final_observations), ("reset_info", told)):
+        for key, value in additions.items():
+            if infos.get(key) is None:
+                infos[key] = {}
+            if isinstance(infos[key], dict):
+                infos[key].setdefault(name, value)

@@ -1,0 +1,148 @@
+"""Spaces -> one block of memory: which bytes of an environment's record belong to what.
+
+Every environment has one record, contiguous and starting on a cache line: actions, then the head of the transition
+(rewards, flags, presence), observations, final observations, global state. A `Layout` follows from a `Schema` and
+the number of environments alone, so worker and parent come to the same one without telling each other offsets.
+How a record is filled and read is the business of `records.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gymnasium import Space
+
+from marl_parallel.adapters.protocol import AgentID
+from marl_parallel.runtime.columns import ALIGNMENT, ArrayColumn, Column, Place, column_for, fits_block
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What all environments of a batch have in common.
+
+    Attributes:
+        possible_agents: In the simulator's own order; empty where open-ended.
+        observation_spaces: Of the agents that declare one.
+        action_spaces: Of the agents that declare one.
+        state_space: Of the global state, None where there is none.
+    """
+
+    possible_agents: list[AgentID]
+    observation_spaces: dict[AgentID, Space[Any]]
+    action_spaces: dict[AgentID, Space[Any]]
+    state_space: Space[Any] | None
+
+
+class AgentColumns:
+    """The values of all agents whose declared space has a fixed size; agents with equal spaces share a column.
+
+    Attributes:
+        agents: Those agents, in the order of `possible_agents`.
+    """
+
+    def __init__(self, declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID], place: Place) -> None:
+        self.agents = [agent for agent in agents if agent in declared and fits_block(declared[agent])]
+        groups: list[tuple[Space[Any], list[int]]] = []
+        for position, agent in enumerate(self.agents):
+            for space, positions in groups:
+                if space == declared[agent]:
+                    positions.append(position)
+                    break
+            else:
+                groups.append((declared[agent], [position]))
+        self.groups: list[tuple[Column, list[int]]] = [
+            (column_for(space, len(positions), place), positions) for space, positions in groups
+        ]
+        self._row = {
+            self.agents[position]: (column, row)
+            for column, positions in self.groups
+            for row, position in enumerate(positions)
+        }
+        self._only = self.groups[0][0] if len(self.groups) == 1 else None
+
+    def bind(self, buffer: Any, starts: Sequence[int]) -> None:
+        """Build the views into a block whose records start at these offsets."""
+        for column, _ in self.groups:
+            column.bind(buffer, starts)
+
+    def __contains__(self, agent: object) -> bool:
+        return agent in self._row
+
+    def write_all(self, record: int, values: Sequence[Any]) -> None:
+        """Write one value for each of `agents`, in their order; raises as `Column.write_all` does."""
+        if self._only is not None:
+            self._only.write_all(record, values)
+        else:
+            for column, positions in self.groups:
+                column.write_all(record, [values[position] for position in positions])
+
+    def write(self, record: int, agent: AgentID, value: Any) -> None:
+        """Write the value of one of `agents`; raises as `Column.write` does."""
+        column, row = self._row[agent]
+        column.write(record, row, value)
+
+    def read_all(self, record: int, copy: bool) -> list[Any]:
+        """The values of all `agents`, in their order."""
+        if self._only is not None:
+            return self._only.read_all(record, copy)
+        values: list[Any] = [None] * len(self.agents)
+        for column, positions in self.groups:
+            for position, value in zip(positions, column.read_all(record, copy), strict=True):
+                values[position] = value
+        return values
+
+    def read(self, record: int, agent: AgentID, copy: bool) -> Any:
+        """The value of one of `agents`."""
+        column, row = self._row[agent]
+        return column.read(record, row, copy)
+
+
+class Layout:
+    """Where everything lies, for a number of environments with one schema.
+
+    Args:
+        schema: What the environments have in common.
+        num_records: How many environments.
+        arrays: False leaves every agent out, so that all values travel pickled.
+
+    Attributes:
+        nbytes: Size of the block.
+        agents: The agents with a row in the heads of the records.
+        actions, observations, final_observations: Columns of the agents whose values lie in the block.
+        state: The global state; None where there is none, or where it travels pickled.
+    """
+
+    ACTION_HEAD, TRANSITION_HEAD = 2, 8
+    """Bytes before the rows of the two heads; `records.py` says what is in them."""
+
+    def __init__(self, schema: Schema, num_records: int, *, arrays: bool = True) -> None:
+        self.schema, self.num_records = schema, num_records
+        self.agents = list(schema.possible_agents) if arrays else []
+        self._record_nbytes = 0
+        place, n = self._place, len(self.agents)
+        self.action_head = place(self.ACTION_HEAD + n)
+        self.actions = AgentColumns(schema.action_spaces, self.agents, place)
+        # per agent: reward, its tag, two flags, presence; and the two flags of `__all__`
+        self.transition_head = place(self.TRANSITION_HEAD + 12 * n + 2)
+        self.observations = AgentColumns(schema.observation_spaces, self.agents, place)
+        self.final_observations = AgentColumns(schema.observation_spaces, self.agents, place)
+        self.state: ArrayColumn | None = None
+        if arrays and schema.state_space is not None and fits_block(schema.state_space):
+            column = column_for(schema.state_space, 1, place)
+            self.state = column if isinstance(column, ArrayColumn) else None
+        self.nbytes = self._record_nbytes * num_records
+        self.starts = [self._record_nbytes * record for record in range(num_records)]
+
+    def _place(self, nbytes: int) -> int:
+        offset = self._record_nbytes
+        self._record_nbytes = -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT
+        return offset
+
+    def bind(self, buffer: Any) -> None:
+        """Build all views into a block of `nbytes` zeroed bytes."""
+        for columns in (self.actions, self.observations, self.final_observations):
+            columns.bind(buffer, self.starts)
+        if self.state is not None:
+            self.state.bind(buffer, self.starts)

@@ -1,0 +1,129 @@
+"""One worker's open book: what it is doing right now, and what it has done so far.
+
+The worker writes, the parent reads, at any time and without asking: the book is a few numbers in memory that both
+can see. That is how the parent knows which environment was running when a process died, for how long one has been
+running, and what `stats()` says. Each number is written whole; there is no lock, so two of them may be read a
+moment apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+
+class Activity(IntEnum):
+    """What an environment can be doing; the name in lower case is the `method` of an error."""
+
+    CONSTRUCTOR = 1
+    RESET = 2
+    STEP = 3
+    STATE = 4
+    RENDER = 5
+    CALL = 6
+    CLOSE = 7
+
+    @property
+    def method(self) -> str:
+        """The name that errors use."""
+        return self.name.lower()
+
+
+class Running(NamedTuple):
+    """An environment in the middle of something.
+
+    Attributes:
+        env_id: Which.
+        activity: Doing what.
+        since: The moment it began, in seconds of `time.monotonic`.
+    """
+
+    env_id: int
+    activity: Activity
+    since: float
+
+
+class Ledger:
+    """The book over a buffer of `NBYTES` zeroed bytes, aligned to 8.
+
+    Args:
+        buffer: Writable memory, shared with whoever reads it.
+    """
+
+    NBYTES = 128
+
+    # Places of 8 bytes: what runs now and since when, sums of seconds, and how often each activity has ended.
+    _ENV, _ACTIVITY, _SINCE, _SIMULATOR, _TRANSPORT, _WAITING, _ENDED = 0, 1, 2, 3, 4, 5, 8
+
+    def __init__(self, buffer: Any) -> None:
+        view = memoryview(buffer).cast("B")[: self.NBYTES]
+        self._ints, self._floats = view.cast("q"), view.cast("d")
+
+    def enter(self, env_id: int, activity: int) -> None:
+        """Note that an environment begins something, now."""
+        ints = self._ints
+        self._floats[2] = time.monotonic()
+        ints[1] = activity
+        ints[0] = env_id + 1
+
+    def leave(self) -> None:
+        """Note that it has returned, or raised."""
+        ints, floats = self._ints, self._floats
+        floats[3] += time.monotonic() - floats[2]
+        ints[0] = 0
+        ints[8 + ints[1]] += 1
+
+    @contextmanager
+    def during(self, env_id: int, activity: Activity) -> Iterator[None]:
+        """`enter` and `leave` around a block of code."""
+        self.enter(env_id, activity)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def add(self, *, transport_s: float = 0.0, waiting_s: float = 0.0) -> None:
+        """Add to the worker's own times."""
+        self._floats[self._TRANSPORT] += transport_s
+        self._floats[self._WAITING] += waiting_s
+
+    @property
+    def latest(self) -> Activity:
+        """What was begun last, whether it has ended or not."""
+        return Activity(self._ints[self._ACTIVITY])
+
+    @property
+    def running(self) -> Running | None:
+        """What is going on in the worker's environments, None where nothing is."""
+        env, activity, since = self._ints[self._ENV], self._ints[self._ACTIVITY], self._floats[self._SINCE]
+        if env == 0:
+            return None
+        return Running(env - 1, Activity(activity), since)
+
+    @property
+    def steps(self) -> int:
+        """Environment steps so far."""
+        return int(self._ints[self._ENDED + Activity.STEP])
+
+    @property
+    def resets(self) -> int:
+        """Episodes begun so far."""
+        return int(self._ints[self._ENDED + Activity.RESET])
+
+    @property
+    def simulator_s(self) -> float:
+        """Seconds spent inside the simulators."""
+        return float(self._floats[self._SIMULATOR])
+
+    @property
+    def transport_s(self) -> float:
+        """Seconds spent by the worker on reading actions and writing transitions."""
+        return float(self._floats[self._TRANSPORT])
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds spent by the worker without anything to do."""
+        return float(self._floats[self._WAITING])

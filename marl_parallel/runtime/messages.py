@@ -1,0 +1,100 @@
+"""What parent and workers say to each other: the kinds of message, requests and what comes back.
+
+Everything here pickles with plain `pickle`: whatever a simulator made (constructors, infos, results, exceptions)
+travels inside as bytes, so that a backend never has to look. How messages travel is the business of `backends/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+
+class Message(Enum):
+    """The kinds of message; those from `ACCESS` to `CLOSE` are requests, the last two replies."""
+
+    ACCESS = 1
+    """Construct the environments and tell their spaces and other fixed attributes."""
+    ATTACH = 2
+    """Here are the schema and the block of memory that actions and transitions travel in."""
+    SEED = 3
+    """Which seeds do the environments use?"""
+    RESET = 4
+    """Begin new episodes."""
+    STEP = 5
+    """Take the actions in the block, step, and reset where the episode is over and the mode says so."""
+    STATE = 6
+    """Write the global state into the block."""
+    RENDER = 7
+    """Render one frame of each."""
+    CALL = 8
+    """Call a method, or get an attribute, looked for through wrappers."""
+    ASSIGN = 9
+    """Set an attribute, looked for through wrappers."""
+    CLOSE = 10
+    """Close the environments; the last request a worker gets."""
+    RESULT = 11
+    """The request was carried out in every environment it names."""
+    EXCEPTION = 12
+    """The request failed in at least one environment."""
+
+
+class Request(NamedTuple):
+    """Work for one worker.
+
+    Attributes:
+        message: What to do.
+        env_ids: With which of the worker's environments, in this order; None for all of them.
+        payload: By environment, or whatever the message needs; None for most steps.
+    """
+
+    message: Message
+    env_ids: tuple[int, ...] | None = None
+    payload: Any = None
+
+
+class Failure(NamedTuple):
+    """What went wrong in one environment, told so that it survives any pickling.
+
+    Attributes:
+        method: What the environment was doing.
+        summary: The exception in one line.
+        traceback: The traceback, as text.
+        exception: The exception, pickled; None where it does not pickle.
+    """
+
+    method: str
+    summary: str
+    traceback: str
+    exception: bytes | None
+
+
+class Reply(NamedTuple):
+    """What became of a request.
+
+    Attributes:
+        message: `RESULT` or `EXCEPTION`.
+        answers: The request's message.
+        env_ids: The environments it was about; None for all of the worker's.
+        results: By environment, for those that have something to say beyond what is in the block.
+        failures: By environment, for those that failed.
+    """
+
+    message: Message
+    answers: Message
+    env_ids: tuple[int, ...] | None
+    results: Mapping[int, Any]
+    failures: Mapping[int, Failure]
+
+
+class Lost(NamedTuple):
+    """In place of a reply: the worker is gone.
+
+    Attributes:
+        exitcode: Its exit code, minus the signal's number where a signal ended it; None where unknown.
+        stack: The stack at a native crash, empty where there is none.
+    """
+
+    exitcode: int | None
+    stack: str

@@ -1,0 +1,384 @@
+"""Actions and transitions in and out of an environment's record, with what does not fit in there pickled beside it.
+
+Both sides use the same objects: the parent writes actions and reads transitions, the worker the other way round.
+Two forms of a transition's head are written. The *quiet* one is by far the most frequent: every agent is in every
+dict, nobody's flag is set, nothing has ended; it costs one `pack_into`. The *full* one says for each agent in which
+dicts it was, and of what type its numbers were. What a transition means is known to `episode.py` alone.
+
+The heads, in bytes, for n agents in the block::
+
+    actions      form 1 | extras 1 | present n
+    transitions  form 1 | extras 1 | type of rewards 1 | type of flags 1 | has final 1 | - 3 | rewards 8n
+                 | reward types n | terminated n+1 | truncated n+1 | presence n
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import cloudpickle
+import numpy as np
+
+from marl_parallel.adapters.protocol import AgentID, Dicts
+from marl_parallel.runtime.columns import Mismatch, Unfit, conform
+from marl_parallel.runtime.episode import ALL, Transition, with_final
+from marl_parallel.runtime.layout import AgentColumns, Layout
+
+Extras: TypeAlias = dict[str, Any]
+
+OBSERVATION, REWARD, TERMINATED, TRUNCATED, INFO, ALIVE, ACTING, FINAL = (1 << bit for bit in range(8))
+_EVERYWHERE = OBSERVATION | REWARD | TERMINATED | TRUNCATED | INFO | ALIVE | ACTING
+
+# The first of each is what simulators give most; a reward is kept as a double, exactly, or travels pickled.
+REWARD_TYPES: tuple[type, ...] = (
+    float, np.float64, np.float32, np.float16, int, bool, np.bool_,
+    np.int64, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16, np.uint8,
+)  # fmt: skip
+_REWARD_TAGS = {t: tag for tag, t in enumerate(REWARD_TYPES)}
+_NUM_FLOATS = 4
+_LARGEST_EXACT = 2**53
+
+FLAGS: tuple[Any, ...] = (False, True, np.False_, np.True_)
+_FLAG_CODES: dict[tuple[type, Any], int] = {
+    (bool, False): 0,
+    (bool, True): 1,
+    (np.bool_, False): 2,
+    (np.bool_, True): 3,
+}
+_QUIET_CODES = {bool: 0, np.bool_: 2}
+
+_ABSENT, _ALL_IN_ORDER, _SOME = 0, 1, 2
+_FULL, _QUIET = 0, 1
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle anything that pickles at all, classes and functions of a script included."""
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        # Plain pickle is several times faster, but knows nothing that was defined in a script or a function.
+        return bytes(cloudpickle.dumps(value))
+
+
+class ActionRecords:
+    """Actions, in the records of all environments.
+
+    Args:
+        layout: Bound to the block.
+        buffer: The block.
+    """
+
+    def __init__(self, layout: Layout, buffer: Any) -> None:
+        self._layout, self._columns = layout, layout.actions
+        self._heads = [start + layout.action_head for start in layout.starts]
+        self._agents = self._columns.agents
+        self._position = {agent: place for place, agent in enumerate(self._agents)}
+        self._buffer = memoryview(buffer)
+        self._all = struct.Struct("=BB").pack(_ALL_IN_ORDER, 0)
+
+    def write(self, record: int, actions: Mapping[Any, Any]) -> Extras | None:
+        """Write what fits; returns the rest, to be pickled.
+
+        Raises:
+            Mismatch: An action is not what its space declares; the text says whose. Nothing that matters was
+                overwritten: the record counts only once the worker is told to step.
+        """
+        head, buffer, columns = self._heads[record], self._buffer, self._columns
+        if self._agents and [*actions] == self._agents:
+            try:
+                columns.write_all(record, [*actions.values()])
+                buffer[head : head + 2] = self._all
+                return None
+            except (Unfit, Mismatch):
+                pass  # at least one is special: one by one finds which
+        extras: Extras = {}
+        present = bytearray(len(self._agents))
+        for agent, action in actions.items():
+            try:
+                if agent not in columns:
+                    space = self._layout.schema.action_spaces.get(agent)
+                    extras[agent] = action if space is None else conform(space, action)
+                    continue
+                columns.write(record, agent, action)
+                present[self._position[agent]] = 1
+            except Unfit:
+                extras[agent] = action
+            except Mismatch as error:
+                raise Mismatch(f"the action of agent {agent!r}: {error}") from error
+        buffer[head : head + 2 + len(present)] = bytes((_SOME, bool(extras))) + present
+        return extras or None
+
+    def read(self, record: int, extras: Extras | None) -> dict[Any, Any]:
+        """The actions, arrays in memory of their own."""
+        head = self._heads[record]
+        if self._buffer[head] == _ALL_IN_ORDER:
+            return dict(zip(self._agents, self._columns.read_all(record, True), strict=True))
+        present = self._buffer[head + 2 : head + 2 + len(self._agents)]
+        actions: dict[Any, Any] = {
+            agent: self._columns.read(record, agent, True)
+            for agent, there in zip(self._agents, present, strict=True)
+            if there
+        }
+        return _ordered(actions | extras, self._layout.schema.possible_agents) if extras else actions
+
+
+class TransitionRecords:
+    """Transitions, in the records of all environments.
+
+    Args:
+        layout: Bound to the block.
+        buffer: The block.
+        copy: Whether observations are read as arrays of the reader's own rather than views of the block.
+    """
+
+    def __init__(self, layout: Layout, buffer: Any, *, copy: bool = True) -> None:
+        self._layout, self._copy = layout, copy
+        self._buffer = memoryview(buffer)
+        self._heads = [start + layout.transition_head for start in layout.starts]
+        self.agents = agents = layout.agents
+        n = len(agents)
+        self._n = n
+        self._head = struct.Struct(f"={layout.TRANSITION_HEAD}B{n}d")
+        self._full = struct.Struct(f"={layout.TRANSITION_HEAD}B{n}d{n}B{n + 1}B{n + 1}B{n}B")
+        self._keys = dict.fromkeys(agents).keys()
+        self._flag_keys = {**dict.fromkeys(agents), ALL: None}.keys()
+        self._empty_infos: list[dict[Any, Any]] = [{} for _ in agents]
+        self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in _QUIET_CODES.values()}
+        self._quiet_possible = bool(agents) and layout.observations.agents == agents
+        # What the rows behind the quiet head say at present; None where a full head was written last.
+        self._quiet_rows: list[tuple[int, int] | None] = [None] * layout.num_records
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def write(self, record: int, transition: Transition) -> Extras | None:
+        """Write what fits; returns the rest, to be pickled.
+
+        Raises:
+            Mismatch: An observation is not what its space declares; the text says whose.
+        """
+        if self._quiet_possible and transition.acting == self.agents and transition.final_observations is None:
+            written = self._write_quiet(record, transition)
+            if written is not None:
+                return written or None
+        return self._write_full(record, transition)
+
+    def _write_quiet(self, record: int, transition: Transition) -> Extras | None:
+        """Try the quiet form; returns None where it does not apply."""
+        agents, infos = self.agents, transition.infos
+        rewards = [*transition.rewards.values()]
+        terminateds, truncateds = transition.terminateds, transition.truncateds
+        if (
+            [*transition.observations] != agents
+            or [*transition.rewards] != agents
+            or terminateds.keys() != self._flag_keys
+            or truncateds.keys() != self._flag_keys
+            or len(transition.alive) != self._n
+        ):
+            return None
+        reward_tag = _reward_tag(rewards)
+        flag_code = _quiet_code(terminateds, truncateds)
+        if reward_tag is None or flag_code is None:
+            return None
+        try:
+            self._layout.observations.write_all(record, [*transition.observations.values()])
+        except (Unfit, Mismatch):
+            return None
+        empty = [*infos.values()] == self._empty_infos and infos.keys() == self._keys
+        head = self._heads[record]
+        if self._quiet_rows[record] == (reward_tag, flag_code):
+            self._head.pack_into(self._buffer, head, _QUIET, not empty, reward_tag, flag_code, 0, 0, 0, 0, *rewards)
+        else:
+            n, flags = self._n, (flag_code,) * self._n
+            self._full.pack_into(
+                self._buffer, head, _QUIET, not empty, reward_tag, flag_code, 0, 0, 0, 0, *rewards,
+                *(reward_tag,) * n, *flags, 0, *flags, 0, *(_EVERYWHERE,) * n,
+            )  # fmt: skip
+            self._quiet_rows[record] = (reward_tag, flag_code)
+        return {} if empty else {"infos": infos}
+
+    def _write_full(self, record: int, transition: Transition) -> Extras | None:
+        n, index = self._n, {agent: place for place, agent in enumerate(self.agents)}
+        presence = [0] * n
+        extras: Extras = {}
+
+        def outside(name: str, key: Any, value: Any) -> None:
+            extras.setdefault(name, {})[key] = value
+
+        final = transition.final_observations
+        self._write_observations(record, transition.observations, False, index, presence, outside)
+        if final is not None:
+            self._write_observations(record, final, True, index, presence, outside)
+        rewards, reward_tags = [0.0] * n, [0] * n
+        for agent, reward in transition.rewards.items():
+            tag = _reward_tag([reward])
+            if agent in index and tag is not None:
+                place = index[agent]
+                rewards[place], reward_tags[place] = reward, tag
+                presence[place] |= REWARD
+            else:
+                outside("rewards", agent, reward)
+        flags = {}
+        for name, bit in (("terminateds", TERMINATED), ("truncateds", TRUNCATED)):
+            codes = flags[name] = [0] * (n + 1)
+            for key, flag in getattr(transition, name).items():
+                code = _FLAG_CODES.get((type(flag), flag)) if isinstance(flag, bool | np.bool_) else None
+                place = n if key == ALL else index.get(key, -1)
+                if code is None or place < 0:
+                    outside(name, key, flag)
+                    continue
+                codes[place] = code
+                if place < n:
+                    presence[place] |= bit
+        for name, who, bit in (("alive", transition.alive, ALIVE), ("acting", transition.acting, ACTING)):
+            for agent in who:
+                if agent in index:
+                    presence[index[agent]] |= bit
+                else:
+                    extras.setdefault(name, []).append(agent)
+        self._note_infos(transition.infos, index, presence, extras)
+        if transition.reset_infos and any(info != {} for info in transition.reset_infos.values()):
+            extras["reset_infos"] = transition.reset_infos
+        self._full.pack_into(
+            self._buffer, self._heads[record], _FULL, bool(extras), 0, 0, final is not None, 0, 0, 0,
+            *rewards, *reward_tags, *flags["terminateds"], *flags["truncateds"], *presence,
+        )  # fmt: skip
+        self._quiet_rows[record] = None
+        return extras or None
+
+    def _write_observations(
+        self,
+        record: int,
+        observations: Mapping[AgentID, Any],
+        final: bool,
+        index: Mapping[AgentID, int],
+        presence: list[int],
+        outside: Any,
+    ) -> None:
+        columns = self._layout.final_observations if final else self._layout.observations
+        bit, name = (FINAL, "final_observations") if final else (OBSERVATION, "observations")
+        for agent, observation in observations.items():
+            try:
+                if agent in columns:
+                    columns.write(record, agent, observation)
+                    presence[index[agent]] |= bit
+                    continue
+            except Unfit:
+                pass  # of the declared space, but of another form: pickled
+            except Mismatch as error:
+                raise Mismatch(f"the observation of agent {agent!r}: {error}") from error
+            space = self._layout.schema.observation_spaces.get(agent)
+            try:
+                outside(name, agent, observation if space is None else conform(space, observation))
+            except Mismatch as error:
+                raise Mismatch(f"the observation of agent {agent!r}: {error}") from error
+
+    @staticmethod
+    def _note_infos(infos: dict[Any, Any], index: Mapping[AgentID, int], presence: list[int], extras: Extras) -> None:
+        if all(key in index and info == {} for key, info in infos.items()):
+            for key in infos:
+                presence[index[key]] |= INFO
+        else:
+            extras["infos"] = infos
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def has_extras(self, record: int) -> bool:
+        """Whether part of the transition was pickled."""
+        return self._buffer[self._heads[record] + 1] != 0
+
+    def read(self, record: int, extras: Extras | None) -> tuple[Dicts, list[AgentID], bool]:
+        """Rebuild the five dicts, exactly as they were, with what an automatic reset adds to the infos.
+
+        Args:
+            record: Which environment's.
+            extras: What `write` returned.
+
+        Returns:
+            The dicts; the agents who should act next, a list not to be changed; whether the episode is over.
+        """
+        head = self._heads[record]
+        if self._buffer[head] == _FULL:
+            return self._read_full(record, extras or {})
+        agents = self.agents
+        _, more, reward_tag, flag_code, _, _, _, _, *rewards = self._head.unpack_from(self._buffer, head)
+        if reward_tag:
+            rewards = [*map(REWARD_TYPES[reward_tag], rewards)]
+        flags = self._no_flags[flag_code]
+        observations = self._layout.observations.read_all(record, self._copy)
+        dicts = (
+            dict(zip(agents, observations)),  # noqa: B905 - the hot path; one value per agent by construction
+            dict(zip(agents, rewards)),  # noqa: B905
+            flags.copy(),
+            flags.copy(),
+            extras["infos"] if more and extras else {agent: {} for agent in agents},
+        )
+        return dicts, agents, False
+
+    def _read_full(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], bool]:
+        n, size, agents = self._n, self._layout.TRANSITION_HEAD, self.agents
+        values = self._full.unpack_from(self._buffer, self._heads[record])
+        rewards, tags = values[size : size + n], values[size + n : size + 2 * n]
+        terminated = values[size + 2 * n : size + 3 * n + 1]
+        truncated = values[size + 3 * n + 1 : size + 4 * n + 2]
+        presence = values[size + 4 * n + 2 :]
+
+        def merged(name: str, inside: dict[Any, Any]) -> dict[Any, Any]:
+            return _ordered(inside | extras[name], self._layout.schema.possible_agents) if name in extras else inside
+
+        def flags(name: str, codes: Sequence[int], bit: int) -> dict[Any, Any]:
+            there = {a: FLAGS[c] for a, c, p in zip(agents, codes, presence) if p & bit}  # noqa: B905 - n + 1 codes
+            return merged(name, there | {ALL: FLAGS[codes[n]]})
+
+        def seen(name: str, columns: AgentColumns, bit: int) -> dict[Any, Any]:
+            present = [agent for agent, p in zip(agents, presence, strict=True) if p & bit]
+            return merged(name, {agent: columns.read(record, agent, self._copy) for agent in present})
+
+        observations = seen("observations", self._layout.observations, OBSERVATION)
+        paid = zip(agents, rewards, tags, presence, strict=True)
+        reward_dict = merged("rewards", {a: REWARD_TYPES[t](r) for a, r, t, p in paid if p & REWARD})
+        terminateds = flags("terminateds", terminated, TERMINATED)
+        truncateds = flags("truncateds", truncated, TRUNCATED)
+        quiet_infos: dict[Any, Any] = {a: {} for a, p in zip(agents, presence, strict=True) if p & INFO}
+        infos = extras.get("infos", quiet_infos)
+        if values[4]:
+            final = seen("final_observations", self._layout.final_observations, FINAL)
+            with_final(infos, final, extras.get("reset_infos", {}))
+        acting = [a for a, p in zip(agents, presence, strict=True) if p & ACTING] + extras.get("acting", [])
+        return (
+            (observations, reward_dict, terminateds, truncateds, infos),
+            acting,
+            bool(terminateds[ALL] or truncateds[ALL]),
+        )
+
+
+def _reward_tag(rewards: Sequence[Any]) -> int | None:
+    """The tag of the one type that all these numbers have; None where a double would not hold them exactly."""
+    kinds = {*map(type, rewards)}
+    tag = _REWARD_TAGS.get(kinds.pop()) if len(kinds) == 1 else None
+    if tag is None or tag < _NUM_FLOATS:
+        return tag
+    return tag if max(map(abs, rewards)) <= _LARGEST_EXACT else None
+
+
+def _quiet_code(terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]) -> int | None:
+    """The code of the one type of False that all agents' flags are; None where one is set, or of another type.
+
+    The flags of `__all__` must be Python's own False, as they are where we add them.
+    """
+    if terminateds[ALL] is not False or truncateds[ALL] is not False:
+        return None
+    if any(terminateds.values()) or any(truncateds.values()):
+        return None
+    kinds = [*map(type, terminateds.values()), *map(type, truncateds.values())]
+    if kinds.count(bool) == len(kinds):
+        return _QUIET_CODES[bool]
+    return _QUIET_CODES[np.bool_] if kinds.count(np.bool_) == len(kinds) - 2 else None
+
+
+def _ordered(values: dict[Any, Any], possible_agents: Sequence[AgentID]) -> dict[Any, Any]:
+    """The same entries: agents in the order of `possible_agents` first, then the rest as they came."""
+    first = {agent: values[agent] for agent in possible_agents if agent in values}
+    return first | {key: value for key, value in values.items() if key not in first}

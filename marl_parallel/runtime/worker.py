@@ -1,0 +1,299 @@
+"""A worker: executes requests on its environments. The same object in a process, in a thread, or in line.
+
+It knows nothing of how requests come and replies go, nor what a transition means; it holds one `Episode` for each
+environment, catches whatever a simulator throws, and says so in its reply.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import random
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+from gymnasium import Space
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.adapters import AgentID, Rules, adapt
+from marl_parallel.adapters import attributes as lookup
+from marl_parallel.runtime.columns import Unfit, as_array
+from marl_parallel.runtime.episode import Episode
+from marl_parallel.runtime.layout import Layout, Schema
+from marl_parallel.runtime.ledger import Activity, Ledger
+from marl_parallel.runtime.messages import Failure, Message, Reply, Request
+from marl_parallel.runtime.records import ActionRecords, TransitionRecords, dumps
+
+
+class Plan(NamedTuple):
+    """The payload of `ACCESS`: what a worker builds.
+
+    Attributes:
+        constructors: By environment, pickled by value.
+        seeds: By environment.
+        mode: When episodes begin anew.
+        adapter: Pickled by value: None, a name, or what makes a `MultiAgentEnv` of a simulator.
+    """
+
+    constructors: Mapping[int, bytes]
+    seeds: Mapping[int, int]
+    mode: AutoresetMode
+    adapter: bytes
+
+
+class Description(NamedTuple):
+    """The reply to `ACCESS`: what the parent must know of an environment; the fields are those of `MultiAgentEnv`."""
+
+    rules: Rules
+    possible_agents: list[AgentID]
+    observation_spaces: dict[AgentID, Space[Any]]
+    action_spaces: dict[AgentID, Space[Any]]
+    state_space: Space[Any] | None
+    metadata: dict[str, Any]
+    render_mode: str | None
+    reset_keywords: frozenset[str]
+
+
+class Missing(NamedTuple):
+    """In place of a result: no such attribute (the text says so), or no such module (the text is its name)."""
+
+    text: str
+
+
+class Worker:
+    """Executes requests, one after the other.
+
+    Args:
+        ledger: Where it notes what it is doing.
+        attach: Gives the memory of the block once it is told that there is one; called with its size in bytes.
+        own_process: Whether it may seed the process-wide generators before each constructor.
+        in_line: Whether it runs in the caller's own thread, where a KeyboardInterrupt is the caller's.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        attach: Callable[[int], Any],
+        *,
+        own_process: bool = False,
+        in_line: bool = False,
+    ) -> None:
+        self._ledger, self._attach = ledger, attach
+        self._own_process, self._in_line = own_process, in_line
+        self._episodes: dict[int, Episode] = {}
+        self._seeds: dict[int, int] = {}
+        self._layout: Layout
+        self._actions: ActionRecords
+        self._transitions: TransitionRecords
+        self._handlers: dict[Message, Callable[[int, Any], Any]] = {
+            Message.SEED: self._seed,
+            Message.RESET: self._reset,
+            Message.STEP: self._step,
+            Message.STATE: self._state,
+            Message.RENDER: self._render,
+            Message.CALL: self._call,
+            Message.ASSIGN: self._assign,
+            Message.CLOSE: self._close,
+        }
+
+    def execute(self, request: Request) -> Reply:
+        """Carry out a request in each environment it names; what one of them raises does not stop the others."""
+        begun, inside = time.monotonic(), self._ledger.simulator_s
+        message, env_ids, payload = request
+        handler = self._handlers.get(message)
+        if message is Message.ACCESS:
+            handler, env_ids, payload = (
+                functools.partial(self._build, payload),
+                tuple(payload.constructors),
+                None,
+            )
+        elif message is Message.ATTACH:
+            self._lay_out(*payload)
+            return Reply(Message.RESULT, message, env_ids, {}, {})
+        assert handler is not None, message
+        results: dict[int, Any] = {}
+        failures: dict[int, Failure] = {}
+        for env_id in self._episodes if env_ids is None else env_ids:
+            try:
+                result = handler(env_id, payload)
+                if result is not None:
+                    results[env_id] = result
+            except BaseException as error:  # SystemExit is a simulator's failure too, not the worker's end
+                if self._in_line and isinstance(error, KeyboardInterrupt):
+                    raise
+                failures[env_id] = _failure(error, self._ledger.latest.method)
+        elapsed = time.monotonic() - begun
+        self._ledger.add(transport_s=max(elapsed - (self._ledger.simulator_s - inside), 0.0))
+        return Reply(Message.EXCEPTION if failures else Message.RESULT, message, env_ids, results, failures)
+
+    # -- one handler for each request; each takes an environment's id and the payload ----------------------------------
+
+    def _build(self, plan: Plan, env_id: int, _: Any) -> bytes | Missing:
+        seed = self._seeds[env_id] = plan.seeds[env_id]
+        with self._ledger.during(env_id, Activity.CONSTRUCTOR):
+            if self._own_process:
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+            try:
+                constructor = cloudpickle.loads(plan.constructors[env_id])
+            except ModuleNotFoundError as error:
+                return Missing(error.name or str(error))
+            simulator = constructor(**_accepted(constructor, {"seed": seed, "env_id": env_id}))
+            env = adapt(simulator, cloudpickle.loads(plan.adapter))
+        self._episodes[env_id] = Episode(env, env_id, plan.mode, self._ledger)
+        return bytes(
+            cloudpickle.dumps(
+                Description(
+                    env.rules,
+                    list(env.possible_agents),
+                    env.observation_spaces,
+                    env.action_spaces,
+                    env.state_space,
+                    dict(env.metadata),
+                    env.render_mode,
+                    env.reset_keywords,
+                )
+            )
+        )
+
+    def _lay_out(self, schema: bytes, num_records: int, arrays: bool) -> None:
+        declared: Schema = cloudpickle.loads(schema)
+        self._layout = Layout(declared, num_records, arrays=arrays)
+        buffer = self._attach(self._layout.nbytes)
+        self._layout.bind(buffer)
+        self._actions = ActionRecords(self._layout, buffer)
+        self._transitions = TransitionRecords(self._layout, buffer)
+
+    def _seed(self, env_id: int, _: Any) -> int:
+        declared = lookup.declared_seed(self._episodes[env_id].env.source)
+        return self._seeds[env_id] if declared is None else declared
+
+    def _reset(self, env_id: int, payload: Mapping[int, bytes]) -> bytes | None:
+        keywords = pickle.loads(payload[env_id])
+        if keywords.get("seed") is not None:
+            self._seeds[env_id] = keywords["seed"]
+        episode = self._episodes[env_id]
+        passed = {name: value for name, value in keywords.items() if name in episode.env.reset_keywords}
+        return _pickled(self._transitions.write(env_id, episode.reset(passed)))
+
+    def _step(self, env_id: int, payload: Mapping[int, bytes] | None) -> bytes | None:
+        extras = pickle.loads(payload[env_id]) if payload and env_id in payload else None
+        transition = self._episodes[env_id].step(self._actions.read(env_id, extras))
+        more = self._transitions.write(env_id, transition)
+        return None if more is None else _pickled(more)
+
+    def _state(self, env_id: int, _: Any) -> bytes | None:
+        with self._ledger.during(env_id, Activity.STATE):
+            state = self._episodes[env_id].env.state()
+        column, space = self._layout.state, self._layout.schema.state_space
+        try:
+            if column is not None:
+                column.write(env_id, 0, state)
+                return None
+        except Unfit as error:
+            raise TypeError(f"state() returned {state!r}") from error
+        assert space is not None
+        assert space.shape is not None
+        return dumps(as_array(state, np.dtype(space.dtype), space.shape))
+
+    def _render(self, env_id: int, _: Any) -> bytes:
+        with self._ledger.during(env_id, Activity.RENDER):
+            return dumps(self._episodes[env_id].env.render())
+
+    def _call(self, env_id: int, payload: bytes) -> bytes | Missing:
+        name, args, kwargs = pickle.loads(payload)
+        source = self._episodes[env_id].env.source
+        with self._ledger.during(env_id, Activity.CALL):
+            try:
+                lookup.find(source, name)
+            except AttributeError as error:
+                return Missing(str(error))
+            return dumps(lookup.call(source, name, args, kwargs))
+
+    def _assign(self, env_id: int, payload: Mapping[int, bytes]) -> Missing | None:
+        name, value = pickle.loads(payload[env_id])
+        with self._ledger.during(env_id, Activity.CALL):
+            try:
+                lookup.assign(self._episodes[env_id].env.source, name, value)
+            except AttributeError as error:
+                return Missing(str(error))
+        return None
+
+    def _close(self, env_id: int, _: Any) -> None:
+        episode = self._episodes.get(env_id)
+        if episode is not None:
+            with self._ledger.during(env_id, Activity.CLOSE):
+                episode.env.close()
+
+
+def _accepted(constructor: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the keywords that a constructor names in its signature and that nothing has bound yet."""
+    try:
+        parameters = inspect.signature(constructor).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {parameter.name for parameter in parameters if parameter.kind in by_keyword}
+    bound = constructor.keywords if isinstance(constructor, functools.partial) else {}
+    return {name: value for name, value in keywords.items() if name in named and name not in bound}
+
+
+def _pickled(extras: Mapping[str, Any] | None) -> bytes | None:
+    """Pickle what did not fit into the block; says what it was that does not pickle."""
+    if extras is None:
+        return None
+    try:
+        return dumps(extras)
+    except Exception as error:
+        raise TypeError(f"{_culprit(extras)} cannot be pickled: {error}") from error
+
+
+def _culprit(extras: Mapping[str, Any]) -> str:
+    for part, values in extras.items():
+        for key, value in values.items() if isinstance(values, Mapping) else [(part, values)]:
+            try:
+                dumps(value)
+            except Exception:
+                return f"the {part} entry of {key!r} ({value!r})"
+    return "what the simulator returned"
+
+
+def _failure(error: BaseException, method: str) -> Failure:
+    error.__traceback__ = _below_this_package(error.__traceback__)
+    lines = traceback.format_exception(error)
+    try:
+        exception = dumps(error)
+        pickle.loads(exception)  # some exceptions pickle, but cannot be made again from it
+    except Exception:
+        exception = None
+    return Failure(method, "".join(traceback.format_exception_only(error)).strip(), "".join(lines), exception)
+
+
+def _below_this_package(trace: TracebackType | None) -> TracebackType | None:
+    """Leave out our own frames above the simulator's; all of them stay where there are no others."""
+    below = trace
+    while below is not None and below.tb_frame.f_globals.get("__name__", "").startswith("marl_parallel."):
+        below = below.tb_next
+    return below or trace
+
+
+def share_out(num_envs: int, num_workers: int) -> list[range]:
+    """Which environments each worker has: neighbours, as evenly as can be.
+
+    Example:
+        >>> share_out(5, 2)
+        [range(0, 3), range(3, 5)]
+    """
+    small, larger = divmod(num_envs, num_workers)
+    sizes: Iterable[int] = (small + (worker < larger) for worker in range(num_workers))
+    shares, start = [], 0
+    for size in sizes:
+        shares.append(range(start, start + size))
+        start += size
+    return shares
