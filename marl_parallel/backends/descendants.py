@@ -1,0 +1,127 @@
+"""Ends processes together with all that they started, also what has left their process group.
+
+Here live the ways to find and kill descendants, and the marker they are known by. When that happens is
+decided by the launchers and the fork server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+MARKER = "MARL_PARALLEL_WORKER"
+"""The environment variable that every worker, and what it starts, carries."""
+
+# A process that was killed may still fork or show its environment while it ends; it is looked for again.
+_SWEEPS = 20
+_PAUSE = 0.005
+
+
+def marker_value(token: str, pid: int) -> str:
+    """What the variable says in worker `pid` of the launcher `token`; of the same length for all workers."""
+    return f"{token}.{pid:010d}"
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to the process group that `pid` leads, and to `pid` itself.
+
+    Both, because a process just forked may not have made itself the leader of a group yet.
+    """
+    for deliver in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            deliver(pid, number)
+
+
+def reap(pid: int) -> int | None:
+    """Reap a child of this process that led a group, if it has ended.
+
+    Its group is killed first, while its number still belongs to it.
+
+    Returns:
+        The exit code (negative: the signal); None while it lives. 255 if someone else has reaped it.
+    """
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 255
+    if ended is None:
+        return None
+    send(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def kill_marked(value: str) -> None:
+    """Kill every process whose marker starts with `value`, wherever in the tree of processes it is."""
+    mark = f"{MARKER}={value}".encode()
+    for _ in range(_SWEEPS):
+        found = [_kill_if_marked(pid, mark) for pid in _processes()]
+        if not any(found):
+            return
+        time.sleep(_PAUSE)
+
+
+def kill_children(timeout: float) -> None:
+    """Kill and reap children of this process until none is left.
+
+    Where orphans are handed to this process (`PR_SET_CHILD_SUBREAPER`), that ends all its descendants.
+    """
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        for pid in _processes():
+            if _parent(pid) == os.getpid():
+                with contextlib.suppress(PermissionError):  # one that has changed its user
+                    os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+def _processes() -> Iterator[int]:
+    return (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal())
+
+
+def _kill_if_marked(pid: int, mark: bytes) -> bool:
+    """Kill the process if it carries the mark; whether it does."""
+    if not _is_marked(pid, mark):
+        return False
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # a kernel older than 5.3
+        os.kill(pid, signal.SIGKILL)
+        return True
+    try:
+        # Looked at once more: by now the number may be another's, which the handle then is, too.
+        if _is_marked(pid, mark):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except ProcessLookupError:
+        return True
+    finally:
+        os.close(handle)
+    return True
+
+
+def _is_marked(pid: int, mark: bytes) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            environ = file.read()
+    except OSError:  # gone, or another user's
+        return False
+    return b"\0" + mark in b"\0" + environ
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except OSError:  # gone
+        return None
+    return int(stat.rpartition(b")")[2].split()[1])

@@ -1,0 +1,215 @@
+"""Workers forked from a server process: the context "forkserver".
+
+Here lives `ForkServerLauncher`, the parent's end. What runs inside the server is
+`marl_parallel.backends.server`.
+
+    parent --- starts, asks: socket ---> fork server --- forks ---> worker 0, 1, ...
+       ^                                     |                          |
+       +---- deaths: socket and semaphore ---+                          |
+       +---- write end of the guard pipe: the kernel kills the workers when it goes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+from marl_parallel.backends import child, descendants, threads
+from marl_parallel.backends.launching import Launcher
+from marl_parallel.backends.memory import Block, anonymous_file
+from marl_parallel.backends.server import MOST_FDS, REPLY, REQUEST, Reply
+
+_ANSWERS_WITHIN = 60.0
+_ENDS_WITHIN = 6.0
+_PROGRAM = """import sys
+sys.path[:] = {path!r}
+from marl_parallel.backends.server import serve
+serve{arguments!r}
+"""
+
+
+class ForkServerLauncher(Launcher):
+    """Has workers forked by a server of its own; if that dies, so do they, and `launch` starts another."""
+
+    _server: _Connection | None = None
+
+    def __init__(self, entry: str, threads: int | None, wake: tuple[Block, int] | None) -> None:
+        super().__init__(entry, threads)
+        self._wake = wake
+        self._requests = 0
+        self._server = _Connection(self._token, entry, wake)
+
+    def _start_worker(self, index: int, fds: Sequence[int], crash: int) -> int:
+        if len(fds) > MOST_FDS:
+            raise ValueError(f"a worker can be given {MOST_FDS} file descriptors, not {len(fds)}")
+        self._collect(0)
+        if self._server is None:
+            self._server = _Connection(self._token, self._entry, self._wake)
+        setting = child.Setting.here(index, self._entry, self._token, self._threads)
+        self._requests += 1
+        try:
+            self._server.request(self._requests, setting, crash, fds)
+            return self._await_launch(self._requests)
+        except (OSError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
+                raise
+            raise RuntimeError(self._lost_server()) from error
+
+    def _await_launch(self, request: int) -> int:
+        deadline = time.monotonic() + _ANSWERS_WITHIN
+        while (reply := self._next_reply(deadline - time.monotonic())) is not None:
+            kind, number, result = reply
+            if kind == Reply.FAILED and number == request:
+                raise OSError(result, f"cannot fork a worker: {os.strerror(result)}")
+            if kind == Reply.LAUNCHED and number == request:
+                return result
+        raise RuntimeError(f"the fork server has not answered for {_ANSWERS_WITHIN:g} s")
+
+    def _collect(self, timeout: float) -> None:
+        try:
+            while self._next_reply(timeout) is not None:
+                timeout = 0
+        except (OSError, EOFError):
+            self._lost_server()
+
+    def _next_reply(self, timeout: float) -> tuple[Reply, int, int] | None:
+        """Wait for a reply and digest what concerns nobody in particular; None if there is none in time."""
+        if self._server is None:
+            return None
+        reply = self._server.reply(timeout)
+        if reply is None:
+            return None
+        kind, number, result = reply
+        if kind == Reply.DIED:
+            self._note_death(number, result)
+        elif kind == Reply.LAUNCHED and number != self._requests:
+            # Whoever asked was interrupted and does not know of it.
+            descendants.send(result, signal.SIGKILL)
+        return reply
+
+    def _lost_server(self) -> str:
+        """The server has gone, and its workers with it; returns a sentence on it."""
+        server, self._server = self._server, None
+        if server is None or self._closed:
+            return "the launcher is closed"
+        code = server.close()
+        descendants.kill_marked(self._token)
+        for pid in list(self._crash_files):
+            self._note_death(pid, -signal.SIGKILL)
+        return f"the fork server has ended with exit code {code}; its stderr says why"
+
+    def _stop(self) -> None:
+        server, self._server = self._server, None
+        if server is not None and server.close() != 0:
+            descendants.kill_marked(self._token)
+
+    def _let_go(self) -> None:
+        if self._server is not None:
+            self._server.let_go()
+            self._server = None
+
+
+class _Connection:
+    """One fork server: its process, the socket to it, and the write end of its workers' guard pipe."""
+
+    def __init__(self, token: str, entry: str, wake: tuple[Block, int] | None) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        guard, self._guard_end = os.pipe()
+        place = (wake[0].fd, wake[0].nbytes, wake[1]) if wake else None
+        arguments = (theirs.fileno(), guard, os.getpid(), token, entry, place)
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        try:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+                    "-c",
+                    _PROGRAM.format(path=path, arguments=arguments),
+                ],
+                # With a single thread, because more than one does not go with forking.
+                env={
+                    **os.environ,
+                    **threads.variables(1),
+                    descendants.MARKER: descendants.marker_value(token, 0),  # for workers to overwrite
+                },
+                pass_fds=(theirs.fileno(), guard, *(place[:1] if place else ())),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=_output(None, 2, subprocess.DEVNULL),
+                start_new_session=True,
+            )
+        except BaseException:
+            self._socket.close()
+            os.close(self._guard_end)
+            raise
+        finally:
+            theirs.close()
+            os.close(guard)
+
+    def request(self, number: int, setting: child.Setting, crash: int, fds: Sequence[int]) -> None:
+        """Ask for a worker; the reply bears the same number."""
+        with contextlib.ExitStack() as stack:
+            # The setting goes in a file, since a large environment does not fit a message.
+            payload = stack.enter_context(open(anonymous_file("marl_parallel-setting"), "w+b"))
+            pickle.dump(setting, payload)
+            payload.seek(0)
+            null = stack.enter_context(open(os.devnull, "wb")).fileno()
+            own = [payload.fileno(), crash, _output(sys.stdout, 1, null), _output(sys.stderr, 2, null)]
+            socket.send_fds(self._socket, [REQUEST.pack(number)], [*own, *fds])
+
+    def reply(self, timeout: float) -> tuple[Reply, int, int] | None:
+        """The next reply; None if there is none within `timeout` seconds.
+
+        Raises:
+            EOFError: The server has gone.
+        """
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(max(0.0, timeout) * 1e3):
+            return None
+        message = self._socket.recv(REPLY.size)
+        if not message:
+            raise EOFError
+        kind, number, result = REPLY.unpack(message)
+        return Reply(kind), number, result
+
+    def close(self) -> int:
+        """End the server and its workers; returns its exit code, which is 0 if it cleaned up after them."""
+        with contextlib.suppress(OSError):  # the other end may be gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        os.close(self._guard_end)
+        try:
+            return self._process.wait(_ENDS_WITHIN)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def let_go(self) -> None:
+        """In a forked child, where the server is no child: close the copies of the descriptors."""
+        self._socket.close()
+        os.close(self._guard_end)
+        self._process.returncode = 0  # else it would be waited for when this object goes
+
+
+def _output(stream: TextIO | None, usual: int, null: int) -> int:
+    """The descriptor behind `sys.stdout` or `sys.stderr`; replaced ones (in notebooks) may have none."""
+    try:
+        fd = usual if stream is None else stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        fd = usual
+    try:
+        os.fstat(fd)
+    except OSError:
+        return null
+    return fd

@@ -1,0 +1,77 @@
+"""What runs in a worker process: takes requests from its desk, has its `Worker` carry them out, says so.
+
+The parent's side is `process.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from marl_parallel.backends import control
+from marl_parallel.backends.channel import Channel
+from marl_parallel.backends.memory import Block
+from marl_parallel.backends.semaphores import Semaphore
+from marl_parallel.runtime.messages import Message, Request
+from marl_parallel.runtime.worker import Worker
+
+_SPIN_S = 100e-6
+"""How long to try before sleeping: waking an idle virtual CPU costs 20 to 50 us, as much as a step."""
+
+_STEP_ALL = Request(Message.STEP)
+
+
+def main(index: int, fds: Sequence[int]) -> None:
+    """Serve until told to close.
+
+    Args:
+        index: Which desk is ours.
+        fds: The channel's socket, the control block, the file that the block of records will be in.
+    """
+    connection, control_fd, records_fd = fds
+    board = Block.attach(control_fd, os.fstat(control_fd).st_size)
+    desk, bell = control.Desk(board.buffer, index), control.Bell(board.buffer)
+    # The kernel kills this process with the parent, so there is nobody to look for.
+    channel = Channel(socket.socket(fileno=connection), alive=lambda: True)
+    worker = Worker(desk.ledger, lambda nbytes: _attach(records_fd, nbytes), own_process=True)
+    spin_s = _SPIN_S if channel.receive() else 0.0
+    while True:
+        idle = time.monotonic()
+        _take(desk.asked.signal, idle + spin_s)
+        desk.ledger.add(waiting_s=time.monotonic() - idle)
+        note = desk.asked.taken()
+        request = _requested(note, channel)
+        reply = worker.execute(request)
+        plain = request.message is Message.STEP and not reply.results and not reply.failures
+        # First the note: the parent reads the channel only after it, and must be reading when much is sent.
+        desk.done.put(control.PLAIN if plain else control.MAIL)
+        bell.arrive(bool(note & control.TOGETHER))
+        if not plain:
+            channel.send(reply)
+        if request.message is Message.CLOSE:
+            return
+
+
+def _take(signal: Semaphore, spin_until: float) -> None:
+    try_take = signal.try_take
+    while time.monotonic() < spin_until:
+        if try_take():
+            return
+    signal.take()
+
+
+def _requested(note: int, channel: Channel) -> Request:
+    kind = note & 0xFF
+    if kind == control.STEP_ALL:
+        return _STEP_ALL
+    if kind == control.STEP_ONE:
+        return Request(Message.STEP, (note >> control.ENV_SHIFT,))
+    request: Request = channel.receive()
+    return request
+
+
+def _attach(fd: int, nbytes: int) -> Any:
+    return Block.attach(fd, nbytes).buffer

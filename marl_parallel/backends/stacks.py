@@ -1,0 +1,92 @@
+"""Where a worker process is, or was when it died: what `faulthandler` writes for those who look from outside.
+
+Here lives `CrashFile`, the outside's end. The worker's end is set up in `marl_parallel.backends.child`; who
+is asked for a stack, and when, is decided by supervision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+from pathlib import Path
+
+from marl_parallel.backends.memory import anonymous_file
+
+STACK_SIGNAL = signal.SIGUSR1
+"""On this signal a worker writes the Python stacks of all its threads."""
+
+# A dump comes in many small writes, and nothing marks its end: it is over when it rests this long.
+_REST = 0.02
+_LAST_RESORT = 0.5
+
+
+class CrashFile:
+    """A file that one worker writes its stacks to. A pipe would not do: a full one blocks the dying.
+
+    Attributes:
+        fd: The descriptor to hand to the worker, owned by this object; -1 once closed.
+    """
+
+    def __init__(self) -> None:
+        self.fd = anonymous_file("marl_parallel-stacks")
+        # The worker's descriptor is a copy of this one and shares the position; reading must not move it.
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_APPEND)
+        self._start = 0
+
+    def text(self) -> str:
+        """What was written so far, without the stacks that `stack` has returned."""
+        return self._read(self._start)
+
+    def stack(self, pid: int, timeout: float) -> str:
+        """Have the living process `pid` write the stacks of its threads; "" if it cannot, even by `SIGABRT`.
+
+        A stopped process is continued. One that blocks the signal is aborted, which ends it.
+        """
+        start = self._size()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACK_SIGNAL)
+            if _state(pid) == "T":
+                os.kill(pid, signal.SIGCONT)
+            if self._await_rest(start, timeout):
+                text = self._read(start)
+                self._start = start + len(text.encode(errors="surrogateescape"))
+                return text
+            os.kill(pid, signal.SIGABRT)
+            self._await_rest(start, _LAST_RESORT)
+        return self._read(start)
+
+    def close(self) -> None:
+        """Close the descriptor, if it is still open."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _await_rest(self, start: int, timeout: float) -> bool:
+        """Wait until something was written after `start` and no more comes; whether anything was."""
+        deadline = time.monotonic() + timeout
+        size, rested_since = start, time.monotonic()
+        while True:
+            now = time.monotonic()
+            if (current := self._size()) != size:
+                size, rested_since = current, now
+            if (size > start and now - rested_since >= _REST) or now >= deadline:
+                return size > start
+            time.sleep(0.001)
+
+    def _size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def _read(self, start: int) -> str:
+        return os.pread(self.fd, self._size() - start, start).decode(errors="surrogateescape")
+
+
+def _state(pid: int) -> str:
+    """The state letter in `/proc/PID/stat`, "" if the process is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return stat.rpartition(")")[2].split()[0]

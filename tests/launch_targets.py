@@ -1,0 +1,146 @@
+"""Mains of the worker processes that the tests of the launchers start, by what `TARGET` says."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
+
+
+def main(index: int, fds: list[int]) -> None:
+    _TARGETS[os.environ["TARGET"]](index, fds)
+
+
+def _say(fd: int, **values: object) -> None:
+    os.write(fd, json.dumps(values).encode() + b"\n")
+
+
+def _blas_threads() -> int:
+    with open("/proc/self/maps") as maps:
+        path = next(line.split()[-1] for line in maps if "openblas" in line)
+    library = ctypes.CDLL(path)
+    names = ("openblas_get_num_threads", "scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_")
+    return int(next(getattr(library, name) for name in names if hasattr(library, name))())
+
+
+def _returns(index: int, fds: list[int]) -> None:
+    atexit.register(_say, fds[0], atexit=index)
+    threading.Thread(target=lambda: (time.sleep(0.1), _say(fds[0], thread=index))).start()
+
+
+def _tells(index: int, fds: list[int]) -> None:
+    import numpy as np
+
+    np.ones((400, 400)) @ np.ones((400, 400))
+    main_module = sys.modules["__main__"]
+    print("printed by the worker", flush=True)
+    _say(
+        fds[0],
+        index=index,
+        path=sys.path,
+        argv=sys.argv,
+        cwd=os.getcwd(),
+        environ=dict(os.environ),
+        main=[name for name in vars(main_module) if not name.startswith("__")],
+        main_file=getattr(main_module, "__file__", None),
+        leads=os.getpid() == os.getsid(0) == os.getpgrp(),
+        interrupt=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        blocked=[int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        stdin=os.readlink("/proc/self/fd/0"),
+        blas_threads=_blas_threads(),
+        threads=len(os.listdir("/proc/self/task")),
+        fds=sorted(int(name) for name in os.listdir("/proc/self/fd")),
+    )
+
+
+def _waits(index: int, fds: list[int]) -> None:
+    if fds:
+        _say(fds[0], ready=os.getpid())
+    time.sleep(300)
+
+
+def _raises(index: int, fds: list[int]) -> None:
+    raise ValueError("raised by the worker")
+
+
+def _segfaults(index: int, fds: list[int]) -> None:
+    ctypes.string_at(1)
+
+
+def _has_children(index: int, fds: list[int]) -> None:
+    """One in its own group, and two that left it: one by fork alone, one by executing a program."""
+    plain = subprocess.Popen(SLEEPER).pid
+    executed = subprocess.Popen(SLEEPER, start_new_session=True).pid
+    if (forked := os.fork()) == 0:
+        os.setsid()
+        time.sleep(300)
+    # Orphaned while the worker lives, as launchers of game engines do it.
+    if (between := os.fork()) == 0:
+        os.setsid()
+        if daemon := os.fork():
+            _say(fds[0], pids=[os.getppid(), plain, executed, forked, daemon])
+            os._exit(0)
+        time.sleep(300)
+    os.waitpid(between, 0)
+    time.sleep(300)
+
+
+def _busy(index: int, fds: list[int]) -> None:
+    _say(fds[0], ready=os.getpid())
+    while True:
+        pass
+
+
+def _locked(index: int, fds: list[int]) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    _say(fds[0], ready=os.getpid())
+    lock.acquire()
+
+
+def _holds_gil(index: int, fds: list[int]) -> None:
+    _say(fds[0], ready=os.getpid())
+    while True:  # a signal interrupts it
+        ctypes.PyDLL(None).sleep(300)
+
+
+def _blocks_signals(index: int, fds: list[int]) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals() - {signal.SIGABRT})
+    _say(fds[0], ready=os.getpid())
+    time.sleep(300)
+
+
+def _exits(index: int, fds: list[int]) -> None:
+    os._exit(7)
+
+
+def _sys_exits(index: int, fds: list[int]) -> None:
+    sys.exit(5)
+
+
+_TARGETS: dict[str, Callable[[int, list[int]], None]] = {
+    target.__name__.removeprefix("_"): target
+    for target in (
+        _returns,
+        _tells,
+        _waits,
+        _raises,
+        _segfaults,
+        _has_children,
+        _busy,
+        _locked,
+        _holds_gil,
+        _blocks_signals,
+        _exits,
+        _sys_exits,
+    )
+}
