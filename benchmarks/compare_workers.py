@@ -1,0 +1,107 @@
+"""Throughput by backend and number of workers, against a plain loop, on real and synthetic environments.
+
+    python benchmarks/compare_workers.py              about eight minutes; writes results/compare_workers.*
+    python benchmarks/compare_workers.py --quick      a few seconds; writes only where --output says so
+    python benchmarks/compare_workers.py --markdown   the table for the README, from the last run's JSON
+
+How it is measured is in `marl_parallel/cli/measure.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from mpe2 import simple_spread_v3
+from pettingzoo.butterfly import pistonball_v6
+from pettingzoo.sisl import multiwalker_v9
+from synthetic import Synthetic, rounds_per_microsecond
+
+from marl_parallel.cli.machine import machine
+from marl_parallel.cli.measure import contenders, measure, turns
+from marl_parallel.cli.plotting import save_plot
+from marl_parallel.cli.report import Report, markdown, progress, read_json, show, write_csv, write_json
+
+RESULTS = Path(__file__).parent / "results"
+NAME = "compare_workers"
+
+
+class Case(NamedTuple):
+    name: str
+    constructor: Callable[..., Any]
+    num_envs: int = 8
+
+
+def synthetic(name: str, num_envs: int = 8, **keywords: Any) -> Case:
+    """The amount of work in a microsecond is measured once and handed to all, so that all do the same."""
+    return Case(name, functools.partial(Synthetic, rounds_per_us=rounds_per_microsecond(), **keywords), num_envs)
+
+
+def cases() -> list[Case]:
+    return [
+        Case("simple_spread_v3", simple_spread_v3.parallel_env),
+        Case("multiwalker_v9", multiwalker_v9.parallel_env),
+        Case("pistonball_v6", pistonball_v6.parallel_env),
+        synthetic("synthetic 200 µs, 3 x 18", step_us=200),
+        synthetic("synthetic 50 µs, 3 x 18", step_us=50),
+        synthetic("synthetic 0 µs, 3 x 18"),
+        synthetic("synthetic 0 µs, 3 x 18", num_envs=32),
+        synthetic("synthetic 0 µs, 20 x 128", num_envs=32, num_agents=20, observation_size=128),
+    ]
+
+
+def main(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few seconds, to see that it works: two short rounds of processes.")
+    ] = False,
+    workers: Annotated[str, typer.Option(help="Numbers of workers, with commas between.")] = "1,2,4",
+    backends: Annotated[str, typer.Option(help="With commas between.")] = "serial,thread,process",
+    only: Annotated[str, typer.Option(help="Only environments whose name contains this.")] = "",
+    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 0.9,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="The directory for JSON, CSV and PNG.")] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the last run as a Markdown table; measure nothing.")
+    ] = False,
+) -> None:
+    """Measure throughput by backend and number of workers."""
+    if as_markdown:
+        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        return
+    chosen = [case for case in cases() if only in case.name]
+    if not chosen:
+        raise typer.BadParameter(f"no environment's name contains {only!r}", param_hint="--only")
+    if quick:
+        backends, workers, seconds, repeats = "process", "1,2", 0.02, 2
+    directory = output or (None if quick else RESULTS)
+    report = run(chosen, backends.split(","), [int(n) for n in workers.split(",")], seconds, repeats)
+    show(report)
+    if directory is not None:
+        write_json(report, directory / f"{NAME}.json")
+        write_csv(report, directory / f"{NAME}.csv")
+        save_plot(report, directory / f"{NAME}.png")
+
+
+def run(chosen: list[Case], backends: list[str], workers: list[int], seconds: float, repeats: int) -> Report:
+    against = {case.name: contenders(backends, workers, case.num_envs) for case in chosen}
+    described = machine(("mpe2",))
+    measurements = []
+    with progress(sum(turns(len(who), repeats) for who in against.values())) as on_turn:
+        for name, constructor, num_envs in chosen:
+            measurements += measure(
+                name,
+                constructor,
+                num_envs,
+                against[name],
+                seconds=seconds,
+                repeats=repeats,
+                on_turn=lambda turn, name=name: on_turn(f"{name}: {turn}"),
+            )
+    return Report(described, {"seconds": seconds, "repeats": repeats}, measurements)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,119 @@
+"""A PettingZoo environment whose cost is chosen: how long a step takes, how many agents, how large observations are.
+
+A step burns a fixed amount of work, not of time: where more processes run than there are CPUs, each gets slower, as
+real simulators do. Everything else is prepared beforehand, so that a step of no cost is nearly free.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import pettingzoo
+from gymnasium import spaces
+
+PREPARED = 16
+
+
+def work(rounds: int) -> None:
+    """Keep a CPU busy for a while."""
+    for _ in itertools.repeat(None, rounds):
+        pass
+
+
+@functools.cache
+def rounds_per_microsecond() -> float:
+    """How many rounds of `work` this machine does in a microsecond; take it on an idle machine, and once for all."""
+    rounds = 20_000
+    took = []
+    for _ in range(25):
+        begun = time.perf_counter()
+        work(rounds)
+        took.append(time.perf_counter() - begun)
+    return rounds / (statistics.median(took) * 1e6)
+
+
+class Synthetic(pettingzoo.ParallelEnv):
+    """All agents see random numbers and act at once; after a number of steps all are truncated.
+
+    Args:
+        step_us: Microseconds of work in a step, on average.
+        num_agents: How many agents.
+        observation_size: How many float32 each of them observes.
+        episode_steps: Steps in an episode.
+        tail: (probability, factor): so many steps take so many times as long as the others. The average stays.
+        rounds_per_us: How much work a microsecond is; None measures it here and now.
+    """
+
+    metadata = {"name": "synthetic", "render_modes": []}  # noqa: RUF012
+    render_mode = None
+
+    def __init__(
+        self,
+        step_us: float = 0.0,
+        num_agents: int = 3,
+        observation_size: int = 18,
+        episode_steps: int = 100,
+        tail: tuple[float, float] = (0.0, 1.0),
+        rounds_per_us: float | None = None,
+    ) -> None:
+        self.possible_agents = [f"agent_{i}" for i in range(num_agents)]
+        self.agents: list[str] = []
+        space = spaces.Box(-1.0, 1.0, (observation_size,), np.float32)
+        self.observation_spaces = dict.fromkeys(self.possible_agents, space)
+        self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(5))
+        self.episode_steps = episode_steps
+        probability, factor = tail
+        rounds = step_us * (rounds_per_us or rounds_per_microsecond()) if step_us else 0.0
+        self._usual = round(rounds / (1 - probability + probability * factor))
+        self._rare = round(self._usual * factor)
+        self._probability = probability
+        self._prepare(0)
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return self.observation_spaces[agent]
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return self.action_spaces[agent]
+
+    def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        if seed is not None:
+            self._prepare(seed)
+        self._step = 0
+        self.agents = self.possible_agents.copy()
+        return next(self._observations).copy(), {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        work(next(self._costs))
+        agents = self.agents
+        self._step += 1
+        over = self._step >= self.episode_steps
+        if over:
+            self.agents = []
+        return (
+            next(self._observations).copy(),
+            next(self._rewards).copy(),
+            dict.fromkeys(agents, False),
+            dict.fromkeys(agents, over),
+            {agent: {} for agent in agents},
+        )
+
+    def _prepare(self, seed: int) -> None:
+        """Draw all that the coming episodes show, over and over; the dicts handed out are copies."""
+        rng = np.random.default_rng(seed)
+        agents, size = self.possible_agents, self.observation_spaces[self.possible_agents[0]].shape[0]
+        values = rng.uniform(-1.0, 1.0, (PREPARED, len(agents), size)).astype(np.float32)
+        rewards = rng.normal(size=(PREPARED, len(agents))).tolist()
+        self._observations = itertools.cycle([dict(zip(agents, rows, strict=True)) for rows in values])
+        self._rewards = itertools.cycle([dict(zip(agents, row, strict=True)) for row in rewards])
+        rare = rng.random(1000) < self._probability
+        self._costs = itertools.cycle([self._rare if is_rare else self._usual for is_rare in rare])
+
+
+parallel_env = Synthetic

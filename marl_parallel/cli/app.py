@@ -1,0 +1,23 @@
+"""The commands of `marl-parallel`, gathered; what each of them does is in the module of its name."""
+
+from __future__ import annotations
+
+import typer
+
+from marl_parallel.cli.bench import bench
+
+app = typer.Typer(
+    name="marl-parallel",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback()
+def marl_parallel() -> None:
+    """Many copies of a multi-agent simulator, stepped side by side at the full speed of your cores."""
+
+
+app.command()(bench)

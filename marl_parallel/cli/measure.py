@@ -1,0 +1,317 @@
+"""Measuring: a plain loop over bare environments against `ParallelEnv`, in turns, round after round.
+
+Here live the loop, the contenders and what comes out, a list of `Measurement`. How that is shown or saved is in
+`report.py`. The plain loops share no code with the package: they are what a user writes without it.
+
+Contenders take turns, so that a machine that slows down or gets busy hits all of them alike, and each is compared
+with the loop's turn of the same round.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gymnasium import spaces
+from pettingzoo import AECEnv  # type: ignore[import-untyped]
+
+from marl_parallel.adapters import MultiAgentEnv, Rules, adapt
+from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
+from marl_parallel.cli.failures import CommandError
+from marl_parallel.parallel_env import ParallelEnv
+
+Constructor = Callable[..., Any]
+Actions = dict[Any, Any]
+StepAll = Callable[[Sequence[Actions]], object]
+"""Steps every environment once, each with its own actions, and begins a new episode where one is over."""
+
+LOOP = "loop"
+BATCHES = 64
+"""So many batches of actions are drawn beforehand and used in turn."""
+
+
+class Contender(NamedTuple):
+    """A backend of `ParallelEnv` with a number of workers; or the plain loop."""
+
+    backend: str
+    workers: int = 1
+
+    def __str__(self) -> str:
+        if self.backend in (LOOP, "serial"):
+            return {LOOP: "plain loop", "serial": "serial"}[self.backend]
+        return f"{self.backend} x {self.workers}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one contender achieved on one environment.
+
+    Attributes:
+        environment: Its name.
+        num_envs: How many copies of it were stepped.
+        backend: `"loop"` for the plain loop, else a backend of `ParallelEnv`.
+        workers: How many workers shared the copies.
+        steps_per_second: Environment steps (one copy, all of its agents) per second: the median of the rounds.
+        microseconds_per_step: Wall time per environment step, from that median.
+        spread: Half the distance between the best and the worst round, as a share of the median.
+        speedup: Over the plain loop: the median of the ratios within each round.
+        efficiency: The speedup as a share of the ideal, which is min(workers, CPUs).
+        rounds: Environment steps per second in each round.
+    """
+
+    environment: str
+    num_envs: int
+    backend: str
+    workers: int
+    steps_per_second: float
+    microseconds_per_step: float
+    spread: float
+    speedup: float
+    efficiency: float
+    rounds: list[float]
+
+    @property
+    def contender(self) -> Contender:
+        """Who it was."""
+        return Contender(self.backend, self.workers)
+
+
+def usable_cpus() -> int:
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def contenders(backends: Sequence[str], workers: Sequence[int], num_envs: int) -> list[Contender]:
+    """Every backend with every number of workers that makes a difference to it.
+
+    Example:
+        >>> contenders(["serial", "process"], [1, 2, 16], num_envs=8)
+        [Contender(backend='serial', workers=1), Contender(backend='process', workers=1), \
+Contender(backend='process', workers=2), Contender(backend='process', workers=8)]
+    """
+    counts = sorted({min(count, num_envs) for count in workers})
+    return [Contender(b, n) for b in dict.fromkeys(backends) for n in ([1] if b == "serial" else counts)]
+
+
+def turns(num_contenders: int, repeats: int) -> int:
+    """How often `measure` reports progress: once for each contender made ready, once for each of its turns."""
+    return (1 + num_contenders) * (1 + repeats)
+
+
+def measure(
+    environment: str,
+    constructor: Constructor,
+    num_envs: int,
+    against: Sequence[Contender],
+    *,
+    seconds: float = 1.0,
+    repeats: int = 5,
+    on_turn: Callable[[str], None] = lambda label: None,
+) -> list[Measurement]:
+    """Measure the plain loop and each contender, in turns.
+
+    Args:
+        environment: The name to report it under.
+        constructor: Makes one copy.
+        num_envs: How many copies every contender steps.
+        against: Who is compared with the loop.
+        seconds: How long each turn lasts.
+        repeats: How many rounds of turns there are.
+        on_turn: Told who is up, before each of `turns(len(against), repeats)` turns.
+
+    Returns:
+        The plain loop's measurement, then one for each contender.
+
+    Raises:
+        CommandError: The environment is of a kind that random actions cannot step.
+    """
+    everyone = [Contender(LOOP), *against]
+    rounds: dict[Contender, list[float]] = {contender: [] for contender in everyone}
+    with ExitStack() as stack:
+        on_turn(str(everyone[0]))
+        envs = []
+        for env_id in range(num_envs):
+            envs.append(_build(constructor, env_id))
+            stack.callback(getattr(envs[-1], "close", lambda: None))
+        traits = _traits(envs[0])
+        pool = draw_actions(traits.action_spaces, num_envs)
+        step_all = {everyone[0]: plain_loop(envs, traits)}
+        _rate(step_all[everyone[0]], pool, seconds / 4)
+        for contender in against:
+            on_turn(str(contender))
+            step_all[contender] = stack.enter_context(_parallel([constructor] * num_envs, contender, traits.rules))
+            _rate(step_all[contender], pool, seconds / 4)  # what is slow the first time only is not measured
+        for contender in everyone * repeats:
+            on_turn(str(contender))
+            rounds[contender].append(_rate(step_all[contender], pool, seconds))
+    loop = rounds[everyone[0]]
+    return [_measurement(environment, num_envs, who, rates, loop) for who, rates in rounds.items()]
+
+
+def _measurement(
+    environment: str, num_envs: int, contender: Contender, rates: list[float], loop: Sequence[float]
+) -> Measurement:
+    median = statistics.median(rates)
+    speedup = statistics.median(rate / reference for rate, reference in zip(rates, loop, strict=True))
+    return Measurement(
+        environment=environment,
+        num_envs=num_envs,
+        backend=contender.backend,
+        workers=contender.workers,
+        steps_per_second=median,
+        microseconds_per_step=1e6 / median,
+        spread=(max(rates) - min(rates)) / 2 / median,
+        speedup=speedup,
+        efficiency=speedup / min(contender.workers, usable_cpus()),
+        rounds=rates,
+    )
+
+
+def _rate(step_all: StepAll, pool: Sequence[Sequence[Actions]], seconds: float) -> float:
+    """Environment steps per second, over at least so many seconds and at least one batch."""
+    batches = itertools.cycle(pool)
+    count = 0
+    begun = now = time.perf_counter()
+    while now < begun + seconds or not count:
+        step_all(next(batches))
+        count += 1
+        now = time.perf_counter()
+    return count * len(pool[0]) / (now - begun)
+
+
+# -- what is stepped ---------------------------------------------------------------------------------------------------
+
+
+class _Traits(NamedTuple):
+    rules: Rules
+    single_agent: bool
+    action_spaces: Mapping[Any, spaces.Space[Any]]
+    seeded: bool
+
+
+def _traits(env: Any) -> _Traits:
+    """What has to be known of an environment in order to step it.
+
+    Raises:
+        CommandError: It cannot be stepped with actions that were drawn beforehand.
+    """
+    if isinstance(env, AECEnv):
+        raise CommandError(
+            f"{env} is an AECEnv, whose agents take turns; measured are those whose agents act at once",
+            "does its module have a `parallel_env`? name that: module:parallel_env",
+        )
+    if isinstance(env, MultiAgentEnv):
+        raise CommandError("the plain loop cannot step a MultiAgentEnv", "name the simulator it adapts")
+    adapted = adapt(env)
+    masked = [
+        agent
+        for agent, space in adapted.observation_spaces.items()
+        if isinstance(space, spaces.Dict) and "action_mask" in space.spaces
+    ]
+    if masked:
+        raise CommandError(
+            f"agent {masked[0]!r} has an action mask, and actions are drawn before observations are known",
+            "measure an environment whose actions are all legal at any time",
+        )
+    if not adapted.action_spaces or set(adapted.possible_agents) - set(adapted.action_spaces):
+        raise CommandError(
+            "some agents declare no action space, so no actions can be drawn for them",
+            "let the environment have `possible_agents` and an action space for each of them",
+        )
+    return _Traits(
+        adapted.rules,
+        isinstance(adapted, GymnasiumEnv),
+        adapted.action_spaces,
+        "seed" in adapted.reset_keywords,
+    )
+
+
+def draw_actions(action_spaces: Mapping[Any, spaces.Space[Any]], num_envs: int) -> list[list[Actions]]:
+    """Batches of random actions, the same each time; they are used again and again, so nobody may write into them."""
+    own = copy.deepcopy(dict(action_spaces))
+    for seed, space in enumerate(own.values()):
+        space.seed(seed)
+    return [[{agent: space.sample() for agent, space in own.items()} for _ in range(num_envs)] for _ in range(BATCHES)]
+
+
+def _build(constructor: Constructor, env_id: int) -> Any:
+    """One copy, given its seed and number if it asks for them as `ParallelEnv` would give them."""
+    try:
+        named = inspect.signature(constructor).parameters
+    except (TypeError, ValueError):
+        return constructor()
+    bound = constructor.keywords if isinstance(constructor, functools.partial) else {}
+    offered = {"seed": 42 + env_id, "env_id": env_id}
+    return constructor(**{k: v for k, v in offered.items() if k in named and k not in bound})
+
+
+# -- the loops ---------------------------------------------------------------------------------------------------------
+
+
+def plain_loop(envs: Sequence[Any], traits: _Traits) -> StepAll:
+    """The loop a user would write for this kind of environment, after its first reset."""
+    first = [env.reset(**({"seed": 42 + i} if traits.seeded else {})) for i, env in enumerate(envs)]
+    if traits.single_agent:
+        return functools.partial(_step_gymnasium, envs)
+    if traits.rules is Rules.PETTINGZOO:
+        return functools.partial(_step_pettingzoo, envs)
+    return functools.partial(_step_dicts, envs, [list(observations) for observations, _ in first])
+
+
+def _step_pettingzoo(envs: Sequence[Any], batch: Sequence[Actions]) -> None:
+    for env, actions in zip(envs, batch, strict=True):
+        if len(env.agents) != len(actions):
+            actions = {agent: actions[agent] for agent in env.agents}
+        env.step(actions)
+        if not env.agents:
+            env.reset()
+
+
+def _step_gymnasium(envs: Sequence[Any], batch: Sequence[Actions]) -> None:
+    for env, actions in zip(envs, batch, strict=True):
+        _, _, terminated, truncated, _ = env.step(actions["agent_0"])
+        if terminated or truncated:
+            env.reset()
+
+
+def _step_dicts(envs: Sequence[Any], acting: list[list[Any]], batch: Sequence[Actions]) -> None:
+    for i, (env, actions) in enumerate(zip(envs, batch, strict=True)):
+        given = {agent: actions[agent] for agent in acting[i] if agent in actions}
+        observations, _, terminateds, truncateds, _ = env.step(given)
+        if terminateds.get("__all__") or truncateds.get("__all__"):
+            observations, _ = env.reset()
+            acting[i] = list(observations)
+        else:
+            acting[i] = [a for a in observations if not (terminateds.get(a) or truncateds.get(a))]
+
+
+@contextmanager
+def _parallel(constructors: Sequence[Constructor], contender: Contender, rules: Rules) -> Iterator[StepAll]:
+    """A `ParallelEnv` with auto-reset, after its first reset."""
+    with warnings.catch_warnings():
+        # More workers than CPUs, where they are asked for, are what is to be measured.
+        warnings.simplefilter("ignore", ResourceWarning)
+        env = ParallelEnv(constructors, num_workers=contender.workers, backend=contender.backend)
+    with env:
+        env.reset()
+
+        def step_those_who_act(batch: Sequence[Actions]) -> None:
+            env.step(
+                [
+                    {agent: actions[agent] for agent in acting if agent in actions}
+                    for acting, actions in zip(env.acting, batch, strict=True)
+                ]
+            )
+
+        # Under PettingZoo's rules, actions of those who are not acting are dropped.
+        yield env.step if rules is Rules.PETTINGZOO else step_those_who_act

@@ -1,0 +1,117 @@
+"""The picture of a report: throughput over the number of workers, one panel for each environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter
+
+from marl_parallel.cli.machine import in_one_line
+from marl_parallel.cli.measure import LOOP, Measurement
+from marl_parallel.cli.report import Report, in_microseconds
+
+COLOURS = {"process": "#2463a8", "thread": "#e08a1e", "serial": "#7a9a3a"}
+OTHER_COLOURS = ("#a23b72", "#5c5470", "#2a9d8f")
+GREY = "#555555"
+PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+COLUMNS = 4
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def save_plot(report: Report, path: Path) -> None:
+    """Draw all environments of a report side by side and save the picture; its format follows the path's suffix."""
+    panels = report.tables()
+    columns = min(len(panels), COLUMNS)
+    rows = -(-len(panels) // columns)
+    width, height = max(3.2 * columns, 6.0), 2.9 * rows + 1.0
+    figure = Figure(
+        figsize=(width, height), layout=ConstrainedLayoutEngine(rect=(0, 0.2 / height, 1, 1 - 0.2 / height))
+    )
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    colours = _colours(report.measurements)
+    for panel, measurements in zip(axes, panels, strict=False):
+        _draw(panel, measurements, report.machine["cpus"], colours)
+    for unused in axes[len(panels) :]:
+        unused.set_visible(False)
+    figure.supylabel("environment steps per second (small: µs per step)", fontsize=9)
+    _legend(figure)
+    footer = {"ha": "right", "va": "bottom", "fontsize": 5, "color": GREY}
+    figure.text(0.995, 0.05 / height, in_one_line(report.machine), footer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _legend(figure: Figure) -> None:
+    """One for all panels: whatever is labelled in any of them, once."""
+    entries: dict[str, Artist] = {}
+    for panel in figure.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    figure.legend(
+        list(entries.values()),
+        list(entries),
+        loc="outside upper center",
+        ncols=len(entries),
+        fontsize=8,
+        frameon=False,
+        handlelength=1.6,
+        columnspacing=1.2,
+    )
+
+
+def _colours(measurements: Sequence[Measurement]) -> dict[str, str]:
+    present = dict.fromkeys(m.backend for m in measurements if m.backend != LOOP)
+    others = iter(OTHER_COLOURS * len(present))
+    return {backend: COLOURS.get(backend) or next(others) for backend in present}
+
+
+def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, colours: dict[str, str]) -> None:
+    """Bars in groups, one group for each number of workers; the ideal is a dashed line over each group."""
+    loop = next(m for m in measurements if m.backend == LOOP)
+    counts = sorted({m.workers for m in measurements if m.backend != LOOP})
+    panel.axhline(loop.steps_per_second, color=GREY, linewidth=1, label="plain loop")
+    for position, count in enumerate(counts):
+        group = [m for m in measurements if m.backend != LOOP and m.workers == count]
+        width = 0.8 / max(len(colours), 2)
+        for place, one in enumerate(group):
+            bar = panel.bar(
+                position + (place - (len(group) - 1) / 2) * width,
+                one.steps_per_second,
+                0.92 * width,
+                yerr=one.spread * one.steps_per_second,
+                error_kw={"elinewidth": 0.8, "ecolor": GREY},
+                color=colours[one.backend],
+                label=one.backend,
+            )
+            panel.bar_label(bar, [in_microseconds(one)], fontsize=6, padding=2, color=GREY, bbox=PATCH)
+        ideal = loop.steps_per_second * min(count, cpus)
+        panel.hlines(
+            ideal,
+            position - 0.46,
+            position + 0.46,
+            colors="black",
+            linestyles="dashed",
+            linewidth=1,
+            label=f"ideal on {cpus} CPUs",
+        )
+    panel.set_xticks(range(len(counts)), [str(count) for count in counts])
+    panel.set_title(f"{loop.environment}\n{loop.num_envs} copies", fontsize=9)
+    panel.set_xlabel("workers", fontsize=8)
+    panel.set_ylim(bottom=0)
+    panel.yaxis.set_major_formatter(FuncFormatter(_short))
+    panel.tick_params(labelsize=8, length=0)
+    panel.grid(axis="y", linewidth=0.4, alpha=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _short(value: float, _: object) -> str:
+    for unit, suffix in ((1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:g}{suffix}"
+    return f"{value:g}"

@@ -1,0 +1,98 @@
+"""The scripts in `benchmarks/` run, and the synthetic environment is what it says."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pettingzoo.test import parallel_api_test, parallel_seed_test
+
+from marl_parallel.cli.report import read_json
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def synthetic(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import synthetic
+
+    return synthetic
+
+
+def compare_workers(*arguments):
+    command = [sys.executable, str(BENCHMARKS / "compare_workers.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+
+
+def test_compare_workers(tmp_path):
+    result = compare_workers("--quick", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    report = read_json(tmp_path / "compare_workers.json")
+    environments = {one.environment for one in report.measurements}
+    assert {"simple_spread_v3", "multiwalker_v9", "pistonball_v6", "synthetic 50 µs, 3 x 18"} <= environments
+    assert all(one.steps_per_second > 0 for one in report.measurements)
+    assert (tmp_path / "compare_workers.png").read_bytes().startswith(b"\x89PNG")
+    lines = (tmp_path / "compare_workers.csv").read_text().splitlines()
+    assert len(lines) == 1 + len(report.measurements)
+
+    table = compare_workers("--markdown", "--output", str(tmp_path)).stdout
+    assert "| multiwalker_v9 | 8 |" in table
+    assert report.machine["cpu"] in table
+
+
+def test_compare_workers_refuses_what_it_does_not_know():
+    assert "--only" in compare_workers("--quick", "--only", "chess").stderr
+
+
+@pytest.mark.filterwarnings("error")
+def test_synthetic_is_a_pettingzoo_environment(synthetic):
+    parallel_api_test(synthetic.Synthetic(num_agents=4, observation_size=7, episode_steps=30), num_cycles=100)
+    parallel_seed_test(functools.partial(synthetic.Synthetic, episode_steps=10))
+
+
+def test_synthetic_values(synthetic):
+    env = synthetic.parallel_env(num_agents=2, observation_size=5, episode_steps=3)
+    observations, infos = env.reset(seed=1)
+    assert infos == {"agent_0": {}, "agent_1": {}}
+    for _ in range(3):
+        assert env.agents == ["agent_0", "agent_1"]
+        observations, rewards, _, truncations, infos = env.step({})
+        for agent in env.possible_agents:
+            assert env.observation_space(agent).contains(observations[agent])
+            assert observations[agent].dtype == np.float32
+            assert type(rewards[agent]) is float
+            assert type(truncations[agent]) is bool
+        observations.clear()  # the dicts are the caller's own
+    assert truncations == {"agent_0": True, "agent_1": True}
+    assert env.agents == []
+    assert len(env.reset()[0]) == 2
+
+
+def test_synthetic_work_is_of_the_chosen_length(synthetic):
+    """Work, not time: its rounds are what is fixed, and the average stays where some steps take longer."""
+    env = synthetic.Synthetic(step_us=100, rounds_per_us=10.0)
+    costs = [next(env._costs) for _ in range(1000)]
+    assert costs == [1000] * 1000
+    env = synthetic.Synthetic(step_us=100, rounds_per_us=10.0, tail=(0.1, 20.0))
+    costs = [next(env._costs) for _ in range(1000)]
+    assert len(set(costs)) == 2
+    assert max(costs) / min(costs) == pytest.approx(20, rel=0.01)
+    assert np.mean(costs) == pytest.approx(1000, rel=0.25)
+
+
+def test_a_microsecond_is_about_a_microsecond(synthetic):
+    """The median of some, since other processes want the CPU as well."""
+    env = synthetic.Synthetic(step_us=1000)
+    env.reset()
+    took = []
+    for _ in range(21):
+        begun = time.perf_counter()
+        env.step({})
+        took.append(time.perf_counter() - begun)
+    assert 0.5e-3 < np.median(took) < 2e-3
