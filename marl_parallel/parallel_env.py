@@ -41,7 +41,7 @@ from marl_parallel.runtime.batch import Batch
 from marl_parallel.runtime.construction import checked_constructors, common_schema, construct
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.messages import Message, Request
-from marl_parallel.runtime.records import dumps
+from marl_parallel.runtime.pickling import dumps
 from marl_parallel.runtime.supervision import Crew, logger
 from marl_parallel.runtime.worker import Missing, share_out
 from marl_parallel.seeding import base_seed, seeds_of

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.adapters.protocol import Dicts
+from marl_parallel.runtime.actions import ActionRecords
 from marl_parallel.runtime.columns import Mismatch, conform
 from marl_parallel.runtime.episode import needs_actions
 from marl_parallel.runtime.layout import Layout
-from marl_parallel.runtime.records import ActionRecords, TransitionRecords, dumps
+from marl_parallel.runtime.pickling import dumps
+from marl_parallel.runtime.records import TransitionRecords
 
 
 class Batch:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,11 @@ ALIGNMENT = 64
 Place = Callable[[int], int]
 """Reserves so many bytes in every record and returns their offset within it."""
 
-_shape_of = attrgetter("shape")
+_FEW_ROWS = 8
+"""Up to so many, copying them one by one is cheaper than copying all at once and taking views."""
+
+
+_copy_of = np.ndarray.copy
 
 
 class Unfit(Exception):
@@ -120,7 +124,7 @@ class ArrayColumn(Column):
     def __init__(self, rows: int, dtype: np.dtype[Any], shape: tuple[int, ...], place: Place) -> None:
         self.rows, self.dtype, self.shape = rows, dtype, shape
         self.offset = place(rows * dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
-        self._shapes = [shape] * rows
+        self._lengths = [shape[0] if shape else 0] * rows
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         size = (self.rows, *self.shape)
@@ -128,13 +132,15 @@ class ArrayColumn(Column):
         # All rows end to end along the first axis, which is how one concatenation fills them.
         flat = (self.rows * self.shape[0], *self.shape[1:]) if self.shape else ()
         self._flat = [view.reshape(flat) for view in self.records] if self.shape else []
+        self._rows = [[view[row, ...] for row in range(self.rows)] for view in self.records]
 
     def write_all(self, record: int, values: Sequence[Any]) -> None:
         try:
-            if self._flat and [*map(_shape_of, values)] == self._shapes:
+            # The other dimensions are compared by NumPy.
+            if self._flat and [*map(len, values)] == self._lengths:
                 np.concatenate(values, out=self._flat[record], casting="equiv")
                 return
-        except (AttributeError, TypeError):
+        except (TypeError, ValueError):
             pass  # not arrays, or of another dtype: one by one, which converts or says which is wrong
         for row, value in enumerate(values):
             self.write(record, row, value)
@@ -142,16 +148,17 @@ class ArrayColumn(Column):
     def write(self, record: int, row: int, value: Any) -> None:
         if value is None:
             raise Unfit
-        self.records[record][row, ...] = as_array(value, self.dtype, self.shape)
+        self._rows[record][row][...] = as_array(value, self.dtype, self.shape)
 
     def read_all(self, record: int, copy: bool) -> list[Any]:
-        view = self.records[record]
-        if copy:
-            view = view.copy()
-        return [*view] if self.shape else [view[row, ...] for row in range(self.rows)]
+        if not copy:
+            return self._rows[record].copy()
+        if self.rows <= _FEW_ROWS or not self.shape:
+            return [*map(_copy_of, self._rows[record])]
+        return [*self.records[record].copy()]
 
     def read(self, record: int, row: int, copy: bool) -> Any:
-        view = self.records[record][row, ...]
+        view = self._rows[record][row]
         return view.copy() if copy else view
 
 
@@ -166,10 +173,11 @@ class ScalarColumn(Column):
 
     def __init__(self, rows: int, place: Place) -> None:
         self.rows = rows
-        self._all = struct.Struct(f"={rows}q{rows}B")
+        self._all = struct.Struct(f"={rows}q{rows}s")
         self._number, self._tag = struct.Struct("=q"), struct.Struct("=B")
         self.offset = place(self._all.size)
-        self._uniform = {t: (tag,) * rows for t, tag in _SCALAR_TAGS.items()}
+        self._uniform = {t: bytes((tag,)) * rows for t, tag in _SCALAR_TAGS.items()}
+        self._ints = self._uniform[int]
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         self._buffer = memoryview(buffer)
@@ -178,8 +186,8 @@ class ScalarColumn(Column):
     def write_all(self, record: int, values: Sequence[Any]) -> None:
         try:
             kinds = {*map(type, values)}
-            tags = self._uniform[kinds.pop()] if len(kinds) == 1 else [_SCALAR_TAGS[type(v)] for v in values]
-            self._all.pack_into(self._buffer, self._starts[record], *values, *tags)
+            tags = self._uniform[kinds.pop()] if len(kinds) == 1 else bytes(_SCALAR_TAGS[type(v)] for v in values)
+            self._all.pack_into(self._buffer, self._starts[record], *values, tags)
         except (KeyError, struct.error) as error:
             raise Unfit from error
 
@@ -192,11 +200,10 @@ class ScalarColumn(Column):
             raise Unfit from error
 
     def read_all(self, record: int, copy: bool) -> list[Any]:
-        both = self._all.unpack_from(self._buffer, self._starts[record])
-        values, tags = both[: self.rows], both[self.rows :]
-        if not any(tags):  # all of them int, as unpacked
-            return list(values)
-        return [SCALAR_TYPES[tag](value) for value, tag in zip(values, tags, strict=True)]
+        *values, tags = self._all.unpack_from(self._buffer, self._starts[record])
+        if tags == self._ints:  # as unpacked
+            return values
+        return [SCALAR_TYPES[tag](value) for value, tag in zip(values, tags)]
 
     def read(self, record: int, row: int, copy: bool) -> Any:
         start = self._starts[record]

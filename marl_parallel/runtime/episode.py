@@ -8,9 +8,10 @@ uses the functions at the end, on the same facts. How transitions travel is the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import is_
+from typing import Any, NamedTuple
 
 from gymnasium.vector import AutoresetMode
 
@@ -20,9 +21,11 @@ from marl_parallel.runtime.ledger import Activity, Ledger
 ALL = "__all__"
 """The key of the flags that speak for the whole episode."""
 
+_NOT_ENDED = (False, False)
+_FALSE = repeat(False)
 
-@dataclass
-class Transition:
+
+class Transition(NamedTuple):
     """What one reset or step of one environment has to say.
 
     Attributes:
@@ -33,6 +36,7 @@ class Transition:
         infos: Of the step, as the simulator gave them.
         alive: Agents seen in this episode and neither terminated nor truncated yet.
         acting: Those of them who should act next; in the order of `possible_agents`, then as they came.
+        unflagged: Whether every one of the flags is Python's own False.
         final_observations: The old episode's last observations, where the new one has begun in the same step.
         reset_infos: The infos of that reset.
     """
@@ -42,8 +46,9 @@ class Transition:
     terminateds: dict[Any, Any]
     truncateds: dict[Any, Any]
     infos: dict[Any, Any]
-    alive: list[AgentID] = field(default_factory=list)
-    acting: list[AgentID] = field(default_factory=list)
+    alive: Sequence[AgentID]
+    acting: Sequence[AgentID]
+    unflagged: bool = False
     final_observations: dict[AgentID, Any] | None = None
     reset_infos: dict[Any, Any] | None = None
 
@@ -93,6 +98,7 @@ class Episode:
             infos,
             self._alive,
             self._acting,
+            True,
         )
 
     def step(self, actions: dict[Any, Any]) -> Transition:
@@ -106,46 +112,45 @@ class Episode:
                 return self.reset({})
             if not self._dict_rules:
                 terminated, truncated = self._over
-                return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {})
+                return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {}, (), ())
         self._ledger.enter(self.env_id, Activity.STEP)
         try:
             observations, rewards, terminateds, truncateds, infos = self.env.step(actions)
         finally:
             self._ledger.leave()
         terminateds, truncateds = dict(terminateds), dict(truncateds)
-        over = self._note(observations, terminateds, truncateds)
-        if not over:
-            self._over = None
-        elif self._mode is AutoresetMode.SAME_STEP:
-            # Simulators that use the same arrays and dicts again would overwrite them with the next episode's.
-            observations, rewards, infos = _kept((observations, rewards, infos))
-            first = self.reset({})
-            return Transition(
-                first.observations, rewards, terminateds, truncateds, infos,
-                first.alive, first.acting, observations, first.infos,
-            )  # fmt: skip
-        else:
-            self._over = terminateds[ALL], truncateds[ALL]
-        return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting)
-
-    def _note(self, observations: dict[AgentID, Any], terminateds: dict[Any, Any], truncateds: dict[Any, Any]) -> bool:
-        """Bring alive and acting up to date and add `__all__`; returns whether the episode is over."""
+        unflagged = all(map(is_, terminateds.values(), _FALSE)) and all(map(is_, truncateds.values(), _FALSE))
         before = self._alive
-        quiet = not any(terminateds.values()) and not any(truncateds.values())
-        if not quiet:
-            for flags in (terminateds, truncateds):
-                self._flagged.update(agent for agent, flag in flags.items() if flag and agent != ALL)
-        if not quiet or [*observations] != before or self._acting != before:
-            # New lists, never the old ones changed: transitions hold them.
-            self._alive = [a for a in dict.fromkeys([*before, *observations]) if a not in self._flagged]
-            self._acting = self._who_acts(observations)
-        if self._dict_rules:
-            terminated, truncated = False, False
-        else:
-            terminated, truncated = self._left_or_ended(before, terminateds)
-        terminateds.setdefault(ALL, terminated)
-        truncateds.setdefault(ALL, truncated)
-        return bool(terminateds[ALL] or truncateds[ALL])
+        if not unflagged or [*observations] != before or self._acting != before:
+            self._note(observations, terminateds, truncateds)
+        ended = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
+        over = terminateds.setdefault(ALL, ended[0]), truncateds.setdefault(ALL, ended[1])
+        if not (over[0] or over[1]):
+            self._over = None
+            return Transition(
+                observations, rewards, terminateds, truncateds, infos, self._alive, self._acting, unflagged
+            )
+        if self._mode is not AutoresetMode.SAME_STEP:
+            self._over = over
+            acting = self._acting if self._dict_rules else []
+            return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, acting)
+        # Simulators that use the same arrays and dicts again would overwrite them with the next episode's.
+        observations, rewards, infos = _kept((observations, rewards, infos))
+        first = self.reset({})
+        return Transition(
+            first.observations, rewards, terminateds, truncateds, infos, first.alive, first.acting,
+            final_observations=observations, reset_infos=first.infos,
+        )  # fmt: skip
+
+    def _note(
+        self, observations: dict[AgentID, Any], terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]
+    ) -> None:
+        """Bring alive and acting up to date: new lists, never the old ones changed, as transitions hold them."""
+        for flags in (terminateds, truncateds):
+            self._flagged.update(agent for agent, flag in flags.items() if flag and agent != ALL)
+        seen = dict.fromkeys([*self._alive, *observations])
+        self._alive = [agent for agent in seen if agent not in self._flagged]
+        self._acting = self._who_acts(observations)
 
     def _who_acts(self, observations: dict[AgentID, Any]) -> list[AgentID]:
         turn = self.env.turn()
@@ -163,7 +168,7 @@ class Episode:
         left = self.env.agents_left()
         remaining = self._alive if left is None else left
         if remaining and (not self._flagged or any(agent not in self._flagged for agent in remaining)):
-            return False, False
+            return _NOT_ENDED
         terminated = all(terminateds.get(agent, False) for agent in before)
         return terminated, not terminated
 

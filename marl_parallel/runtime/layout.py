@@ -114,18 +114,14 @@ class Layout:
         state: The global state; None where there is none, or where it travels pickled.
     """
 
-    ACTION_HEAD, TRANSITION_HEAD = 2, 8
-    """Bytes before the rows of the two heads; `records.py` says what is in them."""
-
     def __init__(self, schema: Schema, num_records: int, *, arrays: bool = True) -> None:
         self.schema, self.num_records = schema, num_records
         self.agents = list(schema.possible_agents) if arrays else []
         self._record_nbytes = 0
         place, n = self._place, len(self.agents)
-        self.action_head = place(self.ACTION_HEAD + n)
+        self.action_head = place(1 + n)  # see actions.py
         self.actions = AgentColumns(schema.action_spaces, self.agents, place)
-        # per agent: reward, its tag, two flags, presence; and the two flags of `__all__`
-        self.transition_head = place(self.TRANSITION_HEAD + 12 * n + 2)
+        self.transition_head = place(8 + 12 * n + 2)  # see records.py
         self.observations = AgentColumns(schema.observation_spaces, self.agents, place)
         self.final_observations = AgentColumns(schema.observation_spaces, self.agents, place)
         self.state: ArrayColumn | None = None

@@ -1,33 +1,28 @@
-"""Actions and transitions in and out of an environment's record, with what does not fit in there pickled beside it.
+"""Transitions in and out of an environment's record, with what does not fit in there pickled beside it.
 
-Both sides use the same objects: the parent writes actions and reads transitions, the worker the other way round.
-Two forms of a transition's head are written. The *quiet* one is by far the most frequent: every agent is in every
-dict, nobody's flag is set, nothing has ended; it costs one `pack_into`. The *full* one says for each agent in which
-dicts it was, and of what type its numbers were. What a transition means is known to `episode.py` alone.
+Both sides use the same object: the worker writes, the parent reads. Two forms of a transition's head are written.
+The *quiet* one is by far the most frequent: every agent is in every dict, nobody's flag is set, nothing has ended;
+in a row of them only rewards are written. The *full* one says for each agent in which dicts it was, and of what type
+its numbers were. What a transition means is known to `episode.py` alone.
 
-The heads, in bytes, for n agents in the block::
+The head, in bytes, for n agents in the block; its rows are valid in both forms::
 
-    actions      form 1 | extras 1 | present n
-    transitions  form 1 | extras 1 | type of rewards 1 | type of flags 1 | has final 1 | - 3 | rewards 8n
-                 | reward types n | terminated n+1 | truncated n+1 | presence n
+    code 8 | rewards 8n | types of rewards n | terminated n+1 | truncated n+1 | presence n
 """
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.runtime.columns import Mismatch, Unfit, conform
 from marl_parallel.runtime.episode import ALL, Transition, with_final
 from marl_parallel.runtime.layout import AgentColumns, Layout
-
-Extras: TypeAlias = dict[str, Any]
+from marl_parallel.runtime.pickling import Extras, in_order
 
 OBSERVATION, REWARD, TERMINATED, TRUNCATED, INFO, ALIVE, ACTING, FINAL = (1 << bit for bit in range(8))
 _EVERYWHERE = OBSERVATION | REWARD | TERMINATED | TRUNCATED | INFO | ALIVE | ACTING
@@ -50,79 +45,9 @@ _FLAG_CODES: dict[tuple[type, Any], int] = {
 }
 _QUIET_CODES = {bool: 0, np.bool_: 2}
 
-_ABSENT, _ALL_IN_ORDER, _SOME = 0, 1, 2
-_FULL, _QUIET = 0, 1
-
-
-def dumps(value: Any) -> bytes:
-    """Pickle anything that pickles at all, classes and functions of a script included."""
-    try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception:
-        # Plain pickle is several times faster, but knows nothing that was defined in a script or a function.
-        return bytes(cloudpickle.dumps(value))
-
-
-class ActionRecords:
-    """Actions, in the records of all environments.
-
-    Args:
-        layout: Bound to the block.
-        buffer: The block.
-    """
-
-    def __init__(self, layout: Layout, buffer: Any) -> None:
-        self._layout, self._columns = layout, layout.actions
-        self._heads = [start + layout.action_head for start in layout.starts]
-        self._agents = self._columns.agents
-        self._position = {agent: place for place, agent in enumerate(self._agents)}
-        self._buffer = memoryview(buffer)
-        self._all = struct.Struct("=BB").pack(_ALL_IN_ORDER, 0)
-
-    def write(self, record: int, actions: Mapping[Any, Any]) -> Extras | None:
-        """Write what fits; returns the rest, to be pickled.
-
-        Raises:
-            Mismatch: An action is not what its space declares; the text says whose. Nothing that matters was
-                overwritten: the record counts only once the worker is told to step.
-        """
-        head, buffer, columns = self._heads[record], self._buffer, self._columns
-        if self._agents and [*actions] == self._agents:
-            try:
-                columns.write_all(record, [*actions.values()])
-                buffer[head : head + 2] = self._all
-                return None
-            except (Unfit, Mismatch):
-                pass  # at least one is special: one by one finds which
-        extras: Extras = {}
-        present = bytearray(len(self._agents))
-        for agent, action in actions.items():
-            try:
-                if agent not in columns:
-                    space = self._layout.schema.action_spaces.get(agent)
-                    extras[agent] = action if space is None else conform(space, action)
-                    continue
-                columns.write(record, agent, action)
-                present[self._position[agent]] = 1
-            except Unfit:
-                extras[agent] = action
-            except Mismatch as error:
-                raise Mismatch(f"the action of agent {agent!r}: {error}") from error
-        buffer[head : head + 2 + len(present)] = bytes((_SOME, bool(extras))) + present
-        return extras or None
-
-    def read(self, record: int, extras: Extras | None) -> dict[Any, Any]:
-        """The actions, arrays in memory of their own."""
-        head = self._heads[record]
-        if self._buffer[head] == _ALL_IN_ORDER:
-            return dict(zip(self._agents, self._columns.read_all(record, True), strict=True))
-        present = self._buffer[head + 2 : head + 2 + len(self._agents)]
-        actions: dict[Any, Any] = {
-            agent: self._columns.read(record, agent, True)
-            for agent, there in zip(self._agents, present, strict=True)
-            if there
-        }
-        return _ordered(actions | extras, self._layout.schema.possible_agents) if extras else actions
+# What the code of a transition's head is made of; tags of quiet rewards and flags are shifted above these.
+_QUIET, _EXTRAS, _FINAL = 1, 2, 4
+_REWARD_SHIFT, _FLAG_SHIFT = 8, 16
 
 
 class TransitionRecords:
@@ -141,17 +66,20 @@ class TransitionRecords:
         self.agents = agents = layout.agents
         n = len(agents)
         self._n = n
-        self._head = struct.Struct(f"={layout.TRANSITION_HEAD}B{n}d")
-        self._full = struct.Struct(f"={layout.TRANSITION_HEAD}B{n}d{n}B{n + 1}B{n + 1}B{n}B")
-        self._keys = dict.fromkeys(agents).keys()
-        self._flag_keys = {**dict.fromkeys(agents), ALL: None}.keys()
+        self._rewards = struct.Struct(f"={n}d")
+        self._head = struct.Struct(f"=Q{n}d")
+        self._full = struct.Struct(f"=Q{n}d{n}B{n + 1}B{n + 1}B{n}B")
+        self._flag_order = [*agents, ALL]
+        self._flag_keys = dict.fromkeys(self._flag_order).keys()
+        self._floats: list[type] = [float] * n
         self._empty_infos: list[dict[Any, Any]] = [{} for _ in agents]
         self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in _QUIET_CODES.values()}
+        self._write_all = layout.observations.write_all
         self._quiet_possible = bool(agents) and layout.observations.agents == agents
-        # What the rows behind the quiet head say at present; None where a full head was written last.
-        self._quiet_rows: list[tuple[int, int] | None] = [None] * layout.num_records
+        # The code that was written last into each head, where that was a quiet one.
+        self._written = [0] * layout.num_records
 
-    # -- writing ---------------------------------------------------------------------------------------------------
+    # -- writing -------------------------------------------------------------------------------------------
 
     def write(self, record: int, transition: Transition) -> Extras | None:
         """Write what fits; returns the rest, to be pickled.
@@ -167,36 +95,38 @@ class TransitionRecords:
 
     def _write_quiet(self, record: int, transition: Transition) -> Extras | None:
         """Try the quiet form; returns None where it does not apply."""
-        agents, infos = self.agents, transition.infos
-        rewards = [*transition.rewards.values()]
-        terminateds, truncateds = transition.terminateds, transition.truncateds
+        agents = self.agents
+        observations, rewards, terminateds, truncateds, infos, alive, _, unflagged, _, _ = transition
         if (
-            [*transition.observations] != agents
-            or [*transition.rewards] != agents
-            or terminateds.keys() != self._flag_keys
-            or truncateds.keys() != self._flag_keys
-            or len(transition.alive) != self._n
+            [*observations] != agents
+            or [*rewards] != agents
+            or ([*terminateds] != self._flag_order and terminateds.keys() != self._flag_keys)
+            or ([*truncateds] != self._flag_order and truncateds.keys() != self._flag_keys)
+            or len(alive) != self._n
         ):
             return None
-        reward_tag = _reward_tag(rewards)
-        flag_code = _quiet_code(terminateds, truncateds)
+        flag_code = 0 if unflagged else _quiet_code(terminateds, truncateds)
+        numbers = [*rewards.values()]
+        reward_tag = 0 if [*map(type, numbers)] == self._floats else _reward_tag(numbers)
         if reward_tag is None or flag_code is None:
             return None
         try:
-            self._layout.observations.write_all(record, [*transition.observations.values()])
+            self._write_all(record, [*observations.values()])
         except (Unfit, Mismatch):
             return None
-        empty = [*infos.values()] == self._empty_infos and infos.keys() == self._keys
+        empty = [*infos] == agents and [*infos.values()] == self._empty_infos
+        code = _QUIET | reward_tag << _REWARD_SHIFT | flag_code << _FLAG_SHIFT
+        if not empty:
+            code |= _EXTRAS
         head = self._heads[record]
-        if self._quiet_rows[record] == (reward_tag, flag_code):
-            self._head.pack_into(self._buffer, head, _QUIET, not empty, reward_tag, flag_code, 0, 0, 0, 0, *rewards)
+        if self._written[record] == code:
+            self._rewards.pack_into(self._buffer, head + 8, *numbers)
         else:
             n, flags = self._n, (flag_code,) * self._n
             self._full.pack_into(
-                self._buffer, head, _QUIET, not empty, reward_tag, flag_code, 0, 0, 0, 0, *rewards,
-                *(reward_tag,) * n, *flags, 0, *flags, 0, *(_EVERYWHERE,) * n,
-            )  # fmt: skip
-            self._quiet_rows[record] = (reward_tag, flag_code)
+                self._buffer, head, code, *numbers, *(reward_tag,) * n, *flags, 0, *flags, 0, *(_EVERYWHERE,) * n
+            )
+            self._written[record] = code
         return {} if empty else {"infos": infos}
 
     def _write_full(self, record: int, transition: Transition) -> Extras | None:
@@ -241,11 +171,10 @@ class TransitionRecords:
         self._note_infos(transition.infos, index, presence, extras)
         if transition.reset_infos and any(info != {} for info in transition.reset_infos.values()):
             extras["reset_infos"] = transition.reset_infos
-        self._full.pack_into(
-            self._buffer, self._heads[record], _FULL, bool(extras), 0, 0, final is not None, 0, 0, 0,
-            *rewards, *reward_tags, *flags["terminateds"], *flags["truncateds"], *presence,
-        )  # fmt: skip
-        self._quiet_rows[record] = None
+        code = (_EXTRAS if extras else 0) | (_FINAL if final is not None else 0)
+        rows = (*rewards, *reward_tags, *flags["terminateds"], *flags["truncateds"], *presence)
+        self._full.pack_into(self._buffer, self._heads[record], code, *rows)
+        self._written[record] = 0
         return extras or None
 
     def _write_observations(
@@ -285,10 +214,6 @@ class TransitionRecords:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def has_extras(self, record: int) -> bool:
-        """Whether part of the transition was pickled."""
-        return self._buffer[self._heads[record] + 1] != 0
-
     def read(self, record: int, extras: Extras | None) -> tuple[Dicts, list[AgentID], bool]:
         """Rebuild the five dicts, exactly as they were, with what an automatic reset adds to the infos.
 
@@ -299,37 +224,35 @@ class TransitionRecords:
         Returns:
             The dicts; the agents who should act next, a list not to be changed; whether the episode is over.
         """
-        head = self._heads[record]
-        if self._buffer[head] == _FULL:
+        code, *rewards = self._head.unpack_from(self._buffer, self._heads[record])
+        if not code & _QUIET:
             return self._read_full(record, extras or {})
-        agents = self.agents
-        _, more, reward_tag, flag_code, _, _, _, _, *rewards = self._head.unpack_from(self._buffer, head)
-        if reward_tag:
-            rewards = [*map(REWARD_TYPES[reward_tag], rewards)]
+        agents, flag_code = self.agents, 0
+        if code != _QUIET:  # something is less usual: infos, or another type than float and bool
+            flag_code = code >> _FLAG_SHIFT
+            rewards = [*map(REWARD_TYPES[code >> _REWARD_SHIFT & 0xFF], rewards)]
         flags = self._no_flags[flag_code]
-        observations = self._layout.observations.read_all(record, self._copy)
         dicts = (
-            dict(zip(agents, observations)),  # noqa: B905 - the hot path; one value per agent by construction
-            dict(zip(agents, rewards)),  # noqa: B905
+            dict(zip(agents, self._layout.observations.read_all(record, self._copy))),
+            dict(zip(agents, rewards)),
             flags.copy(),
             flags.copy(),
-            extras["infos"] if more and extras else {agent: {} for agent in agents},
+            {agent: {} for agent in agents} if extras is None else extras["infos"],
         )
         return dicts, agents, False
 
     def _read_full(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], bool]:
-        n, size, agents = self._n, self._layout.TRANSITION_HEAD, self.agents
-        values = self._full.unpack_from(self._buffer, self._heads[record])
-        rewards, tags = values[size : size + n], values[size + n : size + 2 * n]
-        terminated = values[size + 2 * n : size + 3 * n + 1]
-        truncated = values[size + 3 * n + 1 : size + 4 * n + 2]
-        presence = values[size + 4 * n + 2 :]
+        n, agents = self._n, self.agents
+        code, *rows = self._full.unpack_from(self._buffer, self._heads[record])
+        rewards, tags = rows[:n], rows[n : 2 * n]
+        terminated, truncated = rows[2 * n : 3 * n + 1], rows[3 * n + 1 : 4 * n + 2]
+        presence = rows[4 * n + 2 :]
 
         def merged(name: str, inside: dict[Any, Any]) -> dict[Any, Any]:
-            return _ordered(inside | extras[name], self._layout.schema.possible_agents) if name in extras else inside
+            return in_order(inside | extras[name], self._layout.schema.possible_agents) if name in extras else inside
 
         def flags(name: str, codes: Sequence[int], bit: int) -> dict[Any, Any]:
-            there = {a: FLAGS[c] for a, c, p in zip(agents, codes, presence) if p & bit}  # noqa: B905 - n + 1 codes
+            there = {a: FLAGS[c] for a, c, p in zip(agents, codes, presence) if p & bit}
             return merged(name, there | {ALL: FLAGS[codes[n]]})
 
         def seen(name: str, columns: AgentColumns, bit: int) -> dict[Any, Any]:
@@ -343,7 +266,7 @@ class TransitionRecords:
         truncateds = flags("truncateds", truncated, TRUNCATED)
         quiet_infos: dict[Any, Any] = {a: {} for a, p in zip(agents, presence, strict=True) if p & INFO}
         infos = extras.get("infos", quiet_infos)
-        if values[4]:
+        if code & _FINAL:
             final = seen("final_observations", self._layout.final_observations, FINAL)
             with_final(infos, final, extras.get("reset_infos", {}))
         acting = [a for a, p in zip(agents, presence, strict=True) if p & ACTING] + extras.get("acting", [])
@@ -376,9 +299,3 @@ def _quiet_code(terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]) -
     if kinds.count(bool) == len(kinds):
         return _QUIET_CODES[bool]
     return _QUIET_CODES[np.bool_] if kinds.count(np.bool_) == len(kinds) - 2 else None
-
-
-def _ordered(values: dict[Any, Any], possible_agents: Sequence[AgentID]) -> dict[Any, Any]:
-    """The same entries: agents in the order of `possible_agents` first, then the rest as they came."""
-    first = {agent: values[agent] for agent in possible_agents if agent in values}
-    return first | {key: value for key, value in values.items() if key not in first}

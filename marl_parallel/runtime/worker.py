@@ -23,12 +23,14 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import AgentID, Rules, adapt
 from marl_parallel.adapters import attributes as lookup
+from marl_parallel.runtime.actions import ActionRecords
 from marl_parallel.runtime.columns import Unfit, as_array
 from marl_parallel.runtime.episode import Episode
 from marl_parallel.runtime.layout import Layout, Schema
 from marl_parallel.runtime.ledger import Activity, Ledger
 from marl_parallel.runtime.messages import Failure, Message, Reply, Request
-from marl_parallel.runtime.records import ActionRecords, TransitionRecords, dumps
+from marl_parallel.runtime.pickling import dump_extras, dumps
+from marl_parallel.runtime.records import TransitionRecords
 
 
 class Plan(NamedTuple):
@@ -180,13 +182,14 @@ class Worker:
             self._seeds[env_id] = keywords["seed"]
         episode = self._episodes[env_id]
         passed = {name: value for name, value in keywords.items() if name in episode.env.reset_keywords}
-        return _pickled(self._transitions.write(env_id, episode.reset(passed)))
+        more = self._transitions.write(env_id, episode.reset(passed))
+        return None if more is None else dump_extras(more)
 
     def _step(self, env_id: int, payload: Mapping[int, bytes] | None) -> bytes | None:
         extras = pickle.loads(payload[env_id]) if payload and env_id in payload else None
         transition = self._episodes[env_id].step(self._actions.read(env_id, extras))
         more = self._transitions.write(env_id, transition)
-        return None if more is None else _pickled(more)
+        return None if more is None else dump_extras(more)
 
     def _state(self, env_id: int, _: Any) -> bytes | None:
         with self._ledger.during(env_id, Activity.STATE):
@@ -242,26 +245,6 @@ def _accepted(constructor: Callable[..., Any], keywords: Mapping[str, Any]) -> d
     named = {parameter.name for parameter in parameters if parameter.kind in by_keyword}
     bound = constructor.keywords if isinstance(constructor, functools.partial) else {}
     return {name: value for name, value in keywords.items() if name in named and name not in bound}
-
-
-def _pickled(extras: Mapping[str, Any] | None) -> bytes | None:
-    """Pickle what did not fit into the block; says what it was that does not pickle."""
-    if extras is None:
-        return None
-    try:
-        return dumps(extras)
-    except Exception as error:
-        raise TypeError(f"{_culprit(extras)} cannot be pickled: {error}") from error
-
-
-def _culprit(extras: Mapping[str, Any]) -> str:
-    for part, values in extras.items():
-        for key, value in values.items() if isinstance(values, Mapping) else [(part, values)]:
-            try:
-                dumps(value)
-            except Exception:
-                return f"the {part} entry of {key!r} ({value!r})"
-    return "what the simulator returned"
 
 
 def _failure(error: BaseException, method: str) -> Failure:

@@ -1,0 +1,78 @@
+"""Actions in and out of an environment's record, with what does not fit in there pickled beside it.
+
+The parent writes, the worker reads. Whose actions are taken is decided in `batch.py`.
+
+The head, in bytes, for n agents whose actions lie in the block: form 1 | present n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from marl_parallel.runtime.columns import Mismatch, Unfit, conform
+from marl_parallel.runtime.layout import Layout
+from marl_parallel.runtime.pickling import Extras, in_order
+
+_ALL_IN_ORDER, _SOME = 1, 2
+
+
+class ActionRecords:
+    """Actions, in the records of all environments.
+
+    Args:
+        layout: Bound to the block.
+        buffer: The block.
+    """
+
+    def __init__(self, layout: Layout, buffer: Any) -> None:
+        self._layout, self._columns = layout, layout.actions
+        self._heads = [start + layout.action_head for start in layout.starts]
+        self._agents = self._columns.agents
+        self._position = {agent: place for place, agent in enumerate(self._agents)}
+        self._buffer = memoryview(buffer)
+
+    def write(self, record: int, actions: Mapping[Any, Any]) -> Extras | None:
+        """Write what fits; returns the rest, to be pickled.
+
+        Raises:
+            Mismatch: An action is not what its space declares; the text says whose. Nothing that matters was
+                overwritten: the record counts only once the worker is told to step.
+        """
+        head, buffer, columns = self._heads[record], self._buffer, self._columns
+        if self._agents and [*actions] == self._agents:
+            try:
+                columns.write_all(record, [*actions.values()])
+                buffer[head] = _ALL_IN_ORDER
+                return None
+            except (Unfit, Mismatch):
+                pass  # at least one is special: one by one finds which
+        extras: Extras = {}
+        present = bytearray(len(self._agents))
+        for agent, action in actions.items():
+            try:
+                if agent not in columns:
+                    space = self._layout.schema.action_spaces.get(agent)
+                    extras[agent] = action if space is None else conform(space, action)
+                    continue
+                columns.write(record, agent, action)
+                present[self._position[agent]] = 1
+            except Unfit:
+                extras[agent] = action
+            except Mismatch as error:
+                raise Mismatch(f"the action of agent {agent!r}: {error}") from error
+        buffer[head : head + 1 + len(present)] = bytes((_SOME,)) + present
+        return extras or None
+
+    def read(self, record: int, extras: Extras | None) -> dict[Any, Any]:
+        """The actions, arrays in memory of their own."""
+        head = self._heads[record]
+        if self._buffer[head] == _ALL_IN_ORDER:
+            return dict(zip(self._agents, self._columns.read_all(record, True)))
+        present = self._buffer[head + 1 : head + 1 + len(self._agents)]
+        actions: dict[Any, Any] = {
+            agent: self._columns.read(record, agent, True)
+            for agent, there in zip(self._agents, present, strict=True)
+            if there
+        }
+        return in_order(actions | extras, self._layout.schema.possible_agents) if extras else actions
