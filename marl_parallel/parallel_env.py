@@ -18,10 +18,7 @@ of what a transition means. A step's way::
 
 from __future__ import annotations
 
-import copy as copying
 import os
-import pickle
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -29,24 +26,27 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
-from gymnasium import Space, spaces
-from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode
-from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID, MultiAgentEnv
+from marl_parallel.arguments import (
+    autoreset_mode,
+    base_seed,
+    checked_constructors,
+    seeds_of,
+    workers_for,
+)
 from marl_parallel.backends import open_backend
+from marl_parallel.inquiries import Inquiries
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.batch import Batch
-from marl_parallel.runtime.construction import checked_constructors, common_schema, construct
+from marl_parallel.runtime.construction import common_schema, construct
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.messages import Message, Request
-from marl_parallel.runtime.pickling import dumps
+from marl_parallel.runtime.pickling import sendable, unpickled
+from marl_parallel.runtime.sharing import share_out
 from marl_parallel.runtime.supervision import Crew, logger
-from marl_parallel.runtime.worker import Missing, share_out
-from marl_parallel.seeding import base_seed, seeds_of
-from marl_parallel.stats import Stats, WorkerStats
-from marl_parallel.tiling import tile
 
 Dicts = tuple[dict[Any, Any], ...]
 
@@ -63,7 +63,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)
 
 
-class ParallelEnv:
+class ParallelEnv(Inquiries):
     """Many copies of a multi-agent environment, stepped side by side.
 
     Environments are dict environments (`reset` gives observations and infos, `step` five dicts with `__all__` in
@@ -124,16 +124,15 @@ class ParallelEnv:
         worker_threads: int | None = 1,
     ) -> None:
         constructors = checked_constructors(env_constructors)
-        self._mode = _autoreset_mode(auto_reset)
+        self._mode = autoreset_mode(auto_reset)
         self._num_envs = len(constructors)
         self._base_seed = base_seed(seed)
         seeds = [self._base_seed + env_id for env_id in range(self._num_envs)]
-        shares = share_out(self._num_envs, _workers_for(self._num_envs, num_workers, backend))
+        shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, backend))
         hosts = open_backend(backend, context=context, worker_threads=worker_threads)
         self._crew = Crew(hosts, shares)
         _live.add(self._crew)
         self._finalizer = weakref.finalize(self, self._crew.shut)
-        self._worker_of = [worker for worker, share in enumerate(shares) for _ in share]
         self._all = tuple(range(self._num_envs))
         self._plain_steps = {worker: Request(Message.STEP) for worker in range(len(shares))}
         try:
@@ -153,62 +152,7 @@ class ParallelEnv:
         self._reset_keywords = described[0].reset_keywords
         self._metadata = {**described[0].metadata, "autoreset_mode": self._mode}
         self._render_mode = described[0].render_mode
-        self._seeds_stale = True
-
-    # -- what it is ------------------------------------------------------------------------------------------------
-
-    @property
-    def num_envs(self) -> int:
-        """How many environments there are."""
-        return self._num_envs
-
-    @property
-    def batch_size(self) -> int:
-        """The same as `num_envs`."""
-        return self._num_envs
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers share them."""
-        return len(self._plain_steps)
-
-    def __len__(self) -> int:
-        return self._num_envs
-
-    @property
-    def possible_agents(self) -> list[AgentID]:
-        """All agents that may appear, in the environment's own order; empty where that is open-ended."""
-        return list(self._schema.possible_agents)
-
-    @property
-    def acting(self) -> tuple[list[AgentID], ...]:
-        """Who should act next in each environment; empty before its first reset and where its episode is over."""
-        return tuple([*acting] for acting in self._batch.acting)
-
-    @property
-    def observation_space(self) -> spaces.Dict | None:
-        """Spaces by agent, in the order of `possible_agents`; None where no agent declares one."""
-        return _space_of(self._schema.observation_spaces)
-
-    @property
-    def action_space(self) -> spaces.Dict | None:
-        """Spaces by agent, in the order of `possible_agents`; None where no agent declares one."""
-        return _space_of(self._schema.action_spaces)
-
-    @property
-    def state_space(self) -> Space[Any] | None:
-        """The space of one environment's global state; None where it has none."""
-        return self._schema.state_space
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """The metadata of environment 0, copied; `"autoreset_mode"` is ours."""
-        return copying.deepcopy(self._metadata)
-
-    @property
-    def render_mode(self) -> str | None:
-        """The render mode of environment 0."""
-        return self._render_mode
+        self._seeds_used = None
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -244,9 +188,9 @@ class ParallelEnv:
             if own is None and not self._batch.begun[env_id]:
                 own = base + env_id
             given = {"seed": own, "options": options}
-            keywords[env_id] = _sendable({k: v for k, v in given.items() if v is not None}, "options")
-        extras = self._unpickled(self._crew.run(self._requests(Message.RESET, ids, keywords)))
-        self._base_seed, self._seeds_stale = base, True
+            keywords[env_id] = sendable({k: v for k, v in given.items() if v is not None}, "options")
+        extras = unpickled(self._crew.ask(Message.RESET, ids, keywords))
+        self._base_seed, self._seeds_used = base, None
         for env_id in ids:
             self._batch.begun[env_id] = True
         observations, _, _, _, infos = self._batch.read(ids, extras)
@@ -284,116 +228,8 @@ class ParallelEnv:
                 raise ResetNeeded(f"environments {never} have never been reset; call reset() before step()")
         outside = self._batch.write_actions(ids, actions)
         whole = ids is self._all and not outside
-        requests = self._plain_steps if whole else self._requests(Message.STEP, ids, outside)
-        extras = self._crew.run(requests)
-        return self._batch.read(ids, self._unpickled(extras) if extras else extras)  # type: ignore[return-value]
-
-    # -- asking and telling ----------------------------------------------------------------------------------------
-
-    def state(self) -> NDArray[Any]:
-        """The global states as they are now: an array `(num_envs, *state_space.shape)` of the caller's own.
-
-        Raises:
-            NotImplementedError: The environment has none.
-            ResetNeeded: An environment has never been reset.
-        """
-        self._check_open()
-        if self._schema.state_space is None:
-            raise NotImplementedError("this environment has no global state: it lacks a state_space")
-        if not all(self._batch.begun):
-            raise ResetNeeded("the environments have no state yet; call reset() before state()")
-        return self._batch.states(self._unpickled(self._ask(Message.STATE)))
-
-    def seed(self) -> tuple[int, ...]:
-        """The seed that each environment uses: its own `unwrapped.seed` where that is an int, else the one we gave."""
-        self._check_open()
-        if self._seeds_stale:
-            declared = self._ask(Message.SEED)
-            self._seeds_used = tuple(declared[env_id] for env_id in self._all)
-            self._seeds_stale = False
-        return self._seeds_used
-
-    def call(self, name: str, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each environment, looked for through wrappers and conversions.
-
-        Args:
-            name: Of the method; the value of what is not callable is returned as it is.
-            args: For the method.
-            env_ids: Which environments, in any order; None for all of them.
-            kwargs: For the method.
-
-        Returns:
-            What it returned, for each of `env_ids`: copies, as everything crosses over to the caller by pickling.
-
-        Raises:
-            AttributeError: An environment has no such attribute. Nothing is closed.
-            EnvError: The method raised; everything has been closed.
-        """
-        ids = self._checked_ids(env_ids)
-        payload = _sendable((name, args, kwargs), f"the arguments of {name!r}")
-        results = self._crew.run(self._requests(Message.CALL, ids, payload))
-        _refuse_missing(results)
-        return tuple(pickle.loads(results[env_id]) for env_id in ids)
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of each environment, as `call` finds it; a method is returned called, without arguments.
-
-        Raises:
-            AttributeError: An environment has no such attribute. Nothing is closed.
-        """
-        return self.call(name)
-
-    def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of each environment, on whichever of its wrappers has it.
-
-        Args:
-            name: Of the attribute, which must exist.
-            values: A list or tuple with one for each environment; anything else is given to all.
-
-        Raises:
-            AttributeError: An environment has no such attribute. Nothing is closed.
-            ValueError: There is not one value for each environment.
-        """
-        self._check_open()
-        if not isinstance(values, list | tuple):
-            values = [values] * self._num_envs
-        if len(values) != self._num_envs:
-            raise ValueError(f"expected one value for each of {self._num_envs} environments, got {len(values)}")
-        payload = {i: _sendable((name, values[i]), f"the value for environment {i}") for i in self._all}
-        _refuse_missing(self._crew.run(self._requests(Message.ASSIGN, self._all, payload)))
-
-    def render(self, *, tile: bool = False) -> Any:
-        """Render one frame of each environment.
-
-        Args:
-            tile: Lay the frames out in a grid.
-
-        Returns:
-            A tuple of frames; with `tile`, one array of shape `(rows * height, columns * width, ...)`; None where
-            `render_mode` is None.
-
-        Raises:
-            ValueError: `tile`, and the frames are no arrays.
-        """
-        self._check_open()
-        if self._render_mode is None:
-            return None
-        rendered = self._unpickled(self._ask(Message.RENDER))
-        frames = tuple(rendered[env_id] for env_id in self._all)
-        return _tile(frames) if tile else frames
-
-    def stats(self) -> Stats:
-        """What has been done so far, and where the time went; of each worker and summed up."""
-        return Stats.of(
-            WorkerStats(
-                steps=ledger.steps,
-                resets=ledger.resets,
-                simulator_s=ledger.simulator_s,
-                transport_s=ledger.transport_s,
-                waiting_s=ledger.waiting_s,
-            )
-            for ledger in self._crew.backend.ledgers
-        )
+        extras = self._crew.run(self._plain_steps) if whole else self._crew.ask(Message.STEP, ids, outside)
+        return self._batch.read(ids, unpickled(extras) if extras else extras)  # type: ignore[return-value]
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -428,21 +264,6 @@ class ParallelEnv:
 
     # -- within ----------------------------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._crew.closed:
-            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
-
-    def _checked_ids(self, env_ids: Sequence[int] | None) -> tuple[int, ...]:
-        self._check_open()
-        if env_ids is None:
-            return self._all
-        ids = tuple(int(env_id) for env_id in env_ids)
-        unknown = [env_id for env_id in ids if not 0 <= env_id < self._num_envs]
-        if unknown or len(set(ids)) != len(ids) or not ids:
-            reason = f"there is no environment {unknown[0]}" if unknown else "one is named twice" if ids else "none"
-            raise ValueError(f"env_ids={list(ids)}: {reason}; there are environments 0 to {self._num_envs - 1}")
-        return ids
-
     def _seeds_for(
         self, seed: int | Sequence[int | None] | None, ids: Sequence[int]
     ) -> tuple[int, Sequence[int | None]]:
@@ -453,70 +274,3 @@ class ParallelEnv:
             return self._base_seed, seeds_of(seed, ids)
         base = base_seed(seed)
         return base, [base + env_id for env_id in ids]
-
-    def _requests(self, message: Message, ids: Sequence[int], payload: Any = None) -> dict[int, Request]:
-        """One request for each worker concerned; a payload by environment is shared out with them."""
-        shares: dict[int, list[int]] = {}
-        for env_id in ids:
-            shares.setdefault(self._worker_of[env_id], []).append(env_id)
-        if not isinstance(payload, dict):
-            return {worker: Request(message, tuple(share), payload) for worker, share in shares.items()}
-        return {
-            worker: Request(message, tuple(share), {i: payload[i] for i in share if i in payload} or None)
-            for worker, share in shares.items()
-        }
-
-    def _ask(self, message: Message) -> dict[int, Any]:
-        return self._crew.run(self._requests(message, self._all))
-
-    def _unpickled(self, results: Mapping[int, bytes]) -> dict[int, Any]:
-        return {env_id: pickle.loads(result) for env_id, result in results.items()}
-
-
-def _autoreset_mode(auto_reset: bool | AutoresetMode | str) -> AutoresetMode:
-    if isinstance(auto_reset, AutoresetMode):
-        return auto_reset
-    if isinstance(auto_reset, bool):
-        return AutoresetMode.SAME_STEP if auto_reset else AutoresetMode.DISABLED
-    for mode in AutoresetMode:
-        if auto_reset in (mode.name, mode.value, mode.name.lower()):
-            return mode
-    names = ", ".join(mode.name for mode in AutoresetMode)
-    raise ValueError(f"auto_reset must be True, False, an AutoresetMode or one of {names}; got {auto_reset!r}")
-
-
-def _workers_for(num_envs: int, num_workers: int | None, backend: str | Backend) -> int:
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if num_workers is None:
-        return min(num_envs, available)
-    if num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1, got {num_workers}")
-    workers = min(num_workers, num_envs)
-    if workers > available and backend != "serial":
-        warnings.warn(
-            f"{workers} workers share {available} CPUs; more workers than CPUs slow each other down, "
-            "unless their simulators mostly wait",
-            ResourceWarning,
-            stacklevel=3,
-        )
-    return workers
-
-
-def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:
-    return spaces.Dict([*declared.items()]) if declared else None  # type: ignore[list-item]
-
-
-def _sendable(value: Any, what: str) -> bytes:
-    try:
-        return dumps(value)
-    except Exception as error:
-        raise TypeError(f"{what} cannot be pickled, so the workers cannot be told: {error}") from error
-
-
-def _refuse_missing(results: Mapping[int, Any]) -> None:
-    for env_id in sorted(results):
-        if isinstance(results[env_id], Missing):
-            raise AttributeError(f"environment {env_id}: {results[env_id].text}")
-
-
-_tile = tile

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from marl_parallel import __version__
 from marl_parallel.cli.app import app
-from marl_parallel.cli.measure import Contender, contenders, measure, turns, usable_cpus
+from marl_parallel.cli.measure import Contender, contenders, measure, turns
+from marl_parallel.runtime.sharing import usable_cpus
 from marl_parallel.cli.report import read_json
 from marl_parallel.cli.target import constructor_of
 

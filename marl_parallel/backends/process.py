@@ -29,6 +29,7 @@ from marl_parallel.backends.memory import Block, anonymous_file
 from marl_parallel.backends.semaphores import available
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.messages import Lost, Message, Reply, Request
+from marl_parallel.runtime.sharing import usable_cpus
 
 _TICK_S = 0.02
 """How often to look for deaths while waiting, should nobody be left to tell of them."""
@@ -69,7 +70,7 @@ class ProcessBackend(Backend):
         self._launcher = open_launcher(
             self._context, entry=_ENTRY, wake=(self._board, control.WAKE), threads=self._threads
         )
-        spin = num_workers <= len(os.sched_getaffinity(0))
+        spin = num_workers <= usable_cpus()
         for worker in range(num_workers):
             ours, theirs = socket.socketpair()
             with theirs:

@@ -13,7 +13,6 @@ import copy
 import functools
 import inspect
 import itertools
-import os
 import statistics
 import time
 import warnings
@@ -29,6 +28,7 @@ from marl_parallel.adapters import MultiAgentEnv, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.cli.failures import CommandError
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.sharing import usable_cpus
 
 Constructor = Callable[..., Any]
 Actions = dict[Any, Any]
@@ -84,11 +84,6 @@ class Measurement:
     def contender(self) -> Contender:
         """Who it was."""
         return Contender(self.backend, self.workers)
-
-
-def usable_cpus() -> int:
-    """How many CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def contenders(backends: Sequence[str], workers: Sequence[int], num_envs: int) -> list[Contender]:

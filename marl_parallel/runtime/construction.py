@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,29 +16,6 @@ from marl_parallel.runtime.supervision import Crew
 from marl_parallel.runtime.worker import Description, Missing, Plan
 
 Constructor = Callable[..., Any]
-
-
-def checked_constructors(env_constructors: Any) -> list[Constructor]:
-    """The constructors as a list.
-
-    Raises:
-        ValueError: There are none.
-        TypeError: It is no sequence, or something in it cannot be called.
-    """
-    if callable(env_constructors) or isinstance(env_constructors, str | bytes | Mapping):
-        raise TypeError(
-            "env_constructors must be a sequence of callables, one per environment; "
-            f"got {env_constructors!r}. For n equal environments, pass [constructor] * n"
-        )
-    constructors = list(env_constructors)
-    if not constructors:
-        raise ValueError("env_constructors is empty: at least one environment is needed")
-    for env_id, constructor in enumerate(constructors):
-        if not callable(constructor):
-            raise TypeError(
-                f"env_constructors[{env_id}] must be a callable that returns an environment, got {constructor!r}"
-            )
-    return constructors
 
 
 def construct(

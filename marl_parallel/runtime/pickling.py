@@ -23,6 +23,23 @@ def dumps(value: Any) -> bytes:
         return bytes(cloudpickle.dumps(value))
 
 
+def sendable(value: Any, what: str) -> bytes:
+    """Pickle something that the caller wants the workers to have.
+
+    Raises:
+        TypeError: It does not pickle; the text says what it is.
+    """
+    try:
+        return dumps(value)
+    except Exception as error:
+        raise TypeError(f"{what} cannot be pickled, so the workers cannot be told: {error}") from error
+
+
+def unpickled(results: Mapping[int, bytes]) -> dict[int, Any]:
+    """What the workers sent, by environment."""
+    return {env_id: pickle.loads(result) for env_id, result in results.items()}
+
+
 def dump_extras(extras: Extras) -> bytes:
     """Pickle what did not fit into the block.
 

@@ -37,6 +37,7 @@ class Crew:
     def __init__(self, backend: Backend, shares: Sequence[range]) -> None:
         self.backend, self.shares = backend, shares
         self.closed = False
+        self._worker_of = [worker for worker, share in enumerate(shares) for _ in share]
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
         self._lock = threading.RLock()
 
@@ -93,6 +94,26 @@ class Crew:
                 self.shut(ask=False, timeout=0.0)
                 raise
         return results
+
+    def ask(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
+        """Have one thing done in some environments; `run` says what comes back.
+
+        Args:
+            message: What.
+            env_ids: Where, in this order within each worker.
+            payload: The same for all, or a dict by environment, which is shared out with them.
+        """
+        shares: dict[int, list[int]] = {}
+        for env_id in env_ids:
+            shares.setdefault(self._worker_of[env_id], []).append(env_id)
+        if not isinstance(payload, dict):
+            return self.run({worker: Request(message, tuple(ids), payload) for worker, ids in shares.items()})
+        return self.run(
+            {
+                worker: Request(message, tuple(ids), {i: payload[i] for i in ids if i in payload} or None)
+                for worker, ids in shares.items()
+            }
+        )
 
     def shut(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
         """Close all environments, end all workers and free everything. Idempotent.

@@ -12,7 +12,7 @@ import pickle
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -264,19 +264,3 @@ def _below_this_package(trace: TracebackType | None) -> TracebackType | None:
     while below is not None and below.tb_frame.f_globals.get("__name__", "").startswith("marl_parallel."):
         below = below.tb_next
     return below or trace
-
-
-def share_out(num_envs: int, num_workers: int) -> list[range]:
-    """Which environments each worker has: neighbours, as evenly as can be.
-
-    Example:
-        >>> share_out(5, 2)
-        [range(0, 3), range(3, 5)]
-    """
-    small, larger = divmod(num_envs, num_workers)
-    sizes: Iterable[int] = (small + (worker < larger) for worker in range(num_workers))
-    shares, start = [], 0
-    for size in sizes:
-        shares.append(range(start, start + size))
-        start += size
-    return shares

@@ -1,0 +1,135 @@
+"""What a caller has passed, checked and brought to one form; nothing here touches a simulator."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.runtime.backend import Backend
+from marl_parallel.runtime.sharing import usable_cpus
+
+
+def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
+    """The constructors as a list.
+
+    Raises:
+        ValueError: There are none.
+        TypeError: It is no sequence, or something in it cannot be called.
+    """
+    if callable(env_constructors) or isinstance(env_constructors, str | bytes | Mapping):
+        raise TypeError(
+            "env_constructors must be a sequence of callables, one per environment; "
+            f"got {env_constructors!r}. For n equal environments, pass [constructor] * n"
+        )
+    constructors = list(env_constructors)
+    if not constructors:
+        raise ValueError("env_constructors is empty: at least one environment is needed")
+    for env_id, constructor in enumerate(constructors):
+        if not callable(constructor):
+            raise TypeError(
+                f"env_constructors[{env_id}] must be a callable that returns an environment, got {constructor!r}"
+            )
+    return constructors
+
+
+def autoreset_mode(auto_reset: bool | AutoresetMode | str) -> AutoresetMode:
+    """The mode that True, False, a mode or its name stands for.
+
+    Raises:
+        ValueError: It stands for none.
+
+    Example:
+        >>> autoreset_mode("NEXT_STEP"), autoreset_mode(False)
+        (<AutoresetMode.NEXT_STEP: 'NextStep'>, <AutoresetMode.DISABLED: 'Disabled'>)
+    """
+    if isinstance(auto_reset, AutoresetMode):
+        return auto_reset
+    if isinstance(auto_reset, bool):
+        return AutoresetMode.SAME_STEP if auto_reset else AutoresetMode.DISABLED
+    for mode in AutoresetMode:
+        if auto_reset in (mode.name, mode.value, mode.name.lower()):
+            return mode
+    names = ", ".join(mode.name for mode in AutoresetMode)
+    raise ValueError(f"auto_reset must be True, False, an AutoresetMode or one of {names}; got {auto_reset!r}")
+
+
+def workers_for(num_envs: int, num_workers: int | None, backend: str | Backend) -> int:
+    """How many workers there will be: at most one for each environment.
+
+    Warns:
+        ResourceWarning: They are more than there are CPUs.
+
+    Raises:
+        ValueError: There would be none.
+    """
+    available = usable_cpus()
+    if num_workers is None:
+        return min(num_envs, available)
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+    workers = min(num_workers, num_envs)
+    if workers > available and backend != "serial":
+        warnings.warn(
+            f"{workers} workers share {available} CPUs; more workers than CPUs slow each other down, "
+            "unless their simulators mostly wait",
+            ResourceWarning,
+            stacklevel=4,
+        )
+    return workers
+
+
+def base_seed(seed: Any) -> int:
+    """The seed of environment 0; None draws one of 31 bits.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is negative.
+
+    Example:
+        >>> base_seed(42)
+        42
+    """
+    if seed is None:
+        return int(np.random.SeedSequence().generate_state(1)[0] >> 1)
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"seed must be an integer or None, got {seed!r}") from None
+    if number < 0:
+        raise ValueError(f"seed must not be negative, got {number}")
+    return number
+
+
+def seeds_of(seeds: Sequence[Any], env_ids: Sequence[int]) -> list[int | None]:
+    """One seed for each environment, as given; None leaves its generators as they are.
+
+    Raises:
+        ValueError: There is not one for each, or one is negative.
+        TypeError: One is no integer.
+    """
+    if len(seeds) != len(env_ids):
+        raise ValueError(f"expected one seed for each of {len(env_ids)} environments, got {len(seeds)}")
+    return [None if seed is None else base_seed(seed) for seed in seeds]
+
+
+def checked_ids(env_ids: Sequence[int], num_envs: int) -> tuple[int, ...]:
+    """Some environments' ids, in the order given.
+
+    Raises:
+        ValueError: There is none, one is unknown, or one is named twice.
+
+    Example:
+        >>> checked_ids([2, 0], 4)
+        (2, 0)
+    """
+    ids = tuple(operator.index(env_id) for env_id in env_ids)
+    unknown = [env_id for env_id in ids if not 0 <= env_id < num_envs]
+    if unknown or len(set(ids)) != len(ids) or not ids:
+        reason = f"there is no environment {unknown[0]}" if unknown else "one is named twice" if ids else "none"
+        raise ValueError(f"env_ids={list(ids)}: {reason}; there are environments 0 to {num_envs - 1}")
+    return ids

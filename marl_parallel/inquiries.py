@@ -1,0 +1,216 @@
+"""What a `ParallelEnv` can be asked and told apart from being stepped: what it is, attributes, frames, state, counts.
+
+`ParallelEnv` builds on this; nothing here starts, steps or ends anything.
+"""
+
+from __future__ import annotations
+
+import copy as copying
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gymnasium import Space, spaces
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from numpy.typing import NDArray
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.arguments import checked_ids
+from marl_parallel.runtime.batch import Batch
+from marl_parallel.runtime.layout import Schema
+from marl_parallel.runtime.messages import Message
+from marl_parallel.runtime.pickling import sendable, unpickled
+from marl_parallel.runtime.supervision import Crew
+from marl_parallel.runtime.worker import Missing
+from marl_parallel.stats import Stats, WorkerStats
+from marl_parallel.tiling import tile as tiled
+
+
+class Inquiries:
+    """The part of `ParallelEnv` that leaves the episodes alone."""
+
+    _num_envs: int
+    _crew: Crew
+    _batch: Batch
+    _schema: Schema
+    _metadata: dict[str, Any]
+    _render_mode: str | None
+    _all: tuple[int, ...]
+    _seeds_used: tuple[int, ...] | None
+
+    @property
+    def num_envs(self) -> int:
+        """How many environments there are."""
+        return self._num_envs
+
+    @property
+    def batch_size(self) -> int:
+        """The same as `num_envs`."""
+        return self._num_envs
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers share them."""
+        return len(self._crew.shares)
+
+    def __len__(self) -> int:
+        return self._num_envs
+
+    @property
+    def possible_agents(self) -> list[AgentID]:
+        """All agents that may appear, in the environment's own order; empty where that is open-ended."""
+        return list(self._schema.possible_agents)
+
+    @property
+    def acting(self) -> tuple[list[AgentID], ...]:
+        """Who should act next in each environment; empty before its first reset and where its episode is over."""
+        return tuple([*acting] for acting in self._batch.acting)
+
+    @property
+    def observation_space(self) -> spaces.Dict | None:
+        """Spaces by agent, in the order of `possible_agents`; None where no agent declares one."""
+        return _space_of(self._schema.observation_spaces)
+
+    @property
+    def action_space(self) -> spaces.Dict | None:
+        """Spaces by agent, in the order of `possible_agents`; None where no agent declares one."""
+        return _space_of(self._schema.action_spaces)
+
+    @property
+    def state_space(self) -> Space[Any] | None:
+        """The space of one environment's global state; None where it has none."""
+        return self._schema.state_space
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of environment 0, copied; `"autoreset_mode"` is ours."""
+        return copying.deepcopy(self._metadata)
+
+    @property
+    def render_mode(self) -> str | None:
+        """The render mode of environment 0."""
+        return self._render_mode
+
+    def state(self) -> NDArray[Any]:
+        """The global states as they are now: an array `(num_envs, *state_space.shape)` of the caller's own.
+
+        Raises:
+            NotImplementedError: The environment has none.
+            ResetNeeded: An environment has never been reset.
+        """
+        self._check_open()
+        if self._schema.state_space is None:
+            raise NotImplementedError("this environment has no global state: it lacks a state_space")
+        if not all(self._batch.begun):
+            raise ResetNeeded("the environments have no state yet; call reset() before state()")
+        return self._batch.states(unpickled(self._crew.ask(Message.STATE, self._all)))
+
+    def seed(self) -> tuple[int, ...]:
+        """The seed that each environment uses: its own `unwrapped.seed` where that is an int, else the one we gave."""
+        self._check_open()
+        if self._seeds_used is None:
+            declared = self._crew.ask(Message.SEED, self._all)
+            self._seeds_used = tuple(declared[env_id] for env_id in self._all)
+        return self._seeds_used
+
+    def call(self, name: str, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each environment, looked for through wrappers and conversions.
+
+        Args:
+            name: Of the method; the value of what is not callable is returned as it is.
+            args: For the method.
+            env_ids: Which environments, in any order; None for all of them.
+            kwargs: For the method.
+
+        Returns:
+            What it returned, for each of `env_ids`: copies, as everything crosses over to the caller by pickling.
+
+        Raises:
+            AttributeError: An environment has no such attribute. Nothing is closed.
+            EnvError: The method raised; everything has been closed.
+        """
+        ids = self._checked_ids(env_ids)
+        payload = sendable((name, args, kwargs), f"the arguments of {name!r}")
+        results = self._crew.ask(Message.CALL, ids, payload)
+        _refuse_missing(results)
+        return tuple(pickle.loads(results[env_id]) for env_id in ids)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of each environment, as `call` finds it; a method is returned called, without arguments.
+
+        Raises:
+            AttributeError: An environment has no such attribute. Nothing is closed.
+        """
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of each environment, on whichever of its wrappers has it.
+
+        Args:
+            name: Of the attribute, which must exist.
+            values: A list or tuple with one for each environment; anything else is given to all.
+
+        Raises:
+            AttributeError: An environment has no such attribute. Nothing is closed.
+            ValueError: There is not one value for each environment.
+        """
+        self._check_open()
+        if not isinstance(values, list | tuple):
+            values = [values] * self._num_envs
+        if len(values) != self._num_envs:
+            raise ValueError(f"expected one value for each of {self._num_envs} environments, got {len(values)}")
+        payload = {i: sendable((name, values[i]), f"the value for environment {i}") for i in self._all}
+        _refuse_missing(self._crew.ask(Message.ASSIGN, self._all, payload))
+
+    def render(self, *, tile: bool = False) -> Any:
+        """Render one frame of each environment.
+
+        Args:
+            tile: Lay the frames out in a grid.
+
+        Returns:
+            A tuple of frames; with `tile`, one array of shape `(rows * height, columns * width, ...)`; None where
+            `render_mode` is None.
+
+        Raises:
+            ValueError: `tile`, and the frames are no arrays.
+        """
+        self._check_open()
+        if self._render_mode is None:
+            return None
+        rendered = unpickled(self._crew.ask(Message.RENDER, self._all))
+        frames = tuple(rendered[env_id] for env_id in self._all)
+        return tiled(frames) if tile else frames
+
+    def stats(self) -> Stats:
+        """What has been done so far, and where the time went; of each worker and summed up."""
+        return Stats.of(
+            WorkerStats(
+                steps=ledger.steps,
+                resets=ledger.resets,
+                simulator_s=ledger.simulator_s,
+                transport_s=ledger.transport_s,
+                waiting_s=ledger.waiting_s,
+            )
+            for ledger in self._crew.backend.ledgers
+        )
+
+    def _check_open(self) -> None:
+        if self._crew.closed:
+            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
+
+    def _checked_ids(self, env_ids: Sequence[int] | None) -> tuple[int, ...]:
+        self._check_open()
+        if env_ids is None:
+            return self._all
+        return checked_ids(env_ids, self._num_envs)
+
+
+def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:
+    return spaces.Dict([*declared.items()]) if declared else None  # type: ignore[list-item]
+
+
+def _refuse_missing(results: Mapping[int, Any]) -> None:
+    for env_id in sorted(results):
+        if isinstance(results[env_id], Missing):
+            raise AttributeError(f"environment {env_id}: {results[env_id].text}")
