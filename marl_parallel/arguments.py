@@ -78,7 +78,7 @@ def workers_for(num_envs: int, num_workers: int | None, backend: str | Backend) 
             f"{workers} workers share {available} CPUs; more workers than CPUs slow each other down, "
             "unless their simulators mostly wait",
             ResourceWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     return workers
 
@@ -133,3 +133,20 @@ def checked_ids(env_ids: Sequence[int], num_envs: int) -> tuple[int, ...]:
         reason = f"there is no environment {unknown[0]}" if unknown else "one is named twice" if ids else "none"
         raise ValueError(f"env_ids={list(ids)}: {reason}; there are environments 0 to {num_envs - 1}")
     return ids
+
+
+def check_one_for_each(actions: Any, ids: Sequence[int]) -> None:
+    """Refuse what is not a sequence with one dict of actions for each environment.
+
+    Raises:
+        ValueError: It has another length, or none.
+    """
+    if isinstance(actions, Mapping):
+        got = "one dict"
+    elif not hasattr(actions, "__len__"):
+        got = f"{type(actions).__name__}, which has no length"
+    elif len(actions) != len(ids):
+        got = str(len(actions))
+    else:
+        return
+    raise ValueError(f"expected a sequence of {len(ids)} action dicts, one for each environment, got {got}")

@@ -21,7 +21,7 @@ from marl_parallel.runtime.layout import Schema
 from marl_parallel.runtime.messages import Message
 from marl_parallel.runtime.pickling import sendable, unpickled
 from marl_parallel.runtime.supervision import Crew
-from marl_parallel.runtime.worker import Missing
+from marl_parallel.runtime.worker import Refusal
 from marl_parallel.stats import Stats, WorkerStats
 from marl_parallel.tiling import tile as tiled
 
@@ -127,12 +127,13 @@ class Inquiries:
 
         Raises:
             AttributeError: An environment has no such attribute. Nothing is closed.
+            TypeError: The arguments or the result cannot be pickled. Nothing is closed.
             EnvError: The method raised; everything has been closed.
         """
         ids = self._checked_ids(env_ids)
         payload = sendable((name, args, kwargs), f"the arguments of {name!r}")
         results = self._crew.ask(Message.CALL, ids, payload)
-        _refuse_missing(results)
+        _raise_refused(results)
         return tuple(pickle.loads(results[env_id]) for env_id in ids)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
@@ -160,7 +161,7 @@ class Inquiries:
         if len(values) != self._num_envs:
             raise ValueError(f"expected one value for each of {self._num_envs} environments, got {len(values)}")
         payload = {i: sendable((name, values[i]), f"the value for environment {i}") for i in self._all}
-        _refuse_missing(self._crew.ask(Message.ASSIGN, self._all, payload))
+        _raise_refused(self._crew.ask(Message.ASSIGN, self._all, payload))
 
     def render(self, *, tile: bool = False) -> Any:
         """Render one frame of each environment.
@@ -210,7 +211,7 @@ def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:
     return spaces.Dict([*declared.items()]) if declared else None  # type: ignore[list-item]
 
 
-def _refuse_missing(results: Mapping[int, Any]) -> None:
+def _raise_refused(results: Mapping[int, Any]) -> None:
     for env_id in sorted(results):
-        if isinstance(results[env_id], Missing):
-            raise AttributeError(f"environment {env_id}: {results[env_id].text}")
+        if isinstance(results[env_id], Refusal):
+            raise results[env_id].kind(f"environment {env_id}: {results[env_id].text}")

@@ -19,6 +19,7 @@ of what a transition means. A step's way::
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -33,6 +34,7 @@ from marl_parallel.adapters import AgentID, MultiAgentEnv
 from marl_parallel.arguments import (
     autoreset_mode,
     base_seed,
+    check_one_for_each,
     checked_constructors,
     seeds_of,
     workers_for,
@@ -40,15 +42,15 @@ from marl_parallel.arguments import (
 from marl_parallel.backends import open_backend
 from marl_parallel.inquiries import Inquiries
 from marl_parallel.runtime.backend import Backend
-from marl_parallel.runtime.batch import Batch
+from marl_parallel.runtime.batch import Batch, Dicts
 from marl_parallel.runtime.construction import common_schema, construct
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.messages import Message, Request
-from marl_parallel.runtime.pickling import sendable, unpickled
+from marl_parallel.runtime.pickling import sendable
 from marl_parallel.runtime.sharing import share_out
 from marl_parallel.runtime.supervision import Crew, logger
 
-Dicts = tuple[dict[Any, Any], ...]
+START_TIMEOUT_S = 60.0
 
 _live: weakref.WeakSet[Crew] = weakref.WeakSet()
 
@@ -120,7 +122,7 @@ class ParallelEnv(Inquiries):
         copy: bool = True,
         context: str | None = None,
         check_actions: bool = False,
-        start_timeout: float | None = 60.0,
+        start_timeout: float | None = START_TIMEOUT_S,
         worker_threads: int | None = 1,
     ) -> None:
         constructors = checked_constructors(env_constructors)
@@ -130,13 +132,19 @@ class ParallelEnv(Inquiries):
         seeds = [self._base_seed + env_id for env_id in range(self._num_envs)]
         shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, backend))
         hosts = open_backend(backend, context=context, worker_threads=worker_threads)
+        if not hosts.enforces_timeouts and start_timeout not in (None, START_TIMEOUT_S):
+            warnings.warn(
+                f"start_timeout={start_timeout} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
+            )
         self._crew = Crew(hosts, shares)
         _live.add(self._crew)
         self._finalizer = weakref.finalize(self, self._crew.shut)
         self._all = tuple(range(self._num_envs))
         self._plain_steps = {worker: Request(Message.STEP) for worker in range(len(shares))}
+        started = False
         try:
             hosts.start(len(shares))
+            started = True
             described = construct(self._crew, constructors, seeds, self._mode, adapter, start_timeout)
             schema = common_schema(described)
             layout = Layout(schema, self._num_envs, arrays=shared_memory)
@@ -145,7 +153,8 @@ class ParallelEnv(Inquiries):
             self._crew.run(dict.fromkeys(range(len(shares)), attach), limit=start_timeout)
         except BaseException:
             # Whatever went wrong, Ctrl-C included, nothing may be left behind.
-            self._finalizer()
+            self._finalizer.detach()
+            self._crew.shut(ask=started)
             raise
         self._batch = Batch(layout, block, described[0].rules, self._mode, copy=copy, check_actions=check_actions)
         self._schema = schema
@@ -189,7 +198,7 @@ class ParallelEnv(Inquiries):
                 own = base + env_id
             given = {"seed": own, "options": options}
             keywords[env_id] = sendable({k: v for k, v in given.items() if v is not None}, "options")
-        extras = unpickled(self._crew.ask(Message.RESET, ids, keywords))
+        extras = self._crew.ask(Message.RESET, ids, keywords)
         self._base_seed, self._seeds_used = base, None
         for env_id in ids:
             self._batch.begun[env_id] = True
@@ -219,9 +228,8 @@ class ParallelEnv(Inquiries):
             WorkerCrashed: A worker process died; everything has been closed.
         """
         ids = self._checked_ids(env_ids)
-        if isinstance(actions, Mapping) or not hasattr(actions, "__len__") or len(actions) != len(ids):
-            got = "one dict" if isinstance(actions, Mapping) else getattr(actions, "__len__", lambda: "no sequence")()
-            raise ValueError(f"expected a sequence of {len(ids)} action dicts, one for each environment, got {got}")
+        if type(actions) is not list or len(actions) != len(ids):  # the usual case first: it is quick to tell
+            check_one_for_each(actions, ids)
         if not all(self._batch.begun):
             never = [env_id for env_id in ids if not self._batch.begun[env_id]]
             if never:
@@ -229,7 +237,7 @@ class ParallelEnv(Inquiries):
         outside = self._batch.write_actions(ids, actions)
         whole = ids is self._all and not outside
         extras = self._crew.run(self._plain_steps) if whole else self._crew.ask(Message.STEP, ids, outside)
-        return self._batch.read(ids, unpickled(extras) if extras else extras)  # type: ignore[return-value]
+        return self._batch.read(ids, extras)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

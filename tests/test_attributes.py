@@ -81,9 +81,7 @@ def test_find():
 
 
 def test_find_tells_who_was_asked():
-    with pytest.raises(
-        AttributeError, match=r"Forwarding has no attribute 'wings', nor .* \(Slotted, Track\)"
-    ):
+    with pytest.raises(AttributeError, match=r"Forwarding has no attribute 'wings', nor .* \(Slotted, Track\)"):
         attributes.find(Forwarding(Slotted(Track())), "wings")
     with pytest.raises(AttributeError, match=r"^Track has no attribute 'wings': "):
         attributes.find(Track(), "wings")
@@ -141,9 +139,7 @@ def test_call():
     assert attributes.call(env, "scaled", (3,), {"offset": 1}) == 4
     assert attributes.call(env, "scaled", [3]) == 3
     assert attributes.call(env, "speed") == 1
-    with pytest.raises(
-        TypeError, match="'speed' of Forwarding takes no arguments: it is no method, its type is int"
-    ):
+    with pytest.raises(TypeError, match="'speed' of Forwarding takes no arguments: it is no method, its type is int"):
         attributes.call(env, "speed", (1,))
     with pytest.raises(AttributeError, match="wings"):
         attributes.call(env, "wings")

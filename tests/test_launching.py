@@ -18,13 +18,14 @@ import psutil
 import pytest
 
 from marl_parallel.backends import descendants, threads
-from marl_parallel.backends.launching import Launcher, open_launcher
+from marl_parallel.backends.contexts import open_launcher
+from marl_parallel.backends.launching import Launcher
 from marl_parallel.backends.memory import Block
 from marl_parallel.backends.semaphores import Semaphore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="these launchers are Linux's")
 
-CONTEXTS = ["forkserver", "fork"]
+CONTEXTS = ["forkserver", "spawn", "fork"]
 
 
 class Stage:
@@ -95,12 +96,17 @@ def served() -> Iterator[Stage]:
         yield stage
 
 
+@pytest.fixture(params=["forkserver", "spawn"])
+def executed(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    """Workers that are, or descend from, a program of their own."""
+    with contextlib.closing(Stage(request.param)) as stage:
+        yield stage
+
+
 # What a worker is like
 
 
-def test_worker_finds_what_its_parent_has(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_worker_finds_what_its_parent_has(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stage.launch("waits")  # whatever is set now, the next worker must not get by chance
     stage.hear()
     monkeypatch.chdir(tmp_path)
@@ -135,10 +141,12 @@ def test_worker_is_a_process_of_its_own(stage: Stage) -> None:
     assert told["main_file"] is None
 
 
-def test_worker_of_the_fork_server_inherits_no_descriptor(served: Stage) -> None:
-    served.launch("tells")
-    # stdio, the crash file, two guards, what it was given, and the listing itself
-    assert len(served.hear()["fds"]) == 3 + 1 + 2 + 1 + 1
+@pytest.mark.parametrize(("context", "guards"), [("forkserver", 2), ("spawn", 1)])
+def test_worker_inherits_no_descriptor(context: str, guards: int) -> None:
+    with contextlib.closing(Stage(context)) as stage:
+        stage.launch("tells")
+        # stdio, the crash file, the guards, what it was given, and the listing itself
+        assert len(stage.hear()["fds"]) == 3 + 1 + guards + 1 + 1
 
 
 def test_output_goes_to_the_parents(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
@@ -175,9 +183,7 @@ def test_many_descriptors(served: Stage) -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, None])
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_threads_of_numerical_libraries(
-    context: str, limit: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_of_numerical_libraries(context: str, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in threads.variables(1):
         monkeypatch.delenv(name, raising=False)
     with contextlib.closing(Stage(context, limit)) as stage:
@@ -185,7 +191,7 @@ def test_threads_of_numerical_libraries(
         told = stage.hear()
     expected = len(os.sched_getaffinity(0)) if limit is None else limit
     assert told["blas_threads"] == expected
-    if context == "forkserver":
+    if context != "fork":
         assert told["threads"] == expected
     values = {told["environ"].get(name) for name in threads.variables(1)}
     assert values == {None if limit is None else str(limit)}
@@ -318,24 +324,24 @@ def test_stack_of_the_dead(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("end", ["kill", "SIGKILL", "stopped", "close"])
-def test_children_die_with_their_worker(served: Stage, end: str) -> None:
-    bystander = served.launch("waits")
-    served.hear()
-    worker = served.launch("has_children")
-    pids = served.hear()["pids"]
+def test_children_die_with_their_worker(executed: Stage, end: str) -> None:
+    bystander = executed.launch("waits")
+    executed.hear()
+    worker = executed.launch("has_children")
+    pids = executed.hear()["pids"]
     assert all(alive(pid) for pid in [worker, *pids[1:]])
     if end == "kill":
-        served.launcher.kill(worker)
+        executed.launcher.kill(worker)
     elif end == "SIGKILL":
         os.kill(worker, signal.SIGKILL)
     elif end == "stopped":
         os.killpg(worker, signal.SIGSTOP)
-        served.launcher.kill(worker)
+        executed.launcher.kill(worker)
     else:
-        served.launcher.close()
+        executed.launcher.close()
         assert all_gone(bystander, worker, *pids)
         return
-    assert served.death() == (worker, -signal.SIGKILL)
+    assert executed.death() == (worker, -signal.SIGKILL)
     wait_for(lambda: all_gone(worker, *pids), timeout=1.0)
     assert alive(bystander)
 
@@ -471,7 +477,7 @@ def test_server_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_unknown_context() -> None:
-    with pytest.raises(ValueError, match='"forkserver" or "fork"'):
+    with pytest.raises(ValueError, match='"forkserver", "spawn" or "fork"'):
         open_launcher("teleport", entry="launch_targets")
 
 

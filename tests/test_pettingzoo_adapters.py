@@ -41,9 +41,7 @@ def test_parallel_env():
 
 @pytest.mark.parametrize("maker", ["parallel_env", "env"])
 def test_agents_that_fall_leave_the_list(maker):
-    adapted = adapt(
-        real("pettingzoo.sisl.multiwalker_v9", maker=maker, terminate_on_fall=False, remove_on_fall=True)
-    )
+    adapted = adapt(real("pettingzoo.sisl.multiwalker_v9", maker=maker, terminate_on_fall=False, remove_on_fall=True))
     counts = [len(left) for left, _ in rollout(adapted, 1, 300)]
     assert counts[0] == 3
     assert min(counts) < 3

@@ -1,7 +1,7 @@
 """What a worker process does before and after its main: it becomes a process of its own.
 
-Here lives `become_worker`, which the fork server and the fork context call in the child they have just
-forked, and `Setting`, what a worker takes over from its parent. What it then works on is not known here.
+Here lives `become_worker`, which each launcher's child calls first, and `Setting`, what a worker takes over from its
+parent. What it then works on is not known here.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import faulthandler
 import fcntl
 import importlib
 import os
+import pickle
 import select
 import signal
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from marl_parallel.backends import descendants, threads
+from marl_parallel.backends.memory import anonymous_file
 from marl_parallel.backends.stacks import STACK_SIGNAL
 
 
@@ -64,6 +66,21 @@ class Setting:
         argv = list(getattr(sys, "argv", []))
         return cls(index, entry, token, limit, list(sys.path), argv, environ, cwd)
 
+    @contextlib.contextmanager
+    def written(self) -> Iterator[int]:
+        """The descriptor of a file it is written to, since a large environment does not fit a message."""
+        with open(anonymous_file("marl_parallel-setting"), "w+b") as file:
+            pickle.dump(self, file)
+            file.seek(0)
+            yield file.fileno()
+
+    @staticmethod
+    def read(fd: int) -> Setting:
+        """Read it from such a file's descriptor, which is closed."""
+        with open(fd, "rb") as file:
+            setting: Setting = pickle.load(file)
+        return setting
+
     def adopt(self) -> None:
         """Bring this process to it (the threads of libraries already loaded excepted)."""
         if self.cwd is not None:
@@ -78,9 +95,9 @@ class Setting:
 
 
 def become_worker(prepare: Callable[[], Setting], fds: Sequence[int], *, crash: int, guards: Sequence[int]) -> NoReturn:
-    """Turn the process just forked into a worker, run its main, exit. Nothing returns or escapes from here.
+    """Turn the process just started into a worker, run its main, exit. Nothing returns or escapes from here.
 
-    The caller has blocked all signals before the fork: they wait until this process can handle them.
+    Whoever forked it has blocked all signals before: they wait until this process can handle them.
 
     Args:
         prepare: Lets go of what was inherited and brings the process to the setting it returns.
@@ -90,7 +107,8 @@ def become_worker(prepare: Callable[[], Setting], fds: Sequence[int], *, crash: 
     """
     exitcode = 1
     try:
-        os.setsid()
+        if os.getsid(0) != os.getpid():  # a new interpreter is born with a session of its own
+            os.setsid()
         _report_to(crash)
         _reset_signals()
         setting = prepare()
@@ -111,6 +129,7 @@ def become_worker(prepare: Callable[[], Setting], fds: Sequence[int], *, crash: 
 
 def _report_to(crash: int) -> None:
     faulthandler.enable(file=crash, all_threads=True)
+    assert STACK_SIGNAL is not None
     faulthandler.register(STACK_SIGNAL, file=crash, all_threads=True)
 
 

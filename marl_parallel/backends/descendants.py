@@ -31,7 +31,8 @@ def send(pid: int, number: int) -> None:
     Both, because a process just forked may not have made itself the leader of a group yet.
     """
     for deliver in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
+        # macOS forbids to signal a group of which only zombies are left.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             deliver(pid, number)
 
 

@@ -14,73 +14,31 @@ import itertools
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 
-from marl_parallel.backends import child, descendants, threads
-from marl_parallel.backends.launching import Launcher
-
-_TICK = 0.002
-_GONE_WITHIN = 5.0
+from marl_parallel.backends import child, threads
+from marl_parallel.backends.own_children import OwnChildrenLauncher
 
 
-class ForkLauncher(Launcher):
+class ForkLauncher(OwnChildrenLauncher):
     """Forks workers from this process."""
 
     def __init__(self, entry: str, threads: int | None) -> None:
         importlib.import_module(entry)  # once, rather than in each worker
-        self._guard, self._guard_end = os.pipe()
         super().__init__(entry, threads)
 
-    def _start_worker(self, index: int, fds: Sequence[int], crash: int) -> int:
-        setting = child.Setting.here(index, self._entry, self._token, self._threads)
-        copies: list[int] = []
-        # Copies, since in the child the objects that own the originals may close them.
+    def _start_child(self, setting: child.Setting, guard: int, crash: int, fds: Sequence[int]) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            # What is buffered would be written by both.
+            if stream is not None:
+                stream.flush()
+        mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
         try:
-            copies.extend(os.dup(fd) for fd in (self._guard, crash, *fds))
-            return _fork(setting, copies)
+            if pid := os.fork():
+                return pid
+            child.become_worker(lambda: _prepare(setting), fds, crash=crash, guards=[guard])
         finally:
-            for fd in copies:
-                os.close(fd)
-
-    def _collect(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while self._crash_files:
-            codes = {pid: descendants.reap(pid) for pid in list(self._crash_files)}
-            dead = {pid: code for pid, code in codes.items() if code is not None}
-            for pid, code in dead.items():
-                self._note_death(pid, code)
-                descendants.kill_marked(descendants.marker_value(self._token, pid))
-            if dead or time.monotonic() >= deadline:
-                return
-            time.sleep(_TICK)
-
-    def _stop(self) -> None:
-        os.close(self._guard_end)
-        for pid in self._crash_files:
-            descendants.send(pid, signal.SIGKILL)
-        self.wait_gone(list(self._crash_files), _GONE_WITHIN)
-        descendants.kill_marked(self._token)
-        os.close(self._guard)
-
-    def _let_go(self) -> None:
-        os.close(self._guard_end)
-        os.close(self._guard)
-
-
-def _fork(setting: child.Setting, copies: Sequence[int]) -> int:
-    for stream in (sys.stdout, sys.stderr):
-        # What is buffered would be written by both.
-        if stream is not None:
-            stream.flush()
-    mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-    try:
-        if pid := os.fork():
-            return pid
-        guard, crash, *fds = copies
-        child.become_worker(lambda: _prepare(setting), fds, crash=crash, guards=[guard])
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _prepare(setting: child.Setting) -> child.Setting:

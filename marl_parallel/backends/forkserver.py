@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pickle
 import select
 import signal
 import socket
@@ -22,18 +21,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import TextIO
 
 from marl_parallel.backends import child, descendants, threads
+from marl_parallel.backends.interpreter import command, output
 from marl_parallel.backends.launching import Launcher
-from marl_parallel.backends.memory import Block, anonymous_file
+from marl_parallel.backends.memory import Block
 from marl_parallel.backends.server import MOST_FDS, REPLY, REQUEST, Reply
 
 _ANSWERS_WITHIN = 60.0
 _ENDS_WITHIN = 6.0
-_PROGRAM = """import sys
-sys.path[:] = {path!r}
-from marl_parallel.backends.server import serve
+_PROGRAM = """from marl_parallel.backends.server import serve
 serve{arguments!r}
 """
 
@@ -127,15 +124,9 @@ class _Connection:
         guard, self._guard_end = os.pipe()
         place = (wake[0].fd, wake[0].nbytes, wake[1]) if wake else None
         arguments = (theirs.fileno(), guard, os.getpid(), token, entry, place)
-        path = [entry for entry in sys.path if isinstance(entry, str)]
         try:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-                    "-c",
-                    _PROGRAM.format(path=path, arguments=arguments),
-                ],
+                command(_PROGRAM.format(arguments=arguments)),
                 # With a single thread, because more than one does not go with forking.
                 env={
                     **os.environ,
@@ -145,7 +136,7 @@ class _Connection:
                 pass_fds=(theirs.fileno(), guard, *(place[:1] if place else ())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=_output(None, 2, subprocess.DEVNULL),
+                stderr=output(None, 2),
                 start_new_session=True,
             )
         except BaseException:
@@ -159,12 +150,9 @@ class _Connection:
     def request(self, number: int, setting: child.Setting, crash: int, fds: Sequence[int]) -> None:
         """Ask for a worker; the reply bears the same number."""
         with contextlib.ExitStack() as stack:
-            # The setting goes in a file, since a large environment does not fit a message.
-            payload = stack.enter_context(open(anonymous_file("marl_parallel-setting"), "w+b"))
-            pickle.dump(setting, payload)
-            payload.seek(0)
+            payload = stack.enter_context(setting.written())
             null = stack.enter_context(open(os.devnull, "wb")).fileno()
-            own = [payload.fileno(), crash, _output(sys.stdout, 1, null), _output(sys.stderr, 2, null)]
+            own = [payload, crash, output(sys.stdout, 1, null), output(sys.stderr, 2, null)]
             socket.send_fds(self._socket, [REQUEST.pack(number)], [*own, *fds])
 
     def reply(self, timeout: float) -> tuple[Reply, int, int] | None:
@@ -200,16 +188,3 @@ class _Connection:
         self._socket.close()
         os.close(self._guard_end)
         self._process.returncode = 0  # else it would be waited for when this object goes
-
-
-def _output(stream: TextIO | None, usual: int, null: int) -> int:
-    """The descriptor behind `sys.stdout` or `sys.stderr`; replaced ones (in notebooks) may have none."""
-    try:
-        fd = usual if stream is None else stream.fileno()
-    except (AttributeError, OSError, ValueError):
-        fd = usual
-    try:
-        os.fstat(fd)
-    except OSError:
-        return null
-    return fd

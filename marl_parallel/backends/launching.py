@@ -1,12 +1,13 @@
 """How worker processes are started, watched and ended, whatever way they start.
 
-Here live `Launcher`, the interface that the process backend is written against, and `open_launcher`. The
-ways themselves are `marl_parallel.backends.forkserver` and `marl_parallel.backends.forking`. What parent and
-worker say to each other is not known here.
+Here lives `Launcher`, the interface that the process backend is written against; `contexts.py` opens one by name.
+The ways themselves are `forkserver.py`, `spawning.py` and `forking.py`. What parent and worker say to each other is not
+known here.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import signal
@@ -16,37 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from marl_parallel.backends import descendants
-from marl_parallel.backends.memory import Block
+from marl_parallel.backends.memory import Block, anonymous_file
 from marl_parallel.backends.stacks import CrashFile
-
-
-def open_launcher(
-    context: str, *, entry: str, wake: tuple[Block, int] | None = None, threads: int | None = None
-) -> Launcher:
-    """Get ready to start workers; returns at once.
-
-    Args:
-        context: "forkserver": workers are forked from a small process that has the usual libraries loaded.
-            "fork": workers are forked from this process, with all it has in memory; unsafe if this process
-            has other threads, and weaker in what it finds of the children of dead workers.
-        entry: The module whose `main(index, fds)` a worker runs. It must be importable with `sys.path`.
-        wake: A block and the offset of a semaphore in it, which is posted each time a worker has died and
-            `deaths` can tell; the block's descriptor stays open as long as the launcher. In the context
-            "fork", and when the fork server itself has died, nobody posts: ask `deaths` from time to time.
-        threads: How many threads the numerical libraries of a worker may use; None leaves them alone.
-
-    Raises:
-        ValueError: There is no such context.
-    """
-    if context == "forkserver":
-        from marl_parallel.backends.forkserver import ForkServerLauncher
-
-        return ForkServerLauncher(entry, threads, wake)
-    if context == "fork":
-        from marl_parallel.backends.forking import ForkLauncher
-
-        return ForkLauncher(entry, threads)
-    raise ValueError(f'workers are started by "forkserver" or "fork", not by {context!r}')
 
 
 class Launcher(ABC):
@@ -87,8 +59,10 @@ class Launcher(ABC):
         """
         if self._closed:
             raise RuntimeError("the launcher is closed")
-        crash_file = CrashFile()
+        crash_file = CrashFile(anonymous_file("marl_parallel-stacks"))
         try:
+            # The worker's descriptor is a copy of this one and shares the position, which must not matter to it.
+            fcntl.fcntl(crash_file.fd, fcntl.F_SETFL, os.O_APPEND)
             pid = self._start_worker(index, fds, crash_file.fd)
         except BaseException:
             crash_file.close()
@@ -153,6 +127,18 @@ class Launcher(ABC):
             self._close_crash_files()
             self._dead.clear()
 
+    def abandon(self) -> None:
+        """In a forked child of the owner: count as closed, and touch nothing that the owner still uses. Idempotent.
+
+        Happens by itself at a fork; to be called by whoever would drop the last reference before that.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        _open_launchers.discard(self)
+        self._let_go()
+        self._close_crash_files()
+
     def __del__(self) -> None:
         self.close()
 
@@ -191,11 +177,6 @@ class Launcher(ABC):
         while self._crash_files:
             self._crash_files.popitem()[1].close()
 
-    def _forked(self) -> None:
-        self._closed = True
-        self._let_go()
-        self._close_crash_files()
-
 
 _open_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
 
@@ -203,8 +184,7 @@ _open_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
 def _close_in_forked_child() -> None:
     """A child that kept the write end of a guard pipe would keep workers alive after their owner's death."""
     for launcher in list(_open_launchers):
-        launcher._forked()
-    _open_launchers.clear()
+        launcher.abandon()
 
 
 if hasattr(os, "register_at_fork"):

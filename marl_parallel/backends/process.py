@@ -9,7 +9,7 @@ How a request goes and its reply comes::
        |
        +-- what is rare (constructors, infos, exceptions): over the worker's channel; the note says so
 
-Who starts and ends the processes is `launching.py`; what runs in them `process_worker.py`.
+Who starts and ends the processes is `contexts.py`; what runs in them `process_worker.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any
 
 from marl_parallel.backends import control
 from marl_parallel.backends.channel import Channel, Gone
-from marl_parallel.backends.launching import Launcher, open_launcher
+from marl_parallel.backends.contexts import open_launcher
+from marl_parallel.backends.launching import Launcher
 from marl_parallel.backends.memory import Block, anonymous_file
 from marl_parallel.backends.semaphores import available
 from marl_parallel.runtime.backend import Backend
@@ -91,6 +92,7 @@ class ProcessBackend(Backend):
         for worker, request in requests.items():
             self._before[worker].append(request)
             if worker in self._lost:
+                self._bell.wake.post()
                 continue
             note = _note_of(request)
             self._desks[worker].asked.put(note | flag)
@@ -101,16 +103,26 @@ class ProcessBackend(Backend):
                     continue  # `wait` finds out how it died
 
     def wait(self, timeout: float | None = None) -> list[tuple[int, Reply | Lost]]:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        if timeout is not None:
+            return self._wait_until(time.monotonic() + timeout)
+        # On this way every microsecond counts: until the parent sleeps, a worker lacks its CPU.
         while True:
+            woken = self._bell.wake.nap(_TICK_S)
             replies = self._taken()
             if replies or self._interrupted:
                 self._interrupted = False
                 return replies
-            tick = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
-            if tick <= 0:
-                return []
-            if not self._bell.wake.take(tick) or not any(self._before):
+            if not woken:
+                self._lost_now()
+
+    def _wait_until(self, deadline: float) -> list[tuple[int, Reply | Lost]]:
+        while True:
+            replies = self._taken()
+            patience = min(_TICK_S, deadline - time.monotonic())
+            if replies or self._interrupted or patience <= 0:
+                self._interrupted = False
+                return replies
+            if not self._bell.wake.take(patience):
                 self._lost_now()
 
     def _taken(self) -> list[tuple[int, Reply | Lost]]:
@@ -186,8 +198,9 @@ class ProcessBackend(Backend):
             self._records_fd = -1
 
     def abandon(self) -> None:
-        # The launcher looks after itself in a forked child.
-        self._launcher = None
+        launcher, self._launcher = self._launcher, None
+        if launcher is not None:
+            launcher.abandon()
         self._forget()
 
 

@@ -39,9 +39,7 @@ def main(index: int, fds: Sequence[int]) -> None:
     worker = Worker(desk.ledger, lambda nbytes: _attach(records_fd, nbytes), own_process=True)
     spin_s = _SPIN_S if channel.receive() else 0.0
     while True:
-        idle = time.monotonic()
-        _take(desk.asked.signal, idle + spin_s)
-        desk.ledger.add(waiting_s=time.monotonic() - idle)
+        _take(desk.asked.signal, spin_s)
         note = desk.asked.taken()
         request = _requested(note, channel)
         reply = worker.execute(request)
@@ -52,14 +50,16 @@ def main(index: int, fds: Sequence[int]) -> None:
         if not plain:
             channel.send(reply)
         if request.message is Message.CLOSE:
+            channel.close()
             return
 
 
-def _take(signal: Semaphore, spin_until: float) -> None:
-    try_take = signal.try_take
+def _take(signal: Semaphore, spin_s: float) -> None:
+    try_take, spin_until = signal.try_take, time.monotonic() + spin_s
     while time.monotonic() < spin_until:
         if try_take():
             return
+        os.sched_yield()  # the parent may be waiting for this very CPU
     signal.take()
 
 

@@ -47,8 +47,10 @@ def _load() -> _Functions | None:
 
 
 def _monotonic_wait(clock_wait: Callable[..., int]) -> Callable[..., int]:
+    clock = ctypes.c_int(time.CLOCK_MONOTONIC)
+
     def wait_until(semaphore: Any, deadline: Any) -> int:
-        return clock_wait(semaphore, time.CLOCK_MONOTONIC, deadline)
+        return clock_wait(semaphore, clock, deadline)
 
     return wait_until
 
@@ -77,7 +79,7 @@ class Semaphore:
     SIZE: ClassVar[int] = 64
     """Bytes that a semaphore occupies: a `sem_t` (32 in glibc), alone on its cache line."""
 
-    __slots__ = ("_semaphore", "post", "try_take")
+    __slots__ = ("_nap_ends", "_semaphore", "post", "try_take")
 
     post: Callable[[], object]
     try_take: Callable[[], bool]
@@ -98,12 +100,29 @@ class Semaphore:
         if offset % 8 or not 0 <= offset <= len(buffer) - self.SIZE:
             raise ValueError(f"no room for a semaphore at offset {offset} of {len(buffer)} bytes")
         self._semaphore = ctypes.byref((ctypes.c_char * self.SIZE).from_buffer(buffer, offset))
+        self._nap_ends = _deadline(0.0)
         self.post, self.try_take = _bind(_functions.post, _functions.try_wait, self._semaphore)
 
     def init(self, value: int = 0) -> None:
         """Start anew at `value`, whatever was there; nobody may be waiting."""
         assert _functions is not None
         _functions.init(self._semaphore, 1, value)
+
+    def nap(self, tick: float) -> bool:
+        """Take one, waiting for at most `tick` seconds, and often less: cheaper than `take`, to be called in a loop.
+
+        Deadlines are drawn up ahead and serve until they have passed, since drawing one up costs as much as the call.
+
+        Returns:
+            Whether one was taken.
+        """
+        assert _functions is not None
+        if _functions.wait_until(self._semaphore, self._nap_ends) == 0:
+            return True
+        if (error := ctypes.get_errno()) not in (errno.EINTR, errno.ETIMEDOUT):
+            raise OSError(error, os.strerror(error))
+        self._nap_ends = _deadline(tick)
+        return False
 
     def take(self, timeout: float | None = None) -> bool:
         """Take one, waiting for it; signal handlers run meanwhile, so Ctrl-C raises `KeyboardInterrupt`.
@@ -124,12 +143,16 @@ class Semaphore:
                 patience = min(patience, deadline - time.monotonic())
                 if patience <= 0:
                     return False
-            seconds, fraction = divmod(_functions.now() + patience, 1)
-            until = ctypes.byref(_Timespec(int(seconds), int(fraction * 1e9)))
-            if _functions.wait_until(self._semaphore, until) == 0:
+            if _functions.wait_until(self._semaphore, _deadline(patience)) == 0:
                 return True
             if (error := ctypes.get_errno()) not in (errno.EINTR, errno.ETIMEDOUT):
                 raise OSError(error, os.strerror(error))
+
+
+def _deadline(seconds: float) -> Any:
+    assert _functions is not None
+    whole, fraction = divmod(_functions.now() + seconds, 1)
+    return ctypes.byref(_Timespec(int(whole), int(fraction * 1e9)))
 
 
 def _bind(

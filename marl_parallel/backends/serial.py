@@ -18,6 +18,8 @@ from marl_parallel.runtime.worker import Worker
 class SerialBackend(Backend):
     """No parallelism at all, with the same meaning as all the others."""
 
+    enforces_timeouts = False
+
     def start(self, num_workers: int) -> None:
         self.ledgers = [Ledger(bytearray(Ledger.NBYTES)) for _ in range(num_workers)]
         self._workers = [Worker(ledger, self._attach, in_line=True) for ledger in self.ledgers]

@@ -11,7 +11,6 @@ import ctypes
 import gc
 import importlib
 import os
-import pickle
 import select
 import signal
 import socket
@@ -165,8 +164,7 @@ class _Server:
         for fd in (null, out, err):
             os.close(fd)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        with open(payload, "rb") as file:
-            setting: child.Setting = pickle.load(file)
+        setting = child.Setting.read(payload)
         setting.adopt()
         wanted = threads.default(setting.environ) if setting.threads is None else setting.threads
         if wanted != 1:  # with which this server was started, so that it has a single thread

@@ -1,22 +1,20 @@
 """Where a worker process is, or was when it died: what `faulthandler` writes for those who look from outside.
 
-Here lives `CrashFile`, the outside's end. The worker's end is set up in `marl_parallel.backends.child`; who
-is asked for a stack, and when, is decided by supervision.
+Here lives `CrashFile`, the outside's end. The worker's end is set up where it starts; who is asked for a stack,
+and when, is decided by supervision.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
-from marl_parallel.backends.memory import anonymous_file
-
-STACK_SIGNAL = signal.SIGUSR1
-"""On this signal a worker writes the Python stacks of all its threads."""
+STACK_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
+"""On this signal a worker writes the Python stacks of all its threads; None where there are no such signals."""
 
 # A dump comes in many small writes, and nothing marks its end: it is over when it rests this long.
 _REST = 0.02
@@ -24,16 +22,17 @@ _LAST_RESORT = 0.5
 
 
 class CrashFile:
-    """A file that one worker writes its stacks to. A pipe would not do: a full one blocks the dying.
+    """A file that one worker appends its stacks to. A pipe would not do: a full one blocks the dying.
+
+    Args:
+        fd: Of the file; owned by this object from now on.
 
     Attributes:
-        fd: The descriptor to hand to the worker, owned by this object; -1 once closed.
+        fd: The same; -1 once closed.
     """
 
-    def __init__(self) -> None:
-        self.fd = anonymous_file("marl_parallel-stacks")
-        # The worker's descriptor is a copy of this one and shares the position; reading must not move it.
-        fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_APPEND)
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
         self._start = 0
 
     def text(self) -> str:
@@ -46,6 +45,8 @@ class CrashFile:
         A stopped process is continued. One that blocks the signal is aborted, which ends it.
         """
         start = self._size()
+        if STACK_SIGNAL is None:
+            return ""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACK_SIGNAL)
             if _state(pid) == "T":
@@ -80,7 +81,12 @@ class CrashFile:
         return os.fstat(self.fd).st_size
 
     def _read(self, start: int) -> str:
-        return os.pread(self.fd, self._size() - start, start).decode(errors="surrogateescape")
+        if sys.platform != "win32":
+            data = os.pread(self.fd, self._size() - start, start)
+        else:  # where the position is not shared with the worker
+            os.lseek(self.fd, start, os.SEEK_SET)
+            data = os.read(self.fd, self._size() - start)
+        return data.decode(errors="surrogateescape")
 
 
 def _state(pid: int) -> str:

@@ -35,12 +35,9 @@ class ThreadBackend(Backend):
             thread.start()
 
     def _run(self, index: int) -> None:
-        ledger = self.ledgers[index]
-        worker = Worker(ledger, self._attach)
+        worker = Worker(self.ledgers[index], self._attach)
         while True:
-            idle = time.monotonic()
             request = self._requests[index].get()
-            ledger.add(waiting_s=time.monotonic() - idle)
             if request is None:
                 return
             self._replies.put((index, worker.execute(request)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from marl_parallel.runtime.builders import dict_of
 from marl_parallel.runtime.columns import Mismatch, Unfit, conform
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.pickling import Extras, in_order
@@ -28,7 +29,8 @@ class ActionRecords:
     def __init__(self, layout: Layout, buffer: Any) -> None:
         self._layout, self._columns = layout, layout.actions
         self._heads = [start + layout.action_head for start in layout.starts]
-        self._agents = self._columns.agents
+        self._agents, self._whole = self._columns.agents, self._columns.whole
+        self._dict_of = dict_of(self._agents)
         self._position = {agent: place for place, agent in enumerate(self._agents)}
         self._buffer = memoryview(buffer)
 
@@ -42,7 +44,7 @@ class ActionRecords:
         head, buffer, columns = self._heads[record], self._buffer, self._columns
         if self._agents and [*actions] == self._agents:
             try:
-                columns.write_all(record, [*actions.values()])
+                self._whole.write_all(record, [*actions.values()])
                 buffer[head] = _ALL_IN_ORDER
                 return None
             except (Unfit, Mismatch):
@@ -68,7 +70,7 @@ class ActionRecords:
         """The actions, arrays in memory of their own."""
         head = self._heads[record]
         if self._buffer[head] == _ALL_IN_ORDER:
-            return dict(zip(self._agents, self._columns.read_all(record, True)))
+            return self._dict_of(*self._whole.read_all(record, True))
         present = self._buffer[head + 1 : head + 1 + len(self._agents)]
         actions: dict[Any, Any] = {
             agent: self._columns.read(record, agent, True)

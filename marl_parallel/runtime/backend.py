@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from marl_parallel.runtime.ledger import Ledger
 from marl_parallel.runtime.messages import Lost, Reply, Request
@@ -19,8 +19,10 @@ class Backend(ABC):
 
     Attributes:
         ledgers: What each worker is doing and has done; readable at any time.
+        enforces_timeouts: Whether `wait` returns while a worker is busy, so that timeouts can be seen to pass.
     """
 
+    enforces_timeouts: ClassVar[bool] = True
     ledgers: list[Ledger]
 
     @abstractmethod

@@ -6,21 +6,24 @@ dicts of `ParallelEnv` are one view of what lies here, arrays over all environme
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID, Rules
-from marl_parallel.adapters.protocol import Dicts
 from marl_parallel.runtime.actions import ActionRecords
 from marl_parallel.runtime.columns import Mismatch, conform
 from marl_parallel.runtime.episode import needs_actions
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.pickling import dumps
 from marl_parallel.runtime.records import TransitionRecords
+
+Dicts: TypeAlias = tuple[dict[Any, Any], ...]
+"""One dict for each environment."""
 
 
 class Batch:
@@ -118,21 +121,23 @@ class Batch:
                     f"expected an element of {space}, got {action!r}"
                 )
 
-    def read(self, env_ids: Iterable[int], extras: Mapping[int, Any]) -> tuple[tuple[dict[Any, Any], ...], ...]:
+    def read(self, env_ids: Iterable[int], extras: Mapping[int, bytes]) -> tuple[Dicts, Dicts, Dicts, Dicts, Dicts]:
         """The transitions of some environments: five tuples of dicts, in the order of `env_ids`.
 
         Args:
             env_ids: At least one.
-            extras: By environment, what travelled pickled, unpickled.
+            extras: By environment, what travelled pickled.
         """
-        rows: list[Dicts] = []
+        rows = []
         read, acting, over = self._transitions.read, self.acting, self.over
         stays_over = self._mode is not AutoresetMode.SAME_STEP
         for env_id in env_ids:
-            dicts, acting[env_id], ended = read(env_id, extras.get(env_id) if extras else None)
+            more = pickle.loads(extras[env_id]) if extras and env_id in extras else None
+            dicts, acting[env_id], ended = read(env_id, more)
             over[env_id] = ended and stays_over
             rows.append(dicts)
-        return tuple(zip(*rows, strict=True))
+        observations, rewards, terminateds, truncateds, infos = zip(*rows)
+        return observations, rewards, terminateds, truncateds, infos
 
     def states(self, outside: Mapping[int, Any]) -> NDArray[Any]:
         """The global states that the workers have written, stacked into an array of the caller's own.

@@ -18,9 +18,6 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
-ALIGNMENT = 64
-"""Bytes: a cache line. Records and columns start on a multiple of it, so that none is shared by two workers."""
-
 Place = Callable[[int], int]
 """Reserves so many bytes in every record and returns their offset within it."""
 

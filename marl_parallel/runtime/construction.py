@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.runtime.layout import Schema
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.supervision import Crew
-from marl_parallel.runtime.worker import Description, Missing, Plan
+from marl_parallel.runtime.worker import Description, Plan, Refusal
 
 Constructor = Callable[..., Any]
 
@@ -53,7 +53,7 @@ def construct(
                 requests[worker] = Request(Message.ACCESS, tuple(waiting), plan)
         unknown: dict[int, str] = {}
         for env_id, result in crew.run(requests, limit=limit).items():
-            if isinstance(result, Missing):
+            if isinstance(result, Refusal):
                 unknown[env_id] = result.text
             else:
                 described[env_id] = cloudpickle.loads(result)

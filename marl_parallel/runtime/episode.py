@@ -118,13 +118,16 @@ class Episode:
             observations, rewards, terminateds, truncateds, infos = self.env.step(actions)
         finally:
             self._ledger.leave()
-        terminateds, truncateds = dict(terminateds), dict(truncateds)
         unflagged = all(map(is_, terminateds.values(), _FALSE)) and all(map(is_, truncateds.values(), _FALSE))
         before = self._alive
         if not unflagged or [*observations] != before or self._acting != before:
             self._note(observations, terminateds, truncateds)
-        ended = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
-        over = terminateds.setdefault(ALL, ended[0]), truncateds.setdefault(ALL, ended[1])
+        if ALL not in terminateds or ALL not in truncateds:  # in dicts of our own: the simulator may keep its
+            ended = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
+            terminateds, truncateds = {**terminateds}, {**truncateds}
+            terminateds.setdefault(ALL, ended[0])
+            truncateds.setdefault(ALL, ended[1])
+        over = terminateds[ALL], truncateds[ALL]
         if not (over[0] or over[1]):
             self._over = None
             return Transition(
@@ -135,7 +138,9 @@ class Episode:
             acting = self._acting if self._dict_rules else []
             return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, acting)
         # Simulators that use the same arrays and dicts again would overwrite them with the next episode's.
-        observations, rewards, infos = _kept((observations, rewards, infos))
+        observations, rewards, terminateds, truncateds, infos = _kept(
+            (observations, rewards, terminateds, truncateds, infos)
+        )
         first = self.reset({})
         return Transition(
             first.observations, rewards, terminateds, truncateds, infos, first.alive, first.acting,
@@ -205,7 +210,6 @@ def with_final(
     told = {key: info for key, info in reset_infos.items() if info is not None and info != {}}
     for name, additions in (("final_obs", final_observations), ("reset_info", told)):
         for key, value in additions.items():
-            if infos.get(key) is None:
-                infos[key] = {}
-            if isinstance(infos[key], dict):
-                infos[key].setdefault(name, value)
+            info = infos.get(key)
+            if info is None or isinstance(info, dict):
+                infos[key] = {name: value, **(info or {})}  # a new dict: simulators give one to several agents

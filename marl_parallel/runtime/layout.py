@@ -10,12 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from gymnasium import Space
 
 from marl_parallel.adapters.protocol import AgentID
-from marl_parallel.runtime.columns import ALIGNMENT, ArrayColumn, Column, Place, column_for, fits_block
+from marl_parallel.runtime.columns import ArrayColumn, Column, Place, column_for, fits_block
+
+RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
+"""Bytes: no cache line belongs to two records, as it may be that of two workers; within one, every line counts."""
+
+
+def _aligned(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
 
 
 @dataclass(frozen=True)
@@ -35,11 +42,38 @@ class Schema:
     state_space: Space[Any] | None
 
 
+class Whole(Protocol):
+    """What writes and reads the values of all agents of a record at once; as `Column` does."""
+
+    def write_all(self, record: int, values: Sequence[Any]) -> None: ...
+
+    def read_all(self, record: int, copy: bool) -> list[Any]: ...
+
+
+class _Groups:
+    """Several columns, each with the values of some of the agents."""
+
+    def __init__(self, groups: Sequence[tuple[Column, list[int]]], size: int) -> None:
+        self._groups, self._size = groups, size
+
+    def write_all(self, record: int, values: Sequence[Any]) -> None:
+        for column, positions in self._groups:
+            column.write_all(record, [values[position] for position in positions])
+
+    def read_all(self, record: int, copy: bool) -> list[Any]:
+        values: list[Any] = [None] * self._size
+        for column, positions in self._groups:
+            for position, value in zip(positions, column.read_all(record, copy)):
+                values[position] = value
+        return values
+
+
 class AgentColumns:
     """The values of all agents whose declared space has a fixed size; agents with equal spaces share a column.
 
     Attributes:
         agents: Those agents, in the order of `possible_agents`.
+        whole: Writes and reads the values of all of them at once, in their order.
     """
 
     def __init__(self, declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID], place: Place) -> None:
@@ -60,7 +94,8 @@ class AgentColumns:
             for column, positions in self.groups
             for row, position in enumerate(positions)
         }
-        self._only = self.groups[0][0] if len(self.groups) == 1 else None
+        columns = [column for column, _ in self.groups]
+        self.whole: Whole = columns[0] if len(columns) == 1 else _Groups(self.groups, len(self.agents))
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         """Build the views into a block whose records start at these offsets."""
@@ -70,28 +105,10 @@ class AgentColumns:
     def __contains__(self, agent: object) -> bool:
         return agent in self._row
 
-    def write_all(self, record: int, values: Sequence[Any]) -> None:
-        """Write one value for each of `agents`, in their order; raises as `Column.write_all` does."""
-        if self._only is not None:
-            self._only.write_all(record, values)
-        else:
-            for column, positions in self.groups:
-                column.write_all(record, [values[position] for position in positions])
-
     def write(self, record: int, agent: AgentID, value: Any) -> None:
         """Write the value of one of `agents`; raises as `Column.write` does."""
         column, row = self._row[agent]
         column.write(record, row, value)
-
-    def read_all(self, record: int, copy: bool) -> list[Any]:
-        """The values of all `agents`, in their order."""
-        if self._only is not None:
-            return self._only.read_all(record, copy)
-        values: list[Any] = [None] * len(self.agents)
-        for column, positions in self.groups:
-            for position, value in zip(positions, column.read_all(record, copy), strict=True):
-                values[position] = value
-        return values
 
     def read(self, record: int, agent: AgentID, copy: bool) -> Any:
         """The value of one of `agents`."""
@@ -128,12 +145,13 @@ class Layout:
         if arrays and schema.state_space is not None and fits_block(schema.state_space):
             column = column_for(schema.state_space, 1, place)
             self.state = column if isinstance(column, ArrayColumn) else None
-        self.nbytes = self._record_nbytes * num_records
-        self.starts = [self._record_nbytes * record for record in range(num_records)]
+        stride = _aligned(self._record_nbytes, RECORD_ALIGNMENT)
+        self.nbytes = stride * num_records
+        self.starts = [stride * record for record in range(num_records)]
 
     def _place(self, nbytes: int) -> int:
-        offset = self._record_nbytes
-        self._record_nbytes = -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT
+        offset = _aligned(self._record_nbytes, COLUMN_ALIGNMENT)
+        self._record_nbytes = offset + nbytes
         return offset
 
     def bind(self, buffer: Any) -> None:

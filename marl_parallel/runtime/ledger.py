@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 class Activity(IntEnum):
     """What an environment can be doing; the name in lower case is the `method` of an error."""
 
+    START = 0
     CONSTRUCTOR = 1
     RESET = 2
     STEP = 3
@@ -56,11 +57,12 @@ class Ledger:
     NBYTES = 128
 
     # Places of 8 bytes: what runs now and since when, sums of seconds, and how often each activity has ended.
-    _ENV, _ACTIVITY, _SINCE, _SIMULATOR, _TRANSPORT, _WAITING, _ENDED = 0, 1, 2, 3, 4, 5, 8
+    _ENV, _ACTIVITY, _SINCE, _SIMULATOR, _BUSY, _WAITING, _ENDED = 0, 1, 2, 3, 4, 5, 8
 
     def __init__(self, buffer: Any) -> None:
         view = memoryview(buffer).cast("B")[: self.NBYTES]
         self._ints, self._floats = view.cast("q"), view.cast("d")
+        self._changed = time.monotonic()  # when the worker last took up work, or laid it down
 
     def enter(self, env_id: int, activity: int) -> None:
         """Note that an environment begins something, now."""
@@ -85,10 +87,17 @@ class Ledger:
         finally:
             self.leave()
 
-    def add(self, *, transport_s: float = 0.0, waiting_s: float = 0.0) -> None:
-        """Add to the worker's own times."""
-        self._floats[self._TRANSPORT] += transport_s
-        self._floats[self._WAITING] += waiting_s
+    def take_up(self) -> None:
+        """Note that the worker begins to work on a request, now."""
+        now = time.monotonic()
+        self._floats[5] += now - self._changed
+        self._changed = now
+
+    def lay_down(self) -> None:
+        """Note that the worker is done with it."""
+        now = time.monotonic()
+        self._floats[4] += now - self._changed
+        self._changed = now
 
     @property
     def latest(self) -> Activity:
@@ -120,8 +129,8 @@ class Ledger:
 
     @property
     def transport_s(self) -> float:
-        """Seconds spent by the worker on reading actions and writing transitions."""
-        return float(self._floats[self._TRANSPORT])
+        """Seconds spent by the worker on requests, but outside the simulators."""
+        return max(float(self._floats[self._BUSY]) - self.simulator_s, 0.0)
 
     @property
     def waiting_s(self) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
+from marl_parallel.runtime.builders import dict_of, empty_dicts_of
 from marl_parallel.runtime.columns import Mismatch, Unfit, conform
 from marl_parallel.runtime.episode import ALL, Transition, with_final
 from marl_parallel.runtime.layout import AgentColumns, Layout
@@ -66,6 +67,7 @@ class TransitionRecords:
         self.agents = agents = layout.agents
         n = len(agents)
         self._n = n
+        self._dict_of, self._new_infos = dict_of(agents), empty_dicts_of(agents)
         self._rewards = struct.Struct(f"={n}d")
         self._head = struct.Struct(f"=Q{n}d")
         self._full = struct.Struct(f"=Q{n}d{n}B{n + 1}B{n + 1}B{n}B")
@@ -74,7 +76,7 @@ class TransitionRecords:
         self._floats: list[type] = [float] * n
         self._empty_infos: list[dict[Any, Any]] = [{} for _ in agents]
         self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in _QUIET_CODES.values()}
-        self._write_all = layout.observations.write_all
+        self._observations = layout.observations.whole
         self._quiet_possible = bool(agents) and layout.observations.agents == agents
         # The code that was written last into each head, where that was a quiet one.
         self._written = [0] * layout.num_records
@@ -111,7 +113,7 @@ class TransitionRecords:
         if reward_tag is None or flag_code is None:
             return None
         try:
-            self._write_all(record, [*observations.values()])
+            self._observations.write_all(record, [*observations.values()])
         except (Unfit, Mismatch):
             return None
         empty = [*infos] == agents and [*infos.values()] == self._empty_infos
@@ -227,19 +229,19 @@ class TransitionRecords:
         code, *rewards = self._head.unpack_from(self._buffer, self._heads[record])
         if not code & _QUIET:
             return self._read_full(record, extras or {})
-        agents, flag_code = self.agents, 0
+        flag_code = 0
         if code != _QUIET:  # something is less usual: infos, or another type than float and bool
             flag_code = code >> _FLAG_SHIFT
             rewards = [*map(REWARD_TYPES[code >> _REWARD_SHIFT & 0xFF], rewards)]
         flags = self._no_flags[flag_code]
         dicts = (
-            dict(zip(agents, self._layout.observations.read_all(record, self._copy))),
-            dict(zip(agents, rewards)),
+            self._dict_of(*self._observations.read_all(record, self._copy)),
+            self._dict_of(*rewards),
             flags.copy(),
             flags.copy(),
-            {agent: {} for agent in agents} if extras is None else extras["infos"],
+            self._new_infos() if extras is None else extras["infos"],
         )
-        return dicts, agents, False
+        return dicts, self.agents, False
 
     def _read_full(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], bool]:
         n, agents = self._n, self.agents

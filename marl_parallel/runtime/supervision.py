@@ -107,13 +107,13 @@ class Crew:
         for env_id in env_ids:
             shares.setdefault(self._worker_of[env_id], []).append(env_id)
         if not isinstance(payload, dict):
-            return self.run({worker: Request(message, tuple(ids), payload) for worker, ids in shares.items()})
-        return self.run(
-            {
+            requests = {worker: Request(message, tuple(ids), payload) for worker, ids in shares.items()}
+        else:
+            requests = {
                 worker: Request(message, tuple(ids), {i: payload[i] for i in ids if i in payload} or None)
                 for worker, ids in shares.items()
             }
-        )
+        return self.run(requests)
 
     def shut(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
         """Close all environments, end all workers and free everything. Idempotent.

@@ -10,7 +10,6 @@ import functools
 import inspect
 import pickle
 import random
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -62,9 +61,15 @@ class Description(NamedTuple):
     reset_keywords: frozenset[str]
 
 
-class Missing(NamedTuple):
-    """In place of a result: no such attribute (the text says so), or no such module (the text is its name)."""
+class Refusal(NamedTuple):
+    """In place of a result: what was asked cannot be had, and nothing has happened to the environment.
 
+    Attributes:
+        kind: What the caller's error is to be.
+        text: What is missing, or in the way; of a missing module, its name.
+    """
+
+    kind: type[Exception]
     text: str
 
 
@@ -93,50 +98,32 @@ class Worker:
         self._layout: Layout
         self._actions: ActionRecords
         self._transitions: TransitionRecords
-        self._handlers: dict[Message, Callable[[int, Any], Any]] = {
-            Message.SEED: self._seed,
-            Message.RESET: self._reset,
-            Message.STEP: self._step,
-            Message.STATE: self._state,
-            Message.RENDER: self._render,
-            Message.CALL: self._call,
-            Message.ASSIGN: self._assign,
-            Message.CLOSE: self._close,
-        }
 
     def execute(self, request: Request) -> Reply:
         """Carry out a request in each environment it names; what one of them raises does not stop the others."""
-        begun, inside = time.monotonic(), self._ledger.simulator_s
+        self._ledger.take_up()
         message, env_ids, payload = request
-        handler = self._handlers.get(message)
-        if message is Message.ACCESS:
-            handler, env_ids, payload = (
-                functools.partial(self._build, payload),
-                tuple(payload.constructors),
-                None,
-            )
-        elif message is Message.ATTACH:
+        if message is Message.ATTACH:
             self._lay_out(*payload)
             return Reply(Message.RESULT, message, env_ids, {}, {})
-        assert handler is not None, message
+        handler = _HANDLERS[message]
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
-        for env_id in self._episodes if env_ids is None else env_ids:
+        for env_id in self._seeds if env_ids is None else env_ids:
             try:
-                result = handler(env_id, payload)
+                result = handler(self, env_id, payload)
                 if result is not None:
                     results[env_id] = result
             except BaseException as error:  # SystemExit is a simulator's failure too, not the worker's end
                 if self._in_line and isinstance(error, KeyboardInterrupt):
                     raise
                 failures[env_id] = _failure(error, self._ledger.latest.method)
-        elapsed = time.monotonic() - begun
-        self._ledger.add(transport_s=max(elapsed - (self._ledger.simulator_s - inside), 0.0))
+        self._ledger.lay_down()
         return Reply(Message.EXCEPTION if failures else Message.RESULT, message, env_ids, results, failures)
 
     # -- one handler for each request; each takes an environment's id and the payload ----------------------------------
 
-    def _build(self, plan: Plan, env_id: int, _: Any) -> bytes | Missing:
+    def _build(self, env_id: int, plan: Plan) -> bytes | Refusal:
         seed = self._seeds[env_id] = plan.seeds[env_id]
         with self._ledger.during(env_id, Activity.CONSTRUCTOR):
             if self._own_process:
@@ -145,7 +132,7 @@ class Worker:
             try:
                 constructor = cloudpickle.loads(plan.constructors[env_id])
             except ModuleNotFoundError as error:
-                return Missing(error.name or str(error))
+                return Refusal(ModuleNotFoundError, error.name or str(error))
             simulator = constructor(**_accepted(constructor, {"seed": seed, "env_id": env_id}))
             env = adapt(simulator, cloudpickle.loads(plan.adapter))
         self._episodes[env_id] = Episode(env, env_id, plan.mode, self._ledger)
@@ -209,23 +196,27 @@ class Worker:
         with self._ledger.during(env_id, Activity.RENDER):
             return dumps(self._episodes[env_id].env.render())
 
-    def _call(self, env_id: int, payload: bytes) -> bytes | Missing:
+    def _call(self, env_id: int, payload: bytes) -> bytes | Refusal:
         name, args, kwargs = pickle.loads(payload)
         source = self._episodes[env_id].env.source
         with self._ledger.during(env_id, Activity.CALL):
             try:
                 lookup.find(source, name)
             except AttributeError as error:
-                return Missing(str(error))
-            return dumps(lookup.call(source, name, args, kwargs))
+                return Refusal(AttributeError, str(error))
+            result = lookup.call(source, name, args, kwargs)
+        try:
+            return dumps(result)
+        except Exception as error:
+            return Refusal(TypeError, f"the result of {name!r} cannot be pickled: {error}")
 
-    def _assign(self, env_id: int, payload: Mapping[int, bytes]) -> Missing | None:
+    def _assign(self, env_id: int, payload: Mapping[int, bytes]) -> Refusal | None:
         name, value = pickle.loads(payload[env_id])
         with self._ledger.during(env_id, Activity.CALL):
             try:
                 lookup.assign(self._episodes[env_id].env.source, name, value)
             except AttributeError as error:
-                return Missing(str(error))
+                return Refusal(AttributeError, str(error))
         return None
 
     def _close(self, env_id: int, _: Any) -> None:
@@ -233,6 +224,19 @@ class Worker:
         if episode is not None:
             with self._ledger.during(env_id, Activity.CLOSE):
                 episode.env.close()
+
+
+_HANDLERS: dict[Message, Callable[[Worker, int, Any], Any]] = {
+    Message.ACCESS: Worker._build,
+    Message.SEED: Worker._seed,
+    Message.RESET: Worker._reset,
+    Message.STEP: Worker._step,
+    Message.STATE: Worker._state,
+    Message.RENDER: Worker._render,
+    Message.CALL: Worker._call,
+    Message.ASSIGN: Worker._assign,
+    Message.CLOSE: Worker._close,
+}
 
 
 def _accepted(constructor: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,187 @@
+"""Workers in processes of their own by nothing but the standard library: for macOS, Windows and the like.
+
+How a request goes and its reply comes::
+
+    parent                                                     worker process
+    post()  ---- pickled, over its standard input ---------->   a thread takes it in; its end is the parent's end
+    wait()  <--- pickled, over a connection -----------------   execute: actions and transitions in named memory
+
+What is weaker here than in `process.py`, which needs Linux:
+
+- Each request and reply is pickled and sent, which costs some 200 us more a batch; nobody tries before it sleeps.
+- A worker starts as a fresh interpreter, which takes some tenths of a second and memory of its own.
+- That the parent has gone is noticed by a thread of the worker, which does not run while a simulator holds the
+  interpreter's lock or the process is stopped. Deaths of workers are looked for every 20 ms.
+- Of what a simulator has started, only its process group is ended with it; what has left the group stays. On Windows
+  there is no such group: the simulator's own processes stay.
+- A worker that is stopped (SIGSTOP) holds up `post` once its pipe is full, and one that dies half-way through a large
+  reply holds up `wait` for as long as a child forked by its simulator lives; no timeout helps then.
+- Memory lives in an unlinked file in the folder for temporary files, except on Windows, where it has no file.
+- Windows: no stack of a worker that hangs, and the folder with the crash reports stays if the parent is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping
+from multiprocessing import Pipe, connection
+from typing import TYPE_CHECKING, Any
+
+from marl_parallel.backends import portable_ends
+from marl_parallel.backends.portable_process import KILL, PortableProcess, await_ends
+from marl_parallel.runtime.backend import Backend
+from marl_parallel.runtime.ledger import Ledger
+from marl_parallel.runtime.messages import Lost, Reply, Request
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+_TICK_S = 0.02
+_STARTED_WITHIN_S = 60.0
+_TERMINATED_WITHIN_S = 0.5
+_KILLED_WITHIN_S = 5.0
+_LONGEST_FOLDER = 80
+"""Addresses of sockets may not be longer than about 100 characters."""
+
+
+class PortableProcessBackend(Backend):
+    """One process for each worker.
+
+    Args:
+        threads: BLAS, OpenMP and torch threads in each; None leaves them alone.
+    """
+
+    def __init__(self, *, threads: int | None = 1) -> None:
+        self._threads = threads
+        self._workers: list[PortableProcess] = []
+        self._memory: list[portable_ends.NamedMemory] = []
+        self._ears: list[Connection] = []
+        self._before: list[deque[Request]] = []
+        self._lost: dict[int, Lost] = {}
+        self._folder = ""
+
+    def start(self, num_workers: int) -> None:
+        self._before = [deque() for _ in range(num_workers)]
+        self._lost = dict.fromkeys(range(num_workers), Lost(None, ""))  # until they are there
+        try:
+            self._start(num_workers)
+        except BaseException:
+            self.stop(0.0)
+            raise
+
+    def _start(self, num_workers: int) -> None:
+        self._ears = [*Pipe(duplex=False)]
+        parent_folder = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER and os.path.isdir("/tmp") else None
+        self._folder = tempfile.mkdtemp(prefix="marl_parallel-", dir=parent_folder)
+        for name in ("board", "records"):
+            self._memory.append(portable_ends.NamedMemory(self._folder, name))
+        board = memoryview(self._memory[0].map(num_workers * Ledger.NBYTES))
+        self.ledgers = [Ledger(board[worker * Ledger.NBYTES :]) for worker in range(num_workers)]
+        for worker in range(num_workers):
+            key, argv = secrets.token_bytes(32), list(getattr(sys, "argv", []))
+            start = portable_ends.Start(worker, num_workers, self._folder, key, argv)
+            self._workers.append(PortableProcess(start, self._threads))
+        deadline = time.monotonic() + _STARTED_WITHIN_S
+        for worker in range(num_workers):
+            self._workers[worker].connect(deadline)
+            del self._lost[worker]
+        if sys.platform != "win32":
+            self._remove_folder()  # everybody has opened what is in it
+
+    def allocate(self, nbytes: int) -> Any:
+        return self._memory[1].map(nbytes)
+
+    def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
+        for worker, request in requests.items():
+            self._before[worker].append(request)
+            if worker not in self._lost:
+                self._workers[worker].send(request)
+
+    def wait(self, timeout: float | None = None) -> list[tuple[int, Reply | Lost]]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        interrupted = False
+        while True:
+            replies = self._taken()
+            if replies or interrupted:
+                return replies
+            tick = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
+            if tick <= 0:
+                return []
+            busy = [worker for worker, before in enumerate(self._before) if before]
+            ready = connection.wait([self._ears[0], *(self._workers[worker].connection for worker in busy)], tick)
+            if self._ears[0] in ready:
+                self._ears[0].recv_bytes()
+                interrupted = True
+            elif not ready:
+                for worker in busy:
+                    self._look_at(worker)
+
+    def _taken(self) -> list[tuple[int, Reply | Lost]]:
+        """Everything that has been done, and everybody who will not do anything any more."""
+        replies: list[tuple[int, Reply | Lost]] = []
+        for worker, before in enumerate(self._before):
+            try:
+                while before and worker not in self._lost and self._workers[worker].connection.poll():
+                    replies.append((worker, self._workers[worker].connection.recv()))
+                    before.popleft()
+            except (EOFError, OSError):
+                self._lost[worker] = self._workers[worker].buried()
+            if before and worker in self._lost:
+                before.clear()
+                replies.append((worker, self._lost[worker]))
+        return replies
+
+    def _look_at(self, worker: int) -> None:
+        """Its connection may be held open by what it has forked; but what it said before it died comes first."""
+        process = self._workers[worker]
+        if process.exitcode() is not None and not process.connection.poll():
+            self._lost[worker] = process.buried()
+
+    def interrupt(self) -> None:
+        if self._ears:
+            self._ears[1].send_bytes(b"!")
+
+    def stack(self, worker: int) -> str:
+        return self._workers[worker].stack() if worker not in self._lost else ""
+
+    def stop(self, timeout: float) -> list[int]:
+        workers, self._workers = self._workers, []
+        await_ends(workers, timeout)
+        for number, patience in ((signal.SIGTERM, _TERMINATED_WITHIN_S), (KILL, _KILLED_WITHIN_S)):
+            for worker in workers:
+                worker.signal(number)
+            await_ends(workers, patience)
+        left = [index for index, worker in enumerate(workers) if worker.exitcode() is None]
+        for worker in workers:
+            worker.let_go()
+        self._let_go()
+        self._remove_folder()
+        self._lost = dict.fromkeys(range(len(self._before)), Lost(None, ""))
+        return left
+
+    def abandon(self) -> None:
+        # The copies of the pipes are the point: a worker takes their end for its parent's.
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.let_go()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for memory in self._memory:
+            memory.close()
+        for ear in self._ears:
+            ear.close()
+        self._memory, self._ears = [], []
+
+    def _remove_folder(self) -> None:
+        folder, self._folder = self._folder, ""
+        if folder:
+            # On Windows a file that somebody still has open cannot go; better it stays than an error in `close`.
+            shutil.rmtree(folder, ignore_errors=True)

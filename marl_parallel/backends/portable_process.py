@@ -1,0 +1,138 @@
+"""One worker process of the portable backend, as its parent sees it: started, talked to, ended.
+
+What is said to it is the business of `portable.py`; what it does, of `portable_worker.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any
+
+from marl_parallel.backends import descendants, portable_ends, threads
+from marl_parallel.backends.interpreter import command, output
+from marl_parallel.backends.stacks import CrashFile
+from marl_parallel.runtime.messages import Lost
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
+_GLANCE_S = 0.002
+_BURIED_WITHIN_S = 0.5
+
+
+class PortableProcess:
+    """One worker. Its process is started at once, and can be talked to after `connect`.
+
+    Args:
+        start: What it is told first.
+        limit: BLAS, OpenMP and torch threads in it; None leaves them alone.
+    """
+
+    def __init__(self, start: portable_ends.Start, limit: int | None) -> None:
+        self._start = start
+        self._connection: Connection | None = None
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
+        self._crash_file = CrashFile(os.open(start.crash_path, flags, 0o600))
+        try:
+            self._process = subprocess.Popen(
+                command("from marl_parallel.backends.portable_worker import main\nmain()\n"),
+                env={**os.environ, **({} if limit is None else threads.variables(limit))},
+                stdin=subprocess.PIPE,
+                stdout=output(sys.stdout, 1),
+                stderr=output(sys.stderr, 2),
+                bufsize=0,
+                # Ctrl-C is the parent's alone; and the group is what can be ended as a whole.
+                start_new_session=True,
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+            )
+        except BaseException:
+            self._crash_file.close()
+            raise
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+        self.send(start)
+
+    def connect(self, deadline: float) -> None:
+        """Wait until it is there, and needs nothing more of what is in the folder.
+
+        Raises:
+            RuntimeError: It has ended instead.
+            TimeoutError: It is not there by `deadline`.
+        """
+        while self._connection is None:
+            try:
+                link = connection.Client(self._start.address, authkey=self._start.key)
+                link.recv_bytes()
+                self._connection = link
+            except (EOFError, OSError) as error:  # it does not listen yet, or not any more
+                if (exitcode := self.exitcode()) is not None:
+                    died = f"worker {self._start.worker} ended with exit code {exitcode} while it started"
+                    raise RuntimeError(f"{died}; its stderr says why") from error
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"worker {self._start.worker} did not start in time") from error
+                time.sleep(_GLANCE_S)
+
+    @property
+    def connection(self) -> Connection:
+        """Where its replies come from."""
+        assert self._connection is not None
+        return self._connection
+
+    def send(self, message: Any) -> None:
+        """Send it something; nothing happens if it has died."""
+        with contextlib.suppress(OSError):  # found out, with its reason, by whoever waits for the reply
+            portable_ends.send(self._pipe.fileno(), message)
+
+    def exitcode(self) -> int | None:
+        """How it ended, and with it, its process group; None while it lives."""
+        process = self._process
+        if process.returncode is None:
+            if hasattr(os, "waitid"):
+                process.returncode = descendants.reap(process.pid)
+            elif process.poll() is not None and sys.platform != "win32":
+                # The number is nobody else's for as long as there is somebody in the group.
+                descendants.send(process.pid, KILL)
+        return process.returncode
+
+    def signal(self, number: int) -> None:
+        """Send its group a signal, or kill it where there are none; nothing happens if it has died."""
+        if self.exitcode() is not None:
+            return
+        if sys.platform == "win32":
+            self._process.kill()
+        else:
+            descendants.send(self._process.pid, number)
+
+    def buried(self) -> Lost:
+        """It has hung up: give it a moment to die, see to it, and tell how it was."""
+        await_ends([self], _BURIED_WITHIN_S)
+        self.signal(KILL)
+        await_ends([self], _BURIED_WITHIN_S)
+        return Lost(self.exitcode(), self._crash_file.text())
+
+    def stack(self) -> str:
+        """Where it is right now."""
+        return self._crash_file.stack(self._process.pid, 1.0) if self.exitcode() is None else ""
+
+    def let_go(self) -> None:
+        """Close all that leads to it."""
+        for held in (self._pipe, self._crash_file, self._connection):
+            if held is not None:
+                held.close()
+        if self._process.returncode is None:
+            self._process.returncode = 0  # in a forked child; else it would be waited for when this object goes
+
+
+def await_ends(workers: Sequence[PortableProcess], timeout: float) -> None:
+    """Wait until all have ended, or the time is over."""
+    deadline = time.monotonic() + timeout
+    while any(worker.exitcode() is None for worker in workers) and time.monotonic() < deadline:
+        time.sleep(_GLANCE_S)

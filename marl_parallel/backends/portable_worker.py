@@ -1,0 +1,71 @@
+"""What runs in a worker process of the portable backend. The parent's side is `portable.py`."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import signal
+import sys
+import threading
+from multiprocessing.connection import Listener
+from queue import SimpleQueue
+
+from marl_parallel.backends.portable_ends import NamedMemory, Start, receive
+from marl_parallel.backends.stacks import STACK_SIGNAL
+from marl_parallel.runtime.ledger import Ledger
+from marl_parallel.runtime.messages import Message, Request
+from marl_parallel.runtime.worker import Worker
+
+
+def main() -> None:
+    """Serve until told to close, or until the parent is gone."""
+    pipe = _taken_from_stdin()
+    start: Start = receive(pipe)
+    _report_to(start.crash_path)
+    sys.argv[:] = start.argv
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    board, records = (NamedMemory(start.folder, name) for name in ("board", "records"))
+    ledgers = memoryview(board.map(start.num_workers * Ledger.NBYTES))
+    worker = Worker(Ledger(ledgers[start.worker * Ledger.NBYTES :]), records.map, own_process=True)
+    requests: SimpleQueue[Request] = SimpleQueue()
+    threading.Thread(target=_take_in, args=(pipe, requests, start.folder), daemon=True).start()
+    with Listener(start.address, authkey=start.key) as listener:
+        connection = listener.accept()
+    with connection:
+        connection.send_bytes(b"here")
+        while True:
+            request = requests.get()
+            connection.send(worker.execute(request))
+            if request.message is Message.CLOSE:
+                return
+
+
+def _taken_from_stdin() -> int:
+    """The pipe from the parent, out of reach of simulators that read from their standard input."""
+    pipe = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return pipe
+
+
+def _report_to(path: str) -> None:
+    file = open(path, "ab", buffering=0)  # noqa: SIM115  # for as long as the process lives
+    faulthandler.enable(file, all_threads=True)
+    if STACK_SIGNAL is not None and sys.platform != "win32":
+        faulthandler.register(STACK_SIGNAL, file, all_threads=True)
+
+
+def _take_in(pipe: int, requests: SimpleQueue[Request], folder: str) -> None:
+    """Take requests as they come, so that the parent never has to wait; and notice when it has gone."""
+    try:
+        while True:
+            requests.put(receive(pipe))
+    finally:
+        # What the parent has not had the time to remove.
+        shutil.rmtree(folder, ignore_errors=True)
+        if sys.platform != "win32":
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
