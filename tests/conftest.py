@@ -1,0 +1,117 @@
+"""The setups that conformance tests run on, and how a test gets a `ParallelEnv` that is closed after it.
+
+pytest                 everything
+pytest --setups=few    what does not depend on the packing runs on two workers only: about half of the time
+CI=true pytest         a test that is skipped makes the run fail
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from marl_parallel import ParallelEnv
+
+BACKENDS = ("serial", "thread", "process")
+
+
+class Setup(NamedTuple):
+    """Where environments run and how what they say travels.
+
+    Attributes:
+        backend: The kind of worker.
+        shared_memory: Whether through a block of memory, or pickled.
+        num_workers: 1, some, or one per environment of a batch of four.
+    """
+
+    backend: str
+    shared_memory: bool
+    num_workers: int
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{'shared' if self.shared_memory else 'pickled'}-{self.num_workers}"
+
+
+ALL_SETUPS = [Setup(*setup) for setup in itertools.product(BACKENDS, (True, False), (1, 2, 4))]
+PACKED_SETUPS = [setup for setup in ALL_SETUPS if setup.num_workers == 2]
+BACKEND_SETUPS = [setup for setup in PACKED_SETUPS if setup.shared_memory]
+PROCESS_SETUPS = [setup for setup in ALL_SETUPS if setup.backend == "process" and setup.shared_memory]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--setups",
+        choices=["all", "few"],
+        default="all",
+        help="few: of tests that run on every packing, only those with two workers",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--setups") == "all":
+        return
+    left_out = [item for item in items if _setup_of(item) not in (None, *PACKED_SETUPS)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _setup_of(item: pytest.Item) -> Setup | None:
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return next((value for value in parameters.values() if isinstance(value, Setup)), None)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What is skipped on somebody's laptop may be what the laptop lacks; where nobody looks, it is a failure."""
+    skipped = session.config.pluginmanager.get_plugin("terminalreporter").stats.get("skipped")
+    if os.environ.get("CI") and skipped and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(params=ALL_SETUPS, ids=str)
+def setup(request: pytest.FixtureRequest) -> Setup:
+    """Every backend, both ways of travelling, three packings."""
+    return request.param
+
+
+@pytest.fixture(params=PACKED_SETUPS, ids=str)
+def packed(request: pytest.FixtureRequest) -> Setup:
+    """Every backend, both ways of travelling: for what does not depend on the packing."""
+    return request.param
+
+
+@pytest.fixture(params=BACKEND_SETUPS, ids=str)
+def each(request: pytest.FixtureRequest) -> Setup:
+    """Every backend: for what depends on nothing else."""
+    return request.param
+
+
+@pytest.fixture(params=PROCESS_SETUPS, ids=str)
+def processes(request: pytest.FixtureRequest) -> Setup:
+    """Worker processes in three packings: for what only a process can do."""
+    return request.param
+
+
+@pytest.fixture
+def build() -> Iterator[Callable[..., ParallelEnv]]:
+    """Makes a `ParallelEnv` on a setup and closes it after the test."""
+    from marl_parallel import ParallelEnv
+
+    made: list[ParallelEnv] = []
+
+    def make(constructors: Sequence[Any], setup: Setup, mode: Any = True, seed: Any = 42, **more: Any) -> ParallelEnv:
+        arguments = {**setup._asdict(), **more}
+        arguments["num_workers"] = min(arguments["num_workers"], max(len(constructors), 1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # four workers may be more than there are CPUs
+            made.append(ParallelEnv(constructors, mode, seed, **arguments))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close(terminate=True)

@@ -1,0 +1,196 @@
+"""`close`, and all the ways in which it comes about: nothing stays, whoever asked for it, however often."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from environments import Hunt
+from faults import Fragile, SimulatorError, raising
+from gymnasium.error import ClosedEnvironmentError
+
+from marl_parallel import EnvError, ParallelEnv
+
+
+def fleet(notes: Path, count: int = 4, **faults: Any) -> list[Any]:
+    return [functools.partial(Fragile, faults, notes)] * count
+
+
+def closed(notes: Path) -> set[str]:
+    return {path.name for path in notes.glob("closed-*")}
+
+
+def others(notes: Path) -> set[int]:
+    return {int(path.read_text()) for path in notes.glob("started-*")} - {os.getpid()}
+
+
+def gone(numbers: set[int], seconds: float = 5.0) -> bool:
+    """Whether all these processes end in time."""
+    deadline = time.monotonic() + seconds
+    while any(psutil.pid_exists(number) for number in numbers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(psutil.pid_exists(number) for number in numbers)
+
+
+ALL_FOUR = {f"closed-{index}" for index in range(4)}
+
+
+def test_close_twice(setup, build, tmp_path):
+    env = build(fleet(tmp_path), setup)
+    env.reset()
+    env.close()
+    assert closed(tmp_path) == ALL_FOUR
+    assert gone(others(tmp_path))
+    env.close()
+    env.close(terminate=True)
+
+
+def test_close_before_the_first_reset(setup, build, tmp_path):
+    build(fleet(tmp_path), setup).close()
+    assert closed(tmp_path) == ALL_FOUR
+    assert gone(others(tmp_path))
+
+
+def test_a_context(packed, build, tmp_path):
+    with build(fleet(tmp_path), packed) as env:
+        assert isinstance(env, ParallelEnv)
+        env.reset()
+    assert closed(tmp_path) == ALL_FOUR
+    with pytest.raises(ClosedEnvironmentError):
+        env.reset()
+
+
+def test_a_context_left_by_an_error(packed, build, tmp_path):
+    with pytest.raises(KeyError, match="mine"), build(fleet(tmp_path), packed) as env:  # noqa: PT012
+        env.reset()
+        raise KeyError("mine")
+    assert closed(tmp_path) == ALL_FOUR
+    assert gone(others(tmp_path))
+
+
+def test_a_context_left_by_an_environments_error(packed, build, tmp_path):
+    with (  # noqa: PT012
+        pytest.raises(EnvError, match="bad terrain"),
+        build(fleet(tmp_path, step=raising(SimulatorError, "bad terrain")), packed) as env,
+    ):
+        env.reset()
+        env.step([{"a": 0, "b": 0}] * 4)
+    assert closed(tmp_path) == ALL_FOUR
+    assert gone(others(tmp_path))
+
+
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_garbage_collection(cyclic, packed, tmp_path, recwarn):
+    env = ParallelEnv(fleet(tmp_path), **packed._asdict())
+    env.reset()
+    if cyclic:
+        env.myself = env
+    del env
+    gc.collect()
+    assert closed(tmp_path) == ALL_FOUR
+    assert gone(others(tmp_path))
+    assert not [str(warning.message) for warning in recwarn if warning.category is ResourceWarning]
+
+
+def test_results_outlive_the_environment(packed, build):
+    env = build([Hunt] * 4, packed, copy=False)
+    observations, _ = env.reset()
+    kept = [{agent: array.copy() for agent, array in one.items()} for one in observations]
+    env.close()
+    del env
+    gc.collect()
+    for one, other in zip(observations, kept, strict=True):
+        assert all((one[agent] == other[agent]).all() for agent in other)
+
+
+def test_terminate_does_not_ask(processes, build, tmp_path):
+    """An environment whose `close` takes for ever does not hold it up."""
+    env = build(fleet(tmp_path, close=functools.partial(time.sleep, 60)), processes)
+    env.reset()
+    began = time.monotonic()
+    env.close(terminate=True)
+    assert time.monotonic() - began < 3.0
+    assert gone(others(tmp_path))
+
+
+def test_close_from_another_thread(processes, build, tmp_path):
+    """The blocked call ends with `ClosedEnvironmentError`; only a process can be taken from what it is doing."""
+    env = build(fleet(tmp_path, step=functools.partial(time.sleep, 60)), processes)
+    env.reset()
+    timer = threading.Timer(0.5, lambda: env.close(terminate=True))
+    timer.start()
+    with pytest.raises(ClosedEnvironmentError):
+        env.step([{"a": 0, "b": 0}] * 4)
+    timer.join()
+    assert gone(others(tmp_path))
+
+
+SCRIPT = """
+    import functools, sys
+    sys.path.insert(0, {tests!r})
+    from faults import Fragile
+    from marl_parallel import ParallelEnv
+    env = ParallelEnv([functools.partial(Fragile, {{}}, {notes!r})] * 4, backend={backend!r}, num_workers=2)
+    env.reset()
+    {ending}
+"""
+
+
+ENDINGS = ["", "sys.exit(3)", "1 / 0"]
+
+
+@pytest.mark.parametrize(
+    ("how", "backend", "ending"),
+    [
+        *itertools.product(["-c"], ["serial", "thread", "process"], ENDINGS),
+        # How the script is read matters to processes only, and to each ending alike.
+        *itertools.product(["-", "script"], ["process"], [""]),
+    ],
+)
+def test_interpreter_exit(how, backend, ending, tmp_path):
+    """No guard, no close: the environments are closed, the processes gone, the exit code and stderr the script's."""
+    text = textwrap.dedent(SCRIPT).format(
+        tests=str(Path(__file__).parent), notes=str(tmp_path), backend=backend, ending=ending
+    )
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    command = {"-c": ["-c", text], "-": ["-"], "script": [str(script)]}[how]
+    done = subprocess.run(
+        [sys.executable, *command],
+        input=text if how == "-" else None,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.returncode == {"": 0, "sys.exit(3)": 3, "1 / 0": 1}[ending]
+    assert done.stderr.count("Traceback") == (ending == "1 / 0"), done.stderr
+    assert done.stdout == ""
+    assert closed(tmp_path) == ALL_FOUR
+    assert gone(others(tmp_path))
+
+
+def test_more_workers_than_cpus():
+    cpus = len(os.sched_getaffinity(0))
+    with pytest.warns(ResourceWarning), ParallelEnv([Hunt] * (cpus + 1), num_workers=cpus + 1) as env:
+        env.reset()
+
+
+def test_workers_by_default():
+    cpus = len(os.sched_getaffinity(0))
+    with ParallelEnv([Hunt] * (cpus + 1)) as env:
+        assert env.num_workers == cpus
+    with ParallelEnv([Hunt]) as env:
+        assert env.num_workers == 1

@@ -1,0 +1,106 @@
+"""Nothing is left after many batches have come and gone: no process, thread, file descriptor, memory or file."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+from environments import Hunt
+from faults import Fragile, SimulatorError, raising
+
+from marl_parallel import EnvError, ParallelEnv, WorkerCrashed
+
+CYCLES = 50
+
+
+class Held(NamedTuple):
+    """What this process has, and what it has put where others see it."""
+
+    processes: set[int]
+    threads: set[str]
+    descriptors: list[str]
+    mappings: int
+    shared: set[str]
+    temporary: set[str]
+
+    @classmethod
+    def now(cls) -> Held:
+        gc.collect()
+        me = psutil.Process()
+        return cls(
+            {child.pid for child in me.children(recursive=True)},
+            {thread.name for thread in threading.enumerate()},
+            sorted(os.readlink(f"/proc/self/fd/{name}") for name in open_descriptors()),
+            Path("/proc/self/maps").read_text().count("marl_parallel"),
+            set(os.listdir("/dev/shm")),
+            {name for name in os.listdir(tempfile.gettempdir()) if "marl" in name},
+        )
+
+
+def open_descriptors() -> list[str]:
+    """Without the one by which the listing is read."""
+    with os.scandir("/proc/self/fd") as entries:
+        names = [entry.name for entry in entries]
+    return [name for name in names if os.path.lexists(f"/proc/self/fd/{name}")]
+
+
+def use(env: ParallelEnv) -> None:
+    env.reset()
+    env.step([{agent: env.action_space[agent].sample() for agent in acting} for acting in env.acting])
+    env.state()
+    env.call("pid")
+
+
+@pytest.mark.parametrize("context", ["forkserver", "fork"])
+def test_closed_worker_processes_leave_nothing(context):
+    check(lambda: closed(backend="process", context=context))
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread"])
+def test_closed_workers_leave_nothing(backend):
+    check(lambda: closed(backend=backend))
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_collected_workers_leave_nothing(backend):
+    check(lambda: use(ParallelEnv([Hunt] * 2, backend=backend, num_workers=2)), cycles=10)
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+@pytest.mark.parametrize("place", ["constructor", "step"])
+def test_environments_that_raise_leave_nothing(place, backend, tmp_path):
+    fault = raising(SimulatorError, "bad terrain")
+    check(lambda: failing(tmp_path, place, fault, EnvError, backend=backend), cycles=10)
+
+
+@pytest.mark.parametrize("place", ["constructor", "step"])
+def test_workers_that_die_leave_nothing(place, tmp_path):
+    check(lambda: failing(tmp_path, place, os.abort, WorkerCrashed, backend="process"), cycles=10)
+
+
+def closed(**arguments) -> None:
+    with ParallelEnv([Hunt] * 2, num_workers=2, **arguments) as env:
+        use(env)
+
+
+def failing(notes, place, fault, error, **arguments) -> None:
+    def constructor(env_id: int, seed: int) -> Fragile:
+        return Fragile({place: fault} if env_id == 1 else {}, notes, env_id=env_id, seed=seed)
+
+    with pytest.raises(error), ParallelEnv([constructor] * 2, num_workers=2, **arguments) as env:  # noqa: PT012
+        env.reset()
+        env.step([{"a": 0, "b": 0}] * 2)
+
+
+def check(cycle, cycles: int = CYCLES) -> None:
+    cycle()  # what is loaded at first use may stay
+    before = Held.now()
+    for _ in range(cycles):
+        cycle()
+    assert Held.now() == before

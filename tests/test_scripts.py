@@ -1,0 +1,186 @@
+"""Whatever runs the caller's code: no guard, no importable module, and nothing left when the caller is killed.
+
+How scripts end by themselves is in `test_closing.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+PROGRAM = '''
+    """Everything is defined where it is used; imported a second time, it would start workers again."""
+    import os
+    import numpy as np
+    from gymnasium import spaces
+    from pettingzoo import ParallelEnv as PettingZooEnv
+    from marl_parallel import ParallelEnv
+
+    class Mine(PettingZooEnv):
+        metadata = {"name": "mine"}
+        possible_agents = ["a"]
+
+        def __init__(self, env_id):
+            self.env_id = env_id
+
+        def observation_space(self, agent):
+            return spaces.Box(-9, 9, (1,), np.float32)
+
+        def action_space(self, agent):
+            return spaces.Discrete(2)
+
+        def reset(self, seed=None, options=None):
+            self.agents = ["a"]
+            return {"a": np.full(1, self.env_id, np.float32)}, {"a": {}}
+
+        def step(self, actions):
+            values = {"a": np.full(1, self.env_id + actions["a"], np.float32)}
+            return values, {"a": 1.0}, {"a": False}, {"a": False}, {"a": {"pid": os.getpid()}}
+
+    offset = 3
+
+    with ParallelEnv([lambda env_id: Mine(env_id + offset)] * 3, num_workers=2) as env:
+        env.reset()
+        observations, rewards, _, _, infos = env.step([{"a": 1}] * 3)
+    assert [float(one["a"][0]) for one in observations] == [4.0, 5.0, 6.0]
+    assert len({one["a"]["pid"] for one in infos} - {os.getpid()}) == 2
+    print("stepped")
+'''
+
+
+def as_test(program: str) -> str:
+    return "def test_it():\n" + textwrap.indent(program, "    ").replace("__main__", "__name__")
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    text = textwrap.dedent(PROGRAM)
+    (tmp_path / "program.py").write_text(text)
+    # A module of its own that no worker can import: pytest loads it from its file.
+    (tmp_path / "test_program.py").write_text(as_test(text))
+    return tmp_path
+
+
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", "test_program.py"]
+
+
+@pytest.mark.parametrize(
+    ("command", "from_stdin"),
+    [
+        (["program.py"], False),
+        (["-m", "program"], False),
+        (["-"], True),
+        (["-c", textwrap.dedent(PROGRAM)], False),
+        (["-i", "program.py"], False),
+        (["-I", "program.py"], False),
+        (["-m", "IPython", "--no-banner", "--colors=NoColor", "program.py"], False),
+        (["-m", "IPython", "--no-banner", "--colors=NoColor", "-c", "%run program.py"], False),
+        (["-m", "IPython", "--no-banner", "--colors=NoColor", "-c", textwrap.dedent(PROGRAM)], False),
+        ([*PYTEST, "--import-mode=importlib"], False),
+        ([*PYTEST, "--import-mode=prepend"], False),
+    ],
+    ids=[
+        *("script", "-m", "stdin", "-c", "-i", "-I", "ipython script", "ipython %run", "ipython -c"),
+        *("pytest importlib", "pytest prepend"),
+    ],
+)
+def test_whatever_runs_it(command, from_stdin, program):
+    text = textwrap.dedent(PROGRAM) if from_stdin else ""
+    environ = {**os.environ, "IPYTHONDIR": str(program / "ipython")}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=program, input=text, env=environ, capture_output=True, text=True, timeout=60
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "1 passed" in said if "pytest" in command else said.count("stepped") == 1, said
+    assert "Traceback" not in said
+
+
+DOOMED = """
+    import functools, sys, time
+    sys.path.insert(0, {tests!r})
+    from faults import Fragile
+    from marl_parallel import ParallelEnv
+
+    def busy():
+        print("busy", flush=True)
+        while True:
+            pass
+
+    faults = {{"step": {fault}}}
+    env = ParallelEnv([functools.partial(Fragile, faults, {notes!r})] * 2, num_workers=2, context={context!r})
+    env.reset()
+    print("ready", flush=True)
+    {then}
+"""
+
+
+@pytest.mark.parametrize("context", ["forkserver", "fork"])
+@pytest.mark.parametrize(
+    ("fault", "then"),
+    [
+        ("None", "time.sleep(60)"),
+        ("busy", "env.step([dict(a=0, b=0)] * 2)"),
+        ("functools.partial(time.sleep, 60)", "env.step([dict(a=0, b=0)] * 2)"),
+    ],
+    ids=["idle", "busy", "asleep"],
+)
+def test_a_killed_parent_leaves_nothing(fault, then, context, tmp_path):
+    shared = set(os.listdir("/dev/shm"))
+    text = textwrap.dedent(DOOMED).format(
+        tests=str(Path(__file__).parent), notes=str(tmp_path), context=context, fault=fault, then=then
+    )
+    parent = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert parent.stdout.readline() == "ready\n"
+        if fault == "busy":
+            assert parent.stdout.readline() == "busy\n"
+        descendants = psutil.Process(parent.pid).children(recursive=True)
+        workers = {int(path.read_text()) for path in tmp_path.glob("started-*")}
+        assert len(workers) == 2
+        assert workers <= {one.pid for one in descendants}
+    finally:
+        parent.kill()
+        parent.stdout.close()
+        parent.wait()
+    _, alive = psutil.wait_procs(descendants, timeout=5.0)
+    assert not alive
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+FORKING = """
+    import os, sys
+    sys.path.insert(0, {tests!r})
+    from environments import Relay
+    from gymnasium.error import ClosedEnvironmentError
+    from marl_parallel import ParallelEnv
+    env = ParallelEnv([Relay] * 2, num_workers=2, backend={backend!r})
+    env.reset()
+    if (child := os.fork()) == 0:
+        try:
+            env.step([{{}}] * 2)
+        except ClosedEnvironmentError:
+            env.close()
+            del env
+            os._exit(5)
+        os._exit(6)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    env.step([{{}}] * 2)
+    env.close()
+"""
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_a_forked_child_cleans_up_nothing(backend):
+    """In a child that the caller forks the object counts as closed; the caller goes on as if nothing were."""
+    program = textwrap.dedent(FORKING).format(tests=str(Path(__file__).parent), backend=backend)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
