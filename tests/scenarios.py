@@ -78,7 +78,7 @@ def legal_actions(copy: Copy, rng: np.random.Generator) -> dict[Any, Any]:
 
 def restless(copy: Copy, rng: np.random.Generator) -> dict[Any, Any]:
     """Knights and archers who walk into the border one after the other."""
-    return {agent: int(rng.choice(6, p=[0.7, 0.1, 0.1, 0.1, 0.0, 0.0])) for agent in copy.acting}
+    return {agent: int(rng.choice(6, p=[0.05, 0.9, 0.03, 0.02, 0.0, 0.0])) for agent in copy.acting}
 
 
 def imported(name: str, **keywords: Any) -> list[Callable[..., Any]]:

@@ -57,9 +57,9 @@ def use(env: ParallelEnv) -> None:
     env.call("pid")
 
 
-@pytest.mark.parametrize("context", ["forkserver", "fork"])
-def test_closed_worker_processes_leave_nothing(context):
-    check(lambda: closed(backend="process", context=context))
+@pytest.mark.parametrize(("context", "cycles"), [("forkserver", CYCLES), ("fork", CYCLES), ("spawn", 10)])
+def test_closed_worker_processes_leave_nothing(context, cycles):
+    check(lambda: closed(backend="process", context=context), cycles)
 
 
 @pytest.mark.parametrize("backend", ["serial", "thread"])

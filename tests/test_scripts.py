@@ -105,13 +105,13 @@ def test_whatever_runs_it(command, from_stdin, program):
 
 
 DOOMED = """
-    import functools, sys, time
+    import functools, os, sys, time
     sys.path.insert(0, {tests!r})
     from faults import Fragile
     from marl_parallel import ParallelEnv
 
     def busy():
-        print("busy", flush=True)
+        os.write(1, b"busy\\n")
         while True:
             pass
 
@@ -123,7 +123,7 @@ DOOMED = """
 """
 
 
-@pytest.mark.parametrize("context", ["forkserver", "fork"])
+@pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
 @pytest.mark.parametrize(
     ("fault", "then"),
     [

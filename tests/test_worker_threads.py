@@ -43,7 +43,7 @@ def unset(monkeypatch):
 
 
 @pytest.mark.usefixtures("unset")
-@pytest.mark.parametrize("context", ["forkserver", "fork"])
+@pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
 @pytest.mark.parametrize("asked", [1, 2])
 def test_as_many_as_asked(asked, context):
     mine = blas_threads()

@@ -6,6 +6,7 @@ Other well-behaved simulators are in `environments`.
 from __future__ import annotations
 
 import copy
+from string import ascii_letters
 from typing import Any
 
 import gymnasium
@@ -14,6 +15,8 @@ from gymnasium import spaces
 
 INTEGERS = (np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64)
 FLOATS = (np.float16, np.float32, np.float64)
+LETTERS = ascii_letters
+"""In an order: Gymnasium's default is a set, which old releases draw from in another order in each process."""
 
 
 class Colour(gymnasium.Space[str]):
@@ -67,13 +70,13 @@ def pickled() -> dict[str, gymnasium.Space[Any]]:
     """Spaces that travel as they are."""
     small = spaces.Box(-1.0, 1.0, (2,), np.float32)
     return {
-        "text": spaces.Text(9),
+        "text": spaces.Text(9, charset=LETTERS),
         "graph": spaces.Graph(small, spaces.Discrete(3)),
         "sequence": spaces.Sequence(spaces.Discrete(4)),
         "sequence_stacked": spaces.Sequence(small, stack=True),
         "one_of": spaces.OneOf((spaces.Discrete(2), small)),
         "custom": Colour(),
-        "mixed": spaces.Dict(words=spaces.Text(4), number=spaces.Discrete(3)),
+        "mixed": spaces.Dict(words=spaces.Text(4, charset=LETTERS), number=spaces.Discrete(3)),
     }
 
 

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from marl_parallel.backends import descendants
-from marl_parallel.backends.memory import Block, anonymous_file
+from marl_parallel.backends.memory import anonymous_file
 from marl_parallel.backends.stacks import CrashFile
 
 

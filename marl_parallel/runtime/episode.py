@@ -36,7 +36,7 @@ class Transition(NamedTuple):
         infos: Of the step, as the simulator gave them.
         alive: Agents seen in this episode and neither terminated nor truncated yet.
         acting: Those of them who should act next; in the order of `possible_agents`, then as they came.
-        unflagged: Whether every one of the flags is Python's own False.
+        quiet: Whether observations are of exactly those alive, who all act, and every flag is Python's own False.
         final_observations: The old episode's last observations, where the new one has begun in the same step.
         reset_infos: The infos of that reset.
     """
@@ -48,7 +48,7 @@ class Transition(NamedTuple):
     infos: dict[Any, Any]
     alive: Sequence[AgentID]
     acting: Sequence[AgentID]
-    unflagged: bool = False
+    quiet: bool = False
     final_observations: dict[AgentID, Any] | None = None
     reset_infos: dict[Any, Any] | None = None
 
@@ -98,7 +98,7 @@ class Episode:
             infos,
             self._alive,
             self._acting,
-            True,
+            self._alive == self._acting,
         )
 
     def step(self, actions: dict[Any, Any]) -> Transition:
@@ -118,9 +118,13 @@ class Episode:
             observations, rewards, terminateds, truncateds, infos = self.env.step(actions)
         finally:
             self._ledger.leave()
-        unflagged = all(map(is_, terminateds.values(), _FALSE)) and all(map(is_, truncateds.values(), _FALSE))
         before = self._alive
-        if not unflagged or [*observations] != before or self._acting != before:
+        quiet = (
+            [*observations] == before == self._acting
+            and all(map(is_, terminateds.values(), _FALSE))
+            and all(map(is_, truncateds.values(), _FALSE))
+        )
+        if not quiet:
             self._note(observations, terminateds, truncateds)
         if ALL not in terminateds or ALL not in truncateds:  # in dicts of our own: the simulator may keep its
             ended = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
@@ -130,9 +134,7 @@ class Episode:
         over = terminateds[ALL], truncateds[ALL]
         if not (over[0] or over[1]):
             self._over = None
-            return Transition(
-                observations, rewards, terminateds, truncateds, infos, self._alive, self._acting, unflagged
-            )
+            return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting, quiet)
         if self._mode is not AutoresetMode.SAME_STEP:
             self._over = over
             acting = self._acting if self._dict_rules else []

@@ -8,7 +8,9 @@ moment apart.
 
 from __future__ import annotations
 
+import struct
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -47,6 +49,9 @@ class Running(NamedTuple):
     since: float
 
 
+_RUNNING = struct.Struct("=qqd")
+
+
 class Ledger:
     """The book over a buffer of `NBYTES` zeroed bytes, aligned to 8.
 
@@ -61,22 +66,22 @@ class Ledger:
 
     def __init__(self, buffer: Any) -> None:
         view = memoryview(buffer).cast("B")[: self.NBYTES]
-        self._ints, self._floats = view.cast("q"), view.cast("d")
+        self._view, self._ints, self._floats = view, view.cast("q"), view.cast("d")
         self._changed = time.monotonic()  # when the worker last took up work, or laid it down
+        self._entered = self._inside = 0.0
+        self._ended = [0] * len(Activity)
 
     def enter(self, env_id: int, activity: int) -> None:
         """Note that an environment begins something, now."""
-        ints = self._ints
-        self._floats[2] = time.monotonic()
-        ints[1] = activity
-        ints[0] = env_id + 1
+        now = self._entered = time.monotonic()
+        _RUNNING.pack_into(self._view, 0, env_id + 1, activity, now)
 
     def leave(self) -> None:
-        """Note that it has returned, or raised."""
-        ints, floats = self._ints, self._floats
-        floats[3] += time.monotonic() - floats[2]
+        """Note that it has returned, or raised; sums and counts are written by `lay_down`."""
+        self._inside += time.monotonic() - self._entered
+        ints = self._ints
         ints[0] = 0
-        ints[8 + ints[1]] += 1
+        self._ended[ints[1]] += 1
 
     @contextmanager
     def during(self, env_id: int, activity: Activity) -> Iterator[None]:
@@ -90,13 +95,15 @@ class Ledger:
     def take_up(self) -> None:
         """Note that the worker begins to work on a request, now."""
         now = time.monotonic()
-        self._floats[5] += now - self._changed
+        self._floats[self._WAITING] += now - self._changed
         self._changed = now
 
     def lay_down(self) -> None:
         """Note that the worker is done with it."""
         now = time.monotonic()
-        self._floats[4] += now - self._changed
+        self._floats[self._SIMULATOR] = self._inside
+        self._floats[self._BUSY] += now - self._changed
+        self._ints[self._ENDED : self._ENDED + len(self._ended)] = memoryview(array("q", self._ended))
         self._changed = now
 
     @property

@@ -98,16 +98,19 @@ class TransitionRecords:
     def _write_quiet(self, record: int, transition: Transition) -> Extras | None:
         """Try the quiet form; returns None where it does not apply."""
         agents = self.agents
-        observations, rewards, terminateds, truncateds, infos, alive, _, unflagged, _, _ = transition
+        observations, rewards, terminateds, truncateds, infos, alive, _, quiet, _, _ = transition
         if (
-            [*observations] != agents
-            or [*rewards] != agents
+            [*rewards] != agents
             or ([*terminateds] != self._flag_order and terminateds.keys() != self._flag_keys)
             or ([*truncateds] != self._flag_order and truncateds.keys() != self._flag_keys)
-            or len(alive) != self._n
         ):
             return None
-        flag_code = 0 if unflagged else _quiet_code(terminateds, truncateds)
+        if quiet:
+            flag_code: int | None = 0
+        elif [*observations] == agents and len(alive) == self._n:
+            flag_code = _quiet_code(terminateds, truncateds)
+        else:
+            return None
         numbers = [*rewards.values()]
         reward_tag = 0 if [*map(type, numbers)] == self._floats else _reward_tag(numbers)
         if reward_tag is None or flag_code is None:
