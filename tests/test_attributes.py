@@ -134,17 +134,6 @@ def test_assign_refuses_what_is_missing_or_read_only():
         attributes.assign(env, "area", 2)
 
 
-def test_call():
-    env = Forwarding(Track())
-    assert attributes.call(env, "scaled", (3,), {"offset": 1}) == 4
-    assert attributes.call(env, "scaled", [3]) == 3
-    assert attributes.call(env, "speed") == 1
-    with pytest.raises(TypeError, match="'speed' of Forwarding takes no arguments: it is no method, its type is int"):
-        attributes.call(env, "speed", (1,))
-    with pytest.raises(AttributeError, match="wings"):
-        attributes.call(env, "wings")
-
-
 @pytest.mark.parametrize(
     ("seed", "expected"),
     [

@@ -337,6 +337,19 @@ def test_spaces_that_differ(observed, acted, agent, packed, build):
         assert part in str(caught.value)
 
 
+class Bare(spaces.Space[int]):
+    """A space that does not say what it is equal to, as Gymnasium allows."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+
+def test_spaces_without_equality_do_not_differ(packed, build):
+    declared = spaces.Dict([("a", Bare()), ("b", spaces.Tuple([Bare(), spaces.Discrete(2)]))])
+    env = build([functools.partial(Scripted, declared, None, ({"a": 1}, {}), (), ("a", "b"))] * 2, packed)
+    assert env.reset()[0] == ({"a": 1}, {"a": 1})
+
+
 def test_agents_that_differ(packed, build):
     usual = functools.partial(Odd, PLAIN, spaces.Discrete(2))
     other = functools.partial(Odd, PLAIN, spaces.Discrete(2), ("alpha", "gamma"))

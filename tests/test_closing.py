@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -133,6 +134,37 @@ def test_close_from_another_thread(processes, build, tmp_path):
     with pytest.raises(ClosedEnvironmentError):
         env.step([{"a": 0, "b": 0}] * 4)
     timer.join()
+    assert gone(others(tmp_path))
+
+
+def close_in_a_while(env: ParallelEnv, how: dict[str, Any]) -> None:
+    signal.signal(signal.SIGALRM, lambda *_: env.close(**how))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+@pytest.mark.parametrize("how", [{}, {"terminate": True}], ids=["asked", "terminated"])
+def test_close_in_a_signal_handler(how, backend, tmp_path):
+    """The call that was interrupted does not wait for ever for replies that have been discarded."""
+    env = ParallelEnv(fleet(tmp_path, 2, step=functools.partial(time.sleep, 1.0)), backend=backend, num_workers=2)
+    env.reset()
+    before = signal.getsignal(signal.SIGALRM)
+    close_in_a_while(env, how)
+    try:
+        with pytest.raises(ClosedEnvironmentError):
+            env.step([{"a": 0, "b": 0}] * 2)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert gone(others(tmp_path))
+
+
+def test_close_interrupted(build, processes, tmp_path):
+    """Ctrl-C while simulators close themselves: what is left is ended then and there."""
+    env = build(fleet(tmp_path, close=functools.partial(time.sleep, 60)), processes)
+    env.reset()
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        env.close(timeout=50.0)
     assert gone(others(tmp_path))
 
 

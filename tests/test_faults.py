@@ -293,6 +293,26 @@ def test_a_constructor_that_never_returns(processes, build, tmp_path):
     assert gone(pids(tmp_path))
 
 
+class Slow(dict):
+    """Takes its time to be pickled."""
+
+    def __reduce__(self) -> Any:
+        time.sleep(0.2)
+        return dict, ()
+
+
+class Detailed(Fragile):
+    @property
+    def metadata(self) -> Any:
+        return {"slow": Slow()}
+
+
+def test_start_timeout_does_not_pass_between_constructors(build, processes, tmp_path):
+    """A worker that tells of one environment before it builds the next is not late."""
+    constructors = [functools.partial(Detailed, {}, tmp_path)] * 6
+    build(constructors, processes._replace(num_workers=1), start_timeout=0.9).reset()
+
+
 def test_start_timeout_is_per_constructor(build, processes, tmp_path):
     """Four constructors of half a second each, one after the other, are not two seconds to one."""
     constructors = fleet(tmp_path, {"constructor": functools.partial(time.sleep, 0.5)}, faulty=range(4))

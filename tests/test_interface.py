@@ -310,3 +310,24 @@ def test_all_names_are_exported():
     for name in ("ParallelEnvError", "EnvError", "WorkerCrashed"):
         assert issubclass(getattr(marl_parallel, name), RuntimeError)
     assert marl_parallel.AutoresetMode is AutoresetMode
+
+
+class Counting(Hunt):
+    looks = 0
+
+    @property
+    def looked_at(self) -> int:
+        self.looks += 1
+        return self.looks
+
+
+def test_an_attribute_is_looked_at_once(each, build):
+    env = build([Counting] * 2, each)
+    assert_same(env.get_attr("looked_at"), (1, 1))
+
+
+def test_arguments_for_what_is_no_method_close_nothing(each, build):
+    env = build([Hunt] * 2, each)
+    with pytest.raises(TypeError, match="environment 0: 'metadata' takes no arguments: it is no method"):
+        env.call("metadata", 3)
+    env.reset()

@@ -360,7 +360,7 @@ def test_forked_workers_children_die_too_where_they_can_be_found() -> None:
 PARENT = """
 import json, os, sys, time
 sys.path.insert(0, {tests!r})
-from marl_parallel.backends.launching import open_launcher
+from marl_parallel.backends.contexts import open_launcher
 read_end, write_end = os.pipe()
 launcher = open_launcher({context!r}, entry="launch_targets", wake=None, threads=1)
 pids = []

@@ -104,6 +104,44 @@ def test_whatever_runs_it(command, from_stdin, program):
     assert "Traceback" not in said
 
 
+HANDING_OVER = """
+    import dataclasses, enum, sys
+    sys.path.insert(0, {tests!r})
+    from environments import Scripted
+    from marl_parallel import ParallelEnv
+
+    class Colour(enum.Enum):
+        RED = 1
+
+    @dataclasses.dataclass
+    class Task:
+        level: int
+
+    class Obliging(Scripted):
+        task = None
+
+        def is_red(self, colour):
+            return colour is Colour.RED
+
+    script = [({{}}, {{}}, {{}}, {{}}, {{}})]
+    with ParallelEnv([lambda: Obliging(None, None, ({{}}, {{}}), script)] * 2, num_workers=2) as env:
+        assert env.call("is_red", Colour.RED) == (True, True)
+        env.set_attr("task", Task(3))
+        assert env.get_attr("task") == (Task(3),) * 2
+        env.reset()
+        env.step([{{"x": Colour.RED}}] * 2)
+        assert env.get_attr("actions") == ([{{"x": Colour.RED}}],) * 2
+    print("handed over")
+"""
+
+
+def test_workers_are_handed_what_the_script_defines(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(HANDING_OVER.format(tests=str(Path(__file__).parent))))
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "handed over\n", done.stderr
+
+
 DOOMED = """
     import functools, os, sys, time
     sys.path.insert(0, {tests!r})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -219,6 +220,9 @@ INFOS: list[dict[Any, Any]] = [
     {"__common__": {"clock": 3}, "a": {}},
     {"clock": 3.5, "a": {}},
     {"a": None},
+    {"a": np.arange(3)},
+    {"a": np.zeros(0), "clock": np.zeros(2)},
+    {"a": OrderedDict()},
     {"a": {"nan": float("nan")}, 3: {"deep": {"deeper": {}}}},
 ]
 

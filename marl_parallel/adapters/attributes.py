@@ -7,7 +7,7 @@ adapters.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from numbers import Integral
 from typing import Any
 
@@ -84,22 +84,6 @@ def assign(source: Any, name: str, value: Any) -> None:
             setattr(layer, name, value)
             return
     raise AttributeError(f"{name!r} of {_type_name(owners[0])} is a property that can only be read")
-
-
-def call(source: Any, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Call a method of the outermost layer that has it; what is not callable is returned as it is.
-
-    Raises:
-        AttributeError: No layer has it.
-        TypeError: It is not callable, yet arguments were given.
-    """
-    member = find(source, name)
-    if callable(member):
-        return member(*args, **(kwargs or {}))
-    if args or kwargs:
-        kind = _type_name(member)
-        raise TypeError(f"{name!r} of {_type_name(source)} takes no arguments: it is no method, its type is {kind}")
-    return member
 
 
 def declared_seed(source: Any) -> int | None:

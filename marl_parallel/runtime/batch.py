@@ -19,7 +19,7 @@ from marl_parallel.runtime.actions import ActionRecords
 from marl_parallel.runtime.columns import Mismatch, conform
 from marl_parallel.runtime.episode import needs_actions
 from marl_parallel.runtime.layout import Layout
-from marl_parallel.runtime.pickling import dumps
+from marl_parallel.runtime.pickling import sendable
 from marl_parallel.runtime.records import TransitionRecords
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
@@ -83,11 +83,9 @@ class Batch:
             try:
                 extras = write(env_id, given)
                 if extras is not None:
-                    outside[env_id] = dumps(extras)
+                    outside[env_id] = sendable(extras, f"environment {env_id}: its actions")
             except Mismatch as error:
                 raise ValueError(f"environment {env_id}: {error}") from None
-            except Exception as error:
-                raise TypeError(f"environment {env_id}: its actions cannot be pickled: {error}") from error
         return outside
 
     def _wanted(self, env_id: int, given: Any) -> dict[Any, Any]:

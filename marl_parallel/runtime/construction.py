@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
+from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.runtime.layout import Schema
@@ -109,12 +110,28 @@ def common_schema(described: Sequence[Description]) -> Schema:
         for kind in ("observation", "action"):
             ours, theirs = (getattr(d, f"{kind}_spaces") for d in (first, other))
             for agent in dict.fromkeys([*ours, *theirs]):
-                if agent not in ours or agent not in theirs or ours[agent] != theirs[agent]:
+                if not _same(ours.get(agent), theirs.get(agent)):
                     what = f"the {kind} space of agent {agent!r}"
                     _differ(env_id, what, theirs.get(agent), ours.get(agent))
-        if other.state_space != first.state_space:
+        if not _same(first.state_space, other.state_space):
             _differ(env_id, "the state space", other.state_space, first.state_space)
     return Schema(first.possible_agents, first.observation_spaces, first.action_spaces, first.state_space)
+
+
+def _same(ours: Space[Any] | None, theirs: Space[Any] | None) -> bool:
+    if isinstance(ours, spaces.Dict) and isinstance(theirs, spaces.Dict):
+        return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, spaces.Tuple) and isinstance(theirs, spaces.Tuple):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    if type(ours).__eq__ is object.__eq__ and ours is not None:
+        # Gymnasium leaves equality to each kind of space; of one that has none, only the kind can be compared.
+        return _kind(ours) == _kind(theirs)
+    return bool(ours == theirs)
+
+
+def _kind(space: Any) -> tuple[str, str]:
+    # By name: a class that is made in the constructor is another one in each environment.
+    return type(space).__module__, type(space).__qualname__
 
 
 def _differ(env_id: int, what: str, theirs: Any, ours: Any) -> None:

@@ -21,6 +21,7 @@ from marl_parallel.runtime.ledger import Activity, Ledger
 ALL = "__all__"
 """The key of the flags that speak for the whole episode."""
 
+_RESET, _STEP = int(Activity.RESET), int(Activity.STEP)  # a member of an Enum costs a look-up each time
 _NOT_ENDED = (False, False)
 _FALSE = repeat(False)
 
@@ -81,7 +82,7 @@ class Episode:
         Returns:
             The first observations and infos; the agents in them have reward 0.0 and flags that are False.
         """
-        self._ledger.enter(self.env_id, Activity.RESET)
+        self._ledger.enter(self.env_id, _RESET)
         try:
             observations, infos = self.env.reset(**keywords)
         finally:
@@ -113,7 +114,7 @@ class Episode:
             if not self._dict_rules:
                 terminated, truncated = self._over
                 return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {}, (), ())
-        self._ledger.enter(self.env_id, Activity.STEP)
+        self._ledger.enter(self.env_id, _STEP)
         try:
             observations, rewards, terminateds, truncateds, infos = self.env.step(actions)
         finally:
@@ -199,6 +200,11 @@ def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:
     return not over or (mode is AutoresetMode.DISABLED and rules is Rules.DICT)
 
 
+def is_empty_info(info: Any) -> bool:
+    """Whether an info is `{}` and nothing else; comparing would trip over arrays and take other empty things for it."""
+    return type(info) is dict and not info
+
+
 def with_final(
     infos: dict[Any, Any], final_observations: Mapping[AgentID, Any], reset_infos: Mapping[Any, Any]
 ) -> None:
@@ -209,7 +215,7 @@ def with_final(
         final_observations: Go under `final_obs` of each agent.
         reset_infos: Those that are not empty go under `reset_info` of each key.
     """
-    told = {key: info for key, info in reset_infos.items() if info is not None and info != {}}
+    told = {key: info for key, info in reset_infos.items() if info is not None and not is_empty_info(info)}
     for name, additions in (("final_obs", final_observations), ("reset_info", told)):
         for key, value in additions.items():
             info = infos.get(key)

@@ -112,9 +112,14 @@ class Ledger:
         return Activity(self._ints[self._ACTIVITY])
 
     @property
+    def since(self) -> float:
+        """The moment at which that began, in seconds of `time.monotonic`; 0 before anything has."""
+        return float(self._floats[self._SINCE])
+
+    @property
     def running(self) -> Running | None:
         """What is going on in the worker's environments, None where nothing is."""
-        env, activity, since = self._ints[self._ENV], self._ints[self._ACTIVITY], self._floats[self._SINCE]
+        env, activity, since = self._ints[self._ENV], self._ints[self._ACTIVITY], self.since
         if env == 0:
             return None
         return Running(env - 1, Activity(activity), since)

@@ -30,7 +30,9 @@ def sendable(value: Any, what: str) -> bytes:
         TypeError: It does not pickle; the text says what it is.
     """
     try:
-        return dumps(value)
+        pickled = dumps(value)
+        # Plain pickle refers to the caller's script, of which workers know only what came with the constructors.
+        return bytes(cloudpickle.dumps(value)) if b"__main__" in pickled else pickled
     except Exception as error:
         raise TypeError(f"{what} cannot be pickled, so the workers cannot be told: {error}") from error
 

@@ -21,7 +21,7 @@ import numpy as np
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.runtime.builders import dict_of, empty_dicts_of
 from marl_parallel.runtime.columns import Mismatch, Unfit, conform
-from marl_parallel.runtime.episode import ALL, Transition, with_final
+from marl_parallel.runtime.episode import ALL, Transition, is_empty_info, with_final
 from marl_parallel.runtime.layout import AgentColumns, Layout
 from marl_parallel.runtime.pickling import Extras, in_order
 
@@ -74,7 +74,7 @@ class TransitionRecords:
         self._flag_order = [*agents, ALL]
         self._flag_keys = dict.fromkeys(self._flag_order).keys()
         self._floats: list[type] = [float] * n
-        self._empty_infos: list[dict[Any, Any]] = [{} for _ in agents]
+        self._dicts: list[type] = [dict] * n
         self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in _QUIET_CODES.values()}
         self._observations = layout.observations.whole
         self._quiet_possible = bool(agents) and layout.observations.agents == agents
@@ -119,7 +119,9 @@ class TransitionRecords:
             self._observations.write_all(record, [*observations.values()])
         except (Unfit, Mismatch):
             return None
-        empty = [*infos] == agents and [*infos.values()] == self._empty_infos
+        told = infos.values()
+        # Looked at by type first, since arrays would not be compared; faster than `is_empty_info` for each.
+        empty = [*infos] == agents and [*map(type, told)] == self._dicts and not any(told)
         code = _QUIET | reward_tag << _REWARD_SHIFT | flag_code << _FLAG_SHIFT
         if not empty:
             code |= _EXTRAS
@@ -174,7 +176,7 @@ class TransitionRecords:
                 else:
                     extras.setdefault(name, []).append(agent)
         self._note_infos(transition.infos, index, presence, extras)
-        if transition.reset_infos and any(info != {} for info in transition.reset_infos.values()):
+        if transition.reset_infos and not all(map(is_empty_info, transition.reset_infos.values())):
             extras["reset_infos"] = transition.reset_infos
         code = (_EXTRAS if extras else 0) | (_FINAL if final is not None else 0)
         rows = (*rewards, *reward_tags, *flags["terminateds"], *flags["truncateds"], *presence)
@@ -193,6 +195,7 @@ class TransitionRecords:
     ) -> None:
         columns = self._layout.final_observations if final else self._layout.observations
         bit, name = (FINAL, "final_observations") if final else (OBSERVATION, "observations")
+        what = "last observation" if final else "observation"
         for agent, observation in observations.items():
             try:
                 if agent in columns:
@@ -202,16 +205,16 @@ class TransitionRecords:
             except Unfit:
                 pass  # of the declared space, but of another form: pickled
             except Mismatch as error:
-                raise Mismatch(f"the observation of agent {agent!r}: {error}") from error
+                raise Mismatch(f"the {what} of agent {agent!r}: {error}") from error
             space = self._layout.schema.observation_spaces.get(agent)
             try:
                 outside(name, agent, observation if space is None else conform(space, observation))
             except Mismatch as error:
-                raise Mismatch(f"the observation of agent {agent!r}: {error}") from error
+                raise Mismatch(f"the {what} of agent {agent!r}: {error}") from error
 
     @staticmethod
     def _note_infos(infos: dict[Any, Any], index: Mapping[AgentID, int], presence: list[int], extras: Extras) -> None:
-        if all(key in index and info == {} for key, info in infos.items()):
+        if all(key in index and is_empty_info(info) for key, info in infos.items()):
             for key in infos:
                 presence[index[key]] |= INFO
         else:

@@ -131,9 +131,16 @@ class Crew:
         self.backend.interrupt()
         with self._lock:
             deadline = time.monotonic() + timeout
-            error = self._ask_to_close(deadline) if ask else None
-            # Whoever was not asked has no reason to end by itself.
-            left = self.backend.stop(max(deadline - time.monotonic(), 0.0) if ask else 0.0)
+            error, patience = None, 0.0  # whoever was not asked has no reason to end by itself
+            try:
+                if ask:
+                    error = self._ask_to_close(deadline)
+                    patience = max(deadline - time.monotonic(), 0.0)
+            finally:
+                # Also after a second Ctrl-C: nobody would come back for what is left.
+                left = self.backend.stop(patience)
+                # A signal handler may have closed in the middle of a call: its `wait` must not go on for ever.
+                self.backend.interrupt()
             for worker in left:
                 logger.warning(
                     "worker %d could not be ended, it is left behind: a thread cannot be killed. It runs\n%s",
@@ -178,8 +185,7 @@ class Crew:
     def _check_limit(self, pending: Iterable[int], limit: float, posted: float) -> None:
         now = time.monotonic()
         for worker in pending:
-            running = self.backend.ledgers[worker].running
-            if now - (posted if running is None else running.since) > limit:
+            if now - max(posted, self.backend.ledgers[worker].since) > limit:
                 self._timed_out(worker, limit)
 
     def _timed_out(self, worker: int, limit: float) -> NoReturn:

@@ -201,10 +201,13 @@ class Worker:
         source = self._episodes[env_id].env.source
         with self._ledger.during(env_id, Activity.CALL):
             try:
-                lookup.find(source, name)
+                member = lookup.find(source, name)
             except AttributeError as error:
                 return Refusal(AttributeError, str(error))
-            result = lookup.call(source, name, args, kwargs)
+            if (args or kwargs) and not callable(member):
+                kind = type(member).__name__
+                return Refusal(TypeError, f"{name!r} takes no arguments: it is no method, its type is {kind}")
+            result = member(*args, **kwargs) if callable(member) else member
         try:
             return dumps(result)
         except Exception as error:
