@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
+import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from marl_parallel.adapters import adapter_function
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.sharing import usable_cpus
 
@@ -21,7 +24,8 @@ def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
         ValueError: There are none.
         TypeError: It is no sequence, or something in it cannot be called.
     """
-    if callable(env_constructors) or isinstance(env_constructors, str | bytes | Mapping):
+    one_thing = callable(env_constructors) or isinstance(env_constructors, str | bytes | Mapping)
+    if one_thing or not isinstance(env_constructors, Iterable):
         raise TypeError(
             "env_constructors must be a sequence of callables, one per environment; "
             f"got {env_constructors!r}. For n equal environments, pass [constructor] * n"
@@ -58,6 +62,53 @@ def autoreset_mode(auto_reset: bool | AutoresetMode | str) -> AutoresetMode:
     raise ValueError(f"auto_reset must be True, False, an AutoresetMode or one of {names}; got {auto_reset!r}")
 
 
+def at_least_one(number: Any, name: str) -> int:
+    """A positive integer.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is less than 1.
+    """
+    try:
+        value = operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {number!r}") from None
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def checked_timeout(seconds: Any, name: str) -> float | None:
+    """A positive number of seconds, or None.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not positive.
+    """
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, Real):
+        raise TypeError(f"{name} must be a number of seconds or None, got {seconds!r}")
+    value = float(seconds)
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, got {seconds}; None stands for no limit")
+    return value
+
+
+def pickled_adapter(adapter: Any) -> bytes:
+    """What workers are told about the adapter.
+
+    Raises:
+        ValueError: No adapter has that name.
+        TypeError: It is no name and cannot be called, or cannot be pickled.
+    """
+    adapter_function(adapter)
+    try:
+        return bytes(cloudpickle.dumps(adapter))
+    except Exception as error:
+        raise TypeError(f"adapter={adapter!r} cannot be pickled, so the workers cannot be told: {error}") from error
+
+
 def workers_for(num_envs: int, num_workers: int | None, backend: str | Backend) -> int:
     """How many workers there will be: at most one for each environment.
 
@@ -70,9 +121,7 @@ def workers_for(num_envs: int, num_workers: int | None, backend: str | Backend) 
     available = usable_cpus()
     if num_workers is None:
         return min(num_envs, available)
-    if num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1, got {num_workers}")
-    workers = min(num_workers, num_envs)
+    workers = min(at_least_one(num_workers, "num_workers"), num_envs)
     if workers > available and backend != "serial":
         warnings.warn(
             f"{workers} workers share {available} CPUs; more workers than CPUs slow each other down, "
@@ -127,7 +176,10 @@ def checked_ids(env_ids: Sequence[int], num_envs: int) -> tuple[int, ...]:
         >>> checked_ids([2, 0], 4)
         (2, 0)
     """
-    ids = tuple(operator.index(env_id) for env_id in env_ids)
+    try:
+        ids = tuple(operator.index(env_id) for env_id in env_ids)
+    except TypeError:
+        raise TypeError(f"env_ids must be a sequence of integers or None, got {env_ids!r}") from None
     unknown = [env_id for env_id in ids if not 0 <= env_id < num_envs]
     if unknown or len(set(ids)) != len(ids) or not ids:
         reason = f"there is no environment {unknown[0]}" if unknown else "one is named twice" if ids else "none"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy as copying
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from marl_parallel.arguments import checked_ids
 from marl_parallel.runtime.batch import Batch
 from marl_parallel.runtime.layout import Schema
 from marl_parallel.runtime.messages import Message
-from marl_parallel.runtime.pickling import sendable, unpickled
+from marl_parallel.runtime.pickling import sendable
 from marl_parallel.runtime.supervision import Crew
 from marl_parallel.runtime.worker import Refusal
 from marl_parallel.stats import Stats, WorkerStats
@@ -103,7 +102,7 @@ class Inquiries:
             raise NotImplementedError("this environment has no global state: it lacks a state_space")
         if not all(self._batch.begun):
             raise ResetNeeded("the environments have no state yet; call reset() before state()")
-        return self._batch.states(unpickled(self._crew.ask(Message.STATE, self._all)))
+        return self._batch.states(self._crew.ask(Message.STATE, self._all))
 
     def seed(self) -> tuple[int, ...]:
         """The seed that each environment uses: its own `unwrapped.seed` where that is an int, else the one we gave."""
@@ -134,7 +133,7 @@ class Inquiries:
         payload = sendable((name, args, kwargs), f"the arguments of {name!r}")
         results = self._crew.ask(Message.CALL, ids, payload)
         _raise_refused(results)
-        return tuple(pickle.loads(results[env_id]) for env_id in ids)
+        return tuple(results[env_id] for env_id in ids)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of each environment, as `call` finds it; a method is returned called, without arguments.
@@ -179,7 +178,7 @@ class Inquiries:
         self._check_open()
         if self._render_mode is None:
             return None
-        rendered = unpickled(self._crew.ask(Message.RENDER, self._all))
+        rendered = self._crew.ask(Message.RENDER, self._all)
         frames = tuple(rendered[env_id] for env_id in self._all)
         return tiled(frames) if tile else frames
 

@@ -32,10 +32,13 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import AgentID, MultiAgentEnv
 from marl_parallel.arguments import (
+    at_least_one,
     autoreset_mode,
     base_seed,
     check_one_for_each,
     checked_constructors,
+    checked_timeout,
+    pickled_adapter,
     seeds_of,
     workers_for,
 )
@@ -127,6 +130,10 @@ class ParallelEnv(Inquiries):
     ) -> None:
         constructors = checked_constructors(env_constructors)
         self._mode = autoreset_mode(auto_reset)
+        limit = checked_timeout(start_timeout, "start_timeout")
+        if worker_threads is not None:
+            worker_threads = at_least_one(worker_threads, "worker_threads")
+        how_adapted = pickled_adapter(adapter)
         self._num_envs = len(constructors)
         self._base_seed = base_seed(seed)
         seeds = [self._base_seed + env_id for env_id in range(self._num_envs)]
@@ -145,23 +152,23 @@ class ParallelEnv(Inquiries):
         try:
             hosts.start(len(shares))
             started = True
-            described = construct(self._crew, constructors, seeds, self._mode, adapter, start_timeout)
+            described = construct(self._crew, constructors, seeds, self._mode, how_adapted, limit)
             schema = common_schema(described)
             layout = Layout(schema, self._num_envs, arrays=shared_memory)
             block = hosts.allocate(layout.nbytes)
             attach = Request(Message.ATTACH, None, (cloudpickle.dumps(schema), self._num_envs, shared_memory))
-            self._crew.run(dict.fromkeys(range(len(shares)), attach), limit=start_timeout)
+            self._crew.run(dict.fromkeys(range(len(shares)), attach), limit=limit)
+            self._batch = Batch(layout, block, described[0].rules, self._mode, copy=copy, check_actions=check_actions)
+            self._schema = schema
+            self._reset_keywords = described[0].reset_keywords
+            self._metadata = {**described[0].metadata, "autoreset_mode": self._mode}
+            self._render_mode = described[0].render_mode
+            self._seeds_used = None
         except BaseException:
             # Whatever went wrong, Ctrl-C included, nothing may be left behind.
             self._finalizer.detach()
             self._crew.shut(ask=started)
             raise
-        self._batch = Batch(layout, block, described[0].rules, self._mode, copy=copy, check_actions=check_actions)
-        self._schema = schema
-        self._reset_keywords = described[0].reset_keywords
-        self._metadata = {**described[0].metadata, "autoreset_mode": self._mode}
-        self._render_mode = described[0].render_mode
-        self._seeds_used = None
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -176,7 +183,7 @@ class ParallelEnv(Inquiries):
 
         Args:
             seed: Environment i gets `seed + i`, also with `env_ids`, and `seed` becomes the base; a sequence has one
-                for each of `env_ids`, where None leaves the generators as they are.
+                for each of `env_ids`, where None stands for none given.
             options: For each environment's own `reset`.
             env_ids: Which environments, in any order; None for all of them.
 

@@ -20,7 +20,7 @@ from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, adapt_aec
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
 from marl_parallel.adapters.rllib import RLlibEnv, is_rllib_env
 
-__all__ = ["ADAPTERS", "AgentID", "Dicts", "MultiAgentEnv", "Rules", "adapt", "attributes"]
+__all__ = ["ADAPTERS", "AgentID", "Dicts", "MultiAgentEnv", "Rules", "adapt", "adapter_function", "attributes"]
 
 AdapterFunction: TypeAlias = Callable[[Any], MultiAgentEnv]
 
@@ -54,7 +54,7 @@ def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentE
         >>> adapted.possible_agents, adapted.rules
         (['agent_0'], <Rules.PETTINGZOO: 'pettingzoo'>)
     """
-    make = _adapter_function(adapter)
+    make = adapter_function(adapter)
     if env is None:
         raise TypeError("The environment constructor returned None; does it lack a `return`?")
     if isinstance(env, type):
@@ -65,7 +65,13 @@ def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentE
     return adapted
 
 
-def _adapter_function(adapter: str | AdapterFunction | None) -> AdapterFunction:
+def adapter_function(adapter: str | AdapterFunction | None) -> AdapterFunction:
+    """What makes a `MultiAgentEnv` of a simulator: found by name, or as it was given; None recognises its kind.
+
+    Raises:
+        ValueError: No adapter has that name.
+        TypeError: It is neither a name nor a callable.
+    """
     if adapter is None:
         return _recognise
     if isinstance(adapter, str):

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-from gymnasium import Space
+from gymnasium import Space, spaces
 
 from marl_parallel.adapters.attributes import declared
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv
@@ -131,7 +131,9 @@ def _shape_of(result: Any) -> str:
 
 def _state_space(source: Any) -> Space[Any] | None:
     space = declared(source, "state_space")
-    return space if isinstance(space, Space) and callable(declared(source, "state")) else None
+    # States are stacked into one array, so a space of anything else is no use.
+    is_array = isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary)
+    return space if is_array and callable(declared(source, "state")) else None
 
 
 def _reset_keywords(reset: Callable[..., Any]) -> frozenset[str]:

@@ -32,6 +32,7 @@ def open_backend(backend: str | Backend, *, context: str | None, worker_threads:
     if context is not None and backend != "process":
         raise ValueError(f'context={context!r} says how processes start, it goes with backend="process" only')
     if isinstance(backend, Backend):
+        backend.claim()
         return backend
     if not isinstance(backend, str):
         raise TypeError(f"backend must be one of {', '.join(NAMES)} or a Backend, got {backend!r}")

@@ -112,7 +112,7 @@ class PortableProcessBackend(Backend):
             if replies or interrupted:
                 return replies
             tick = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
-            if tick <= 0:
+            if tick <= 0 or not self._ears:  # a signal handler may have closed meanwhile
                 return []
             busy = [worker for worker, before in enumerate(self._before) if before]
             ready = connection.wait([self._ears[0], *(self._workers[worker].connection for worker in busy)], tick)

@@ -51,6 +51,7 @@ class ProcessBackend(Backend):
         self._launcher: Launcher | None = None
         self._channels: list[Channel] = []
         self._pids: list[int] = []
+        self._before: list[deque[Request]] = []
         self._lost: dict[int, Lost] = {}
         self._interrupted = False
         self._records_fd = -1
@@ -66,7 +67,7 @@ class ProcessBackend(Backend):
         self._desks = [control.Desk(self._board.buffer, worker) for worker in range(num_workers)]
         self._bell = control.Bell(self._board.buffer)
         self.ledgers = [desk.ledger for desk in self._desks]
-        self._before: list[deque[Request]] = [deque() for _ in range(num_workers)]
+        self._before = [deque() for _ in range(num_workers)]
         self._records_fd = anonymous_file("marl_parallel-records")
         self._launcher = open_launcher(
             self._context, entry=_ENTRY, wake=(self._board, control.WAKE), threads=self._threads
@@ -91,7 +92,7 @@ class ProcessBackend(Backend):
             self._bell.set_countdown(len(requests) - 1)
         for worker, request in requests.items():
             self._before[worker].append(request)
-            if worker in self._lost:
+            if worker in self._lost or self._launcher is None:
                 self._bell.wake.post()
                 continue
             note = _note_of(request)
@@ -190,6 +191,8 @@ class ProcessBackend(Backend):
         return []
 
     def _forget(self) -> None:
+        for before in self._before:
+            before.clear()
         for channel in self._channels:
             channel.close()
         self._channels = []

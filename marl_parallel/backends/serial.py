@@ -19,6 +19,7 @@ class SerialBackend(Backend):
     """No parallelism at all, with the same meaning as all the others."""
 
     enforces_timeouts = False
+    can_kill = False
 
     def start(self, num_workers: int) -> None:
         self.ledgers = [Ledger(bytearray(Ledger.NBYTES)) for _ in range(num_workers)]
@@ -33,8 +34,9 @@ class SerialBackend(Backend):
         return self._block
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
+        workers, replies = self._workers, self._replies  # a signal handler may close in the middle of it
         for worker, request in requests.items():
-            self._replies.append((worker, self._workers[worker].execute(request)))
+            replies.append((worker, workers[worker].execute(request)))
 
     def wait(self, timeout: float | None = None) -> list[tuple[int, Reply | Lost]]:
         replies, self._replies = self._replies, []

@@ -23,6 +23,8 @@ from marl_parallel.runtime.worker import Worker
 class ThreadBackend(Backend):
     """One thread for each worker, a queue to each and one queue back."""
 
+    can_kill = False
+
     def start(self, num_workers: int) -> None:
         self.ledgers = [Ledger(bytearray(Ledger.NBYTES)) for _ in range(num_workers)]
         self._requests: list[SimpleQueue[Request | None]] = [SimpleQueue() for _ in range(num_workers)]
@@ -78,7 +80,7 @@ class ThreadBackend(Backend):
         for requests in self._requests:
             requests.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0.0))
         return [index for index, thread in enumerate(self._threads) if thread.is_alive()]
 

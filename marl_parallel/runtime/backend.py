@@ -20,9 +20,23 @@ class Backend(ABC):
     Attributes:
         ledgers: What each worker is doing and has done; readable at any time.
         enforces_timeouts: Whether `wait` returns while a worker is busy, so that timeouts can be seen to pass.
+        can_kill: Whether `stop` ends workers, and what they have started, whatever they are doing.
     """
 
     enforces_timeouts: ClassVar[bool] = True
+    can_kill: ClassVar[bool] = True
+    _claimed = False
+
+    def claim(self) -> None:
+        """Take it into use, once.
+
+        Raises:
+            ValueError: Somebody has.
+        """
+        if self._claimed:
+            raise ValueError("a backend serves one ParallelEnv, once; make a new one for each")
+        self._claimed = True
+
     ledgers: list[Ledger]
 
     @abstractmethod

@@ -6,7 +6,6 @@ dicts of `ParallelEnv` are one view of what lies here, arrays over all environme
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -119,7 +118,7 @@ class Batch:
                     f"expected an element of {space}, got {action!r}"
                 )
 
-    def read(self, env_ids: Iterable[int], extras: Mapping[int, bytes]) -> tuple[Dicts, Dicts, Dicts, Dicts, Dicts]:
+    def read(self, env_ids: Iterable[int], extras: Mapping[int, Any]) -> tuple[Dicts, Dicts, Dicts, Dicts, Dicts]:
         """The transitions of some environments: five tuples of dicts, in the order of `env_ids`.
 
         Args:
@@ -130,8 +129,7 @@ class Batch:
         read, acting, over = self._transitions.read, self.acting, self.over
         stays_over = self._mode is not AutoresetMode.SAME_STEP
         for env_id in env_ids:
-            more = pickle.loads(extras[env_id]) if extras and env_id in extras else None
-            dicts, acting[env_id], ended = read(env_id, more)
+            dicts, acting[env_id], ended = read(env_id, extras.get(env_id) if extras else None)
             over[env_id] = ended and stays_over
             rows.append(dicts)
         observations, rewards, terminateds, truncateds, infos = zip(*rows)

@@ -24,7 +24,7 @@ def construct(
     constructors: Sequence[Constructor],
     seeds: Sequence[int],
     mode: AutoresetMode,
-    adapter: Any,
+    adapter: bytes,
     limit: float | None,
 ) -> list[Description]:
     """Build all environments, each in its worker, and ask what they are.
@@ -34,14 +34,13 @@ def construct(
         constructors: One for each environment.
         seeds: Likewise.
         mode: When episodes begin anew.
-        adapter: None, a name, or what makes a `MultiAgentEnv` of a simulator.
+        adapter: Pickled.
         limit: How long each constructor may take, in seconds.
 
     Raises:
         TypeError: A constructor cannot be pickled.
         ParallelEnvError: A constructor raised, crashed or took too long.
     """
-    pickled_adapter = cloudpickle.dumps(adapter)
     by_value: list[ModuleType] = []
     pickled = _pickle(constructors, range(len(constructors)), by_value)
     described: dict[int, Description] = {}
@@ -50,19 +49,21 @@ def construct(
         for worker, share in enumerate(crew.shares):
             waiting = {env_id: pickled[env_id] for env_id in share if env_id not in described}
             if waiting:
-                plan = Plan(waiting, {env_id: seeds[env_id] for env_id in waiting}, mode, pickled_adapter)
+                plan = Plan(waiting, {env_id: seeds[env_id] for env_id in waiting}, mode, adapter)
                 requests[worker] = Request(Message.ACCESS, tuple(waiting), plan)
         unknown: dict[int, str] = {}
         for env_id, result in crew.run(requests, limit=limit).items():
             if isinstance(result, Refusal):
                 unknown[env_id] = result.text
             else:
-                described[env_id] = cloudpickle.loads(result)
+                described[env_id] = result
         # Some modules exist in this process only, such as a test's that was loaded from its file, or a notebook's.
-        for name in sorted({*unknown.values()}):
-            if name not in sys.modules or sys.modules[name] in by_value:
+        for env_id, name in unknown.items():
+            if sys.modules.get(name) in by_value:
+                continue
+            if name not in sys.modules:
                 raise ModuleNotFoundError(
-                    f"the constructor of environment {min(unknown)} needs the module {name!r}, "
+                    f"the constructor of environment {env_id} needs the module {name!r}, "
                     "which cannot be imported in the worker",
                     name=name,
                 )

@@ -95,6 +95,7 @@ class Ledger:
     def take_up(self) -> None:
         """Note that the worker begins to work on a request, now."""
         now = time.monotonic()
+        self._ints[self._ACTIVITY] = Activity.START
         self._floats[self._WAITING] += now - self._changed
         self._changed = now
 
@@ -108,7 +109,7 @@ class Ledger:
 
     @property
     def latest(self) -> Activity:
-        """What was begun last, whether it has ended or not."""
+        """What was begun last in the present request, whether it has ended or not; `START` where nothing was."""
         return Activity(self._ints[self._ACTIVITY])
 
     @property

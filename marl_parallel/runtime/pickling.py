@@ -37,11 +37,6 @@ def sendable(value: Any, what: str) -> bytes:
         raise TypeError(f"{what} cannot be pickled, so the workers cannot be told: {error}") from error
 
 
-def unpickled(results: Mapping[int, bytes]) -> dict[int, Any]:
-    """What the workers sent, by environment."""
-    return {env_id: pickle.loads(result) for env_id, result in results.items()}
-
-
 def dump_extras(extras: Extras) -> bytes:
     """Pickle what did not fit into the block.
 

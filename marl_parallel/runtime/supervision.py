@@ -81,19 +81,24 @@ class Crew:
                 if failures:
                     env_id = min(failures)
                     raise _env_error(env_id, *failures[env_id])
+                return {env_id: _read(env_id, self._worker_of[env_id], result) for env_id, result in results.items()}
             except ClosedEnvironmentError:
                 raise
             except WorkerTimeout:
-                self.shut(ask=False, timeout=0.0)
+                self._shut_after_failure(ask=False, timeout=0.0)
                 raise
             except ParallelEnvError:
-                self.shut(ask=True)
+                self._shut_after_failure(ask=True)
                 raise
             except BaseException:
                 # Interrupted half-way (Ctrl-C): which replies are still to come is not known any more.
-                self.shut(ask=False, timeout=0.0)
+                self._shut_after_failure(ask=not self.backend.can_kill, timeout=1.0)
                 raise
-        return results
+
+    def _shut_after_failure(self, *, ask: bool, timeout: float = 5.0) -> None:
+        error = self.shut(ask=ask, timeout=timeout)
+        if error is not None:
+            logger.warning("while closing after another error: %s", error)
 
     def ask(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
         """Have one thing done in some environments; `run` says what comes back.
@@ -223,6 +228,22 @@ def _env_error(env_id: int, worker: int, failure: Failure) -> EnvError:
             # It could be made again in the worker, but not here; its text is in the message in any case.
             logger.debug("the exception of environment %d does not unpickle: %s", env_id, reason)
     return error
+
+
+def _read(env_id: int, worker: int, result: Any) -> Any:
+    """What a worker sent; bytes are something of the simulator's, pickled."""
+    if type(result) is not bytes:
+        return result
+    try:
+        return pickle.loads(result)
+    except Exception as error:
+        raise EnvError(
+            f"environment {env_id} (worker {worker}) sent something that pickles in the worker, but cannot be "
+            f"unpickled here: {type(error).__name__}: {error}. Its infos, observations or results must do both.",
+            env_ids=(env_id,),
+            worker=worker,
+            method="unpickle",
+        ) from error
 
 
 def _manner_of_death(exitcode: int | None) -> str:

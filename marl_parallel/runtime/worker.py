@@ -95,7 +95,7 @@ class Worker:
         self._own_process, self._in_line = own_process, in_line
         self._episodes: dict[int, Episode] = {}
         self._seeds: dict[int, int] = {}
-        self._layout: Layout
+        self._layout: Layout | None = None
         self._actions: ActionRecords
         self._transitions: TransitionRecords
 
@@ -103,9 +103,6 @@ class Worker:
         """Carry out a request in each environment it names; what one of them raises does not stop the others."""
         self._ledger.take_up()
         message, env_ids, payload = request
-        if message is Message.ATTACH:
-            self._lay_out(*payload)
-            return Reply(Message.RESULT, message, env_ids, {}, {})
         handler = _HANDLERS[message]
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
@@ -117,7 +114,8 @@ class Worker:
             except BaseException as error:  # SystemExit is a simulator's failure too, not the worker's end
                 if self._in_line and isinstance(error, KeyboardInterrupt):
                     raise
-                failures[env_id] = _failure(error, self._ledger.latest.method)
+                method = (self._ledger.latest or message).name.lower()
+                failures[env_id] = _failure(error, method)
         self._ledger.lay_down()
         return Reply(Message.EXCEPTION if failures else Message.RESULT, message, env_ids, results, failures)
 
@@ -134,7 +132,13 @@ class Worker:
             except ModuleNotFoundError as error:
                 return Refusal(ModuleNotFoundError, error.name or str(error))
             simulator = constructor(**_accepted(constructor, {"seed": seed, "env_id": env_id}))
-            env = adapt(simulator, cloudpickle.loads(plan.adapter))
+            try:
+                env = adapt(simulator, cloudpickle.loads(plan.adapter))
+            except BaseException:
+                close = getattr(simulator, "close", None)
+                if callable(close):
+                    close()
+                raise
         self._episodes[env_id] = Episode(env, env_id, plan.mode, self._ledger)
         return bytes(
             cloudpickle.dumps(
@@ -151,7 +155,10 @@ class Worker:
             )
         )
 
-    def _lay_out(self, schema: bytes, num_records: int, arrays: bool) -> None:
+    def _lay_out(self, _: int, payload: tuple[bytes, int, bool]) -> None:
+        if self._layout is not None:
+            return  # one block for all environments
+        schema, num_records, arrays = payload
         declared: Schema = cloudpickle.loads(schema)
         self._layout = Layout(declared, num_records, arrays=arrays)
         buffer = self._attach(self._layout.nbytes)
@@ -181,6 +188,7 @@ class Worker:
     def _state(self, env_id: int, _: Any) -> bytes | None:
         with self._ledger.during(env_id, Activity.STATE):
             state = self._episodes[env_id].env.state()
+        assert self._layout is not None
         column, space = self._layout.state, self._layout.schema.state_space
         try:
             if column is not None:
@@ -209,9 +217,11 @@ class Worker:
                 return Refusal(TypeError, f"{name!r} takes no arguments: it is no method, its type is {kind}")
             result = member(*args, **kwargs) if callable(member) else member
         try:
-            return dumps(result)
+            pickled = dumps(result)
+            pickle.loads(pickled)  # some things pickle, but cannot be made again from it
         except Exception as error:
             return Refusal(TypeError, f"the result of {name!r} cannot be pickled: {error}")
+        return pickled
 
     def _assign(self, env_id: int, payload: Mapping[int, bytes]) -> Refusal | None:
         name, value = pickle.loads(payload[env_id])
@@ -231,6 +241,7 @@ class Worker:
 
 _HANDLERS: dict[Message, Callable[[Worker, int, Any], Any]] = {
     Message.ACCESS: Worker._build,
+    Message.ATTACH: Worker._lay_out,
     Message.SEED: Worker._seed,
     Message.RESET: Worker._reset,
     Message.STEP: Worker._step,

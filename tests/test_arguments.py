@@ -1,0 +1,122 @@
+"""What is refused before anything starts, and what a failed start or a failed transfer leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import gymnasium
+import psutil
+import pytest
+from environments import Skirmish
+
+from marl_parallel import EnvError, ParallelEnv
+from marl_parallel.backends.serial import SerialBackend
+from marl_parallel.backends.thread import ThreadBackend
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"num_workers": "2"}, TypeError, "num_workers must be an integer"),
+        ({"num_workers": 0}, ValueError, "num_workers must be at least 1"),
+        ({"worker_threads": "two"}, TypeError, "worker_threads must be an integer"),
+        ({"worker_threads": 0}, ValueError, "worker_threads must be at least 1"),
+        ({"start_timeout": -1}, ValueError, "start_timeout must be positive"),
+        ({"start_timeout": "soon"}, TypeError, "start_timeout must be a number of seconds"),
+        ({"adapter": "nope"}, ValueError, "No adapter is named 'nope'"),
+        ({"adapter": 3}, TypeError, "adapter"),
+        ({"backend": "nope"}, ValueError, "there is no backend 'nope'"),
+        ({"backend": 3}, TypeError, "backend must be one of"),
+        ({"backend": "serial", "context": "spawn"}, ValueError, "context='spawn'"),
+        ({"context": "teleport"}, ValueError, "context must be one of"),
+        ({"auto_reset": "sometimes"}, ValueError, "auto_reset must be"),
+        ({"seed": -1}, ValueError, "seed must not be negative"),
+        ({"seed": "x"}, TypeError, "seed must be an integer"),
+    ],
+)
+def test_refused_before_anything_starts(arguments, error, says):
+    children = psutil.Process().children(recursive=True)
+    with pytest.raises(error, match=says):
+        ParallelEnv([Skirmish] * 2, **arguments)
+    assert psutil.Process().children(recursive=True) == children
+
+
+def test_an_adapter_that_does_not_pickle():
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"adapter=.* cannot be pickled"):
+        ParallelEnv([Skirmish], adapter=lambda env: (lock, env))
+
+
+@pytest.mark.parametrize("constructors", [None, 5, Skirmish, "Skirmish", {0: Skirmish}])
+def test_constructors_that_are_no_sequence(constructors):
+    with pytest.raises(TypeError, match="env_constructors must be a sequence of callables"):
+        ParallelEnv(constructors)
+
+
+@pytest.mark.parametrize("backend", [SerialBackend, ThreadBackend])
+def test_a_backend_serves_one(backend):
+    shared = backend()
+    with ParallelEnv([Skirmish], backend=shared) as env:
+        with pytest.raises(ValueError, match="a backend serves one ParallelEnv"):
+            ParallelEnv([Skirmish], backend=shared)
+        env.reset()
+
+
+def test_a_start_that_fails(monkeypatch):
+    """The error of the start is the one that arrives."""
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    with pytest.raises(FileNotFoundError, match="/no/such/python"):
+        ParallelEnv([Skirmish] * 2)
+
+
+class OneWay:
+    """Pickles, but cannot be made again from it anywhere but where the environments are."""
+
+    def __reduce__(self):
+        return (_only_elsewhere, (threading.get_ident(),))
+
+
+def _only_elsewhere(made_in):
+    if threading.get_ident() != made_in:
+        raise RuntimeError("cannot be made here")
+    return OneWay()
+
+
+class Secretive(gymnasium.Env):
+    """Its infos cannot be read by the caller."""
+
+    observation_space = action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        return 0, 0.0, False, False, {"secret": OneWay()}
+
+
+def test_infos_that_cannot_be_read():
+    with ParallelEnv([Secretive] * 2, backend="thread", num_workers=1) as env:
+        env.reset()
+        with pytest.raises(EnvError, match="cannot be unpickled") as caught:
+            env.step([{"agent_0": 0}] * 2)
+        assert caught.value.env_ids == (0,)
+        with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+            env.reset()
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_memory_goes_with_the_object(backend):
+    """No cycle keeps the block until the garbage collector comes round."""
+    gc.collect()
+    gc.disable()
+    try:
+        env = ParallelEnv([Skirmish] * 2, backend=backend)
+        env.reset()
+        env.close()
+        batch = weakref.ref(env._batch.layout)
+        del env
+        assert batch() is None
+    finally:
+        gc.enable()
