@@ -1,7 +1,7 @@
 """The setups that conformance tests run on, and how a test gets a `ParallelEnv` that is closed after it.
 
 pytest                 everything
-pytest --setups=few    what does not depend on the packing runs on two workers only: about half of the time
+pytest --setups=few    each test that is repeated on many setups runs on two workers and shared memory only
 CI=true pytest         a test that is skipped makes the run fail
 """
 
@@ -49,14 +49,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--setups",
         choices=["all", "few"],
         default="all",
-        help="few: of tests that run on every packing, only those with two workers",
+        help="few: of a test that is repeated on many setups, only those with two workers and shared memory",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--setups") == "all":
         return
-    left_out = [item for item in items if _setup_of(item) not in (None, *PACKED_SETUPS)]
+    left_out = [item for item in items if _setup_of(item) not in (None, *BACKEND_SETUPS)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
@@ -68,9 +68,17 @@ def _setup_of(item: pytest.Item) -> Setup | None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """What is skipped on somebody's laptop may be what the laptop lacks; where nobody looks, it is a failure."""
-    skipped = session.config.pluginmanager.get_plugin("terminalreporter").stats.get("skipped")
-    if os.environ.get("CI") and skipped and session.exitstatus == pytest.ExitCode.OK:
+    if _skips_count(session.config) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if _skips_count(config):
+        terminalreporter.write_line("tests were skipped: with CI set, that is a failure", red=True)
+
+
+def _skips_count(config: pytest.Config) -> bool:
+    return bool(os.environ.get("CI") and config.pluginmanager.get_plugin("terminalreporter").stats.get("skipped"))
 
 
 @pytest.fixture(params=ALL_SETUPS, ids=str)

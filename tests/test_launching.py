@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -235,6 +236,19 @@ def test_signal(stage: Stage, number: int) -> None:
     os.kill(pid, number)
     assert stage.death() == (pid, -number)
     assert stage.launcher.deaths() == []
+
+
+def test_a_signal_that_c_code_has_laid_hands_on(stage: Stage) -> None:
+    """As SDL does; Python does not know of it, and what is ignored stays so in a new program."""
+    ignored = ctypes.c_void_p(1)  # SIG_IGN
+    ctypes.CDLL(None).signal(signal.SIGTERM, ignored)
+    try:
+        pid = stage.launch("waits")
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    stage.hear()
+    os.kill(pid, signal.SIGTERM)
+    assert stage.death() == (pid, -signal.SIGTERM)
 
 
 def test_death_is_announced_at_once(served: Stage) -> None:

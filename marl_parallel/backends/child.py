@@ -142,6 +142,8 @@ def _reset_signals() -> None:
     # A program started in the background ignores these; a simulator and its children must not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Libraries install handlers in C, of which Python knows nothing: SDL, say, makes an event of this one.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 

@@ -291,7 +291,8 @@ def _reward_tag(rewards: Sequence[Any]) -> int | None:
     tag = _REWARD_TAGS.get(kinds.pop()) if len(kinds) == 1 else None
     if tag is None or tag < _NUM_FLOATS:
         return tag
-    return tag if max(map(abs, rewards)) <= _LARGEST_EXACT else None
+    exact = min(rewards) >= -_LARGEST_EXACT and max(rewards) <= _LARGEST_EXACT
+    return tag if exact else None
 
 
 def _quiet_code(terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]) -> int | None:
