@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import cloudpickle
 import numpy as np
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode
@@ -156,7 +155,7 @@ class ParallelEnv(Inquiries):
             schema = common_schema(described)
             layout = Layout(schema, self._num_envs, arrays=shared_memory)
             block = hosts.allocate(layout.nbytes)
-            attach = Request(Message.ATTACH, None, (cloudpickle.dumps(schema), self._num_envs, shared_memory))
+            attach = Request(Message.ATTACH, None, (self._num_envs, shared_memory))
             self._crew.run(dict.fromkeys(range(len(shares)), attach), limit=limit)
             self._batch = Batch(layout, block, described[0].rules, self._mode, copy=copy, check_actions=check_actions)
             self._schema = schema

@@ -43,6 +43,12 @@ class Held(NamedTuple):
         )
 
 
+@pytest.fixture(autouse=True)
+def own_folder_for_temporary_files(tmp_path, monkeypatch):
+    """What others on this machine put into the usual one is not ours."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 def open_descriptors() -> list[str]:
     """Without the one by which the listing is read."""
     with os.scandir("/proc/self/fd") as entries:

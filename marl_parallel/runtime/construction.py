@@ -116,7 +116,7 @@ def common_schema(described: Sequence[Description]) -> Schema:
                     _differ(env_id, what, theirs.get(agent), ours.get(agent))
         if not _same(first.state_space, other.state_space):
             _differ(env_id, "the state space", other.state_space, first.state_space)
-    return Schema(first.possible_agents, first.observation_spaces, first.action_spaces, first.state_space)
+    return Schema.of(first)
 
 
 def _same(ours: Space[Any] | None, theirs: Space[Any] | None) -> bool:

@@ -41,6 +41,11 @@ class Schema:
     action_spaces: dict[AgentID, Space[Any]]
     state_space: Space[Any] | None
 
+    @classmethod
+    def of(cls, env: Any) -> Schema:
+        """Take it from a `MultiAgentEnv`, or from anything that has its attributes."""
+        return cls(list(env.possible_agents), env.observation_spaces, env.action_spaces, env.state_space)
+
 
 class Whole(Protocol):
     """What writes and reads the values of all agents of a record at once; as `Column` does."""

@@ -17,7 +17,7 @@ class Message(Enum):
     ACCESS = 1
     """Construct the environments and tell their spaces and other fixed attributes."""
     ATTACH = 2
-    """Here are the schema and the block of memory that actions and transitions travel in."""
+    """There is a block of memory now that actions and transitions travel in, laid out for so many environments."""
     SEED = 3
     """Which seeds do the environments use?"""
     RESET = 4

@@ -155,12 +155,11 @@ class Worker:
             )
         )
 
-    def _lay_out(self, _: int, payload: tuple[bytes, int, bool]) -> None:
+    def _lay_out(self, env_id: int, payload: tuple[int, bool]) -> None:
         if self._layout is not None:
             return  # one block for all environments
-        schema, num_records, arrays = payload
-        declared: Schema = cloudpickle.loads(schema)
-        self._layout = Layout(declared, num_records, arrays=arrays)
+        num_records, arrays = payload
+        self._layout = Layout(Schema.of(self._episodes[env_id].env), num_records, arrays=arrays)
         buffer = self._attach(self._layout.nbytes)
         self._layout.bind(buffer)
         self._actions = ActionRecords(self._layout, buffer)
