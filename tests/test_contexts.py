@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -30,7 +31,7 @@ from gymnasium.vector import AutoresetMode
 from scenarios import record, scenario
 
 from marl_parallel import EnvError, ParallelEnv, WorkerCrashed, WorkerTimeout
-from marl_parallel.backends import portable_process
+from marl_parallel.backends import portable_process, portable_worker
 from marl_parallel.backends.portable import PortableProcessBackend
 from marl_parallel.runtime.messages import Lost, Message, Reply, Request
 from marl_parallel.runtime.worker import Plan
@@ -397,6 +398,21 @@ def test_killed_parent_before_its_workers_are_there(short_folder, tmp_path):
         children = psutil.Process(parent.pid).children()
         parent.kill()
         assert gone([parent.pid, *(child.pid for child in children)])
+    assert os.listdir(short_folder) == []
+
+
+def test_clearing_away_what_is_being_added_to(short_folder):
+    def add() -> None:
+        with contextlib.suppress(FileNotFoundError):  # the folder has gone
+            for number in itertools.count():
+                Path(folder, f"socket-{number}").touch()
+
+    folder = tempfile.mkdtemp(dir=short_folder)
+    adding = threading.Thread(target=add)
+    adding.start()
+    portable_worker._clear_away(folder)
+    adding.join(20)
+    assert not adding.is_alive()
     assert os.listdir(short_folder) == []
 
 

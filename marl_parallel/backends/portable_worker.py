@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import Listener
 from queue import SimpleQueue
 
@@ -17,11 +18,25 @@ from marl_parallel.runtime.ledger import Ledger
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.worker import Worker
 
+_CLEARED_WITHIN_S = 1.0
+
 
 def main() -> None:
     """Serve until told to close, or until the parent is gone."""
     pipe = _taken_from_stdin()
     start: Start = receive(pipe)
+    requests: SimpleQueue[Request] = SimpleQueue()
+    intake = threading.Thread(target=_take_in, args=(pipe, requests, start.folder), daemon=True)
+    intake.start()
+    try:
+        _serve(start, requests)
+    except OSError:
+        # Perhaps the parent has gone, and the thread that noticed is clearing away what was needed here.
+        intake.join(_CLEARED_WITHIN_S)
+        raise
+
+
+def _serve(start: Start, requests: SimpleQueue[Request]) -> None:
     _report_to(start.crash_path)
     sys.argv[:] = start.argv
     if sys.stdout is not None:
@@ -29,8 +44,6 @@ def main() -> None:
     board, records = (NamedMemory(start.folder, name) for name in ("board", "records"))
     ledgers = memoryview(board.map(start.num_workers * Ledger.NBYTES))
     worker = Worker(Ledger(ledgers[start.worker * Ledger.NBYTES :]), records.map, own_process=True)
-    requests: SimpleQueue[Request] = SimpleQueue()
-    threading.Thread(target=_take_in, args=(pipe, requests, start.folder), daemon=True).start()
     with Listener(start.address, authkey=start.key) as listener:
         connection = listener.accept()
     with connection:
@@ -64,8 +77,14 @@ def _take_in(pipe: int, requests: SimpleQueue[Request], folder: str) -> None:
         while True:
             requests.put(receive(pipe))
     finally:
-        # What the parent has not had the time to remove.
-        shutil.rmtree(folder, ignore_errors=True)
+        _clear_away(folder)
         if sys.platform != "win32":
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
+
+
+def _clear_away(folder: str) -> None:
+    """Remove what the parent has not had the time to; again while workers that are starting still add to it."""
+    deadline = time.monotonic() + _CLEARED_WITHIN_S
+    while os.path.isdir(folder) and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
