@@ -145,7 +145,6 @@ class ParallelEnv(Inquiries):
         self._crew = Crew(hosts, shares)
         _live.add(self._crew)
         self._finalizer = weakref.finalize(self, self._crew.shut)
-        self._all = tuple(range(self._num_envs))
         self._plain_steps = {worker: Request(Message.STEP) for worker in range(len(shares))}
         started = False
         try:
@@ -158,6 +157,7 @@ class ParallelEnv(Inquiries):
             attach = Request(Message.ATTACH, None, (self._num_envs, shared_memory))
             self._crew.run(dict.fromkeys(range(len(shares)), attach), limit=limit)
             self._batch = Batch(layout, block, described[0].rules, self._mode, copy=copy, check_actions=check_actions)
+            self._all = self._batch.env_ids
             self._schema = schema
             self._reset_keywords = described[0].reset_keywords
             self._metadata = {**described[0].metadata, "autoreset_mode": self._mode}

@@ -15,6 +15,7 @@ from marl_parallel.adapters.attributes import declared
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv
 
 RESET_KEYWORDS = frozenset({"seed", "options"})
+_FIVE_DICTS = [dict] * 5
 
 
 class Adapter(MultiAgentEnv):
@@ -102,6 +103,8 @@ def checked_step(result: Any, source: Any) -> Dicts:
     Raises:
         TypeError: It is not five dicts.
     """
+    if type(result) is tuple and [*map(type, result)] == _FIVE_DICTS:  # the usual case first: it is quick to tell
+        return result
     if isinstance(result, tuple | list) and len(result) == 5:
         observations, rewards, terminateds, truncateds, infos = result
         if (

@@ -7,15 +7,19 @@ The head, in bytes, for n agents whose actions lie in the block: form 1 | presen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-from marl_parallel.runtime.builders import dict_of
-from marl_parallel.runtime.columns import Mismatch, Unfit, conform
+import numpy as np
+
+from marl_parallel.runtime.builders import dict_of, dicts_of
+from marl_parallel.runtime.columns import Mismatch, Unfit, conform, over_records
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.pickling import Extras, in_order
 
 _ALL_IN_ORDER, _SOME = 1, 2
+_ALL = bytes((_ALL_IN_ORDER,))
 
 
 class ActionRecords:
@@ -30,9 +34,27 @@ class ActionRecords:
         self._layout, self._columns = layout, layout.actions
         self._heads = [start + layout.action_head for start in layout.starts]
         self._agents, self._whole = self._columns.agents, self._columns.whole
-        self._dict_of = dict_of(self._agents)
+        self._dict_of, self._dicts_of = dict_of(self._agents), dicts_of(self._agents)
+        self._complete = bool(self._agents) and self._agents == layout.agents
         self._position = {agent: place for place, agent in enumerate(self._agents)}
         self._buffer = memoryview(buffer)
+        self._forms = over_records(buffer, layout.starts, layout.action_head, np.uint8, ())
+
+    def write_span(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
+        """Write the actions of neighbouring records at once; says whether it could, else each wants a `write`.
+
+        Args:
+            span: The records.
+            actions: Of each, the actions of all possible agents, in their order.
+        """
+        if not self._complete:
+            return False
+        try:
+            self._whole.write_span(span, [*chain.from_iterable([given.values() for given in actions])])
+        except (Unfit, Mismatch):
+            return False  # at least one is special: one by one finds which
+        self._forms[span.start : span.stop] = _ALL_IN_ORDER
+        return True
 
     def write(self, record: int, actions: Mapping[Any, Any]) -> Extras | None:
         """Write what fits; returns the rest, to be pickled.
@@ -65,6 +87,12 @@ class ActionRecords:
                 raise Mismatch(f"the action of agent {agent!r}: {error}") from error
         buffer[head : head + 1 + len(present)] = bytes((_SOME,)) + present
         return extras or None
+
+    def read_span(self, span: range) -> list[dict[Any, Any]]:
+        """The actions of neighbouring records, of which none has anything pickled beside it; as `read`."""
+        if not self._complete or self._forms[span.start : span.stop].tobytes() != _ALL * len(span):
+            return [self.read(record, None) for record in span]
+        return self._dicts_of(zip(*[iter(self._whole.read_span(span, True))] * len(self._agents)))
 
     def read(self, record: int, extras: Extras | None) -> dict[Any, Any]:
         """The actions, arrays in memory of their own."""

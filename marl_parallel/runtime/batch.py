@@ -6,7 +6,7 @@ dicts of `ParallelEnv` are one view of what lies here, arrays over all environme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,7 +19,8 @@ from marl_parallel.runtime.columns import Mismatch, conform
 from marl_parallel.runtime.episode import needs_actions
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.pickling import sendable
-from marl_parallel.runtime.records import TransitionRecords
+from marl_parallel.runtime.records import Columns, TransitionRecords
+from marl_parallel.runtime.sharing import span_of
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
@@ -37,6 +38,7 @@ class Batch:
         check_actions: Whether every action must be contained in its space.
 
     Attributes:
+        env_ids: All environments.
         acting: For each environment, who should act next; lists that nobody may change.
         over: For each environment, whether its episode has ended and no reset has followed.
         begun: For each environment, whether it has been reset at least once.
@@ -60,9 +62,11 @@ class Batch:
         self.acting: list[list[AgentID]] = [[] for _ in layout.starts]
         self.over = [False] * layout.num_records
         self.begun = [False] * layout.num_records
+        self.env_ids = tuple(range(layout.num_records))
+        self._everywhere = range(layout.num_records)
         self._pettingzoo = rules is Rules.PETTINGZOO
 
-    def write_actions(self, env_ids: Iterable[int], actions: Iterable[Mapping[Any, Any]]) -> dict[int, bytes]:
+    def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> dict[int, bytes]:
         """Write one dict of actions for each environment.
 
         Returns:
@@ -72,20 +76,34 @@ class Batch:
             ValueError: An action is missing, or is not what its space declares; nothing has been stepped.
             TypeError: Something is not a dict, or cannot be pickled; likewise.
         """
+        span = self._span(env_ids)
+        if span is not None and self._all_alike(span, actions) and self._actions.write_span(span, actions):
+            return {}
         outside: dict[int, bytes] = {}
-        write, acting, over, pettingzoo = self._actions.write, self.acting, self.over, self._pettingzoo
         for env_id, given in zip(env_ids, actions, strict=True):
-            if over[env_id] or type(given) is not dict or (pettingzoo and [*given] != acting[env_id]):
+            if self.over[env_id] or type(given) is not dict or (self._pettingzoo and [*given] != self.acting[env_id]):
                 given = self._wanted(env_id, given)
             if self._check:
                 self._check_contained(env_id, given)
             try:
-                extras = write(env_id, given)
+                extras = self._actions.write(env_id, given)
                 if extras is not None:
                     outside[env_id] = sendable(extras, f"environment {env_id}: its actions")
             except Mismatch as error:
                 raise ValueError(f"environment {env_id}: {error}") from None
         return outside
+
+    def _span(self, env_ids: Sequence[int]) -> range | None:
+        return self._everywhere if env_ids is self.env_ids else span_of(env_ids)
+
+    def _all_alike(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
+        """Whether each has an action for every agent, in order, and all of them act: nothing is left to be decided."""
+        if self._check or [*map(type, actions)] != [dict] * len(span) or True in self.over:
+            return False
+        everyone = [self.layout.agents] * len(span)
+        return [*map(list, actions)] == everyone and (
+            not self._pettingzoo or self.acting[span.start : span.stop] == everyone
+        )
 
     def _wanted(self, env_id: int, given: Any) -> dict[Any, Any]:
         """Those of the given actions that the environment is to get."""
@@ -118,13 +136,19 @@ class Batch:
                     f"expected an element of {space}, got {action!r}"
                 )
 
-    def read(self, env_ids: Iterable[int], extras: Mapping[int, Any]) -> tuple[Dicts, Dicts, Dicts, Dicts, Dicts]:
+    def read(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> Columns:
         """The transitions of some environments: five tuples of dicts, in the order of `env_ids`.
 
         Args:
             env_ids: At least one.
             extras: By environment, what travelled pickled.
         """
+        if not extras and (span := self._span(env_ids)) is not None:
+            quiet = self._transitions.read_span(span)
+            if quiet is not None:
+                self.acting[span.start : span.stop] = [self._transitions.agents] * len(span)
+                self.over[span.start : span.stop] = [False] * len(span)
+                return quiet
         rows = []
         read, acting, over = self._transitions.read, self.acting, self.over
         stays_over = self._mode is not AutoresetMode.SAME_STEP

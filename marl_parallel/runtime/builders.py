@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -14,7 +14,19 @@ def dict_of(keys: Sequence[Any]) -> Callable[..., dict[Any, Any]]:
         {'a': 1, 'b': 2}
     """
     values = ", ".join(f"v{place}" for place in range(len(keys)))
-    return _built(f"lambda {values}", [f"v{place}" for place in range(len(keys))], keys)
+    return _built(f"lambda {values}: ", [f"v{place}" for place in range(len(keys))], keys)
+
+
+def dicts_of(keys: Sequence[Any]) -> Callable[[Iterable[Any]], list[dict[Any, Any]]]:
+    """A function that takes rows with one value for each key and returns a dict of each row.
+
+    Example:
+        >>> dicts_of(["a", "b"])([(1, 2), (3, 4)])
+        [{'a': 1, 'b': 2}, {'a': 3, 'b': 4}]
+    """
+    row = "".join(f"v{place}, " for place in range(len(keys)))
+    values = [f"v{place}" for place in range(len(keys))]
+    return _built("lambda rows: [", values, keys, f" for ({row}) in rows]")
 
 
 def empty_dicts_of(keys: Sequence[Any]) -> Callable[[], dict[Any, dict[Any, Any]]]:
@@ -24,12 +36,12 @@ def empty_dicts_of(keys: Sequence[Any]) -> Callable[[], dict[Any, dict[Any, Any]
         >>> empty_dicts_of(["a", "b"])()
         {'a': {}, 'b': {}}
     """
-    return _built("lambda", ["{}"] * len(keys), keys)
+    return _built("lambda: ", ["{}"] * len(keys), keys)
 
 
-def _built(head: str, values: Sequence[str], keys: Sequence[Any]) -> Callable[..., dict[Any, Any]]:
+def _built(before: str, values: Sequence[str], keys: Sequence[Any], after: str = "") -> Callable[..., Any]:
     # The source holds numbered names only; the keys themselves, whatever they are, come in as arguments.
     names = ", ".join(f"k{place}" for place in range(len(keys)))
     entries = ", ".join(f"k{place}: {value}" for place, value in enumerate(values))
-    make: Callable[..., dict[Any, Any]] = eval(f"lambda {names}: {head}: {{{entries}}}")(*keys)
+    make: Callable[..., Any] = eval(f"lambda {names}: {before}{{{entries}}}{after}")(*keys)
     return make

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -84,6 +85,22 @@ def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArra
     return array.astype(dtype)
 
 
+def over_records(buffer: Any, starts: Sequence[int], offset: int, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    """One array over all records, which lie at equal distances: a view of shape `(records, *shape)`."""
+    within: NDArray[Any] = np.ndarray(shape, dtype, buffer, starts[0] + offset)
+    stride = starts[1] - starts[0] if len(starts) > 1 else within.nbytes
+    view: NDArray[Any] = np.ndarray((len(starts), *shape), dtype, buffer, starts[0] + offset, (stride, *within.strides))
+    return view
+
+
+def numbers_of(array: NDArray[Any], kind: type) -> list[Any]:
+    """The elements of an array, in its order, as Python or NumPy scalars of one type that holds them all."""
+    if issubclass(kind, np.generic):
+        return [*array.astype(kind).ravel()]
+    numbers = array.ravel().tolist()
+    return numbers if not numbers or type(numbers[0]) is kind else [*map(kind, numbers)]
+
+
 class Column(ABC):
     """The values of `rows` agents with equal spaces, in every record of a block."""
 
@@ -114,6 +131,15 @@ class Column(ABC):
     def read(self, record: int, row: int, copy: bool) -> Any:
         """The value of one row; arrays are views of the block unless `copy`."""
 
+    def write_span(self, span: range, values: Sequence[Any]) -> None:
+        """Write the values of all rows of neighbouring records, one record's after the other's; as `write_all`."""
+        for place, record in enumerate(span):
+            self.write_all(record, values[place * self.rows : (place + 1) * self.rows])
+
+    def read_span(self, span: range, copy: bool) -> list[Any]:
+        """The values of all rows of neighbouring records, one record's after the other's; as `read_all`."""
+        return [value for record in span for value in self.read_all(record, copy)]
+
 
 class ArrayColumn(Column):
     """Arrays of one dtype and shape, contiguous over the rows."""
@@ -124,12 +150,12 @@ class ArrayColumn(Column):
         self._lengths = [shape[0] if shape else 0] * rows
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
-        size = (self.rows, *self.shape)
-        self.records = [np.ndarray(size, self.dtype, buffer, start + self.offset) for start in starts]
+        self._all = over_records(buffer, starts, self.offset, self.dtype, (self.rows, *self.shape))
+        self.records = [*self._all]
         # All rows end to end along the first axis, which is how one concatenation fills them.
         flat = (self.rows * self.shape[0], *self.shape[1:]) if self.shape else ()
         self._flat = [view.reshape(flat) for view in self.records] if self.shape else []
-        self._rows = [[view[row, ...] for row in range(self.rows)] for view in self.records]
+        self._rows = [view[row, ...] for view in self.records for row in range(self.rows)]
 
     def write_all(self, record: int, values: Sequence[Any]) -> None:
         try:
@@ -145,17 +171,30 @@ class ArrayColumn(Column):
     def write(self, record: int, row: int, value: Any) -> None:
         if value is None:
             raise Unfit
-        self._rows[record][row][...] = as_array(value, self.dtype, self.shape)
+        self._rows[record * self.rows + row][...] = as_array(value, self.dtype, self.shape)
+
+    def write_span(self, span: range, values: Sequence[Any]) -> None:
+        try:
+            if self._flat and [*map(len, values)] == self._lengths * len(span):
+                end_to_end = np.concatenate(values, casting="equiv", dtype=self.dtype)
+                if end_to_end.shape[1:] == self.shape[1:]:
+                    self._all[span.start : span.stop] = end_to_end.reshape(len(span), self.rows, *self.shape)
+                    return
+        except (TypeError, ValueError):
+            pass  # as above
+        super().write_span(span, values)
 
     def read_all(self, record: int, copy: bool) -> list[Any]:
-        if not copy:
-            return self._rows[record].copy()
-        if self.rows <= _FEW_ROWS or not self.shape:
-            return [*map(_copy_of, self._rows[record])]
-        return [*self.records[record].copy()]
+        return self.read_span(range(record, record + 1), copy)
+
+    def read_span(self, span: range, copy: bool) -> list[Any]:
+        if copy and self.rows > _FEW_ROWS and self.shape:
+            return [*chain.from_iterable([record.copy() for record in self.records[span.start : span.stop]])]
+        views = self._rows[span.start * self.rows : span.stop * self.rows]
+        return [*map(_copy_of, views)] if copy else views
 
     def read(self, record: int, row: int, copy: bool) -> Any:
-        view = self._rows[record][row]
+        view = self._rows[record * self.rows + row]
         return view.copy() if copy else view
 
 
@@ -179,6 +218,8 @@ class ScalarColumn(Column):
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         self._buffer = memoryview(buffer)
         self._starts = [start + self.offset for start in starts]
+        self._numbers = over_records(buffer, starts, self.offset, np.int64, (self.rows,))
+        self._tags = over_records(buffer, starts, self.offset + 8 * self.rows, np.uint8, (self.rows,))
 
     def write_all(self, record: int, values: Sequence[Any]) -> None:
         try:
@@ -201,6 +242,25 @@ class ScalarColumn(Column):
         if tags == self._ints:  # as unpacked
             return values
         return [SCALAR_TYPES[tag](value) for value, tag in zip(values, tags)]
+
+    def write_span(self, span: range, values: Sequence[Any]) -> None:
+        kinds = {*map(type, values)}
+        tag = _SCALAR_TAGS.get(kinds.pop()) if len(kinds) == 1 else None
+        if tag is None:
+            super().write_span(span, values)
+            return
+        try:
+            numbers = np.fromiter(values, np.int64, len(values))
+        except OverflowError as error:
+            raise Unfit from error
+        self._numbers[span.start : span.stop] = numbers.reshape(len(span), self.rows)
+        self._tags[span.start : span.stop] = tag
+
+    def read_span(self, span: range, copy: bool) -> list[Any]:
+        tags = self._tags[span.start : span.stop].tobytes()
+        if tags != tags[:1] * len(tags):
+            return super().read_span(span, copy)
+        return numbers_of(self._numbers[span.start : span.stop], SCALAR_TYPES[tags[0]])
 
     def read(self, record: int, row: int, copy: bool) -> Any:
         start = self._starts[record]

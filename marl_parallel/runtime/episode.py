@@ -8,50 +8,17 @@ uses the functions at the end, on the same facts. How transitions travel is the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from itertools import repeat
-from operator import is_
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.protocol import AgentID, MultiAgentEnv, Rules
 from marl_parallel.runtime.ledger import Activity, Ledger
-
-ALL = "__all__"
-"""The key of the flags that speak for the whole episode."""
+from marl_parallel.runtime.transition import ALL, Transition, Usual, is_empty_info
 
 _RESET, _STEP = int(Activity.RESET), int(Activity.STEP)  # a member of an Enum costs a look-up each time
 _NOT_ENDED = (False, False)
-_FALSE = repeat(False)
-
-
-class Transition(NamedTuple):
-    """What one reset or step of one environment has to say.
-
-    Attributes:
-        observations: What each agent sees now: after an automatic reset, of the new episode.
-        rewards: Of the step.
-        terminateds: Of the step, with `__all__`.
-        truncateds: Of the step, with `__all__`.
-        infos: Of the step, as the simulator gave them.
-        alive: Agents seen in this episode and neither terminated nor truncated yet.
-        acting: Those of them who should act next; in the order of `possible_agents`, then as they came.
-        quiet: Whether observations are of exactly those alive, who all act, and every flag is Python's own False.
-        final_observations: The old episode's last observations, where the new one has begun in the same step.
-        reset_infos: The infos of that reset.
-    """
-
-    observations: dict[AgentID, Any]
-    rewards: dict[AgentID, Any]
-    terminateds: dict[Any, Any]
-    truncateds: dict[Any, Any]
-    infos: dict[Any, Any]
-    alive: Sequence[AgentID]
-    acting: Sequence[AgentID]
-    quiet: bool = False
-    final_observations: dict[AgentID, Any] | None = None
-    reset_infos: dict[Any, Any] | None = None
 
 
 class Episode:
@@ -71,6 +38,8 @@ class Episode:
         self._alive: list[AgentID] = []
         self._acting: list[AgentID] = []
         self._flagged: set[AgentID] = set()
+        self._usual = Usual(env.possible_agents)
+        self._all_act = False  # whether every possible agent is alive and acting, and nobody has been flagged
         self._over: tuple[Any, Any] | None = None
 
     def reset(self, keywords: Mapping[str, Any]) -> Transition:
@@ -91,6 +60,7 @@ class Episode:
         self._over = None
         self._alive = list(observations)
         self._acting = self._who_acts(observations)
+        self._all_act = self._do_all_act()
         return Transition(
             observations,
             dict.fromkeys(observations, 0.0),
@@ -99,7 +69,6 @@ class Episode:
             infos,
             self._alive,
             self._acting,
-            self._alive == self._acting,
         )
 
     def step(self, actions: dict[Any, Any]) -> Transition:
@@ -119,14 +88,15 @@ class Episode:
             observations, rewards, terminateds, truncateds, infos = self.env.step(actions)
         finally:
             self._ledger.leave()
+        if self._all_act:
+            usual = self._usual.reward_type(observations, rewards, terminateds, truncateds, infos)
+            # Nothing to note, and over only where the simulator says that nobody is left.
+            if usual is not None and (self._dict_rules or (left := self.env.agents_left()) is None or left):
+                self._over = None
+                agents = self._acting
+                return Transition(observations, rewards, terminateds, truncateds, infos, agents, agents, usual)
         before = self._alive
-        quiet = (
-            [*observations] == before == self._acting
-            and all(map(is_, terminateds.values(), _FALSE))
-            and all(map(is_, truncateds.values(), _FALSE))
-        )
-        if not quiet:
-            self._note(observations, terminateds, truncateds)
+        self._note(observations, terminateds, truncateds)
         if ALL not in terminateds or ALL not in truncateds:  # in dicts of our own: the simulator may keep its
             ended = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
             terminateds, truncateds = {**terminateds}, {**truncateds}
@@ -135,7 +105,7 @@ class Episode:
         over = terminateds[ALL], truncateds[ALL]
         if not (over[0] or over[1]):
             self._over = None
-            return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting, quiet)
+            return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting)
         if self._mode is not AutoresetMode.SAME_STEP:
             self._over = over
             acting = self._acting if self._dict_rules else []
@@ -159,6 +129,10 @@ class Episode:
         seen = dict.fromkeys([*self._alive, *observations])
         self._alive = [agent for agent in seen if agent not in self._flagged]
         self._acting = self._who_acts(observations)
+        self._all_act = self._do_all_act()
+
+    def _do_all_act(self) -> bool:
+        return self._acting == self._alive == self.env.possible_agents and not self._flagged
 
     def _who_acts(self, observations: dict[AgentID, Any]) -> list[AgentID]:
         turn = self.env.turn()
@@ -198,11 +172,6 @@ def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:
         over: Whether its last transition ended an episode that no reset has followed yet.
     """
     return not over or (mode is AutoresetMode.DISABLED and rules is Rules.DICT)
-
-
-def is_empty_info(info: Any) -> bool:
-    """Whether an info is `{}` and nothing else; comparing would trip over arrays and take other empty things for it."""
-    return type(info) is dict and not info
 
 
 def with_final(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 from gymnasium import Space
@@ -48,11 +49,15 @@ class Schema:
 
 
 class Whole(Protocol):
-    """What writes and reads the values of all agents of a record at once; as `Column` does."""
+    """What writes and reads the values of all agents of a record, or of several records, at once; as `Column` does."""
 
     def write_all(self, record: int, values: Sequence[Any]) -> None: ...
 
     def read_all(self, record: int, copy: bool) -> list[Any]: ...
+
+    def write_span(self, span: range, values: Sequence[Any]) -> None: ...
+
+    def read_span(self, span: range, copy: bool) -> list[Any]: ...
 
 
 class _Groups:
@@ -70,6 +75,19 @@ class _Groups:
         for column, positions in self._groups:
             for position, value in zip(positions, column.read_all(record, copy)):
                 values[position] = value
+        return values
+
+    def write_span(self, span: range, values: Sequence[Any]) -> None:
+        for column, positions in self._groups:
+            rows = zip(*[values[position :: self._size] for position in positions])
+            column.write_span(span, [*chain.from_iterable(rows)])
+
+    def read_span(self, span: range, copy: bool) -> list[Any]:
+        values: list[Any] = [None] * (self._size * len(span))
+        for column, positions in self._groups:
+            read = column.read_span(span, copy)
+            for row, position in enumerate(positions):
+                values[position :: self._size] = read[row :: len(positions)]
         return values
 
 

@@ -13,28 +13,28 @@ The head, in bytes, for n agents in the block; its rows are valid in both forms:
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
-from marl_parallel.runtime.builders import dict_of, empty_dicts_of
-from marl_parallel.runtime.columns import Mismatch, Unfit, conform
-from marl_parallel.runtime.episode import ALL, Transition, is_empty_info, with_final
+from marl_parallel.runtime.builders import dict_of, dicts_of, empty_dicts_of
+from marl_parallel.runtime.columns import Mismatch, Unfit, conform, numbers_of, over_records
+from marl_parallel.runtime.episode import with_final
 from marl_parallel.runtime.layout import AgentColumns, Layout
 from marl_parallel.runtime.pickling import Extras, in_order
+from marl_parallel.runtime.transition import ALL, FLOATS, Transition, is_empty_info
 
 OBSERVATION, REWARD, TERMINATED, TRUNCATED, INFO, ALIVE, ACTING, FINAL = (1 << bit for bit in range(8))
 _EVERYWHERE = OBSERVATION | REWARD | TERMINATED | TRUNCATED | INFO | ALIVE | ACTING
 
 # The first of each is what simulators give most; a reward is kept as a double, exactly, or travels pickled.
 REWARD_TYPES: tuple[type, ...] = (
-    float, np.float64, np.float32, np.float16, int, bool, np.bool_,
+    *FLOATS, int, bool, np.bool_,
     np.int64, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16, np.uint8,
 )  # fmt: skip
 _REWARD_TAGS = {t: tag for tag, t in enumerate(REWARD_TYPES)}
-_NUM_FLOATS = 4
 _LARGEST_EXACT = 2**53
 
 FLAGS: tuple[Any, ...] = (False, True, np.False_, np.True_)
@@ -49,6 +49,18 @@ _QUIET_CODES = {bool: 0, np.bool_: 2}
 # What the code of a transition's head is made of; tags of quiet rewards and flags are shifted above these.
 _QUIET, _EXTRAS, _FINAL = 1, 2, 4
 _REWARD_SHIFT, _FLAG_SHIFT = 8, 16
+_CODE = struct.Struct("=Q")
+_USUAL_CODES = {t: _QUIET | _REWARD_TAGS[t] << _REWARD_SHIFT for t in FLOATS}
+
+
+Columns: TypeAlias = tuple[
+    tuple[dict[Any, Any], ...],
+    tuple[dict[Any, Any], ...],
+    tuple[dict[Any, Any], ...],
+    tuple[dict[Any, Any], ...],
+    tuple[dict[Any, Any], ...],
+]
+"""Observations, rewards, terminateds, truncateds and infos of several records."""
 
 
 class TransitionRecords:
@@ -67,19 +79,20 @@ class TransitionRecords:
         self.agents = agents = layout.agents
         n = len(agents)
         self._n = n
-        self._dict_of, self._new_infos = dict_of(agents), empty_dicts_of(agents)
+        self._dict_of, self._dicts_of, self._new_infos = dict_of(agents), dicts_of(agents), empty_dicts_of(agents)
         self._rewards = struct.Struct(f"={n}d")
         self._head = struct.Struct(f"=Q{n}d")
         self._full = struct.Struct(f"=Q{n}d{n}B{n + 1}B{n + 1}B{n}B")
         self._flag_order = [*agents, ALL]
         self._flag_keys = dict.fromkeys(self._flag_order).keys()
-        self._floats: list[type] = [float] * n
         self._dicts: list[type] = [dict] * n
         self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in _QUIET_CODES.values()}
         self._observations = layout.observations.whole
         self._quiet_possible = bool(agents) and layout.observations.agents == agents
         # The code that was written last into each head, where that was a quiet one.
         self._written = [0] * layout.num_records
+        self._codes = over_records(buffer, layout.starts, layout.transition_head, np.uint64, ())
+        self._reward_rows = over_records(buffer, layout.starts, layout.transition_head + _CODE.size, np.float64, (n,))
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -89,52 +102,57 @@ class TransitionRecords:
         Raises:
             Mismatch: An observation is not what its space declares; the text says whose.
         """
-        if self._quiet_possible and transition.acting == self.agents and transition.final_observations is None:
-            written = self._write_quiet(record, transition)
-            if written is not None:
-                return written or None
+        if self._quiet_possible:
+            if transition.usual is not None:
+                if self._write_observations_whole(record, transition):
+                    self._write_quiet_head(record, _USUAL_CODES[transition.usual], transition.rewards.values())
+                    return None
+            elif transition.acting == self.agents and transition.final_observations is None:
+                written = self._write_quiet(record, transition)
+                if written is not None:
+                    return written or None
         return self._write_full(record, transition)
+
+    def _write_observations_whole(self, record: int, transition: Transition) -> bool:
+        """Write what all agents see; says whether it could."""
+        try:
+            self._observations.write_all(record, [*transition.observations.values()])
+            return True
+        except (Unfit, Mismatch):
+            return False  # one by one finds which
 
     def _write_quiet(self, record: int, transition: Transition) -> Extras | None:
         """Try the quiet form; returns None where it does not apply."""
         agents = self.agents
-        observations, rewards, terminateds, truncateds, infos, alive, _, quiet, _, _ = transition
+        observations, rewards, terminateds, truncateds, infos, alive, *_ = transition
         if (
-            [*rewards] != agents
-            or ([*terminateds] != self._flag_order and terminateds.keys() != self._flag_keys)
-            or ([*truncateds] != self._flag_order and truncateds.keys() != self._flag_keys)
+            [*observations] != agents
+            or [*rewards] != agents
+            or terminateds.keys() != self._flag_keys
+            or truncateds.keys() != self._flag_keys
+            or len(alive) != self._n
         ):
             return None
-        if quiet:
-            flag_code: int | None = 0
-        elif [*observations] == agents and len(alive) == self._n:
-            flag_code = _quiet_code(terminateds, truncateds)
-        else:
-            return None
         numbers = [*rewards.values()]
-        reward_tag = 0 if [*map(type, numbers)] == self._floats else _reward_tag(numbers)
-        if reward_tag is None or flag_code is None:
-            return None
-        try:
-            self._observations.write_all(record, [*observations.values()])
-        except (Unfit, Mismatch):
+        flag_code, reward_tag = _quiet_code(terminateds, truncateds), _reward_tag(numbers)
+        if flag_code is None or reward_tag is None or not self._write_observations_whole(record, transition):
             return None
         told = infos.values()
         # Looked at by type first, since arrays would not be compared; faster than `is_empty_info` for each.
         empty = [*infos] == agents and [*map(type, told)] == self._dicts and not any(told)
         code = _QUIET | reward_tag << _REWARD_SHIFT | flag_code << _FLAG_SHIFT
-        if not empty:
-            code |= _EXTRAS
+        self._write_quiet_head(record, code if empty else code | _EXTRAS, numbers)
+        return {} if empty else {"infos": infos}
+
+    def _write_quiet_head(self, record: int, code: int, rewards: Iterable[Any]) -> None:
         head = self._heads[record]
         if self._written[record] == code:
-            self._rewards.pack_into(self._buffer, head + 8, *numbers)
-        else:
-            n, flags = self._n, (flag_code,) * self._n
-            self._full.pack_into(
-                self._buffer, head, code, *numbers, *(reward_tag,) * n, *flags, 0, *flags, 0, *(_EVERYWHERE,) * n
-            )
-            self._written[record] = code
-        return {} if empty else {"infos": infos}
+            self._rewards.pack_into(self._buffer, head + _CODE.size, *rewards)
+            return
+        n, reward_tag, flag_code = self._n, code >> _REWARD_SHIFT & 0xFF, code >> _FLAG_SHIFT
+        tags, flags = (reward_tag,) * n, (flag_code,) * n
+        self._full.pack_into(self._buffer, head, code, *rewards, *tags, *flags, 0, *flags, 0, *(_EVERYWHERE,) * n)
+        self._written[record] = code
 
     def _write_full(self, record: int, transition: Transition) -> Extras | None:
         n, index = self._n, {agent: place for place, agent in enumerate(self.agents)}
@@ -249,6 +267,22 @@ class TransitionRecords:
         )
         return dicts, self.agents, False
 
+    def read_span(self, span: range) -> Columns | None:
+        """The five dicts of neighbouring records, as `read`, where all of them are quiet and alike; None elsewhere."""
+        codes = self._codes[span.start : span.stop].tobytes()
+        (code,) = _CODE.unpack_from(codes)
+        if not code & _QUIET or code & _EXTRAS or codes != codes[: _CODE.size] * len(span):
+            return None
+        rewards = numbers_of(self._reward_rows[span.start : span.stop], REWARD_TYPES[code >> _REWARD_SHIFT & 0xFF])
+        flags = self._no_flags[code >> _FLAG_SHIFT]
+        return (
+            (*self._dicts_of(zip(*[iter(self._observations.read_span(span, self._copy))] * self._n)),),
+            (*self._dicts_of(zip(*[iter(rewards)] * self._n)),),
+            (*[flags.copy() for _ in span],),
+            (*[flags.copy() for _ in span],),
+            (*[self._new_infos() for _ in span],),
+        )
+
     def _read_full(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], bool]:
         n, agents = self._n, self.agents
         code, *rows = self._full.unpack_from(self._buffer, self._heads[record])
@@ -289,7 +323,7 @@ def _reward_tag(rewards: Sequence[Any]) -> int | None:
     """The tag of the one type that all these numbers have; None where a double would not hold them exactly."""
     kinds = {*map(type, rewards)}
     tag = _REWARD_TAGS.get(kinds.pop()) if len(kinds) == 1 else None
-    if tag is None or tag < _NUM_FLOATS:
+    if tag is None or tag < len(FLOATS):
         return tag
     exact = min(rewards) >= -_LARGEST_EXACT and max(rewards) <= _LARGEST_EXACT
     return tag if exact else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def usable_cpus() -> int:
@@ -25,3 +25,16 @@ def share_out(num_envs: int, num_workers: int) -> list[range]:
         shares.append(range(start, start + size))
         start += size
     return shares
+
+
+def span_of(env_ids: Sequence[int]) -> range | None:
+    """The same environments as a range, where they are neighbours in ascending order.
+
+    Example:
+        >>> span_of((2, 3, 4)), span_of((4, 2))
+        (range(2, 5), None)
+    """
+    if not env_ids:
+        return None
+    span = range(env_ids[0], env_ids[0] + len(env_ids))
+    return span if [*span] == [*env_ids] else None

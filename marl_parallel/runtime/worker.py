@@ -11,7 +11,8 @@ import inspect
 import pickle
 import random
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from marl_parallel.runtime.ledger import Activity, Ledger
 from marl_parallel.runtime.messages import Failure, Message, Reply, Request
 from marl_parallel.runtime.pickling import dump_extras, dumps
 from marl_parallel.runtime.records import TransitionRecords
+from marl_parallel.runtime.sharing import span_of
 
 
 class Plan(NamedTuple):
@@ -103,12 +105,15 @@ class Worker:
         """Carry out a request in each environment it names; what one of them raises does not stop the others."""
         self._ledger.take_up()
         message, env_ids, payload = request
-        handler = _HANDLERS[message]
+        handler: Callable[[Worker, int, Any], Any] = _HANDLERS[message]
+        payloads: Iterable[Any] = repeat(payload)
+        if message is Message.STEP and payload is None:  # nothing but what is in the block
+            handler, payloads = Worker._advance, self._all_actions(env_ids)
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
-        for env_id in self._seeds if env_ids is None else env_ids:
+        for env_id, own in zip(self._seeds if env_ids is None else env_ids, payloads):
             try:
-                result = handler(self, env_id, payload)
+                result = handler(self, env_id, own)
                 if result is not None:
                     results[env_id] = result
             except BaseException as error:  # SystemExit is a simulator's failure too, not the worker's end
@@ -162,6 +167,7 @@ class Worker:
         self._layout = Layout(Schema.of(self._episodes[env_id].env), num_records, arrays=arrays)
         buffer = self._attach(self._layout.nbytes)
         self._layout.bind(buffer)
+        self._share = span_of([*self._seeds])
         self._actions = ActionRecords(self._layout, buffer)
         self._transitions = TransitionRecords(self._layout, buffer)
 
@@ -178,11 +184,19 @@ class Worker:
         more = self._transitions.write(env_id, episode.reset(passed))
         return None if more is None else dump_extras(more)
 
-    def _step(self, env_id: int, payload: Mapping[int, bytes] | None) -> bytes | None:
-        extras = pickle.loads(payload[env_id]) if payload and env_id in payload else None
-        transition = self._episodes[env_id].step(self._actions.read(env_id, extras))
-        more = self._transitions.write(env_id, transition)
+    def _step(self, env_id: int, payload: Mapping[int, bytes]) -> bytes | None:
+        extras = pickle.loads(payload[env_id]) if env_id in payload else None
+        return self._advance(env_id, self._actions.read(env_id, extras))
+
+    def _advance(self, env_id: int, actions: dict[Any, Any]) -> bytes | None:
+        more = self._transitions.write(env_id, self._episodes[env_id].step(actions))
         return None if more is None else dump_extras(more)
+
+    def _all_actions(self, env_ids: Sequence[int] | None) -> list[dict[Any, Any]]:
+        span = self._share if env_ids is None else span_of(env_ids)
+        if span is not None:
+            return self._actions.read_span(span)
+        return [self._actions.read(env_id, None) for env_id in (self._seeds if env_ids is None else env_ids)]
 
     def _state(self, env_id: int, _: Any) -> bytes | None:
         with self._ledger.during(env_id, Activity.STATE):

@@ -1,0 +1,99 @@
+"""What counts as a usual transition: exactly what is written with nothing but observations and rewards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+from marl_parallel.runtime.transition import FLOATS, Usual
+
+AGENTS = ["a", "b"]
+PARTS = ["observations", "rewards", "terminateds", "truncateds", "infos"]
+
+
+class Untold:
+    """Will not say whether it is true."""
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("do not ask")
+
+
+def dicts(kind: type = float) -> dict[str, dict[Any, Any]]:
+    return {
+        "observations": {"a": np.zeros(2), "b": None},
+        "rewards": {"a": kind(1.5), "b": kind(0)},
+        "terminateds": {"a": False, "b": False},
+        "truncateds": {"a": False, "b": False},
+        "infos": {"a": {}, "b": {}},
+    }
+
+
+def reward_type(parts: dict[str, dict[Any, Any]], agents: list[str] = AGENTS) -> type | None:
+    return Usual(agents).reward_type(*(parts[name] for name in PARTS))
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize("with_all", [True, False])
+def test_usual(kind, with_all):
+    parts = dicts(kind)
+    if with_all:
+        parts["terminateds"]["__all__"] = parts["truncateds"]["__all__"] = False
+    assert reward_type(parts) is kind
+
+
+def test_nobody_is_never_usual():
+    assert reward_type({name: {} for name in PARTS}, []) is None
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("change", ["missing", "added", "reordered"])
+def test_other_agents(part, change):
+    parts = dicts()
+    changed = parts[part]
+    if change == "missing":
+        del changed["b"]
+    elif change == "added":
+        changed["c"] = copy.copy(changed["b"])
+    else:
+        changed["a"] = changed.pop("a")
+    assert reward_type(parts) is None
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        *[("rewards", value) for value in (1, True, None, np.int64(1), np.float32(1), np.ones(1), "1", 1j)],
+        *[
+            (part, value)
+            for part in ("terminateds", "truncateds")
+            for value in (True, 0, 0.0, None, np.False_, np.True_, np.zeros(1, bool), "", [], {}, Untold())
+        ],
+        *[
+            ("infos", value)
+            for value in ({"x": 1}, {"x": np.zeros(3)}, None, False, 0, "", (), [], set(), np.zeros(2), Untold())
+        ],
+    ],
+)
+@pytest.mark.parametrize("agent", AGENTS)
+def test_other_values(part, value, agent):
+    parts = dicts()
+    parts[part][agent] = value
+    assert reward_type(parts) is None
+
+
+@pytest.mark.parametrize("value", [True, 0, None, np.False_])
+@pytest.mark.parametrize("part", ["terminateds", "truncateds"])
+def test_other_values_for_all(part, value):
+    parts = dicts()
+    parts["terminateds"]["__all__"] = parts["truncateds"]["__all__"] = False
+    parts[part]["__all__"] = value
+    assert reward_type(parts) is None
+
+
+def test_one_without_all():
+    parts = dicts()
+    parts["terminateds"]["__all__"] = False
+    assert reward_type(parts) is None
