@@ -11,6 +11,7 @@ from marl_parallel.making import make
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.stats import Stats, WorkerStats
+from marl_parallel.step_batch import StepBatch
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "ParallelEnvError",
     "Rules",
     "Stats",
+    "StepBatch",
     "WorkerCrashed",
     "WorkerStats",
     "WorkerTimeout",

@@ -78,6 +78,31 @@ def at_least_one(number: Any, name: str) -> int:
     return value
 
 
+def checked_patience(seconds: Any) -> float | None:
+    """For how long `recv` may wait: a number of seconds that is not negative, or None.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is negative.
+    """
+    return None if seconds == 0 else checked_timeout(seconds, "timeout")
+
+
+def checked_minimum(min_envs: Any, in_flight: int) -> int:
+    """How many environments `recv` waits for; None stands for all.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is negative, or more than there are in flight.
+    """
+    if min_envs is None:
+        return in_flight
+    number = at_least_one(min_envs, "min_envs") if min_envs != 0 else 0
+    if number > in_flight:
+        raise ValueError(f"min_envs={number}, but only {in_flight} environments are in flight")
+    return number
+
+
 def checked_timeout(seconds: Any, name: str) -> float | None:
     """A positive number of seconds, or None.
 
@@ -185,6 +210,25 @@ def checked_ids(env_ids: Sequence[int], num_envs: int) -> tuple[int, ...]:
         reason = f"there is no environment {unknown[0]}" if unknown else "one is named twice" if ids else "none"
         raise ValueError(f"env_ids={list(ids)}: {reason}; there are environments 0 to {num_envs - 1}")
     return ids
+
+
+def addressed(actions: Any, env_ids: Sequence[int] | None, num_envs: int) -> tuple[tuple[int, ...], Sequence[Any]]:
+    """Environments and the actions for each, from a sequence in the order of `env_ids` or from a mapping by env id.
+
+    Raises:
+        ValueError: There is not one dict for each, or an environment is unknown or named twice.
+        TypeError: An env id is no integer.
+    """
+    if not isinstance(actions, Mapping):
+        ids = tuple(range(num_envs)) if env_ids is None else checked_ids(env_ids, num_envs)
+        check_one_for_each(actions, ids)
+        return ids, actions
+    if not all(hasattr(env_id, "__index__") for env_id in actions):
+        raise ValueError(f"a mapping of actions is keyed by env id, each with a dict by agent; got keys {[*actions]}")
+    ids = checked_ids([*actions] if env_ids is None else env_ids, num_envs)
+    if actions.keys() != {*ids}:
+        raise ValueError(f"env_ids={list(ids)}, but the actions are for environments {[*actions]}")
+    return ids, [actions[env_id] for env_id in ids]
 
 
 def check_one_for_each(actions: Any, ids: Sequence[int]) -> None:

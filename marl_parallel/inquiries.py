@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gymnasium import Space, spaces
-from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
@@ -35,7 +35,8 @@ class Inquiries:
     _metadata: dict[str, Any]
     _render_mode: str | None
     _all: tuple[int, ...]
-    _seeds_used: tuple[int, ...] | None
+    _seeds_used: tuple[int, ...]
+    _seeds_stale: bool
 
     @property
     def num_envs(self) -> int:
@@ -97,7 +98,7 @@ class Inquiries:
             NotImplementedError: The environment has none.
             ResetNeeded: An environment has never been reset.
         """
-        self._check_open()
+        self._check_idle("state")
         if self._schema.state_space is None:
             raise NotImplementedError("this environment has no global state: it lacks a state_space")
         if not all(self._batch.begun):
@@ -105,11 +106,14 @@ class Inquiries:
         return self._batch.states(self._crew.ask(Message.STATE, self._all))
 
     def seed(self) -> tuple[int, ...]:
-        """The seed that each environment uses: its own `unwrapped.seed` where that is an int, else the one we gave."""
-        self._check_open()
-        if self._seeds_used is None:
+        """The seed that each environment uses: its own `unwrapped.seed` where that is an int, else the one we gave.
+
+        While environments are in flight, it is what was known when the first of them was sent to.
+        """
+        self._crew.check_open()
+        if self._seeds_stale and not self._crew.in_flight:
             declared = self._crew.ask(Message.SEED, self._all)
-            self._seeds_used = tuple(declared[env_id] for env_id in self._all)
+            self._seeds_used, self._seeds_stale = tuple(declared[env_id] for env_id in self._all), False
         return self._seeds_used
 
     def call(self, name: str, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any) -> tuple[Any, ...]:
@@ -129,6 +133,7 @@ class Inquiries:
             TypeError: The arguments or the result cannot be pickled. Nothing is closed.
             EnvError: The method raised; everything has been closed.
         """
+        self._check_idle("call")
         ids = self._checked_ids(env_ids)
         payload = sendable((name, args, kwargs), f"the arguments of {name!r}")
         results = self._crew.ask(Message.CALL, ids, payload)
@@ -154,7 +159,7 @@ class Inquiries:
             AttributeError: An environment has no such attribute. Nothing is closed.
             ValueError: There is not one value for each environment.
         """
-        self._check_open()
+        self._check_idle("set_attr")
         if not isinstance(values, list | tuple):
             values = [values] * self._num_envs
         if len(values) != self._num_envs:
@@ -175,7 +180,7 @@ class Inquiries:
         Raises:
             ValueError: `tile`, and the frames are no arrays.
         """
-        self._check_open()
+        self._check_idle("render")
         if self._render_mode is None:
             return None
         rendered = self._crew.ask(Message.RENDER, self._all)
@@ -195,12 +200,20 @@ class Inquiries:
             for ledger in self._crew.backend.ledgers
         )
 
-    def _check_open(self) -> None:
-        if self._crew.closed:
-            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The environments that something has been sent to and that have not been received yet."""
+        return tuple(sorted(self._crew.in_flight))
+
+    def _check_idle(self, name: str) -> None:
+        """Raise unless everything is open and nothing in flight."""
+        self._crew.check_open()
+        if self._crew.in_flight:
+            raise AlreadyPendingCallError(
+                f"{name}() while environments {[*self.pending]} are in flight; recv() them first", name
+            )
 
     def _checked_ids(self, env_ids: Sequence[int] | None) -> tuple[int, ...]:
-        self._check_open()
         if env_ids is None:
             return self._all
         return checked_ids(env_ids, self._num_envs)

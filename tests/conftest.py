@@ -1,4 +1,4 @@
-"""The setups that conformance tests run on, and how a test gets a `ParallelEnv` that is closed after it.
+"""Fixtures: what tests are repeated on, and what they get that is closed or removed after them.
 
 pytest                 everything
 pytest --setups=few    each test that is repeated on many setups runs on two workers and shared memory only
@@ -7,15 +7,21 @@ CI=true pytest         a test that is skipped makes the run fail
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+from ways import CONTEXTS, WAYS
 
 if TYPE_CHECKING:
+    from launch_stage import Stage
+
     from marl_parallel import ParallelEnv
 
 BACKENDS = ("serial", "thread", "process")
@@ -123,3 +129,34 @@ def build() -> Iterator[Callable[..., ParallelEnv]]:
     yield make
     for env in made:
         env.close(terminate=True)
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    """Every way in which worker processes start."""
+    return request.param
+
+
+@pytest.fixture(params=CONTEXTS)
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    """A launcher of each context, and what it needs."""
+    from launch_stage import Stage
+
+    with contextlib.closing(Stage(request.param)) as stage:
+        yield stage
+
+
+@pytest.fixture
+def served() -> Iterator[Stage]:
+    """A launcher that forks workers from a server, and what it needs."""
+    from launch_stage import Stage
+
+    with contextlib.closing(Stage("forkserver")) as stage:
+        yield stage
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """For temporary files: the name of a socket in it must not get too long."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)

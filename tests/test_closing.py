@@ -20,6 +20,7 @@ import pytest
 from environments import Hunt
 from faults import Fragile, SimulatorError, raising
 from gymnasium.error import ClosedEnvironmentError
+from liveness import workers
 
 from marl_parallel import EnvError, ParallelEnv
 
@@ -32,12 +33,8 @@ def closed(notes: Path) -> set[str]:
     return {path.name for path in notes.glob("closed-*")}
 
 
-def others(notes: Path) -> set[int]:
-    return {int(path.read_text()) for path in notes.glob("started-*")} - {os.getpid()}
-
-
 def gone(numbers: set[int], seconds: float = 5.0) -> bool:
-    """Whether all these processes end in time."""
+    """Whether all these processes end in time, and are reaped."""
     deadline = time.monotonic() + seconds
     while any(psutil.pid_exists(number) for number in numbers) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -52,7 +49,7 @@ def test_close_twice(setup, build, tmp_path):
     env.reset()
     env.close()
     assert closed(tmp_path) == ALL_FOUR
-    assert gone(others(tmp_path))
+    assert gone(workers(tmp_path))
     env.close()
     env.close(terminate=True)
 
@@ -60,7 +57,7 @@ def test_close_twice(setup, build, tmp_path):
 def test_close_before_the_first_reset(setup, build, tmp_path):
     build(fleet(tmp_path), setup).close()
     assert closed(tmp_path) == ALL_FOUR
-    assert gone(others(tmp_path))
+    assert gone(workers(tmp_path))
 
 
 def test_a_context(packed, build, tmp_path):
@@ -77,7 +74,7 @@ def test_a_context_left_by_an_error(packed, build, tmp_path):
         env.reset()
         raise KeyError("mine")
     assert closed(tmp_path) == ALL_FOUR
-    assert gone(others(tmp_path))
+    assert gone(workers(tmp_path))
 
 
 def test_a_context_left_by_an_environments_error(packed, build, tmp_path):
@@ -88,7 +85,7 @@ def test_a_context_left_by_an_environments_error(packed, build, tmp_path):
         env.reset()
         env.step([{"a": 0, "b": 0}] * 4)
     assert closed(tmp_path) == ALL_FOUR
-    assert gone(others(tmp_path))
+    assert gone(workers(tmp_path))
 
 
 @pytest.mark.parametrize("cyclic", [False, True])
@@ -100,7 +97,7 @@ def test_garbage_collection(cyclic, packed, tmp_path, recwarn):
     del env
     gc.collect()
     assert closed(tmp_path) == ALL_FOUR
-    assert gone(others(tmp_path))
+    assert gone(workers(tmp_path))
     assert not [str(warning.message) for warning in recwarn if warning.category is ResourceWarning]
 
 
@@ -122,7 +119,7 @@ def test_terminate_does_not_ask(processes, build, tmp_path):
     began = time.monotonic()
     env.close(terminate=True)
     assert time.monotonic() - began < 3.0
-    assert gone(others(tmp_path))
+    assert gone(workers(tmp_path))
 
 
 def test_close_from_another_thread(processes, build, tmp_path):
@@ -134,7 +131,7 @@ def test_close_from_another_thread(processes, build, tmp_path):
     with pytest.raises(ClosedEnvironmentError):
         env.step([{"a": 0, "b": 0}] * 4)
     timer.join()
-    assert gone(others(tmp_path))
+    assert gone(workers(tmp_path))
 
 
 def close_in_a_while(env: ParallelEnv, how: dict[str, Any]) -> None:
@@ -155,7 +152,7 @@ def test_close_in_a_signal_handler(how, backend, tmp_path):
             env.step([{"a": 0, "b": 0}] * 2)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert gone(others(tmp_path))
+    assert gone(workers(tmp_path))
 
 
 def test_close_interrupted(build, processes, tmp_path):
@@ -165,7 +162,7 @@ def test_close_interrupted(build, processes, tmp_path):
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         env.close(timeout=50.0)
-    assert gone(others(tmp_path))
+    assert gone(workers(tmp_path))
 
 
 SCRIPT = """
@@ -211,7 +208,7 @@ def test_interpreter_exit(how, backend, ending, tmp_path):
     assert done.stderr.count("Traceback") == (ending == "1 / 0"), done.stderr
     assert done.stdout == ""
     assert closed(tmp_path) == ALL_FOUR
-    assert gone(others(tmp_path))
+    assert gone(workers(tmp_path))
 
 
 def test_more_workers_than_cpus():

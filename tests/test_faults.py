@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from faults import (
     Fragile,
@@ -24,6 +23,7 @@ from faults import (
     system_exit,
 )
 from gymnasium.error import ClosedEnvironmentError
+from liveness import gone, workers
 
 from marl_parallel import EnvError, ParallelEnvError, WorkerCrashed
 
@@ -42,20 +42,6 @@ def told(notes: Path, event: str) -> set[int]:
     return {int(path.name.rpartition("-")[2]) for path in notes.glob(f"{event}-*")}
 
 
-def pids(notes: Path) -> set[int]:
-    return {int(path.read_text()) for path in notes.glob("started-*")} - {os.getpid()}
-
-
-def gone(numbers: set[int], seconds: float = 5.0) -> bool:
-    """Whether all these processes end in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(n) and psutil.Process(n).status() != psutil.STATUS_ZOMBIE for n in numbers):
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def steps(env: Any, count: int) -> None:
     for _ in range(count):
         env.step([{"a": 0, "b": 1}] * 4)
@@ -64,7 +50,7 @@ def steps(env: Any, count: int) -> None:
 def assert_closed(env: Any, notes: Path) -> None:
     """Everything that was built was closed, no worker is left, nothing can be called any more."""
     assert told(notes, "closed") == told(notes, "built")
-    assert gone(pids(notes))
+    assert gone(workers(notes))
     with pytest.raises(ClosedEnvironmentError):
         env.reset()
     env.close()
@@ -149,7 +135,7 @@ def test_an_exception_in_the_constructor(setup, build, tmp_path):
     assert "in __init__" in caught.value.remote_traceback
     assert isinstance(caught.value.__cause__, SimulatorError)
     assert told(tmp_path, "closed") == told(tmp_path, "built")
-    assert gone(pids(tmp_path))
+    assert gone(workers(tmp_path))
 
 
 def test_an_exception_in_close(setup, build, tmp_path):
@@ -242,7 +228,7 @@ def test_a_worker_that_dies(place, fault, exitcode, word, processes, build, tmp_
     assert 2 in error.env_ids
     assert error.env_ids == (2,) or processes.num_workers < 4
     assert error.worker == {1: 0, 2: 1, 4: 2}[processes.num_workers]
-    assert gone(pids(tmp_path))
+    assert gone(workers(tmp_path))
     if word in {"SIGSEGV", "SIGABRT"}:
         assert "faults.py" in str(error)
     if place != "constructor":
@@ -273,7 +259,7 @@ def test_a_worker_killed_while_idle(idle, processes, build, tmp_path):
         steps(env, 1)
     assert caught.value.exitcode == -signal.SIGKILL
     assert caught.value.worker == processes.num_workers - 1
-    assert gone(pids(tmp_path))
+    assert gone(workers(tmp_path))
     with pytest.raises(ClosedEnvironmentError):
         steps(env, 1)
 
@@ -290,7 +276,7 @@ def test_a_constructor_that_never_returns(processes, build, tmp_path):
     assert isinstance(caught.value, ParallelEnvError)
     assert caught.value.env_ids == (2,) or processes.num_workers < 4
     assert time.monotonic() - began < 10.0
-    assert gone(pids(tmp_path))
+    assert gone(workers(tmp_path))
 
 
 class Slow(dict):

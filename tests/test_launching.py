@@ -1,107 +1,30 @@
-"""Starting, watching and ending workers: each promise of the launchers, and each way of dying."""
+"""Starting, watching and ending workers: each promise of the launchers, and each way of dying.
+
+Where living workers hang and dead ones crashed is tested in `test_stacks`, that nothing outlives what it works for in
+`test_orphans`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from launch_stage import Stage, linux_only, server_of
+from liveness import alive, all_gone
+from ways import CONTEXTS
 
 from marl_parallel.backends import descendants, threads
 from marl_parallel.backends.contexts import open_launcher
-from marl_parallel.backends.launching import Launcher
-from marl_parallel.backends.memory import Block
-from marl_parallel.backends.semaphores import Semaphore
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="these launchers are Linux's")
-
-CONTEXTS = ["forkserver", "spawn", "fork"]
-
-
-class Stage:
-    """A launcher, the semaphore it posts, and a pipe that workers write to."""
-
-    def __init__(self, context: str, limit: int | None = 1) -> None:
-        block = Block.create(4096)
-        self.wake = Semaphore(block.buffer, 64)
-        self.wake.init()
-        self.launcher = open_launcher(context, entry="launch_targets", wake=(block, 64), threads=limit)
-        self.block = block
-        read_end, self.write_end = os.pipe()
-        self.said = os.fdopen(read_end)
-
-    def launch(self, target: str, index: int = 0) -> int:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TARGET", target)
-            return self.launcher.launch(index, [self.write_end])
-
-    def hear(self) -> Any:
-        return json.loads(self.said.readline())
-
-    def death(self) -> tuple[int, int]:
-        """The next death, which the context "forkserver" announces by the semaphore."""
-        if type(self.launcher).__name__ == "ForkServerLauncher":
-            assert self.wake.take(timeout=10)
-        return wait_for(self.launcher.deaths)[0]
-
-    def close(self) -> None:
-        self.launcher.close()
-        self.block.close_fd()
-        self.said.close()
-        os.close(self.write_end)
-
-
-def wait_for(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.001)
-    return value
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def all_gone(*pids: int) -> bool:
-    return not any(alive(pid) for pid in pids)
-
-
-def server_of(launcher: Launcher) -> int:
-    return launcher._server._process.pid  # type: ignore[attr-defined]
-
-
-@pytest.fixture(params=CONTEXTS)
-def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
-    with contextlib.closing(Stage(request.param)) as stage:
-        yield stage
-
-
-@pytest.fixture
-def served() -> Iterator[Stage]:
-    with contextlib.closing(Stage("forkserver")) as stage:
-        yield stage
-
-
-@pytest.fixture(params=["forkserver", "spawn"])
-def executed(request: pytest.FixtureRequest) -> Iterator[Stage]:
-    """Workers that are, or descend from, a program of their own."""
-    with contextlib.closing(Stage(request.param)) as stage:
-        yield stage
+pytestmark = linux_only
 
 
 # What a worker is like
@@ -221,14 +144,6 @@ def test_exit(stage: Stage, target: str, exitcode: int) -> None:
     assert stage.launcher.crash_report(pid) == ""
 
 
-def test_crash(stage: Stage) -> None:
-    pid = stage.launch("segfaults")
-    assert stage.death() == (pid, -signal.SIGSEGV)
-    report = stage.launcher.crash_report(pid)
-    assert "Segmentation fault" in report
-    assert "_segfaults" in report
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
 def test_signal(stage: Stage, number: int) -> None:
     pid = stage.launch("waits")
@@ -290,196 +205,7 @@ def test_wait_gone_keeps_to_its_timeout(stage: Stage) -> None:
     assert stage.launcher.wait_gone([pid], timeout=0) == {pid}
 
 
-# Where it hangs
-
-
-@pytest.mark.parametrize(
-    ("target", "where"),
-    [("busy", "_busy"), ("waits", "_waits"), ("locked", "_locked"), ("holds_gil", "_holds_gil")],
-)
-def test_stack_of_the_living(stage: Stage, target: str, where: str) -> None:
-    pid = stage.launch(target)
-    stage.hear()
-    for _ in range(2):
-        stack = stage.launcher.stack(pid)
-        assert where in stack
-        assert stack.count("most recent call first") == 1
-    assert stage.launcher.crash_report(pid) == ""
-    assert stage.launcher.deaths() == []
-
-
-def test_stack_right_after_launch(stage: Stage) -> None:
-    for _ in range(10):
-        assert "most recent call first" in stage.launcher.stack(stage.launch("waits"))
-
-
-def test_stack_of_the_stopped(stage: Stage) -> None:
-    pid = stage.launch("waits")
-    stage.hear()
-    os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    assert "_waits" in stage.launcher.stack(pid)
-
-
-def test_stack_of_one_that_blocks_signals(served: Stage) -> None:
-    pid = served.launch("blocks_signals")
-    served.hear()
-    assert "_blocks_signals" in served.launcher.stack(pid, timeout=0.1)
-    assert served.death() == (pid, -signal.SIGABRT)
-
-
-def test_stack_of_the_dead(stage: Stage) -> None:
-    pid = stage.launch("exits")
-    stage.death()
-    assert stage.launcher.stack(pid) == ""
-
-
-# What is left
-
-
-@pytest.mark.parametrize("end", ["kill", "SIGKILL", "stopped", "close"])
-def test_children_die_with_their_worker(executed: Stage, end: str) -> None:
-    bystander = executed.launch("waits")
-    executed.hear()
-    worker = executed.launch("has_children")
-    pids = executed.hear()["pids"]
-    assert all(alive(pid) for pid in [worker, *pids[1:]])
-    if end == "kill":
-        executed.launcher.kill(worker)
-    elif end == "SIGKILL":
-        os.kill(worker, signal.SIGKILL)
-    elif end == "stopped":
-        os.killpg(worker, signal.SIGSTOP)
-        executed.launcher.kill(worker)
-    else:
-        executed.launcher.close()
-        assert all_gone(bystander, worker, *pids)
-        return
-    assert executed.death() == (worker, -signal.SIGKILL)
-    wait_for(lambda: all_gone(worker, *pids), timeout=1.0)
-    assert alive(bystander)
-
-
-def test_forked_workers_children_die_too_where_they_can_be_found() -> None:
-    with contextlib.closing(Stage("fork")) as stage:
-        worker = stage.launch("has_children")
-        _, plain, executed, forked, daemon = stage.hear()["pids"]
-        stage.launcher.kill(worker)
-        assert stage.death() == (worker, -signal.SIGKILL)
-        wait_for(lambda: all_gone(worker, plain, executed), timeout=1.0)
-        for pid in (forked, daemon):
-            os.kill(pid, signal.SIGKILL)
-
-
-PARENT = """
-import json, os, sys, time
-sys.path.insert(0, {tests!r})
-from marl_parallel.backends.contexts import open_launcher
-read_end, write_end = os.pipe()
-launcher = open_launcher({context!r}, entry="launch_targets", wake=None, threads=1)
-pids = []
-for target in {targets!r}:
-    os.environ["TARGET"] = target
-    pids.append(launcher.launch(0, [write_end]))
-    heard = json.loads(os.read(read_end, 10000))
-    pids += heard.get("pids", [])[1:]
-server = getattr(launcher, "_server", None)
-print(json.dumps([server and server._process.pid, *pids]), flush=True)
-{then}
-"""
-
-
-def run_parent(
-    context: str, targets: list[str], then: str = "time.sleep(300)"
-) -> tuple[subprocess.Popen[str], list[int]]:
-    program = PARENT.format(tests=str(Path(__file__).parent), context=context, targets=targets, then=then)
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    line = parent.stdout.readline()
-    return parent, [pid for pid in json.loads(line) if pid is not None]
-
-
-def reaped(parent: subprocess.Popen[str]) -> int:
-    assert parent.stdout is not None
-    parent.stdout.close()
-    return parent.wait(10)
-
-
-def test_killed_parent_leaves_nothing() -> None:
-    parent, pids = run_parent("forkserver", ["has_children", "busy", "holds_gil"])
-    parent.kill()
-    reaped(parent)
-    wait_for(lambda: all_gone(*pids), timeout=2.0)
-
-
-def test_killed_parent_leaves_no_forked_worker() -> None:
-    parent, pids = run_parent("fork", ["waits", "busy", "holds_gil"])
-    parent.kill()
-    reaped(parent)
-    wait_for(lambda: all_gone(*pids), timeout=2.0)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_stopped_workers_die_with_their_parent(context: str) -> None:
-    parent, pids = run_parent(context, ["waits", "busy"])
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)  # the fork server, too: the kernel alone has to see to it
-    parent.kill()
-    reaped(parent)
-    workers = pids[-2:]
-    try:
-        wait_for(lambda: all_gone(*workers), timeout=2.0)
-    finally:
-        if context == "forkserver":
-            os.kill(pids[0], signal.SIGCONT)
-    wait_for(lambda: all_gone(*pids), timeout=2.0)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_parent_that_forked_leaves_nothing(context: str) -> None:
-    then = "if os.fork() == 0: os.close(1); time.sleep(2); os._exit(0)\ntime.sleep(300)"
-    parent, pids = run_parent(context, ["waits", "busy"], then)
-    time.sleep(0.2)
-    parent.kill()
-    reaped(parent)
-    wait_for(lambda: all_gone(*pids), timeout=1.0)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize(
-    "then", ["", "sys.exit(0)", "del launcher; time.sleep(0)", "keep = [launcher]; keep.append(keep)"]
-)
-def test_parent_that_just_ends_leaves_nothing(context: str, then: str) -> None:
-    parent, pids = run_parent(context, ["waits", "busy"], then)
-    assert reaped(parent) == 0
-    wait_for(lambda: all_gone(*pids), timeout=2.0)
-
-
-def test_killed_server_takes_its_workers_along(served: Stage) -> None:
-    workers = [served.launch("busy"), served.launch("has_children")]
-    heard = [served.hear(), served.hear()]
-    children = next(values["pids"] for values in heard if "pids" in values)
-    server = server_of(served.launcher)
-    os.kill(server, signal.SIGKILL)
-    wait_for(lambda: all_gone(*workers), timeout=1.0)
-    deaths: list[tuple[int, int]] = wait_for(served.launcher.deaths)
-    assert sorted(deaths) == sorted((pid, -signal.SIGKILL) for pid in workers)
-    wait_for(lambda: all_gone(server, *workers, *children), timeout=1.0)
-    fresh = served.launch("waits")
-    assert served.hear()["ready"] == fresh
-    assert server_of(served.launcher) != server
-
-
-def test_stopped_server_does_not_keep_close_from_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marl_parallel.backends.forkserver._ENDS_WITHIN", 0.3)
-    with contextlib.closing(Stage("forkserver")) as stage:
-        worker = stage.launch("has_children")
-        pids = stage.hear()["pids"][1:]
-        os.kill(server_of(stage.launcher), signal.SIGSTOP)
-        start = time.monotonic()
-        stage.launcher.close()
-        assert time.monotonic() - start < 1.0
-        wait_for(lambda: all_gone(worker, *pids), timeout=1.0)
+# What does not start
 
 
 def test_server_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:

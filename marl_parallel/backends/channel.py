@@ -1,20 +1,30 @@
 """Objects over a socket between two processes that may die at any moment.
 
-The end of a stream is no sign that the other side is gone, since a simulator's own children inherit it; so both
-directions look at somebody who knows from time to time, and never block for good.
+The end of a stream is no sign that the other side is gone, since a simulator's own children inherit it; so whoever
+waits looks at somebody who knows from time to time, and never blocks for good. What is large goes into a file without
+a name, of which only the descriptor is sent: a socket holds little, and the sender is not to wait for the reader.
 """
 
 from __future__ import annotations
 
+import array
+import errno
+import mmap
+import os
 import pickle
 import select
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-_LENGTH = struct.Struct("=Q")
+from marl_parallel.backends.memory import anonymous_file
+
+_HEADER = struct.Struct("=Q?")  # the length, and whether it is in a file
+_INLINE = 16384
 _LOOK_EVERY_MS = 20
+_ROOM_FOR_FD = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 class Gone(EOFError):
@@ -35,23 +45,61 @@ class Channel:
         self._reader, self._writer = select.poll(), select.poll()
         self._reader.register(connection, select.POLLIN)
         self._writer.register(connection, select.POLLOUT)
+        self._unsent: deque[tuple[memoryview, int | None]] = deque()
 
     def send(self, message: Any) -> None:
-        """Send an object that plain `pickle` can handle.
+        """Send an object that plain `pickle` can handle, and wait until all of it is on its way.
+
+        Raises:
+            Gone: The other side is.
+        """
+        self.put(message)
+        while not self.flush():
+            self._wait(self._writer)
+
+    def put(self, message: Any) -> None:
+        """Send as much of an object as can be without waiting; `flush` sends the rest.
 
         Raises:
             Gone: The other side is.
         """
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        for part in (_LENGTH.pack(len(body)), body):
-            rest = memoryview(part)
-            while rest:
-                try:
-                    rest = rest[self._socket.send(rest) :]
-                except BlockingIOError:
-                    self._wait(self._writer)
-                except (BrokenPipeError, ConnectionResetError) as error:
-                    raise Gone from error
+        if len(body) <= _INLINE:
+            self._unsent.append((memoryview(_HEADER.pack(len(body), False) + body), None))
+        else:
+            self._unsent.append((memoryview(_HEADER.pack(len(body), True)), _file_of(body)))
+        self.flush()
+
+    @property
+    def clear(self) -> bool:
+        """Whether nothing is left to be sent."""
+        return not self._unsent
+
+    def flush(self) -> bool:
+        """Send what can be sent without waiting; says whether that was all.
+
+        Raises:
+            Gone: The other side is.
+        """
+        while self._unsent:
+            rest, fd = self._unsent[0]
+            attached = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+            try:
+                sent = self._socket.sendmsg([rest], attached)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise Gone from error
+            except OSError as error:
+                # So many files may be on their way at a time.
+                if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
+                    return False
+                raise
+            if fd is not None:
+                os.close(fd)
+            if sent == len(rest):
+                self._unsent.popleft()
+            else:
+                self._unsent[0] = rest[sent:], None
+        return True
 
     def receive(self) -> Any:
         """The next object.
@@ -59,8 +107,31 @@ class Channel:
         Raises:
             Gone: The other side is.
         """
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        return pickle.loads(self._exactly(length))
+        header, fd = bytearray(), None
+        while len(header) < _HEADER.size:
+            try:
+                data, ancillary, _, _ = self._socket.recvmsg(
+                    _HEADER.size - len(header), _ROOM_FOR_FD, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                self._wait(self._reader)
+                continue
+            except ConnectionResetError as error:  # it died with something of ours unread
+                raise Gone from error
+            if not data:
+                raise Gone
+            header += data
+            for _, _, descriptor in ancillary:
+                fd = array.array("i", descriptor)[0]
+        length, in_file = _HEADER.unpack(header)
+        if not in_file:
+            return pickle.loads(self._exactly(length))
+        assert fd is not None
+        try:
+            with mmap.mmap(fd, length, prot=mmap.PROT_READ) as body:
+                return pickle.loads(body)
+        finally:
+            os.close(fd)
 
     def _exactly(self, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
@@ -71,7 +142,7 @@ class Channel:
             except BlockingIOError:
                 self._wait(self._reader)
                 continue
-            except ConnectionResetError as error:  # it died with something of ours unread
+            except ConnectionResetError as error:
                 raise Gone from error
             if not received:
                 raise Gone
@@ -89,3 +160,19 @@ class Channel:
     def close(self) -> None:
         """Close this end; idempotent."""
         self._socket.close()
+        for _, fd in self._unsent:
+            if fd is not None:
+                os.close(fd)
+        self._unsent.clear()
+
+
+def _file_of(body: bytes) -> int:
+    fd = anonymous_file("marl_parallel-mail")
+    try:
+        rest = memoryview(body)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

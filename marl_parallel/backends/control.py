@@ -1,10 +1,10 @@
 """The small block in which a parent and its worker processes wake each other.
 
 Each worker has a desk in it: a semaphore and a ring of notes for what is asked of it, the same for what is done,
-and its ledger. A note is one number; what does not go into one travels over the worker's channel (`channel.py`) and
-the note says so. The parent waits on one semaphore for all workers; a countdown lets it sleep until the last worker
-of a batch is done. Notes are written before the semaphore is posted and read after it is taken, so no order of
-stores is relied upon.
+and its ledger. A note is a number and a moment; what does not go into one travels over the worker's channel
+(`channel.py`) and the note says so. The parent waits on one semaphore for all workers; a countdown lets it sleep until
+as many replies are there as it wants. Notes are written before the semaphore is posted and read after it is taken, so
+no order of stores is relied upon.
 """
 
 from __future__ import annotations
@@ -15,25 +15,51 @@ from collections.abc import Callable
 from marl_parallel.backends.semaphores import Semaphore
 from marl_parallel.runtime.ledger import Ledger
 
-NOTES = 4096
-"""Notes that fit in a ring: more requests than this cannot be before one worker at a time."""
+MAIL, STEP, PLAIN = 0, 1, 2
+"""What a note is about: something in the channel; stepping the environments it names; these being done."""
+KIND = 3
+_EACH, _COUNT_SHIFT, _FIRST_SHIFT, _COUNT_MASK = 1 << 2, 8, 32, (1 << 24) - 1
 
-MAIL, STEP_ALL, STEP_ONE, PLAIN = 0, 1, 2, 3
-"""What a note says: look into the channel; step all environments; step the one whose number is added; done."""
-TOGETHER = 1 << 8
-"""Added to a request: the parent wants to be woken by the last of the batch only."""
-ENV_SHIFT = 16
-
-_SEM, _LEDGER, _RING = Semaphore.SIZE, Ledger.NBYTES, 8 * NOTES
-_DESK = 2 * _SEM + _LEDGER + 2 * _RING
+_SEM, _LEDGER = Semaphore.SIZE, Ledger.NBYTES
 _DESKS = 2 * _SEM
 WAKE = 0
 """Where the semaphore is that the parent waits on."""
 
 
-def control_nbytes(num_workers: int) -> int:
-    """The size of the block."""
-    return _DESKS + num_workers * _DESK
+def note_of(kind: int, env_ids: range | None = None, each: bool = False) -> int:
+    """One number for a kind of note and the environments it is about; None stands for all of the worker's."""
+    if env_ids is None:
+        return kind
+    return kind | each << 2 | len(env_ids) << _COUNT_SHIFT | env_ids.start << _FIRST_SHIFT
+
+
+def told_by(note: int) -> tuple[int, range | None, bool]:
+    """What `note_of` was given.
+
+    Example:
+        >>> told_by(note_of(STEP, range(4, 6), True))
+        (1, range(4, 6), True)
+    """
+    count, first = note >> _COUNT_SHIFT & _COUNT_MASK, note >> _FIRST_SHIFT
+    return note & KIND, range(first, first + count) if count else None, bool(note & _EACH)
+
+
+def control_nbytes(num_workers: int, capacity: int) -> int:
+    """The size of the block.
+
+    Args:
+        num_workers: How many desks.
+        capacity: How many notes there may be in a ring at a time.
+    """
+    return _DESKS + num_workers * _desk_nbytes(capacity)
+
+
+def _desk_nbytes(capacity: int) -> int:
+    return 2 * _SEM + _LEDGER + 2 * _ring_nbytes(capacity)
+
+
+def _ring_nbytes(capacity: int) -> int:
+    return -(-16 * capacity // 64) * 64
 
 
 class Ring:
@@ -41,22 +67,27 @@ class Ring:
 
     Attributes:
         signal: Counts the notes that have been written and not yet taken.
+        moment: What came with the note that was taken last.
     """
 
-    def __init__(self, buffer: mmap.mmap, semaphore: int, notes: int) -> None:
+    def __init__(self, buffer: mmap.mmap, semaphore: int, notes: int, capacity: int) -> None:
         self.signal = Semaphore(buffer, semaphore)
-        self._notes = memoryview(buffer)[notes : notes + _RING].cast("Q")
+        self._capacity, self.moment = capacity, 0.0
+        view = memoryview(buffer)[notes : notes + 16 * capacity]
+        self._notes, self._moments = view[: 8 * capacity].cast("Q"), view[8 * capacity :].cast("d")
         self._written = self._taken = 0
 
-    def put(self, note: int) -> None:
-        """Write a note and wake the reader."""
-        self._notes[self._written % NOTES] = note
+    def put(self, note: int, moment: float = 0.0) -> None:
+        """Write a note and wake the reader; the writer knows that there is room."""
+        place = self._written % self._capacity
+        self._notes[place], self._moments[place] = note, moment
         self._written += 1
         self.signal.post()
 
     def taken(self) -> int:
         """The next note; only after `signal` has been taken."""
-        note = self._notes[self._taken % NOTES]
+        place = self._taken % self._capacity
+        note, self.moment = self._notes[place], self._moments[place]
         self._taken += 1
         return note
 
@@ -70,19 +101,21 @@ class Desk:
         ledger: What the worker is doing.
     """
 
-    def __init__(self, buffer: mmap.mmap, worker: int) -> None:
-        start = _DESKS + worker * _DESK
+    def __init__(self, buffer: mmap.mmap, worker: int, capacity: int) -> None:
+        start = _DESKS + worker * _desk_nbytes(capacity)
         rings = start + 2 * _SEM + _LEDGER
-        self.asked = Ring(buffer, start, rings)
-        self.done = Ring(buffer, start + _SEM, rings + _RING)
+        self.asked = Ring(buffer, start, rings, capacity)
+        self.done = Ring(buffer, start + _SEM, rings + _ring_nbytes(capacity), capacity)
         self.ledger = Ledger(memoryview(buffer)[start + 2 * _SEM : rings])
 
 
 class Bell:
-    """How the parent is woken.
+    """How the parent is woken: by every reply, but for as many as it has said it can do without.
 
     Attributes:
         wake: What it waits on.
+        set_countdown: So many replies from now on will not wake it. Where some come at the very moment of setting,
+            it may be woken too early, never too late.
     """
 
     def __init__(self, buffer: mmap.mmap) -> None:
@@ -90,17 +123,22 @@ class Bell:
         self._countdown = Semaphore(buffer, WAKE + _SEM)
         self.set_countdown: Callable[[int], None] = self._countdown.init
 
-    def arrive(self, together: bool) -> None:
-        """Tell the parent that something is done; of a batch, only the last one does."""
-        if not together or not self._countdown.try_take():
+    def arrive(self) -> None:
+        """Tell the parent that a reply is there."""
+        if not self._countdown.try_take():
             self.wake.post()
 
+    def hush(self) -> None:
+        """Forget what it has rung for so far; the parent looks for itself."""
+        while self.wake.try_take():
+            pass
 
-def initialise(buffer: mmap.mmap, num_workers: int) -> None:
+
+def initialise(buffer: mmap.mmap, num_workers: int, capacity: int) -> None:
     """Make all semaphores, before any worker is there."""
     for place in (WAKE, WAKE + _SEM):
         Semaphore(buffer, place).init()
     for worker in range(num_workers):
-        start = _DESKS + worker * _DESK
+        start = _DESKS + worker * _desk_nbytes(capacity)
         Semaphore(buffer, start).init()
         Semaphore(buffer, start + _SEM).init()

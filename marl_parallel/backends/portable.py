@@ -63,11 +63,11 @@ class PortableProcessBackend(Backend):
         self._workers: list[PortableProcess] = []
         self._memory: list[portable_ends.NamedMemory] = []
         self._ears: list[Connection] = []
-        self._before: list[deque[Request]] = []
+        self._before: list[deque[int]] = []  # of each request, how many replies are still to come
         self._lost: dict[int, Lost] = {}
         self._folder = ""
 
-    def start(self, num_workers: int) -> None:
+    def start(self, num_workers: int, most_requests: int) -> None:
         self._before = [deque() for _ in range(num_workers)]
         self._lost = dict.fromkeys(range(num_workers), Lost(None, ""))  # until they are there
         try:
@@ -100,20 +100,21 @@ class PortableProcessBackend(Backend):
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         for worker, request in requests.items():
-            self._before[worker].append(request)
+            self._before[worker].append(request.replies)
             if worker not in self._lost:
                 self._workers[worker].send(request)
 
-    def wait(self, timeout: float | None = None) -> list[tuple[int, Reply | Lost]]:
+    def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
         deadline = None if timeout is None else time.monotonic() + timeout
         interrupted = False
+        replies: list[tuple[int, Reply | Lost]] = []
         while True:
-            replies = self._taken()
-            if replies or interrupted:
+            replies += self._taken()
+            if len(replies) >= at_least or interrupted or any(type(reply) is Lost for _, reply in replies):
                 return replies
             tick = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
             if tick <= 0 or not self._ears:  # a signal handler may have closed meanwhile
-                return []
+                return replies
             busy = [worker for worker, before in enumerate(self._before) if before]
             ready = connection.wait([self._ears[0], *(self._workers[worker].connection for worker in busy)], tick)
             if self._ears[0] in ready:
@@ -130,7 +131,9 @@ class PortableProcessBackend(Backend):
             try:
                 while before and worker not in self._lost and self._workers[worker].connection.poll():
                     replies.append((worker, self._workers[worker].connection.recv()))
-                    before.popleft()
+                    before[0] -= 1
+                    if before[0] == 0:
+                        before.popleft()
             except (EOFError, OSError):
                 self._lost[worker] = self._workers[worker].buried()
             if before and worker in self._lost:

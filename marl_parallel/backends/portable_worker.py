@@ -50,7 +50,7 @@ def _serve(start: Start, requests: SimpleQueue[Request]) -> None:
         connection.send_bytes(b"here")
         while True:
             request = requests.get()
-            connection.send(worker.execute(request))
+            worker.execute(request, connection.send)
             if request.message is Message.CLOSE:
                 return
 

@@ -14,6 +14,7 @@ Who starts and ends the processes is `contexts.py`; what runs in them `process_w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -30,7 +31,7 @@ from marl_parallel.backends.memory import Block, anonymous_file
 from marl_parallel.backends.semaphores import available
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.messages import Lost, Message, Reply, Request
-from marl_parallel.runtime.sharing import usable_cpus
+from marl_parallel.runtime.sharing import span_of, usable_cpus
 
 _TICK_S = 0.02
 """How often to look for deaths while waiting, should nobody be left to tell of them."""
@@ -52,22 +53,25 @@ class ProcessBackend(Backend):
         self._channels: list[Channel] = []
         self._pids: list[int] = []
         self._before: list[deque[Request]] = []
+        self._replied: list[int] = []
+        self._armed = False
         self._lost: dict[int, Lost] = {}
         self._interrupted = False
         self._records_fd = -1
 
-    def start(self, num_workers: int) -> None:
+    def start(self, num_workers: int, most_requests: int) -> None:
         if not available():
             raise OSError(
                 'backend="process" needs process-shared semaphores, which this platform lacks; '
                 'use backend="thread" or "serial"'
             )
-        self._board = Block.create(control.control_nbytes(num_workers))
-        control.initialise(self._board.buffer, num_workers)
-        self._desks = [control.Desk(self._board.buffer, worker) for worker in range(num_workers)]
+        self._board = Block.create(control.control_nbytes(num_workers, most_requests))
+        control.initialise(self._board.buffer, num_workers, most_requests)
+        self._desks = [control.Desk(self._board.buffer, worker, most_requests) for worker in range(num_workers)]
         self._bell = control.Bell(self._board.buffer)
         self.ledgers = [desk.ledger for desk in self._desks]
         self._before = [deque() for _ in range(num_workers)]
+        self._replied = [0] * num_workers
         self._records_fd = anonymous_file("marl_parallel-records")
         self._launcher = open_launcher(
             self._context, entry=_ENTRY, wake=(self._board, control.WAKE), threads=self._threads
@@ -79,16 +83,15 @@ class ProcessBackend(Backend):
                 self._channels.append(Channel(ours, alive=functools.partial(self._is_alive, worker)))
                 fds = [theirs.fileno(), self._board.fd, self._records_fd]
                 self._pids.append(self._launcher.launch(worker, fds))
-            self._channels[worker].send(spin)
+            self._channels[worker].send((spin, most_requests))
 
     def allocate(self, nbytes: int) -> Any:
         os.ftruncate(self._records_fd, nbytes)
         return Block(os.dup(self._records_fd), nbytes).buffer
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
-        alone = len(requests) == 1
-        flag = control.TOGETHER if together and not alone else 0
-        if flag:
+        self._armed = together
+        if together:
             self._bell.set_countdown(len(requests) - 1)
         for worker, request in requests.items():
             self._before[worker].append(request)
@@ -96,35 +99,45 @@ class ProcessBackend(Backend):
                 self._bell.wake.post()
                 continue
             note = _note_of(request)
-            self._desks[worker].asked.put(note | flag)
+            self._desks[worker].asked.put(note)
             if note == control.MAIL:
                 try:
-                    self._channels[worker].send(request)
+                    self._channels[worker].put(request)
                 except Gone:
                     continue  # `wait` finds out how it died
 
-    def wait(self, timeout: float | None = None) -> list[tuple[int, Reply | Lost]]:
-        if timeout is not None:
-            return self._wait_until(time.monotonic() + timeout)
-        # On this way every microsecond counts: until the parent sleeps, a worker lacks its CPU.
-        while True:
-            woken = self._bell.wake.nap(_TICK_S)
-            replies = self._taken()
-            if replies or self._interrupted:
-                self._interrupted = False
-                return replies
-            if not woken:
+    def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        replies: list[tuple[int, Reply | Lost]] = []
+        # After a `post` of all that is waited for nothing can be there yet; until the parent sleeps, a worker lacks its
+        # CPU, so on that way every microsecond counts.
+        while self._armed or not self._enough(replies, at_least):
+            self._armed = False
+            if deadline is None:
+                self._bell.wake.nap(_TICK_S)
+            elif (patience := min(_TICK_S, deadline - time.monotonic())) > 0:
+                self._bell.wake.take(patience)
+            else:
+                break
+            new = self._taken()
+            if not new:
                 self._lost_now()
+            replies += new
+        self._interrupted = False
+        return replies
 
-    def _wait_until(self, deadline: float) -> list[tuple[int, Reply | Lost]]:
-        while True:
-            replies = self._taken()
-            patience = min(_TICK_S, deadline - time.monotonic())
-            if replies or self._interrupted or patience <= 0:
-                self._interrupted = False
-                return replies
-            if not self._bell.wake.take(patience):
-                self._lost_now()
+    def _enough(self, replies: list[tuple[int, Reply | Lost]], at_least: int) -> bool:
+        """Whether there is nothing to wait for; else the bell has been set to ring for the last that is missing."""
+        while len(replies) < at_least and not any(type(reply) is Lost for _, reply in replies):
+            self._bell.set_countdown(at_least - len(replies) - 1)
+            self._bell.hush()
+            if self._interrupted:
+                return True
+            new = self._taken()  # what has come before all this may have gone unheard
+            if not new:
+                return False
+            replies += new
+        return True
 
     def _taken(self) -> list[tuple[int, Reply | Lost]]:
         """Everything that has been done, and everybody who will not do anything any more."""
@@ -132,21 +145,34 @@ class ProcessBackend(Backend):
         for worker, before in enumerate(self._before):
             if not before:
                 continue
-            done = self._desks[worker].done
+            done, channel = self._desks[worker].done, self._channels[worker]
+            if not channel.clear:
+                with contextlib.suppress(Gone):  # found out below
+                    channel.flush()
             while before and done.signal.try_take():
-                if done.taken() == control.PLAIN:
-                    replies.append((worker, Reply(*_DONE, before.popleft().env_ids, {}, {})))
-                    continue
-                try:
-                    replies.append((worker, self._channels[worker].receive()))
-                    before.popleft()
-                except Gone:
-                    self._await_death(worker)
-                    break
+                note = done.taken()
+                if note & control.KIND == control.PLAIN:
+                    span = None if note == control.PLAIN else control.told_by(note)[1]
+                    replies.append((worker, Reply(*_DONE, span, {}, {}, done.moment)))
+                else:
+                    try:
+                        replies.append((worker, channel.receive()))
+                    except Gone:
+                        self._await_death(worker)
+                        break
+                self._answered(worker)
             if before and worker in self._lost:
                 before.clear()
+                self._replied[worker] = 0
                 replies.append((worker, self._lost[worker]))
         return replies
+
+    def _answered(self, worker: int) -> None:
+        before = self._before[worker]
+        self._replied[worker] += 1
+        if self._replied[worker] >= before[0].replies:
+            before.popleft()
+            self._replied[worker] = 0
 
     def _lost_now(self) -> Mapping[int, Lost]:
         """Who has died, brought up to date."""
@@ -212,10 +238,10 @@ _DONE = (Message.RESULT, Message.STEP)
 
 def _note_of(request: Request) -> int:
     """The note that says it all, or `MAIL`."""
-    if request.message is not Message.STEP or request.payload is not None:
+    message, env_ids, payload, each = request
+    if message is not Message.STEP or payload is not None:
         return control.MAIL
-    if request.env_ids is None:
-        return control.STEP_ALL
-    if len(request.env_ids) == 1:
-        return control.STEP_ONE | request.env_ids[0] << control.ENV_SHIFT
-    return control.MAIL
+    if env_ids is None:
+        return control.STEP
+    span = span_of(env_ids)
+    return control.MAIL if span is None else control.note_of(control.STEP, span, each)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from marl_parallel.backends import control
 from marl_parallel.backends.channel import Channel
 from marl_parallel.backends.memory import Block
 from marl_parallel.backends.semaphores import Semaphore
-from marl_parallel.runtime.messages import Message, Request
+from marl_parallel.runtime.messages import Message, Reply, Request
+from marl_parallel.runtime.sharing import span_of
 from marl_parallel.runtime.worker import Worker
 
 _SPIN_S = 100e-6
@@ -33,25 +34,35 @@ def main(index: int, fds: Sequence[int]) -> None:
     """
     connection, control_fd, records_fd = fds
     board = Block.attach(control_fd, os.fstat(control_fd).st_size)
-    desk, bell = control.Desk(board.buffer, index), control.Bell(board.buffer)
     # The kernel kills this process with the parent, so there is nobody to look for.
     channel = Channel(socket.socket(fileno=connection), alive=lambda: True)
+    spin, capacity = channel.receive()
+    desk, bell = control.Desk(board.buffer, index, capacity), control.Bell(board.buffer)
     worker = Worker(desk.ledger, lambda nbytes: _attach(records_fd, nbytes), own_process=True)
-    spin_s = _SPIN_S if channel.receive() else 0.0
+    send, spin_s = _sender(desk, bell, channel), _SPIN_S if spin else 0.0
     while True:
         _take(desk.asked.signal, spin_s)
-        note = desk.asked.taken()
-        request = _requested(note, channel)
-        reply = worker.execute(request)
-        plain = request.message is Message.STEP and not reply.results and not reply.failures
-        # First the note: the parent reads the channel only after it, and must be reading when much is sent.
-        desk.done.put(control.PLAIN if plain else control.MAIL)
-        bell.arrive(bool(note & control.TOGETHER))
-        if not plain:
-            channel.send(reply)
+        request = _requested(desk.asked.taken(), channel)
+        worker.execute(request, send)
         if request.message is Message.CLOSE:
             channel.close()
             return
+
+
+def _sender(desk: control.Desk, bell: control.Bell, channel: Channel) -> Callable[[Reply], None]:
+    def send(reply: Reply) -> None:
+        _, answers, env_ids, results, failures, completed = reply
+        if answers is not Message.STEP or results or failures:
+            # First the note: the parent reads the channel only after it, and must be reading when much is sent.
+            desk.done.put(control.MAIL, completed)
+            bell.arrive()
+            channel.send(reply)
+            return
+        span = None if env_ids is None else span_of(env_ids)
+        desk.done.put(control.note_of(control.PLAIN, span), completed)
+        bell.arrive()
+
+    return send
 
 
 def _take(signal: Semaphore, spin_s: float) -> None:
@@ -64,11 +75,11 @@ def _take(signal: Semaphore, spin_s: float) -> None:
 
 
 def _requested(note: int, channel: Channel) -> Request:
-    kind = note & 0xFF
-    if kind == control.STEP_ALL:
+    if note == control.STEP:
         return _STEP_ALL
-    if kind == control.STEP_ONE:
-        return Request(Message.STEP, (note >> control.ENV_SHIFT,))
+    kind, span, each = control.told_by(note)
+    if kind == control.STEP:
+        return Request(Message.STEP, span, each=each)
     request: Request = channel.receive()
     return request
 

@@ -21,7 +21,7 @@ class SerialBackend(Backend):
     enforces_timeouts = False
     can_kill = False
 
-    def start(self, num_workers: int) -> None:
+    def start(self, num_workers: int, most_requests: int) -> None:
         self.ledgers = [Ledger(bytearray(Ledger.NBYTES)) for _ in range(num_workers)]
         self._workers = [Worker(ledger, self._attach, in_line=True) for ledger in self.ledgers]
         self._replies: list[tuple[int, Reply | Lost]] = []
@@ -36,9 +36,13 @@ class SerialBackend(Backend):
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         workers, replies = self._workers, self._replies  # a signal handler may close in the middle of it
         for worker, request in requests.items():
-            replies.append((worker, workers[worker].execute(request)))
 
-    def wait(self, timeout: float | None = None) -> list[tuple[int, Reply | Lost]]:
+            def send(reply: Reply, worker: int = worker) -> None:
+                replies.append((worker, reply))
+
+            workers[worker].execute(request, send)
+
+    def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
         replies, self._replies = self._replies, []
         return replies
 

@@ -25,7 +25,7 @@ class ThreadBackend(Backend):
 
     can_kill = False
 
-    def start(self, num_workers: int) -> None:
+    def start(self, num_workers: int, most_requests: int) -> None:
         self.ledgers = [Ledger(bytearray(Ledger.NBYTES)) for _ in range(num_workers)]
         self._requests: list[SimpleQueue[Request | None]] = [SimpleQueue() for _ in range(num_workers)]
         self._replies: SimpleQueue[tuple[int, Reply | Lost] | None] = SimpleQueue()
@@ -38,11 +38,15 @@ class ThreadBackend(Backend):
 
     def _run(self, index: int) -> None:
         worker = Worker(self.ledgers[index], self._attach)
+
+        def send(reply: Reply) -> None:
+            self._replies.put((index, reply))
+
         while True:
             request = self._requests[index].get()
             if request is None:
                 return
-            self._replies.put((index, worker.execute(request)))
+            worker.execute(request, send)
             if request.message is Message.CLOSE:
                 return
 
@@ -57,16 +61,22 @@ class ThreadBackend(Backend):
         for worker, request in requests.items():
             self._requests[worker].put(request)
 
-    def wait(self, timeout: float | None = None) -> list[tuple[int, Reply | Lost]]:
-        replies = []
+    def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        replies: list[tuple[int, Reply | Lost]] = []
         try:
-            reply = self._replies.get(timeout=timeout)
-            while reply is not None:  # None is an interrupt
+            while True:
+                if len(replies) >= at_least:
+                    reply = self._replies.get_nowait()
+                else:
+                    reply = self._replies.get(
+                        timeout=None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                    )
+                if reply is None:  # an interrupt
+                    return replies
                 replies.append(reply)
-                reply = self._replies.get_nowait()
         except Empty:
-            pass  # either the time is over or everything that was there has been taken
-        return replies
+            return replies  # either the time is over or everything that was there has been taken
 
     def interrupt(self) -> None:
         self._replies.put(None)

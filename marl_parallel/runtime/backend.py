@@ -7,7 +7,7 @@ workers to live (another machine, another runtime) writes one subclass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from marl_parallel.runtime.ledger import Ledger
@@ -37,14 +37,15 @@ class Backend(ABC):
             raise ValueError("a backend serves one ParallelEnv, once; make a new one for each")
         self._claimed = True
 
-    ledgers: list[Ledger]
+    ledgers: Sequence[Ledger] = ()
 
     @abstractmethod
-    def start(self, num_workers: int) -> None:
+    def start(self, num_workers: int, most_requests: int) -> None:
         """Start the workers; need not wait until they are up.
 
         Args:
             num_workers: How many.
+            most_requests: How many requests and replies there will be at most before one worker, or from it.
         """
 
     @abstractmethod
@@ -72,15 +73,17 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def wait(self, timeout: float | None = None) -> list[tuple[int, Reply | Lost]]:
-        """Wait until at least one reply has come, and take all that are there.
+    def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
+        """Wait for replies, and take all that are there.
 
         Args:
             timeout: In seconds; None waits for as long as it takes, or until `interrupt`.
+            at_least: How many to wait for.
 
         Returns:
-            Workers with their replies, in the order of each worker's requests; empty when the time is over, or
-            after `interrupt`. A worker that died with requests before it is reported once, as `Lost`.
+            Workers with their replies, in the order of each worker's requests; fewer than `at_least` when the time is
+            over, after `interrupt`, or where somebody has died. A worker that died with requests before it is
+            reported once, as `Lost`.
         """
 
     @abstractmethod

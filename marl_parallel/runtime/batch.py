@@ -6,7 +6,7 @@ dicts of `ParallelEnv` are one view of what lies here, arrays over all environme
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -140,7 +140,7 @@ class Batch:
         """The transitions of some environments: five tuples of dicts, in the order of `env_ids`.
 
         Args:
-            env_ids: At least one.
+            env_ids: Whose.
             extras: By environment, what travelled pickled.
         """
         if not extras and (span := self._span(env_ids)) is not None:
@@ -156,8 +156,15 @@ class Batch:
             dicts, acting[env_id], ended = read(env_id, extras.get(env_id) if extras else None)
             over[env_id] = ended and stays_over
             rows.append(dicts)
+        if not rows:
+            return (), (), (), (), ()
         observations, rewards, terminateds, truncateds, infos = zip(*rows)
         return observations, rewards, terminateds, truncateds, infos
+
+    def begin(self, env_ids: Iterable[int]) -> None:
+        """Note that these environments have been reset."""
+        for env_id in env_ids:
+            self.begun[env_id] = True
 
     def states(self, outside: Mapping[int, Any]) -> NDArray[Any]:
         """The global states that the workers have written, stacked into an array of the caller's own.

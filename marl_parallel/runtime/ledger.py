@@ -3,7 +3,7 @@
 The worker writes, the parent reads, at any time and without asking: the book is a few numbers in memory that both
 can see. That is how the parent knows which environment was running when a process died, for how long one has been
 running, and what `stats()` says. Each number is written whole; there is no lock, so two of them may be read a
-moment apart.
+moment apart. One number is the parent's to write: that nothing new is to be begun.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Ledger:
     NBYTES = 128
 
     # Places of 8 bytes: what runs now and since when, sums of seconds, and how often each activity has ended.
-    _ENV, _ACTIVITY, _SINCE, _SIMULATOR, _BUSY, _WAITING, _ENDED = 0, 1, 2, 3, 4, 5, 8
+    _ENV, _ACTIVITY, _SINCE, _SIMULATOR, _BUSY, _WAITING, _DISCARDED, _ENDED = 0, 1, 2, 3, 4, 5, 6, 8
 
     def __init__(self, buffer: Any) -> None:
         view = memoryview(buffer).cast("B")[: self.NBYTES]
@@ -99,13 +99,23 @@ class Ledger:
         self._floats[self._WAITING] += now - self._changed
         self._changed = now
 
-    def lay_down(self) -> None:
-        """Note that the worker is done with it."""
+    def lay_down(self) -> float:
+        """Note that the worker is done with it; returns the moment."""
         now = time.monotonic()
         self._floats[self._SIMULATOR] = self._inside
         self._floats[self._BUSY] += now - self._changed
         self._ints[self._ENDED : self._ENDED + len(self._ended)] = memoryview(array("q", self._ended))
         self._changed = now
+        return now
+
+    def discard(self) -> None:
+        """The parent's: from now on nothing is to be begun but a CLOSE; nobody waits for what is discarded."""
+        self._ints[self._DISCARDED] = 1
+
+    @property
+    def discarded(self) -> bool:
+        """Whether the parent has said so."""
+        return self._ints[self._DISCARDED] != 0
 
     @property
     def latest(self) -> Activity:

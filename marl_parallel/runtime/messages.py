@@ -6,7 +6,7 @@ travels inside as bytes, so that a backend never has to look. How messages trave
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -47,11 +47,18 @@ class Request(NamedTuple):
         message: What to do.
         env_ids: With which of the worker's environments, in this order; None for all of them.
         payload: By environment, or whatever the message needs; None for most steps.
+        each: Whether each of `env_ids` is replied for as soon as it is done; else there is one reply for all.
     """
 
     message: Message
-    env_ids: tuple[int, ...] | None = None
+    env_ids: Sequence[int] | None = None
     payload: Any = None
+    each: bool = False
+
+    @property
+    def replies(self) -> int:
+        """How many replies there will be."""
+        return len(self.env_ids) if self.each and self.env_ids is not None else 1
 
 
 class Failure(NamedTuple):
@@ -79,13 +86,15 @@ class Reply(NamedTuple):
         env_ids: The environments it was about; None for all of the worker's.
         results: By environment, for those that have something to say beyond what is in the block.
         failures: By environment, for those that failed.
+        completed: When, in seconds of `time.monotonic`.
     """
 
     message: Message
     answers: Message
-    env_ids: tuple[int, ...] | None
+    env_ids: Sequence[int] | None
     results: Mapping[int, Any]
     failures: Mapping[int, Failure]
+    completed: float
 
 
 class Lost(NamedTuple):

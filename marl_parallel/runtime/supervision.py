@@ -18,7 +18,7 @@ from gymnasium.error import ClosedEnvironmentError
 
 from marl_parallel.errors import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout
 from marl_parallel.runtime.backend import Backend
-from marl_parallel.runtime.messages import Failure, Lost, Message, Request
+from marl_parallel.runtime.messages import Failure, Lost, Message, Reply, Request
 
 logger = logging.getLogger("marl_parallel")
 
@@ -32,17 +32,22 @@ class Crew:
     Args:
         backend: Started.
         shares: The environments of each worker.
+
+    Attributes:
+        in_flight: What has been sent and not yet received, by environment.
     """
 
     def __init__(self, backend: Backend, shares: Sequence[range]) -> None:
         self.backend, self.shares = backend, shares
         self.closed = False
+        self.in_flight: dict[int, Message] = {}
+        self._arrived: dict[int, tuple[float, Any]] = {}
         self._worker_of = [worker for worker, share in enumerate(shares) for _ in share]
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
         self._lock = threading.RLock()
 
     def run(self, requests: Mapping[int, Request], *, limit: float | None = None) -> dict[int, Any]:
-        """Have requests carried out by the workers, side by side.
+        """Have requests carried out by the workers, side by side, while nothing else is in flight.
 
         Args:
             requests: By worker.
@@ -56,49 +61,131 @@ class Crew:
             ClosedEnvironmentError: Another thread has closed everything meanwhile.
         """
         results: dict[int, Any] = {}
-        failures: dict[int, tuple[int, Failure]] = {}
+        failures: dict[int, Failure] = {}
         with self._lock:
-            if self.closed:
-                raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
+            self.check_open()
             try:
                 self.backend.post(requests, together=True)
                 pending = set(requests)
                 posted = time.monotonic() if limit is not None else 0.0
                 while pending:
-                    replies = self.backend.wait(None if limit is None else min(limit, _LOOK_EVERY_S))
-                    for worker, reply in replies:
-                        if isinstance(reply, Lost):
-                            raise self._crashed(worker, reply)
+                    timeout = None if limit is None else min(limit, _LOOK_EVERY_S)
+                    for worker, reply in self.backend.wait(timeout, len(pending)):
+                        self._sort(worker, reply, results, failures)
                         pending.discard(worker)
-                        if reply.results:
-                            results.update(reply.results)
-                        if reply.failures:
-                            failures.update((env_id, (worker, f)) for env_id, f in reply.failures.items())
-                    if self.closed:
-                        raise ClosedEnvironmentError("the environments were closed by another thread")
+                    self._check_still_open()
                     if limit is not None and pending:
                         self._check_limit(pending, limit, posted)
                 if failures:
                     env_id = min(failures)
-                    raise _env_error(env_id, *failures[env_id])
+                    raise _env_error(env_id, self._worker_of[env_id], failures[env_id])
                 return {env_id: _read(env_id, self._worker_of[env_id], result) for env_id, result in results.items()}
-            except ClosedEnvironmentError:
-                raise
-            except WorkerTimeout:
-                self._shut_after_failure(ask=False, timeout=0.0)
-                raise
-            except ParallelEnvError:
-                self._shut_after_failure(ask=True)
-                raise
-            except BaseException:
-                # Interrupted half-way (Ctrl-C): which replies are still to come is not known any more.
-                self._shut_after_failure(ask=not self.backend.can_kill, timeout=1.0)
+            except BaseException as error:
+                self._shut_after(error)
                 raise
 
-    def _shut_after_failure(self, *, ask: bool, timeout: float = 5.0) -> None:
-        error = self.shut(ask=ask, timeout=timeout)
-        if error is not None:
-            logger.warning("while closing after another error: %s", error)
+    def send(self, message: Message, env_ids: Sequence[int], payload: Any = None) -> None:
+        """Have one thing done in some environments, each to be replied for by itself, and do not wait for it.
+
+        Args:
+            message: What.
+            env_ids: Where; of none of them anything is in flight.
+            payload: As of `ask`.
+        """
+        with self._lock:
+            self.check_open()
+            try:
+                self.backend.post(self._shared_out(message, env_ids, payload, each=True))
+            except BaseException as error:
+                self._shut_after(error)
+                raise
+            self.in_flight.update(dict.fromkeys(env_ids, message))
+
+    def receive(self, at_least: int, timeout: float | None) -> dict[int, tuple[Message, Any]]:
+        """Take from what is in flight all that is done, waiting for some of it.
+
+        Args:
+            at_least: How many environments to wait for.
+            timeout: Seconds to wait at most; None for as long as it takes.
+
+        Returns:
+            By environment, in order of completion, what was done and what it has to say beyond what is in the block.
+
+        Raises:
+            TimeoutError: There were not so many in time; nothing is lost.
+            ParallelEnvError: A worker or an environment failed; everything has been closed.
+            ClosedEnvironmentError: Another thread has closed everything meanwhile.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            self.check_open()
+            try:
+                while True:
+                    missing = at_least - len(self._arrived)
+                    patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                    for worker, reply in self.backend.wait(0.0 if missing <= 0 else patience, max(missing, 1)):
+                        self._arrive(worker, reply)
+                    self._check_still_open()
+                    if len(self._arrived) >= at_least:
+                        break
+                    if patience == 0.0:
+                        raise TimeoutError(
+                            f"{len(self._arrived)} of at least {at_least} environments were ready within {timeout:g} "
+                            "s; nothing is lost, call recv again"
+                        )
+                # Ties by number.
+                done = sorted((completed, env_id) for env_id, (completed, _) in self._arrived.items())
+                taken = {
+                    env_id: (self.in_flight[env_id], _read(env_id, self._worker_of[env_id], self._arrived[env_id][1]))
+                    for _, env_id in done
+                }
+            except BaseException as error:
+                self._shut_after(error)
+                raise
+            for env_id in taken:
+                del self.in_flight[env_id], self._arrived[env_id]
+            return taken
+
+    def _arrive(self, worker: int, reply: Reply | Lost) -> None:
+        results: dict[int, Any] = {}
+        failures: dict[int, Failure] = {}
+        self._sort(worker, reply, results, failures)
+        for env_id, failure in failures.items():
+            raise _env_error(env_id, worker, failure)
+        assert isinstance(reply, Reply)
+        for env_id in reply.env_ids or ():
+            self._arrived[env_id] = reply.completed, results.get(env_id)
+
+    def _sort(self, worker: int, reply: Reply | Lost, results: dict[int, Any], failures: dict[int, Failure]) -> None:
+        if isinstance(reply, Lost):
+            raise self._crashed(worker, reply)
+        if reply.results:
+            results.update(reply.results)
+        if reply.failures:
+            failures.update(reply.failures)
+
+    def check_open(self) -> None:
+        """Raise `ClosedEnvironmentError` where everything has been closed."""
+        if self.closed:
+            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
+
+    def _check_still_open(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError("the environments were closed by another thread")
+
+    def _shut_after(self, error: BaseException) -> None:
+        """Close everything but where nothing has happened, or somebody else has done it."""
+        if isinstance(error, ClosedEnvironmentError) or type(error) is TimeoutError:
+            return
+        if isinstance(error, WorkerTimeout):
+            also = self.shut(ask=False, timeout=0.0)
+        elif isinstance(error, ParallelEnvError):
+            also = self.shut()
+        else:
+            # Interrupted half-way (Ctrl-C): which replies are still to come is not known any more.
+            also = self.shut(ask=not self.backend.can_kill, timeout=1.0)
+        if also is not None:
+            logger.warning("while closing after another error: %s", also)
 
     def ask(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
         """Have one thing done in some environments; `run` says what comes back.
@@ -108,17 +195,20 @@ class Crew:
             env_ids: Where, in this order within each worker.
             payload: The same for all, or a dict by environment, which is shared out with them.
         """
+        return self.run(self._shared_out(message, env_ids, payload))
+
+    def _shared_out(
+        self, message: Message, env_ids: Iterable[int], payload: Any, *, each: bool = False
+    ) -> dict[int, Request]:
         shares: dict[int, list[int]] = {}
         for env_id in env_ids:
             shares.setdefault(self._worker_of[env_id], []).append(env_id)
         if not isinstance(payload, dict):
-            requests = {worker: Request(message, tuple(ids), payload) for worker, ids in shares.items()}
-        else:
-            requests = {
-                worker: Request(message, tuple(ids), {i: payload[i] for i in ids if i in payload} or None)
-                for worker, ids in shares.items()
-            }
-        return self.run(requests)
+            return {worker: Request(message, tuple(ids), payload, each) for worker, ids in shares.items()}
+        return {
+            worker: Request(message, tuple(ids), {i: payload[i] for i in ids if i in payload} or None, each)
+            for worker, ids in shares.items()
+        }
 
     def shut(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
         """Close all environments, end all workers and free everything. Idempotent.
@@ -133,6 +223,8 @@ class Crew:
         if self.closed:
             return None
         self.closed = True
+        for ledger in self.backend.ledgers:
+            ledger.discard()  # what is in flight and not yet begun
         self.backend.interrupt()
         with self._lock:
             deadline = time.monotonic() + timeout

@@ -101,10 +101,21 @@ class Worker:
         self._actions: ActionRecords
         self._transitions: TransitionRecords
 
-    def execute(self, request: Request) -> Reply:
-        """Carry out a request in each environment it names; what one of them raises does not stop the others."""
+    def execute(self, request: Request, send: Callable[[Reply], None]) -> None:
+        """Carry out a request in each environment it names; what one of them raises does not stop the others.
+
+        Args:
+            request: What to do.
+            send: Gets the reply, or the replies as they come where each environment is to have its own.
+        """
+        message, env_ids, payload, each = request
+        for ids in [env_ids] if not each or env_ids is None else [(env_id,) for env_id in env_ids]:
+            if message is not Message.CLOSE and self._ledger.discarded:
+                return  # nobody waits for it any more
+            send(self._executed(message, ids, payload))
+
+    def _executed(self, message: Message, env_ids: Sequence[int] | None, payload: Any) -> Reply:
         self._ledger.take_up()
-        message, env_ids, payload = request
         handler: Callable[[Worker, int, Any], Any] = _HANDLERS[message]
         payloads: Iterable[Any] = repeat(payload)
         if message is Message.STEP and payload is None:  # nothing but what is in the block
@@ -121,8 +132,8 @@ class Worker:
                     raise
                 method = (self._ledger.latest or message).name.lower()
                 failures[env_id] = _failure(error, method)
-        self._ledger.lay_down()
-        return Reply(Message.EXCEPTION if failures else Message.RESULT, message, env_ids, results, failures)
+        kind = Message.EXCEPTION if failures else Message.RESULT
+        return Reply(kind, message, env_ids, results, failures, self._ledger.lay_down())
 
     # -- one handler for each request; each takes an environment's id and the payload ----------------------------------
 
@@ -194,7 +205,7 @@ class Worker:
 
     def _all_actions(self, env_ids: Sequence[int] | None) -> list[dict[Any, Any]]:
         span = self._share if env_ids is None else span_of(env_ids)
-        if span is not None:
+        if span is not None and len(span) > 1:
             return self._actions.read_span(span)
         return [self._actions.read(env_id, None) for env_id in (self._seeds if env_ids is None else env_ids)]
 

@@ -1,0 +1,163 @@
+"""The portable backend: by itself, and on systems that have nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import cloudpickle
+import pytest
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.backends import portable_process, portable_worker
+from marl_parallel.backends.portable import PortableProcessBackend
+from marl_parallel.runtime.messages import Lost, Message, Reply, Request
+from marl_parallel.runtime.worker import Plan
+
+TESTS = str(Path(__file__).parent)
+
+
+# By itself
+
+
+@pytest.fixture
+def portable() -> Iterator[PortableProcessBackend]:
+    backend = PortableProcessBackend()
+    backend.start(2, 8)
+    yield backend
+    assert backend.stop(0.0) == []
+
+
+def heard(backend: PortableProcessBackend, count: int) -> list[tuple[int, Reply | Lost]]:
+    replies: list[tuple[int, Reply | Lost]] = []
+    while len(replies) < count:
+        new = backend.wait(10.0)
+        assert new
+        replies += new
+    return replies
+
+
+def test_much_on_the_way_both_ways(portable):
+    """Requests are taken in while a large reply still waits to be read."""
+
+    def constructor(text: str = "x" * 1_000_000) -> None:
+        raise ValueError(text)
+
+    plan = Plan({7: cloudpickle.dumps(constructor)}, {7: 0}, AutoresetMode.SAME_STEP, cloudpickle.dumps(None))
+    for _ in range(3):
+        portable.post(dict.fromkeys((0, 1), Request(Message.ACCESS, (7,), plan)))
+    replies = heard(portable, 6)
+    assert sorted(worker for worker, _ in replies) == [0, 0, 0, 1, 1, 1]
+    assert all(isinstance(reply, Reply) and len(reply.failures[7].summary) > 1_000_000 for _, reply in replies)
+
+
+def test_the_dead_are_told_once(portable):
+    portable.interrupt()
+    assert portable.wait() == []
+    assert "portable_worker.py" in portable.stack(0)
+    portable.post({1: Request(Message.CLOSE)})
+    ((worker, reply),) = heard(portable, 1)
+    assert (worker, reply.answers) == (1, Message.CLOSE)
+    portable.post(dict.fromkeys((0, 1), Request(Message.CLOSE)))
+    replies = dict(heard(portable, 2))
+    assert portable.stack(1) == ""
+    assert replies[1] == Lost(0, "")
+    assert portable.wait(0.05) == []
+    portable.post({1: Request(Message.CLOSE)})
+    assert portable.wait(1.0) == [(1, Lost(0, ""))]
+
+
+def test_worker_that_cannot_start(monkeypatch, capfd):
+    monkeypatch.setattr(portable_process, "command", lambda _: [sys.executable, "-c", "import no_such_module"])
+    backend = PortableProcessBackend()
+    with pytest.raises(RuntimeError, match="worker 0 ended with exit code 1"):
+        backend.start(2, 8)
+    assert "no_such_module" in capfd.readouterr().err
+    backend.post({1: Request(Message.CLOSE)})
+    assert backend.wait(1.0) == [(1, Lost(None, ""))]
+    assert backend.stop(0.0) == []
+
+
+def test_worker_that_does_not_start_in_time(monkeypatch):
+    monkeypatch.setattr(portable_process, "command", lambda _: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr("marl_parallel.backends.portable._STARTED_WITHIN_S", 0.2)
+    with pytest.raises(TimeoutError, match="worker 0"):
+        PortableProcessBackend().start(2, 8)
+
+
+def test_clearing_away_what_is_being_added_to(short_folder):
+    def add() -> None:
+        with contextlib.suppress(FileNotFoundError):  # the folder has gone
+            for number in itertools.count():
+                Path(folder, f"socket-{number}").touch()
+
+    folder = tempfile.mkdtemp(dir=short_folder)
+    adding = threading.Thread(target=add)
+    adding.start()
+    portable_worker._clear_away(folder)
+    adding.join(20)
+    assert not adding.is_alive()
+    assert os.listdir(short_folder) == []
+
+
+# On other systems
+
+
+# What other systems lack is taken away from every interpreter that starts with this on its path.
+ELSEWHERE = """
+import os, signal, socket, sys
+sys.modules["fcntl"] = None
+lacking = {
+    os: "fork memfd_create pidfd_open waitid sched_getaffinity register_at_fork setsid".split(),
+    signal: "pidfd_send_signal sigwaitinfo".split(),
+    socket: "SOCK_SEQPACKET".split(),
+}
+for module, names in lacking.items():
+    for name in names:
+        vars(module).pop(name, None)
+"""
+ON_IT = """
+import sys
+sys.path.insert(0, {tests!r})
+from unittest import mock
+from marl_parallel import ParallelEnv
+assert not any(name.startswith("marl_parallel.backends.semaphores") for name in sys.modules)
+from environments import Hunt
+with mock.patch("marl_parallel.backends.semaphores.available", return_value=False):
+    for context in (None, "spawn"):
+        with ParallelEnv([Hunt] * 2, num_workers=2, context=context) as env:
+            observations, _ = env.reset()
+            env.step([{{agent: env.action_space[agent].sample() for agent in acting}} for acting in env.acting])
+            assert type(env._crew.backend).__name__ == "PortableProcessBackend"
+            print(len(set(env.call("pid"))))
+    for context in ("forkserver", "fork"):
+        try:
+            ParallelEnv([Hunt], context=context)
+        except ValueError as error:
+            print(error)
+"""
+
+
+def test_elsewhere(tmp_path):
+    """Simulated: nothing that only Linux has is needed, neither to import nor to run a batch."""
+    (tmp_path / "sitecustomize.py").write_text(ELSEWHERE)
+    done = subprocess.run(
+        [sys.executable, "-c", ON_IT.format(tests=TESTS)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=Path(TESTS).parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["2", "2"]
+    assert ["needs Linux" in line for line in lines[2:]] == [True, True]
