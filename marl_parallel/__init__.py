@@ -6,10 +6,11 @@
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import MultiAgentEnv, Rules
-from marl_parallel.errors import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout
+from marl_parallel.errors import EnvError, ParallelEnvError, RestartLimitExceeded, WorkerCrashed, WorkerTimeout
 from marl_parallel.making import make
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.backend import Backend
+from marl_parallel.runtime.restarts import RestartPolicy
 from marl_parallel.stats import Stats, WorkerStats
 from marl_parallel.step_batch import StepBatch
 
@@ -22,6 +23,8 @@ __all__ = [
     "MultiAgentEnv",
     "ParallelEnv",
     "ParallelEnvError",
+    "RestartLimitExceeded",
+    "RestartPolicy",
     "Rules",
     "Stats",
     "StepBatch",

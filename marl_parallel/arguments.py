@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import adapter_function
 from marl_parallel.runtime.backend import Backend
+from marl_parallel.runtime.restarts import RestartPolicy
 from marl_parallel.runtime.sharing import usable_cpus
 
 
@@ -118,6 +119,20 @@ def checked_timeout(seconds: Any, name: str) -> float | None:
     if not value > 0:
         raise ValueError(f"{name} must be positive, got {seconds}; None stands for no limit")
     return value
+
+
+def survives(on_error: Any, restart_policy: Any) -> bool:
+    """Whether faults are to be survived.
+
+    Raises:
+        ValueError: `on_error` is neither "raise" nor "restart".
+        TypeError: The policy is none.
+    """
+    if on_error not in ("raise", "restart"):
+        raise ValueError(f'on_error must be "raise" or "restart", got {on_error!r}')
+    if not isinstance(restart_policy, RestartPolicy):
+        raise TypeError(f"restart_policy must be a RestartPolicy, got {restart_policy!r}")
+    return bool(on_error == "restart")
 
 
 def pickled_adapter(adapter: Any) -> bytes:

@@ -67,6 +67,13 @@ class WorkerCrashed(ParallelEnvError):
         self.stack = stack
 
 
+class RestartLimitExceeded(ParallelEnvError):
+    """An environment failed more often than its `RestartPolicy` allows; everything is closed.
+
+    `__cause__` is the error of the last failure.
+    """
+
+
 class WorkerTimeout(ParallelEnvError, TimeoutError):
     """An environment took longer than it may.
 

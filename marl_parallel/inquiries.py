@@ -21,7 +21,7 @@ from marl_parallel.runtime.messages import Message
 from marl_parallel.runtime.pickling import sendable
 from marl_parallel.runtime.supervision import Crew
 from marl_parallel.runtime.worker import Refusal
-from marl_parallel.stats import Stats, WorkerStats
+from marl_parallel.stats import Stats
 from marl_parallel.tiling import tile as tiled
 
 
@@ -36,7 +36,6 @@ class Inquiries:
     _render_mode: str | None
     _all: tuple[int, ...]
     _seeds_used: tuple[int, ...]
-    _seeds_stale: bool
 
     @property
     def num_envs(self) -> int:
@@ -111,9 +110,9 @@ class Inquiries:
         While environments are in flight, it is what was known when the first of them was sent to.
         """
         self._crew.check_open()
-        if self._seeds_stale and not self._crew.in_flight:
+        if self._crew.seeds_stale and not self._crew.in_flight:
             declared = self._crew.ask(Message.SEED, self._all)
-            self._seeds_used, self._seeds_stale = tuple(declared[env_id] for env_id in self._all), False
+            self._seeds_used, self._crew.seeds_stale = tuple(declared[env_id] for env_id in self._all), False
         return self._seeds_used
 
     def call(self, name: str, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any) -> tuple[Any, ...]:
@@ -189,16 +188,7 @@ class Inquiries:
 
     def stats(self) -> Stats:
         """What has been done so far, and where the time went; of each worker and summed up."""
-        return Stats.of(
-            WorkerStats(
-                steps=ledger.steps,
-                resets=ledger.resets,
-                simulator_s=ledger.simulator_s,
-                transport_s=ledger.transport_s,
-                waiting_s=ledger.waiting_s,
-            )
-            for ledger in self._crew.backend.ledgers
-        )
+        return self._crew.stats()
 
     @property
     def pending(self) -> tuple[int, ...]:

@@ -42,18 +42,23 @@ from marl_parallel.arguments import (
     checked_timeout,
     pickled_adapter,
     seeds_of,
+    survives,
     workers_for,
 )
 from marl_parallel.backends import open_backend
 from marl_parallel.inquiries import Inquiries
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.batch import Batch, Dicts
-from marl_parallel.runtime.construction import common_schema, construct
+from marl_parallel.runtime.construction import construct
 from marl_parallel.runtime.layout import Layout
+from marl_parallel.runtime.limits import Limits
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.pickling import sendable
+from marl_parallel.runtime.reports import logger
+from marl_parallel.runtime.restarts import RestartPolicy, Restarts
+from marl_parallel.runtime.schemas import common_schema
 from marl_parallel.runtime.sharing import share_out
-from marl_parallel.runtime.supervision import Crew, logger
+from marl_parallel.runtime.supervision import Crew
 from marl_parallel.step_batch import StepBatch
 
 START_TIMEOUT_S = 60.0
@@ -96,6 +101,12 @@ class ParallelEnv(Inquiries):
             next stepped or reset, and stays readable after `close`.
         context: How worker processes start: `"forkserver"` (the default where there is one), `"spawn"` or `"fork"`.
         check_actions: Check every action against its space.
+        on_error: What happens when an environment raises, or its worker dies or hangs: `"raise"` raises here and
+            closes everything; `"restart"` builds it anew and goes on. The step it interrupted says so: every agent is
+            truncated and `infos[i]["__common__"]` is `{"restarted": True, "error": <report>}`.
+        restart_policy: How often that may happen to one environment.
+        step_timeout: Seconds that each step may take, and each call, frame and attribute; None for no limit.
+        reset_timeout: Seconds that each reset may take, automatic ones too; None for no limit.
         start_timeout: Seconds that each constructor may take; None for no limit.
         worker_threads: Threads of BLAS, OpenMP and torch in each worker process; None leaves them alone.
 
@@ -105,6 +116,9 @@ class ParallelEnv(Inquiries):
         EnvError: A constructor raised.
         WorkerCrashed: A worker died while constructing.
         WorkerTimeout: A constructor took longer than `start_timeout`.
+
+    With `on_error="restart"`, a constructor that fails here still raises, and so does an environment that fails more
+    often than its policy allows: `RestartLimitExceeded`.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -129,12 +143,21 @@ class ParallelEnv(Inquiries):
         copy: bool = True,
         context: str | None = None,
         check_actions: bool = False,
+        on_error: str = "raise",
+        restart_policy: RestartPolicy = RestartPolicy(),  # noqa: B008  # it is immutable
+        step_timeout: float | None = None,
+        reset_timeout: float | None = None,
         start_timeout: float | None = START_TIMEOUT_S,
         worker_threads: int | None = 1,
     ) -> None:
         constructors = checked_constructors(env_constructors)
         self._mode = autoreset_mode(auto_reset)
-        limit = checked_timeout(start_timeout, "start_timeout")
+        limits = Limits(
+            checked_timeout(step_timeout, "step_timeout"),
+            checked_timeout(reset_timeout, "reset_timeout"),
+            checked_timeout(start_timeout, "start_timeout"),
+        )
+        survive = survives(on_error, restart_policy)
         if worker_threads is not None:
             worker_threads = at_least_one(worker_threads, "worker_threads")
         how_adapted = pickled_adapter(adapter)
@@ -143,11 +166,13 @@ class ParallelEnv(Inquiries):
         seeds = [self._base_seed + env_id for env_id in range(self._num_envs)]
         shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, backend))
         hosts = open_backend(backend, context=context, worker_threads=worker_threads)
-        if not hosts.enforces_timeouts and start_timeout not in (None, START_TIMEOUT_S):
+        if not hosts.enforces_timeouts and limits not in ((None, None, None), (None, None, START_TIMEOUT_S)):
             warnings.warn(
-                f"start_timeout={start_timeout} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
+                f"step_timeout, reset_timeout and start_timeout cannot be enforced by backend={backend!r}",
+                RuntimeWarning,
+                stacklevel=2,
             )
-        self._crew = Crew(hosts, shares)
+        self._crew = Crew(hosts, shares, limits)
         _live.add(self._crew)
         self._finalizer = weakref.finalize(self, self._crew.shut)
         self._plain_steps = {worker: Request(Message.STEP) for worker in range(len(shares))}
@@ -155,19 +180,23 @@ class ParallelEnv(Inquiries):
         try:
             hosts.start(len(shares), len(shares[0]) + _MORE_REQUESTS)
             started = True
-            described = construct(self._crew, constructors, seeds, self._mode, how_adapted, limit)
+            described, plan = construct(self._crew, constructors, seeds, self._mode, how_adapted, survive)
             schema = common_schema(described)
             layout = Layout(schema, self._num_envs, arrays=shared_memory)
             block = hosts.allocate(layout.nbytes)
             attach = Request(Message.ATTACH, None, (self._num_envs, shared_memory))
-            self._crew.run(dict.fromkeys(range(len(shares)), attach), limit=limit)
+            self._crew.run(dict.fromkeys(range(len(shares)), attach))
             self._batch = Batch(layout, block, described[0].rules, self._mode, copy=copy, check_actions=check_actions)
+            if survive:
+                self._crew.restarts = Restarts(
+                    restart_policy, plan, attach.payload, self._batch, described[0], self._base_seed
+                )
             self._all = self._batch.env_ids
             self._schema = schema
             self._reset_keywords = described[0].reset_keywords
             self._metadata = {**described[0].metadata, "autoreset_mode": self._mode}
             self._render_mode = described[0].render_mode
-            self._seeds_used, self._seeds_stale = tuple(seeds), True
+            self._seeds_used = tuple(seeds)
         except BaseException:
             # Whatever went wrong, Ctrl-C included, nothing may be left behind.
             self._finalizer.detach()
@@ -202,8 +231,8 @@ class ParallelEnv(Inquiries):
         self._check_idle("reset")
         ids = self._checked_ids(env_ids)
         base, keywords = self._reset_keywords_for(ids, seed, options)
-        extras = self._crew.ask(Message.RESET, ids, keywords)
-        self._base_seed, self._seeds_stale = base, True
+        extras = self._carry_out(Message.RESET, ids, keywords)
+        self._rebase(base)
         self._batch.begin(ids)
         observations, _, _, _, infos = self._batch.read(ids, extras)
         return observations, infos
@@ -236,8 +265,8 @@ class ParallelEnv(Inquiries):
             check_one_for_each(actions, ids)
         self._check_begun(ids, "step")
         outside = self._batch.write_actions(ids, actions)
-        whole = ids is self._all and not outside
-        extras = self._crew.run(self._plain_steps) if whole else self._crew.ask(Message.STEP, ids, outside)
+        plain = ids is self._all and not outside and self._crew.restarts is None
+        extras = self._crew.run(self._plain_steps) if plain else self._carry_out(Message.STEP, ids, outside or None)
         return self._batch.read(ids, extras)
 
     # -- stepping without waiting ----------------------------------------------------------------------------------
@@ -290,7 +319,7 @@ class ParallelEnv(Inquiries):
         base, keywords = self._reset_keywords_for(ids, seed, options)
         self._note_seeds()
         self._crew.send(Message.RESET, ids, keywords)
-        self._base_seed, self._seeds_stale = base, True
+        self._rebase(base)
 
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> StepBatch:
         """Take the results of all environments in flight that are ready, waiting for some of them.
@@ -364,6 +393,18 @@ class ParallelEnv(Inquiries):
 
     # -- within ----------------------------------------------------------------------------------------------------
 
+    def _rebase(self, base: int) -> None:
+        self._base_seed, self._crew.seeds_stale = base, True
+        if self._crew.restarts is not None:
+            self._crew.restarts.base_seed = base
+
+    def _carry_out(self, message: Message, ids: Sequence[int], payload: dict[int, bytes] | None) -> dict[int, Any]:
+        """Have something done, and wait for it; returns what is to be read beyond the block."""
+        if self._crew.restarts is None:
+            return self._crew.ask(message, ids, payload)
+        self._crew.send(message, ids, payload, each=False)
+        return {env_id: more for env_id, (_, more) in self._crew.receive(len(ids)).items() if more is not None}
+
     def _check_not_in_flight(self, ids: Sequence[int], name: str) -> None:
         self._crew.check_open()
         busy = [env_id for env_id in ids if env_id in self._crew.in_flight]
@@ -380,7 +421,7 @@ class ParallelEnv(Inquiries):
 
     def _note_seeds(self) -> None:
         """Have ready what `seed` is to say while environments are in flight and cannot be asked."""
-        if self._seeds_stale and not self._crew.in_flight:
+        if self._crew.seeds_stale and not self._crew.in_flight:
             self.seed()
 
     def _reset_keywords_for(

@@ -18,7 +18,10 @@ from marl_parallel.runtime.ledger import Ledger
 MAIL, STEP, PLAIN = 0, 1, 2
 """What a note is about: something in the channel; stepping the environments it names; these being done."""
 KIND = 3
-_EACH, _COUNT_SHIFT, _FIRST_SHIFT, _COUNT_MASK = 1 << 2, 8, 32, (1 << 24) - 1
+LAST = EACH = 1 << 2
+PROMPT = 1 << 3
+"""Added to a note: no other reply to the request follows; each environment, or what it says, is to be replied for."""
+_COUNT_SHIFT, _FIRST_SHIFT, _COUNT_MASK = 8, 32, (1 << 24) - 1
 
 _SEM, _LEDGER = Semaphore.SIZE, Ledger.NBYTES
 _DESKS = 2 * _SEM
@@ -26,22 +29,20 @@ WAKE = 0
 """Where the semaphore is that the parent waits on."""
 
 
-def note_of(kind: int, env_ids: range | None = None, each: bool = False) -> int:
-    """One number for a kind of note and the environments it is about; None stands for all of the worker's."""
-    if env_ids is None:
-        return kind
-    return kind | each << 2 | len(env_ids) << _COUNT_SHIFT | env_ids.start << _FIRST_SHIFT
+def note_of(kind: int, env_ids: range | None = None) -> int:
+    """One number for a kind of note, with what is added to it, and the environments it is about; None: all of them."""
+    return kind if env_ids is None else kind | len(env_ids) << _COUNT_SHIFT | env_ids.start << _FIRST_SHIFT
 
 
-def told_by(note: int) -> tuple[int, range | None, bool]:
-    """What `note_of` was given.
+def env_ids_of(note: int) -> range | None:
+    """The environments that a note is about.
 
     Example:
-        >>> told_by(note_of(STEP, range(4, 6), True))
-        (1, range(4, 6), True)
+        >>> env_ids_of(note_of(STEP | EACH, range(4, 6)))
+        range(4, 6)
     """
     count, first = note >> _COUNT_SHIFT & _COUNT_MASK, note >> _FIRST_SHIFT
-    return note & KIND, range(first, first + count) if count else None, bool(note & _EACH)
+    return range(first, first + count) if count else None
 
 
 def control_nbytes(num_workers: int, capacity: int) -> int:
@@ -139,6 +140,12 @@ def initialise(buffer: mmap.mmap, num_workers: int, capacity: int) -> None:
     for place in (WAKE, WAKE + _SEM):
         Semaphore(buffer, place).init()
     for worker in range(num_workers):
-        start = _DESKS + worker * _desk_nbytes(capacity)
-        Semaphore(buffer, start).init()
-        Semaphore(buffer, start + _SEM).init()
+        clear_desk(buffer, worker, capacity)
+
+
+def clear_desk(buffer: mmap.mmap, worker: int, capacity: int) -> None:
+    """Make a desk as if it were new; nobody may be at it."""
+    start = _DESKS + worker * _desk_nbytes(capacity)
+    buffer[start + 2 * _SEM : start + 2 * _SEM + _LEDGER] = bytes(_LEDGER)
+    Semaphore(buffer, start).init()
+    Semaphore(buffer, start + _SEM).init()

@@ -38,7 +38,7 @@ from marl_parallel.backends import portable_ends
 from marl_parallel.backends.portable_process import KILL, PortableProcess, await_ends
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.ledger import Ledger
-from marl_parallel.runtime.messages import Lost, Reply, Request
+from marl_parallel.runtime.messages import Lost, Message, Reply, Request
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -63,7 +63,7 @@ class PortableProcessBackend(Backend):
         self._workers: list[PortableProcess] = []
         self._memory: list[portable_ends.NamedMemory] = []
         self._ears: list[Connection] = []
-        self._before: list[deque[int]] = []  # of each request, how many replies are still to come
+        self._before: list[deque[Message]] = []
         self._lost: dict[int, Lost] = {}
         self._folder = ""
 
@@ -78,16 +78,13 @@ class PortableProcessBackend(Backend):
 
     def _start(self, num_workers: int) -> None:
         self._ears = [*Pipe(duplex=False)]
-        parent_folder = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER and os.path.isdir("/tmp") else None
-        self._folder = tempfile.mkdtemp(prefix="marl_parallel-", dir=parent_folder)
+        self._folder = _new_folder()
         for name in ("board", "records"):
             self._memory.append(portable_ends.NamedMemory(self._folder, name))
-        board = memoryview(self._memory[0].map(num_workers * Ledger.NBYTES))
+        self._board = board = memoryview(self._memory[0].map(num_workers * Ledger.NBYTES))
         self.ledgers = [Ledger(board[worker * Ledger.NBYTES :]) for worker in range(num_workers)]
         for worker in range(num_workers):
-            key, argv = secrets.token_bytes(32), list(getattr(sys, "argv", []))
-            start = portable_ends.Start(worker, num_workers, self._folder, key, argv)
-            self._workers.append(PortableProcess(start, self._threads))
+            self._workers.append(self._new_process(worker, num_workers))
         deadline = time.monotonic() + _STARTED_WITHIN_S
         for worker in range(num_workers):
             self._workers[worker].connect(deadline)
@@ -95,12 +92,42 @@ class PortableProcessBackend(Backend):
         if sys.platform != "win32":
             self._remove_folder()  # everybody has opened what is in it
 
+    def _new_process(self, worker: int, num_workers: int, memory: tuple[int, int] | None = None) -> PortableProcess:
+        key, argv = secrets.token_bytes(32), list(getattr(sys, "argv", []))
+        start = portable_ends.Start(worker, num_workers, self._folder, key, argv, memory)
+        return PortableProcess(start, self._threads)
+
+    def replace(self, worker: int) -> None:
+        if not self._workers:
+            return  # closed meanwhile by a signal handler
+        old = self._workers[worker]
+        old.signal(KILL)
+        await_ends([old], _KILLED_WITHIN_S)
+        old.let_go()
+        self._before[worker].clear()
+        place = worker * Ledger.NBYTES
+        self._board[place : place + Ledger.NBYTES] = bytes(Ledger.NBYTES)
+        self.ledgers[worker] = Ledger(self._board[place:])
+        self._lost[worker] = Lost(None, "")  # until it is there
+        memory = None
+        if sys.platform != "win32":
+            # What had a name has none any more: it is inherited.
+            self._folder = _new_folder()
+            memory = self._memory[0].fd, self._memory[1].fd
+        try:
+            self._workers[worker] = self._new_process(worker, len(self._workers), memory)
+            self._workers[worker].connect(time.monotonic() + _STARTED_WITHIN_S)
+        finally:
+            if sys.platform != "win32":
+                self._remove_folder()
+        del self._lost[worker]
+
     def allocate(self, nbytes: int) -> Any:
         return self._memory[1].map(nbytes)
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         for worker, request in requests.items():
-            self._before[worker].append(request.replies)
+            self._before[worker].append(request.message)
             if worker not in self._lost:
                 self._workers[worker].send(request)
 
@@ -130,9 +157,9 @@ class PortableProcessBackend(Backend):
         for worker, before in enumerate(self._before):
             try:
                 while before and worker not in self._lost and self._workers[worker].connection.poll():
-                    replies.append((worker, self._workers[worker].connection.recv()))
-                    before[0] -= 1
-                    if before[0] == 0:
+                    reply: Reply = self._workers[worker].connection.recv()
+                    replies.append((worker, reply))
+                    if reply.last:
                         before.popleft()
             except (EOFError, OSError):
                 self._lost[worker] = self._workers[worker].buried()
@@ -188,3 +215,8 @@ class PortableProcessBackend(Backend):
         if folder:
             # On Windows a file that somebody still has open cannot go; better it stays than an error in `close`.
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_folder() -> str:
+    parent_folder = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER and os.path.isdir("/tmp") else None
+    return tempfile.mkdtemp(prefix="marl_parallel-", dir=parent_folder)

@@ -25,6 +25,7 @@ class Start(NamedTuple):
         folder: Where everything is that has a name.
         key: What the parent proves by that it is the parent, and the worker that it is the worker.
         argv: `sys.argv`.
+        memory: Descriptors of the two files that are shared, inherited; None where they are found by their names.
     """
 
     worker: int
@@ -32,6 +33,7 @@ class Start(NamedTuple):
     folder: str
     key: bytes
     argv: list[str]
+    memory: tuple[int, int] | None = None
 
     @property
     def address(self) -> str:
@@ -52,26 +54,31 @@ class NamedMemory:
     Args:
         folder: A folder of the parent's own. It may be removed once all have made their object.
         name: Within the folder.
+        fd: Of the file, where it is not to be found by its name any more; owned by this object from now on.
+
+    Attributes:
+        fd: Of the file; -1 where memory has a name of its own.
     """
 
-    def __init__(self, folder: str, name: str) -> None:
+    def __init__(self, folder: str, name: str, fd: int | None = None) -> None:
+        self.fd = -1 if fd is None else fd
         if sys.platform == "win32":
             self._tag = f"{os.path.basename(folder)}-{name}"
-        else:
-            self._fd = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT, 0o600)
+        elif fd is None:
+            self.fd = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT, 0o600)
 
     def map(self, nbytes: int) -> mmap.mmap:
         """The memory, zeroed when the first process maps it; it stays for as long as anything refers to it."""
         if sys.platform == "win32":
             return mmap.mmap(-1, nbytes, tagname=self._tag)
-        if os.fstat(self._fd).st_size < nbytes:
-            os.ftruncate(self._fd, nbytes)
-        return mmap.mmap(self._fd, nbytes)
+        if os.fstat(self.fd).st_size < nbytes:
+            os.ftruncate(self.fd, nbytes)
+        return mmap.mmap(self.fd, nbytes)
 
     def close(self) -> None:
         """Let go of the name; what has been mapped stays."""
         if sys.platform != "win32":
-            os.close(self._fd)
+            os.close(self.fd)
 
 
 def send(pipe: int, message: Any) -> None:

@@ -49,6 +49,7 @@ class PortableProcess:
                 stdout=output(sys.stdout, 1),
                 stderr=output(sys.stderr, 2),
                 bufsize=0,
+                pass_fds=start.memory or (),
                 # Ctrl-C is the parent's alone; and the group is what can be ended as a whole.
                 start_new_session=True,
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),

@@ -41,7 +41,10 @@ def _serve(start: Start, requests: SimpleQueue[Request]) -> None:
     sys.argv[:] = start.argv
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    board, records = (NamedMemory(start.folder, name) for name in ("board", "records"))
+    board, records = (
+        NamedMemory(start.folder, name, fd)
+        for name, fd in zip(("board", "records"), start.memory or (None, None), strict=True)
+    )
     ledgers = memoryview(board.map(start.num_workers * Ledger.NBYTES))
     worker = Worker(Ledger(ledgers[start.worker * Ledger.NBYTES :]), records.map, own_process=True)
     with Listener(start.address, authkey=start.key) as listener:

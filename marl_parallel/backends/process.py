@@ -53,7 +53,6 @@ class ProcessBackend(Backend):
         self._channels: list[Channel] = []
         self._pids: list[int] = []
         self._before: list[deque[Request]] = []
-        self._replied: list[int] = []
         self._armed = False
         self._lost: dict[int, Lost] = {}
         self._interrupted = False
@@ -67,23 +66,45 @@ class ProcessBackend(Backend):
             )
         self._board = Block.create(control.control_nbytes(num_workers, most_requests))
         control.initialise(self._board.buffer, num_workers, most_requests)
+        self._capacity = most_requests
         self._desks = [control.Desk(self._board.buffer, worker, most_requests) for worker in range(num_workers)]
         self._bell = control.Bell(self._board.buffer)
         self.ledgers = [desk.ledger for desk in self._desks]
         self._before = [deque() for _ in range(num_workers)]
-        self._replied = [0] * num_workers
         self._records_fd = anonymous_file("marl_parallel-records")
         self._launcher = open_launcher(
             self._context, entry=_ENTRY, wake=(self._board, control.WAKE), threads=self._threads
         )
-        spin = num_workers <= usable_cpus()
+        self._spin = num_workers <= usable_cpus()
         for worker in range(num_workers):
-            ours, theirs = socket.socketpair()
+            channel, pid = self._launch(worker)
+            self._channels.append(channel)
+            self._pids.append(pid)
+
+    def _launch(self, worker: int) -> tuple[Channel, int]:
+        assert self._launcher is not None
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours, alive=functools.partial(self._is_alive, worker))
+        try:
             with theirs:
-                self._channels.append(Channel(ours, alive=functools.partial(self._is_alive, worker)))
-                fds = [theirs.fileno(), self._board.fd, self._records_fd]
-                self._pids.append(self._launcher.launch(worker, fds))
-            self._channels[worker].send((spin, most_requests))
+                pid = self._launcher.launch(worker, [theirs.fileno(), self._board.fd, self._records_fd])
+            channel.put((self._spin, self._capacity))
+        except BaseException:
+            channel.close()
+            raise
+        return channel, pid
+
+    def replace(self, worker: int) -> None:
+        if self._launcher is None:
+            return  # closed meanwhile by a signal handler
+        self._await_death(worker, patience=0.0)
+        self._before[worker].clear()
+        self._channels[worker].close()
+        control.clear_desk(self._board.buffer, worker, self._capacity)
+        self._desks[worker] = control.Desk(self._board.buffer, worker, self._capacity)
+        self.ledgers[worker] = self._desks[worker].ledger
+        del self._lost[worker]
+        self._channels[worker], self._pids[worker] = self._launch(worker)
 
     def allocate(self, nbytes: int) -> Any:
         os.ftruncate(self._records_fd, nbytes)
@@ -152,27 +173,20 @@ class ProcessBackend(Backend):
             while before and done.signal.try_take():
                 note = done.taken()
                 if note & control.KIND == control.PLAIN:
-                    span = None if note == control.PLAIN else control.told_by(note)[1]
-                    replies.append((worker, Reply(*_DONE, span, {}, {}, done.moment)))
+                    last = bool(note & control.LAST)
+                    replies.append((worker, Reply(*_DONE, control.env_ids_of(note), {}, {}, done.moment, last)))
                 else:
                     try:
                         replies.append((worker, channel.receive()))
                     except Gone:
                         self._await_death(worker)
                         break
-                self._answered(worker)
+                if note & control.LAST:
+                    before.popleft()
             if before and worker in self._lost:
                 before.clear()
-                self._replied[worker] = 0
                 replies.append((worker, self._lost[worker]))
         return replies
-
-    def _answered(self, worker: int) -> None:
-        before = self._before[worker]
-        self._replied[worker] += 1
-        if self._replied[worker] >= before[0].replies:
-            before.popleft()
-            self._replied[worker] = 0
 
     def _lost_now(self) -> Mapping[int, Lost]:
         """Who has died, brought up to date."""
@@ -186,11 +200,11 @@ class ProcessBackend(Backend):
     def _is_alive(self, worker: int) -> bool:
         return worker not in self._lost_now()
 
-    def _await_death(self, worker: int) -> None:
-        """It has hung up; give it a moment to be found dead, and see to it."""
+    def _await_death(self, worker: int, patience: float = 1.0) -> None:
+        """It has hung up, or is to end: give it a moment to be found dead, and see to it."""
         assert self._launcher is not None
         pid = self._pids[worker]
-        if self._launcher.wait_gone([pid], 1.0):
+        if self._launcher.wait_gone([pid], patience):
             self._launcher.kill(pid)
             self._launcher.wait_gone([pid], 1.0)
         self._lost_now()
@@ -238,10 +252,8 @@ _DONE = (Message.RESULT, Message.STEP)
 
 def _note_of(request: Request) -> int:
     """The note that says it all, or `MAIL`."""
-    message, env_ids, payload, each = request
-    if message is not Message.STEP or payload is not None:
+    message, env_ids, payload, each, prompt = request
+    span = None if env_ids is None else span_of(env_ids)
+    if message is not Message.STEP or payload is not None or (env_ids is not None and span is None):
         return control.MAIL
-    if env_ids is None:
-        return control.STEP
-    span = span_of(env_ids)
-    return control.MAIL if span is None else control.note_of(control.STEP, span, each)
+    return control.note_of(control.STEP | each * control.EACH | prompt * control.PROMPT, span)

@@ -51,15 +51,16 @@ def main(index: int, fds: Sequence[int]) -> None:
 
 def _sender(desk: control.Desk, bell: control.Bell, channel: Channel) -> Callable[[Reply], None]:
     def send(reply: Reply) -> None:
-        _, answers, env_ids, results, failures, completed = reply
+        _, answers, env_ids, results, failures, completed, last = reply
+        more = control.LAST if last else 0
         if answers is not Message.STEP or results or failures:
             # First the note: the parent reads the channel only after it, and must be reading when much is sent.
-            desk.done.put(control.MAIL, completed)
+            desk.done.put(control.MAIL | more, completed)
             bell.arrive()
             channel.send(reply)
             return
         span = None if env_ids is None else span_of(env_ids)
-        desk.done.put(control.note_of(control.PLAIN, span), completed)
+        desk.done.put(control.note_of(control.PLAIN | more, span), completed)
         bell.arrive()
 
     return send
@@ -77,9 +78,9 @@ def _take(signal: Semaphore, spin_s: float) -> None:
 def _requested(note: int, channel: Channel) -> Request:
     if note == control.STEP:
         return _STEP_ALL
-    kind, span, each = control.told_by(note)
-    if kind == control.STEP:
-        return Request(Message.STEP, span, each=each)
+    if note & control.KIND == control.STEP:
+        each, prompt = bool(note & control.EACH), bool(note & control.PROMPT)
+        return Request(Message.STEP, control.env_ids_of(note), each=each, prompt=prompt)
     request: Request = channel.receive()
     return request
 

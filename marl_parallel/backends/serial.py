@@ -46,6 +46,9 @@ class SerialBackend(Backend):
         replies, self._replies = self._replies, []
         return replies
 
+    def replace(self, worker: int) -> None:
+        raise NotImplementedError("a worker in line is the caller itself")
+
     def interrupt(self) -> None:
         """Nothing ever waits."""
 

@@ -78,6 +78,9 @@ class ThreadBackend(Backend):
         except Empty:
             return replies  # either the time is over or everything that was there has been taken
 
+    def replace(self, worker: int) -> None:
+        raise NotImplementedError("a thread cannot be killed")
+
     def interrupt(self) -> None:
         self._replies.put(None)
 

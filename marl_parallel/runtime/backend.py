@@ -7,7 +7,7 @@ workers to live (another machine, another runtime) writes one subclass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from marl_parallel.runtime.ledger import Ledger
@@ -37,7 +37,7 @@ class Backend(ABC):
             raise ValueError("a backend serves one ParallelEnv, once; make a new one for each")
         self._claimed = True
 
-    ledgers: Sequence[Ledger] = ()
+    ledgers: list[Ledger]
 
     @abstractmethod
     def start(self, num_workers: int, most_requests: int) -> None:
@@ -84,6 +84,16 @@ class Backend(ABC):
             Workers with their replies, in the order of each worker's requests; fewer than `at_least` when the time is
             over, after `interrupt`, or where somebody has died. A worker that died with requests before it is
             reported once, as `Lost`.
+        """
+
+    @abstractmethod
+    def replace(self, worker: int) -> None:
+        """End a worker, whatever it is doing, and start a fresh one in its place, with a ledger of its own.
+
+        What had been asked of the old one is forgotten. For backends that `can_kill`.
+
+        Args:
+            worker: Which; alive or lost.
         """
 
     @abstractmethod

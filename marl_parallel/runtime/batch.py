@@ -7,15 +7,16 @@ dicts of `ParallelEnv` are one view of what lies here, arrays over all environme
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID, Rules
+from marl_parallel.adapters import Dicts as FiveDicts
 from marl_parallel.runtime.actions import ActionRecords
-from marl_parallel.runtime.columns import Mismatch, conform
+from marl_parallel.runtime.columns import Mismatch, conform, zeros
 from marl_parallel.runtime.episode import needs_actions
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.pickling import sendable
@@ -24,6 +25,20 @@ from marl_parallel.runtime.sharing import span_of
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
+
+
+class Made(NamedTuple):
+    """A transition that does not lie in the block any more, and where it leaves its environment.
+
+    Attributes:
+        dicts: Observations, rewards, terminateds, truncateds, infos.
+        acting: Who should act next.
+        over: Whether the episode has ended and no reset has followed.
+    """
+
+    dicts: FiveDicts
+    acting: list[AgentID]
+    over: bool
 
 
 class Batch:
@@ -58,6 +73,7 @@ class Batch:
         self.layout = layout
         self._actions = ActionRecords(layout, buffer)
         self._transitions = TransitionRecords(layout, buffer, copy=copy)
+        self._own = TransitionRecords(layout, buffer)
         self._rules, self._mode, self._check = rules, mode, check_actions
         self.acting: list[list[AgentID]] = [[] for _ in layout.starts]
         self.over = [False] * layout.num_records
@@ -141,7 +157,7 @@ class Batch:
 
         Args:
             env_ids: Whose.
-            extras: By environment, what travelled pickled.
+            extras: By environment, what travelled pickled, or all of it.
         """
         if not extras and (span := self._span(env_ids)) is not None:
             quiet = self._transitions.read_span(span)
@@ -153,13 +169,37 @@ class Batch:
         read, acting, over = self._transitions.read, self.acting, self.over
         stays_over = self._mode is not AutoresetMode.SAME_STEP
         for env_id in env_ids:
-            dicts, acting[env_id], ended = read(env_id, extras.get(env_id) if extras else None)
-            over[env_id] = ended and stays_over
+            more = extras.get(env_id) if extras else None
+            if type(more) is Made:
+                dicts, acting[env_id], over[env_id] = more
+            else:
+                dicts, acting[env_id], ended = read(env_id, more)
+                over[env_id] = ended and stays_over
             rows.append(dicts)
         if not rows:
             return (), (), (), (), ()
         observations, rewards, terminateds, truncateds, infos = zip(*rows)
         return observations, rewards, terminateds, truncateds, infos
+
+    def peek(self, env_id: int, extras: Any) -> Made:
+        """The transition of one environment in memory of its own, without taking it for read."""
+        dicts, acting, ended = self._own.read(env_id, extras)
+        return Made(dicts, acting, ended and self._mode is not AutoresetMode.SAME_STEP)
+
+    def last_known(self, env_id: int, extras: Any, *, torn: bool) -> tuple[dict[AgentID, Any], list[AgentID]]:
+        """What each agent of one environment has observed last, in memory of its own, and who is alive.
+
+        Args:
+            env_id: Which.
+            extras: What travelled pickled with its last transition.
+            torn: Whether it died while the record was being written; then observations are zeros.
+        """
+        if not self.begun[env_id]:
+            return {}, []
+        if torn:
+            schema, agents = self.layout.schema, self.acting[env_id]
+            return {a: zeros(schema.observation_spaces[a]) for a in agents if a in schema.observation_spaces}, [*agents]
+        return self._own.last_known(env_id, extras)
 
     def begin(self, env_ids: Iterable[int]) -> None:
         """Note that these environments have been reset."""

@@ -101,6 +101,17 @@ def numbers_of(array: NDArray[Any], kind: type) -> list[Any]:
     return numbers if not numbers or type(numbers[0]) is kind else [*map(kind, numbers)]
 
 
+def zeros(space: Space[Any]) -> Any:
+    """A value of the form that a space declares, of zeros; None where its values have no fixed form."""
+    if isinstance(space, spaces.Dict):
+        return {key: zeros(child) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(map(zeros, space.spaces))
+    if isinstance(space, spaces.Discrete):
+        return 0
+    return None if space.shape is None or not fits_block(space) else np.zeros(space.shape, space.dtype)
+
+
 class Column(ABC):
     """The values of `rows` agents with equal spaces, in every record of a block."""
 

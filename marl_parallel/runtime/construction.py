@@ -8,10 +8,8 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
-from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.runtime.layout import Schema
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.supervision import Crew
 from marl_parallel.runtime.worker import Description, Plan, Refusal
@@ -25,8 +23,8 @@ def construct(
     seeds: Sequence[int],
     mode: AutoresetMode,
     adapter: bytes,
-    limit: float | None,
-) -> list[Description]:
+    restarts: bool,
+) -> tuple[list[Description], Plan]:
     """Build all environments, each in its worker, and ask what they are.
 
     Args:
@@ -35,7 +33,10 @@ def construct(
         seeds: Likewise.
         mode: When episodes begin anew.
         adapter: Pickled.
-        limit: How long each constructor may take, in seconds.
+        restarts: Whether what fails will be built anew.
+
+    Returns:
+        By environment, what they are; and what all workers were told.
 
     Raises:
         TypeError: A constructor cannot be pickled.
@@ -49,10 +50,10 @@ def construct(
         for worker, share in enumerate(crew.shares):
             waiting = {env_id: pickled[env_id] for env_id in share if env_id not in described}
             if waiting:
-                plan = Plan(waiting, {env_id: seeds[env_id] for env_id in waiting}, mode, adapter)
+                plan = Plan(waiting, {env_id: seeds[env_id] for env_id in waiting}, mode, adapter, restarts)
                 requests[worker] = Request(Message.ACCESS, tuple(waiting), plan)
         unknown: dict[int, str] = {}
-        for env_id, result in crew.run(requests, limit=limit).items():
+        for env_id, result in crew.run(requests).items():
             if isinstance(result, Refusal):
                 unknown[env_id] = result.text
             else:
@@ -69,7 +70,8 @@ def construct(
                 )
             by_value.append(sys.modules[name])
         pickled.update(_pickle(constructors, unknown, by_value))
-    return [described[env_id] for env_id in range(len(constructors))]
+    plan = Plan(pickled, dict(enumerate(seeds)), mode, adapter, restarts)
+    return [described[env_id] for env_id in range(len(constructors))], plan
 
 
 def _pickle(constructors: Sequence[Constructor], env_ids: Any, by_value: Sequence[ModuleType]) -> dict[int, bytes]:
@@ -94,49 +96,3 @@ def _pickle(constructors: Sequence[Constructor], env_ids: Any, by_value: Sequenc
         for module in registered:
             cloudpickle.unregister_pickle_by_value(module)
     return pickled
-
-
-def common_schema(described: Sequence[Description]) -> Schema:
-    """What all environments have in common.
-
-    Raises:
-        ValueError: They differ; the text says which, in what, for which agent.
-    """
-    first = described[0]
-    for env_id, other in enumerate(described):
-        if other.rules is not first.rules:
-            _differ(env_id, "rules", other.rules.value, first.rules.value)
-        if other.possible_agents != first.possible_agents:
-            _differ(env_id, "possible_agents", other.possible_agents, first.possible_agents)
-        for kind in ("observation", "action"):
-            ours, theirs = (getattr(d, f"{kind}_spaces") for d in (first, other))
-            for agent in dict.fromkeys([*ours, *theirs]):
-                if not _same(ours.get(agent), theirs.get(agent)):
-                    what = f"the {kind} space of agent {agent!r}"
-                    _differ(env_id, what, theirs.get(agent), ours.get(agent))
-        if not _same(first.state_space, other.state_space):
-            _differ(env_id, "the state space", other.state_space, first.state_space)
-    return Schema.of(first)
-
-
-def _same(ours: Space[Any] | None, theirs: Space[Any] | None) -> bool:
-    if isinstance(ours, spaces.Dict) and isinstance(theirs, spaces.Dict):
-        return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, spaces.Tuple) and isinstance(theirs, spaces.Tuple):
-        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
-    if type(ours).__eq__ is object.__eq__ and ours is not None:
-        # Gymnasium leaves equality to each kind of space; of one that has none, only the kind can be compared.
-        return _kind(ours) == _kind(theirs)
-    return bool(ours == theirs)
-
-
-def _kind(space: Any) -> tuple[str, str]:
-    # By name: a class that is made in the constructor is another one in each environment.
-    return type(space).__module__, type(space).__qualname__
-
-
-def _differ(env_id: int, what: str, theirs: Any, ours: Any) -> None:
-    raise ValueError(
-        f"all environments must have the same agents and spaces, but environment {env_id} differs from "
-        f"environment 0 in {what}: {theirs} against {ours}"
-    )

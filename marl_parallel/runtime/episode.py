@@ -8,14 +8,14 @@ uses the functions at the end, on the same facts. How transitions travel is the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.adapters.protocol import AgentID, MultiAgentEnv, Rules
+from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
 from marl_parallel.runtime.ledger import Activity, Ledger
-from marl_parallel.runtime.transition import ALL, Transition, Usual, is_empty_info
+from marl_parallel.runtime.transition import ALL, COMMON, Transition, Usual, is_empty_info
 
 _RESET, _STEP = int(Activity.RESET), int(Activity.STEP)  # a member of an Enum costs a look-up each time
 _NOT_ENDED = (False, False)
@@ -29,6 +29,9 @@ class Episode:
         env_id: Its number in the batch.
         mode: What happens when an episode is over.
         ledger: Where the worker notes what its environments are doing.
+
+    Attributes:
+        ended_for_now: Whether the last step ended an episode and `begin_anew` is due.
     """
 
     def __init__(self, env: MultiAgentEnv, env_id: int, mode: AutoresetMode, ledger: Ledger) -> None:
@@ -41,6 +44,8 @@ class Episode:
         self._usual = Usual(env.possible_agents)
         self._all_act = False  # whether every possible agent is alive and acting, and nobody has been flagged
         self._over: tuple[Any, Any] | None = None
+        self._put_off: Mapping[str, Any] | None = None
+        self.ended_for_now = False
 
     def reset(self, keywords: Mapping[str, Any]) -> Transition:
         """Begin a new episode.
@@ -51,13 +56,15 @@ class Episode:
         Returns:
             The first observations and infos; the agents in them have reward 0.0 and flags that are False.
         """
+        if self._put_off is not None:
+            keywords, self._put_off = {**self._put_off, **keywords}, None
         self._ledger.enter(self.env_id, _RESET)
         try:
             observations, infos = self.env.reset(**keywords)
         finally:
             self._ledger.leave()
         self._flagged.clear()
-        self._over = None
+        self._over, self.ended_for_now = None, False
         self._alive = list(observations)
         self._acting = self._who_acts(observations)
         self._all_act = self._do_all_act()
@@ -72,15 +79,18 @@ class Episode:
         )
 
     def step(self, actions: dict[Any, Any]) -> Transition:
-        """Step once and, where the episode is over and the mode says so, begin the next.
+        """Step once, or begin the next episode where that is due.
 
         Args:
             actions: For the simulator, those of agents who do not act already left out.
+
+        Returns:
+            What the step has to say; where `ended_for_now`, it is to be handed to `begin_anew`.
         """
         if self._over is not None:
             if self._mode is AutoresetMode.NEXT_STEP:
                 return self.reset({})
-            if not self._dict_rules:
+            if not self._dict_rules or self._put_off is not None:
                 terminated, truncated = self._over
                 return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {}, (), ())
         self._ledger.enter(self.env_id, _STEP)
@@ -110,15 +120,35 @@ class Episode:
             self._over = over
             acting = self._acting if self._dict_rules else []
             return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, acting)
+        self.ended_for_now = True
         # Simulators that use the same arrays and dicts again would overwrite them with the next episode's.
         observations, rewards, terminateds, truncateds, infos = _kept(
             (observations, rewards, terminateds, truncateds, infos)
         )
+        return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, ())
+
+    def begin_anew(self, last: Transition) -> Transition:
+        """Begin the next episode in the same step as the last one ended in.
+
+        Args:
+            last: That step's transition.
+
+        Returns:
+            The old episode's last rewards, flags and infos with the new one's first observations.
+        """
         first = self.reset({})
         return Transition(
-            first.observations, rewards, terminateds, truncateds, infos, first.alive, first.acting,
-            final_observations=observations, reset_infos=first.infos,
+            first.observations, last.rewards, last.terminateds, last.truncateds, last.infos, first.alive, first.acting,
+            final_observations=last.observations, reset_infos=first.infos,
         )  # fmt: skip
+
+    def put_off(self, keywords: Mapping[str, Any]) -> None:
+        """The simulator is new and has not been reset, though its episode counts as over, being truncated.
+
+        Args:
+            keywords: For the reset that will come.
+        """
+        self._put_off, self._over = keywords, (False, True)
 
     def _note(
         self, observations: dict[AgentID, Any], terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]
@@ -190,3 +220,47 @@ def with_final(
             info = infos.get(key)
             if info is None or isinstance(info, dict):
                 infos[key] = {name: value, **(info or {})}  # a new dict: simulators give one to several agents
+
+
+def interrupted(observations: dict[AgentID, Any], alive: Iterable[AgentID], report: str) -> Dicts:
+    """What a step says that the end of its simulator has interrupted, or prevented: the old episode is cut off.
+
+    Args:
+        observations: The last ones known.
+        alive: Who was, before.
+        report: What happened.
+    """
+    alive = list(alive)
+    return marked(
+        (
+            observations,
+            dict.fromkeys(alive, 0.0),
+            {**dict.fromkeys(alive, False), ALL: False},
+            {**dict.fromkeys(alive, True), ALL: True},
+            {},
+        ),
+        report,
+    )
+
+
+def marked(dicts: Dicts, report: str) -> Dicts:
+    """The same with a word in its infos that the environment has been restarted."""
+    *others, infos = dicts
+    common = infos.get(COMMON)
+    own = common if isinstance(common, dict) else {}
+    observations, rewards, terminateds, truncateds = others
+    mark = {"restarted": True, "error": report, **own}
+    return observations, rewards, terminateds, truncateds, {**infos, COMMON: mark}
+
+
+def renewed(told: Dicts, fresh: Dicts) -> Dicts:
+    """What a step says whose environment was restarted in it, where the mode is `SAME_STEP`.
+
+    Args:
+        told: What is told of the old episode.
+        fresh: The fresh environment's reset.
+    """
+    observations, rewards, terminateds, truncateds, infos = told
+    infos = dict(infos)
+    with_final(infos, observations, fresh[4])
+    return fresh[0], rewards, terminateds, truncateds, infos

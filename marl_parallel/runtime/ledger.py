@@ -42,14 +42,17 @@ class Running(NamedTuple):
         env_id: Which.
         activity: Doing what.
         since: The moment it began, in seconds of `time.monotonic`.
+        inside: Whether the simulator has not returned yet; else what it has said is being told.
     """
 
     env_id: int
     activity: Activity
     since: float
+    inside: bool
 
 
 _RUNNING = struct.Struct("=qqd")
+_SETTLED = 1 << 40
 
 
 class Ledger:
@@ -61,7 +64,9 @@ class Ledger:
 
     NBYTES = 128
 
-    # Places of 8 bytes: what runs now and since when, sums of seconds, and how often each activity has ended.
+    # Places of 8 bytes: what runs now and since when, sums of seconds, and how often each activity has ended. The first
+    # holds an environment's number plus one: as it is while the simulator runs, negative until what it said has been
+    # told, then with a bit added; 0 where nothing has been begun yet.
     _ENV, _ACTIVITY, _SINCE, _SIMULATOR, _BUSY, _WAITING, _DISCARDED, _ENDED = 0, 1, 2, 3, 4, 5, 6, 8
 
     def __init__(self, buffer: Any) -> None:
@@ -80,8 +85,12 @@ class Ledger:
         """Note that it has returned, or raised; sums and counts are written by `lay_down`."""
         self._inside += time.monotonic() - self._entered
         ints = self._ints
-        ints[0] = 0
+        ints[0] = -ints[0]
         self._ended[ints[1]] += 1
+
+    def settle(self, env_id: int) -> None:
+        """Note that all has been told that an environment had to say."""
+        self._ints[0] = _SETTLED + env_id + 1
 
     @contextmanager
     def during(self, env_id: int, activity: Activity) -> Iterator[None]:
@@ -95,6 +104,7 @@ class Ledger:
     def take_up(self) -> None:
         """Note that the worker begins to work on a request, now."""
         now = time.monotonic()
+        self._ints[self._ENV] = 0
         self._ints[self._ACTIVITY] = Activity.START
         self._floats[self._WAITING] += now - self._changed
         self._changed = now
@@ -131,9 +141,20 @@ class Ledger:
     def running(self) -> Running | None:
         """What is going on in the worker's environments, None where nothing is."""
         env, activity, since = self._ints[self._ENV], self._ints[self._ACTIVITY], self.since
-        if env == 0:
+        if env == 0 or env >= _SETTLED:
             return None
-        return Running(env - 1, Activity(activity), since)
+        return Running(abs(env) - 1, Activity(activity), since, env > 0)
+
+    @property
+    def settled(self) -> int | None:
+        """The environment that has told all it had to say last, where none has begun anything since."""
+        env = self._ints[self._ENV]
+        return env - _SETTLED - 1 if env >= _SETTLED else None
+
+    @property
+    def state(self) -> tuple[int, float]:
+        """What changes whenever anything begins or ends."""
+        return self._ints[self._ENV], self.since
 
     @property
     def steps(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Message(Enum):
-    """The kinds of message; those from `ACCESS` to `CLOSE` are requests, the last two replies."""
+    """The kinds of message; all but the last two are requests, those replies."""
 
     ACCESS = 1
     """Construct the environments and tell their spaces and other fixed attributes."""
@@ -34,9 +34,11 @@ class Message(Enum):
     """Set an attribute, looked for through wrappers."""
     CLOSE = 10
     """Close the environments; the last request a worker gets."""
-    RESULT = 11
+    REBUILD = 11
+    """Close the environment, if it is still there, and construct it anew."""
+    RESULT = 12
     """The request was carried out in every environment it names."""
-    EXCEPTION = 12
+    EXCEPTION = 13
     """The request failed in at least one environment."""
 
 
@@ -48,17 +50,14 @@ class Request(NamedTuple):
         env_ids: With which of the worker's environments, in this order; None for all of them.
         payload: By environment, or whatever the message needs; None for most steps.
         each: Whether each of `env_ids` is replied for as soon as it is done; else there is one reply for all.
+        prompt: Whether what an environment has to say beyond the block is sent at once, ahead of the reply for all.
     """
 
     message: Message
     env_ids: Sequence[int] | None = None
     payload: Any = None
     each: bool = False
-
-    @property
-    def replies(self) -> int:
-        """How many replies there will be."""
-        return len(self.env_ids) if self.each and self.env_ids is not None else 1
+    prompt: bool = False
 
 
 class Failure(NamedTuple):
@@ -87,6 +86,7 @@ class Reply(NamedTuple):
         results: By environment, for those that have something to say beyond what is in the block.
         failures: By environment, for those that failed.
         completed: When, in seconds of `time.monotonic`.
+        last: Whether no other reply to the same request follows.
     """
 
     message: Message
@@ -95,6 +95,7 @@ class Reply(NamedTuple):
     results: Mapping[int, Any]
     failures: Mapping[int, Failure]
     completed: float
+    last: bool = True
 
 
 class Lost(NamedTuple):

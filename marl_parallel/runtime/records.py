@@ -283,6 +283,13 @@ class TransitionRecords:
             (*[self._new_infos() for _ in span],),
         )
 
+    def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
+        """What was observed last, and who is alive."""
+        (observations, _, _, _, _), _, _ = self._read_full(record, extras or {})
+        presence = self._full.unpack_from(self._buffer, self._heads[record])[-self._n :] if self._n else ()
+        alive = [agent for agent, p in zip(self.agents, presence, strict=True) if p & ALIVE]
+        return observations, alive + (extras or {}).get("alive", [])
+
     def _read_full(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], bool]:
         n, agents = self._n, self.agents
         code, *rows = self._full.unpack_from(self._buffer, self._heads[record])

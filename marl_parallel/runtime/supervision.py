@@ -1,29 +1,41 @@
-"""What became of the work: waits for replies, and turns what failed, died or hangs into the error the caller gets.
+"""What became of the work: waits for replies, and sees to what failed, died or hangs.
 
 The `Crew` stands between `ParallelEnv`, which knows what is to be done, and a backend, which knows how to get it to
-the workers. It owns the end of both: whatever happens, `shut` frees everything, once.
+the workers. A fault is either raised, and everything closed, or its environments are built anew; what that means for
+them is known to `restarts.py`, what an error says to `reports.py`. The crew owns the end of all: whatever happens,
+`shut` frees everything, once.
 """
 
 from __future__ import annotations
 
-import logging
 import pickle
-import signal
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 from gymnasium.error import ClosedEnvironmentError
 
-from marl_parallel.errors import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout
+from marl_parallel.errors import EnvError, ParallelEnvError, WorkerTimeout
+from marl_parallel.runtime import reports
 from marl_parallel.runtime.backend import Backend
+from marl_parallel.runtime.batch import Made
+from marl_parallel.runtime.ledger import Activity, Running
+from marl_parallel.runtime.limits import Limits, Watch
 from marl_parallel.runtime.messages import Failure, Lost, Message, Reply, Request
+from marl_parallel.runtime.reports import logger
+from marl_parallel.runtime.restarts import Kind, Restarts
+from marl_parallel.stats import Stats, WorkerStats
 
-logger = logging.getLogger("marl_parallel")
+_NEVER = Limits(None, None, None)
+_ADVICE = ', or pass on_error="restart" to go on with a fresh copy'
 
-_LOOK_EVERY_S = 0.05
-"""How often a wait with a limit looks whether something has passed it."""
+
+class _Order(NamedTuple):
+    """Environments that a worker steps in turn, and its ledger's state before it began."""
+
+    env_ids: Sequence[int]
+    before: tuple[int, float]
 
 
 class Crew:
@@ -32,32 +44,44 @@ class Crew:
     Args:
         backend: Started.
         shares: The environments of each worker.
+        limits: How long each environment may take.
 
     Attributes:
         in_flight: What has been sent and not yet received, by environment.
+        restarts: Where faults are to be survived; None where they are raised.
+        seeds_stale: Whether environments may use other seeds than when they were asked last.
     """
 
-    def __init__(self, backend: Backend, shares: Sequence[range]) -> None:
+    def __init__(self, backend: Backend, shares: Sequence[range], limits: Limits = _NEVER) -> None:
         self.backend, self.shares = backend, shares
         self.closed = False
         self.in_flight: dict[int, Message] = {}
-        self._arrived: dict[int, tuple[float, Any]] = {}
+        self.restarts: Restarts | None = None
+        self.seeds_stale = True
         self._worker_of = [worker for worker, share in enumerate(shares) for _ in share]
+        self._watch = Watch(backend, limits if backend.enforces_timeouts else _NEVER)
+        # Of what is in flight: what has come, and in which order whole shares are being stepped.
+        self._arrived: dict[int, tuple[float, Any]] = {}
+        self._order: dict[int, _Order] = {}
+        self._mended: ParallelEnvError | None = None
+        self._past = [WorkerStats()] * len(shares)
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
         self._lock = threading.RLock()
 
-    def run(self, requests: Mapping[int, Request], *, limit: float | None = None) -> dict[int, Any]:
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    def run(self, requests: Mapping[int, Request]) -> dict[int, Any]:
         """Have requests carried out by the workers, side by side, while nothing else is in flight.
 
         Args:
             requests: By worker.
-            limit: How long each environment may take, in seconds.
 
         Returns:
             By environment, the results of those that have something to say.
 
         Raises:
-            ParallelEnvError: A worker or an environment failed; everything has been closed.
+            ParallelEnvError: A worker or an environment failed; everything has been closed, or, where faults are
+                survived, is there again.
             ClosedEnvironmentError: Another thread has closed everything meanwhile.
         """
         results: dict[int, Any] = {}
@@ -66,42 +90,73 @@ class Crew:
             self.check_open()
             try:
                 self.backend.post(requests, together=True)
+                self._watch.begin(requests)
                 pending = set(requests)
-                posted = time.monotonic() if limit is not None else 0.0
-                while pending:
-                    timeout = None if limit is None else min(limit, _LOOK_EVERY_S)
-                    for worker, reply in self.backend.wait(timeout, len(pending)):
-                        self._sort(worker, reply, results, failures)
-                        pending.discard(worker)
+                faults: list[ParallelEnvError] = []
+                while pending or (self.restarts is not None and self.restarts.faults):
+                    for worker, reply in self.backend.wait(self._watch.patience, max(len(pending), 1)):
+                        if isinstance(reply, Lost):
+                            faults.append(self._lost(worker, reply))
+                            pending.discard(worker)
+                        elif reply.answers is Message.REBUILD:
+                            self._rebuilt(worker, reply)
+                        else:
+                            pending.discard(worker)
+                            results.update(reply.results)
+                            failures.update(reply.failures)
+                            self._watch.end(worker, reply.answers)
                     self._check_still_open()
-                    if limit is not None and pending:
-                        self._check_limit(pending, limit, posted)
-                if failures:
-                    env_id = min(failures)
-                    raise _env_error(env_id, self._worker_of[env_id], failures[env_id])
-                return {env_id: _read(env_id, self._worker_of[env_id], result) for env_id, result in results.items()}
+                    for late in self._watch.late():
+                        faults.append(self._late(late))
+                        pending.discard(late)
+                    for env_id in sorted(failures):
+                        faults.append(self._failed(env_id, failures.pop(env_id)))
+                if faults:
+                    self._mended = faults[0]
+                    raise faults[0]
+                return {env_id: self._read(env_id, result) for env_id, result in results.items()}
             except BaseException as error:
                 self._shut_after(error)
                 raise
 
-    def send(self, message: Message, env_ids: Sequence[int], payload: Any = None) -> None:
-        """Have one thing done in some environments, each to be replied for by itself, and do not wait for it.
+    def ask(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
+        """Have one thing done in some environments; `run` says what comes back.
 
         Args:
             message: What.
+            env_ids: Where, in this order within each worker.
+            payload: The same for all, or a dict by environment, which is shared out with them.
+        """
+        return self.run(self._shared_out(message, env_ids, payload))
+
+    # -- sending and receiving -------------------------------------------------------------------------------------
+
+    def send(self, message: Message, env_ids: Sequence[int], payload: Any = None, *, each: bool = True) -> None:
+        """Have one thing done in some environments, and do not wait for it.
+
+        Args:
+            message: `STEP` or `RESET`.
             env_ids: Where; of none of them anything is in flight.
             payload: As of `ask`.
+            each: Whether each can be received as soon as it is done; else they come together, which is quicker.
         """
         with self._lock:
             self.check_open()
             try:
-                self.backend.post(self._shared_out(message, env_ids, payload, each=True))
+                self.in_flight.update(dict.fromkeys(env_ids, message))
+                todo = env_ids if self.restarts is None else self._unmarked(message, env_ids)
+                requests = self._shared_out(message, todo, payload, each=each, prompt=self.restarts is not None)
+                if not each:
+                    for worker, request in requests.items():
+                        self._order[worker] = _Order(request.env_ids or (), self.backend.ledgers[worker].state)
+                if requests:
+                    self.backend.post(requests, together=not each)
+                    self._watch.begin(requests)
             except BaseException as error:
                 self._shut_after(error)
                 raise
-            self.in_flight.update(dict.fromkeys(env_ids, message))
 
-    def receive(self, at_least: int, timeout: float | None) -> dict[int, tuple[Message, Any]]:
+    def receive(self, at_least: int, timeout: float | None = None) -> dict[int, tuple[Message, Any]]:
         """Take from what is in flight all that is done, waiting for some of it.
 
         Args:
@@ -109,7 +164,8 @@ class Crew:
             timeout: Seconds to wait at most; None for as long as it takes.
 
         Returns:
-            By environment, in order of completion, what was done and what it has to say beyond what is in the block.
+            By environment, in order of completion, what was done and what it has to say beyond what is in the block,
+            or all of it.
 
         Raises:
             TimeoutError: There were not so many in time; nothing is lost.
@@ -123,10 +179,9 @@ class Crew:
                 while True:
                     missing = at_least - len(self._arrived)
                     patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-                    for worker, reply in self.backend.wait(0.0 if missing <= 0 else patience, max(missing, 1)):
-                        self._arrive(worker, reply)
+                    self._take_in(patience if missing > 0 or self._order else 0.0, max(missing, 1))
                     self._check_still_open()
-                    if len(self._arrived) >= at_least:
+                    if len(self._arrived) >= at_least and not self._order:
                         break
                     if patience == 0.0:
                         raise TimeoutError(
@@ -134,11 +189,8 @@ class Crew:
                             "s; nothing is lost, call recv again"
                         )
                 # Ties by number.
-                done = sorted((completed, env_id) for env_id, (completed, _) in self._arrived.items())
-                taken = {
-                    env_id: (self.in_flight[env_id], _read(env_id, self._worker_of[env_id], self._arrived[env_id][1]))
-                    for _, env_id in done
-                }
+                done = [env_id for _, env_id in sorted((moment, i) for i, (moment, _) in self._arrived.items())]
+                taken = {i: (self.in_flight[i], self._arrived[i][1]) for i in done}
             except BaseException as error:
                 self._shut_after(error)
                 raise
@@ -146,69 +198,194 @@ class Crew:
                 del self.in_flight[env_id], self._arrived[env_id]
             return taken
 
-    def _arrive(self, worker: int, reply: Reply | Lost) -> None:
-        results: dict[int, Any] = {}
-        failures: dict[int, Failure] = {}
-        self._sort(worker, reply, results, failures)
-        for env_id, failure in failures.items():
-            raise _env_error(env_id, worker, failure)
-        assert isinstance(reply, Reply)
+    def _take_in(self, patience: float | None, missing: int) -> None:
+        """Wait once, and see to what has come."""
+        limit = self._watch.patience
+        if limit is not None and (patience is None or limit < patience):
+            patience = limit
+        expected = len(self._order) if self._order and len(self._order) < missing else missing
+        for worker, reply in self.backend.wait(patience, expected):
+            if isinstance(reply, Lost):
+                self._lost(worker, reply)
+            elif reply.answers is Message.REBUILD:
+                self._rebuilt(worker, reply)
+            else:
+                self._arrive(worker, reply)
+        for worker in self._watch.late():
+            self._late(worker)
+
+    def _arrive(self, worker: int, reply: Reply) -> None:
+        for env_id in sorted(reply.failures):
+            if self.restarts is not None:
+                self.restarts.latest[env_id] = self._read(env_id, reply.results.get(env_id))
+            self._failed(env_id, reply.failures[env_id])
         for env_id in reply.env_ids or ():
-            self._arrived[env_id] = reply.completed, results.get(env_id)
+            if env_id not in self._arrived and (self.restarts is None or env_id not in self.restarts.faults):
+                self._finished(env_id, reply.completed, reply.results.get(env_id))
+        if reply.last:
+            self._order.pop(worker, None)
+            self._watch.end(worker, reply.answers)
 
-    def _sort(self, worker: int, reply: Reply | Lost, results: dict[int, Any], failures: dict[int, Failure]) -> None:
-        if isinstance(reply, Lost):
-            raise self._crashed(worker, reply)
-        if reply.results:
-            results.update(reply.results)
-        if reply.failures:
-            failures.update(reply.failures)
-
-    def check_open(self) -> None:
-        """Raise `ClosedEnvironmentError` where everything has been closed."""
-        if self.closed:
-            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
-
-    def _check_still_open(self) -> None:
-        if self.closed:
-            raise ClosedEnvironmentError("the environments were closed by another thread")
-
-    def _shut_after(self, error: BaseException) -> None:
-        """Close everything but where nothing has happened, or somebody else has done it."""
-        if isinstance(error, ClosedEnvironmentError) or type(error) is TimeoutError:
+    def _finished(self, env_id: int, moment: float, result: Any) -> None:
+        try:
+            extras = self._read(env_id, result)
+        except EnvError as error:
+            self._survive(env_id, Kind.STEP, error)
             return
-        if isinstance(error, WorkerTimeout):
-            also = self.shut(ask=False, timeout=0.0)
-        elif isinstance(error, ParallelEnvError):
-            also = self.shut()
-        else:
-            # Interrupted half-way (Ctrl-C): which replies are still to come is not known any more.
-            also = self.shut(ask=not self.backend.can_kill, timeout=1.0)
-        if also is not None:
-            logger.warning("while closing after another error: %s", also)
+        if self.restarts is not None:
+            self.restarts.latest[env_id] = extras
+            if self.in_flight[env_id] is Message.RESET:
+                extras = self.restarts.result_of_reset(env_id, extras)
+        self._arrived[env_id] = moment, extras
 
-    def ask(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
-        """Have one thing done in some environments; `run` says what comes back.
-
-        Args:
-            message: What.
-            env_ids: Where, in this order within each worker.
-            payload: The same for all, or a dict by environment, which is shared out with them.
-        """
-        return self.run(self._shared_out(message, env_ids, payload))
-
-    def _shared_out(
-        self, message: Message, env_ids: Iterable[int], payload: Any, *, each: bool = False
-    ) -> dict[int, Request]:
-        shares: dict[int, list[int]] = {}
+    def _unmarked(self, message: Message, env_ids: Sequence[int]) -> list[int]:
+        """Those to be sent to; the others have their result already, or get it when they have been restarted."""
+        assert self.restarts is not None
+        todo = []
         for env_id in env_ids:
-            shares.setdefault(self._worker_of[env_id], []).append(env_id)
-        if not isinstance(payload, dict):
-            return {worker: Request(message, tuple(ids), payload, each) for worker, ids in shares.items()}
-        return {
-            worker: Request(message, tuple(ids), {i: payload[i] for i in ids if i in payload} or None, each)
-            for worker, ids in shares.items()
-        }
+            if message is Message.STEP and env_id in self.restarts.marks:
+                self._arrived[env_id] = time.monotonic(), self.restarts.take_mark(env_id)
+            elif message is not Message.STEP or env_id not in self.restarts.faults:
+                todo.append(env_id)
+        return todo
+
+    # -- faults ----------------------------------------------------------------------------------------------------
+
+    def _failed(self, env_id: int, failure: Failure) -> ParallelEnvError:
+        """An environment has raised: raise it in turn, or have it built anew in its process."""
+        worker = self._worker_of[env_id]
+        kind = self._kind(env_id, failure.method == Activity.RESET.method)
+        return self._survive(env_id, kind, reports.env_error(env_id, worker, failure, self._advice))
+
+    def _survive(self, env_id: int, kind: Kind, error: EnvError) -> EnvError:
+        if self.restarts is None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame: a cycle would keep everything from being freed
+        self.restarts.blame([env_id], error)
+        self._begin_restart(env_id, kind, error)
+        logger.warning("%s; it is restarted", reports.first_line(error))
+        self._rebuild(self._worker_of[env_id], [env_id])
+        return error
+
+    def _lost(self, worker: int, lost: Lost) -> ParallelEnvError:
+        """A worker has died."""
+        running = self.backend.ledgers[worker].running
+        return self._replace(worker, running, reports.crashed(worker, self.shares[worker], lost, running, self._advice))
+
+    def _late(self, worker: int) -> ParallelEnvError:
+        """A worker hangs."""
+        running, doing, limit = self._watch.overrun(worker)
+        assert limit is not None
+        stack = self.backend.stack(worker)
+        share = self.shares[worker]
+        return self._replace(
+            worker, running, reports.timed_out(worker, share, running, doing, limit, stack, self._advice)
+        )
+
+    def _replace(self, worker: int, running: Running | None, error: ParallelEnvError) -> ParallelEnvError:
+        """All environments of a worker are gone: raise, or have them built anew in another."""
+        if self.restarts is None or not self.backend.can_kill:  # a thread that hangs cannot be ended
+            try:
+                raise error
+            finally:
+                del error  # as above
+        self.restarts.blame(error.env_ids, error)
+        logger.warning("%s; restarted: environments %s", reports.first_line(error), [*self.shares[worker]])
+        for env_id in self._done_before(worker, running):
+            if env_id not in self._arrived and env_id not in self.restarts.faults:
+                self._finished(env_id, time.monotonic(), None)
+        for env_id in self.shares[worker]:
+            is_it = running is not None and running.env_id == env_id
+            kind = self._kind(env_id, is_it and running is not None and running.activity is Activity.RESET)
+            if env_id in self._arrived:
+                self._arrived[env_id] = self._kept(env_id)
+                kind = Kind.IDLE
+            if kind is Kind.AUTO_RESET:
+                self.restarts.latest[env_id] = None
+            self._begin_restart(env_id, kind, error, torn=is_it and running is not None and not running.inside)
+        self._watch.forget(worker)
+        self._past[worker] = self._stats_of(worker)
+        self.backend.replace(worker)
+        self._rebuild(worker, self.shares[worker])
+        return error
+
+    def _done_before(self, worker: int, running: Running | None) -> Sequence[int]:
+        """Of environments that were being stepped in turn, those that had had theirs."""
+        ledger, order = self.backend.ledgers[worker], self._order.pop(worker, None)
+        if order is None or ledger.state == order.before:
+            return ()
+        last = ledger.settled if running is None else running.env_id
+        if last not in order.env_ids:
+            return ()
+        return order.env_ids[: order.env_ids.index(last) + (running is None)]
+
+    def _kept(self, env_id: int) -> tuple[float, Any]:
+        """What has come but not been taken, in memory of its own, since the record will be overwritten."""
+        assert self.restarts is not None
+        moment, extras = self._arrived[env_id]
+        return moment, extras if type(extras) is Made else self.restarts.peek(env_id, extras)
+
+    def _kind(self, env_id: int, in_reset: bool) -> Kind:
+        if env_id not in self.in_flight:
+            return Kind.IDLE
+        if self.in_flight[env_id] is Message.RESET:
+            return Kind.RESET
+        if in_reset and self.restarts is not None:
+            return self.restarts.kind_of_reset
+        return Kind.STEP
+
+    def _begin_restart(self, env_id: int, kind: Kind, error: ParallelEnvError, torn: bool = False) -> None:
+        assert self.restarts is not None
+        self.restarts.begin(env_id, kind, error, torn)
+        self.seeds_stale = True
+
+    def _rebuild(self, worker: int, env_ids: Iterable[int]) -> None:
+        assert self.restarts is not None
+        payload = {env_id: self.restarts.request(env_id) for env_id in env_ids}
+        requests = {worker: Request(Message.REBUILD, tuple(payload), payload, each=True)}
+        self.backend.post(requests)
+        self._watch.begin(requests)
+
+    def _rebuilt(self, worker: int, reply: Reply) -> None:
+        assert self.restarts is not None
+        for env_id, failure in reply.failures.items():
+            self._failed(env_id, failure)
+        for env_id, result in reply.results.items():
+            problem = self.restarts.problem_with(result)
+            if problem is not None:
+                self._failed(env_id, Failure("constructor", problem, problem, None))
+                continue
+            made = self.restarts.finish(env_id, self._read(env_id, result[1]))
+            if made is None and self.in_flight.get(env_id) is Message.STEP:
+                made = self.restarts.take_mark(env_id)  # it has been sent to meanwhile
+            if made is not None and env_id in self.in_flight:
+                self._arrived[env_id] = reply.completed, made
+        if reply.last:
+            self._watch.end(worker, Message.REBUILD)
+
+    def stats(self) -> Stats:
+        """What has been done so far, also by workers that are gone."""
+        return Stats.of(map(self._stats_of, range(len(self.shares))))
+
+    def _stats_of(self, worker: int) -> WorkerStats:
+        past, ledger = self._past[worker], self.backend.ledgers[worker]
+        counts = self.restarts.counts if self.restarts is not None else ()
+        return WorkerStats(
+            steps=past.steps + ledger.steps,
+            resets=past.resets + ledger.resets,
+            restarts=sum(counts[env_id] for env_id in self.shares[worker]) if counts else 0,
+            simulator_s=past.simulator_s + ledger.simulator_s,
+            transport_s=past.transport_s + ledger.transport_s,
+            waiting_s=past.waiting_s + ledger.waiting_s,
+        )
+
+    @property
+    def _advice(self) -> str:
+        return _ADVICE if self.restarts is None else ""
+
+    # -- the end ---------------------------------------------------------------------------------------------------
 
     def shut(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
         """Close all environments, end all workers and free everything. Idempotent.
@@ -223,7 +400,7 @@ class Crew:
         if self.closed:
             return None
         self.closed = True
-        for ledger in self.backend.ledgers:
+        for ledger in getattr(self.backend, "ledgers", ()):  # there are none where it did not start
             ledger.discard()  # what is in flight and not yet begun
         self.backend.interrupt()
         with self._lock:
@@ -250,9 +427,35 @@ class Crew:
         self.closed = True
         self.backend.abandon()
 
+    def check_open(self) -> None:
+        """Raise `ClosedEnvironmentError` where everything has been closed."""
+        if self.closed:
+            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
+
+    def _check_still_open(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError("the environments were closed by another thread")
+
+    def _shut_after(self, error: BaseException) -> None:
+        """Close everything but where somebody else has done it, nothing has happened, or it has been mended."""
+        if isinstance(error, ClosedEnvironmentError) or type(error) is TimeoutError:
+            return
+        if error is self._mended:
+            self._mended = None
+            return
+        if isinstance(error, WorkerTimeout):
+            also = self.shut(ask=False, timeout=0.0)
+        elif isinstance(error, ParallelEnvError):
+            also = self.shut()
+        else:
+            # Interrupted half-way (Ctrl-C): which replies are still to come is not known any more.
+            also = self.shut(ask=not self.backend.can_kill, timeout=1.0)
+        if also is not None:
+            logger.warning("while closing after another error: %s", also)
+
     def _ask_to_close(self, deadline: float) -> EnvError | None:
         pending = set(range(len(self.shares)))
-        error: EnvError | None = None
+        failures: dict[int, tuple[int, Failure]] = {}
         self.backend.post({worker: Request(Message.CLOSE) for worker in pending})
         while pending and (left := deadline - time.monotonic()) > 0:
             for worker, reply in self.backend.wait(left):
@@ -261,95 +464,42 @@ class Crew:
                     continue
                 if reply.answers is Message.CLOSE:  # what was still in flight before it is discarded
                     pending.discard(worker)
-                    for env_id, failure in reply.failures.items():
-                        error = _env_error(env_id, worker, failure)
-        return error
+                    failures.update((env_id, (worker, failure)) for env_id, failure in reply.failures.items())
+        return reports.env_error(min(failures), *failures[min(failures)]) if failures else None
 
-    def _crashed(self, worker: int, lost: Lost) -> WorkerCrashed:
-        running = self.backend.ledgers[worker].running
-        env_ids = tuple(self.shares[worker]) if running is None else (running.env_id,)
-        during = "" if running is None else f" in {running.activity.method} of environment {running.env_id}"
-        stack = f"\n\nIts stack:\n{lost.stack}" if lost.stack else ""
-        return WorkerCrashed(
-            f"worker {worker} (environments {_listed(self.shares[worker])}) died{during}: "
-            f"{_manner_of_death(lost.exitcode)}. Run the environment alone to see why.{stack}",
-            env_ids=env_ids,
-            worker=worker,
-            exitcode=lost.exitcode,
-            stack=lost.stack,
-        )
+    # -- within ----------------------------------------------------------------------------------------------------
 
-    def _check_limit(self, pending: Iterable[int], limit: float, posted: float) -> None:
-        now = time.monotonic()
-        for worker in pending:
-            if now - max(posted, self.backend.ledgers[worker].since) > limit:
-                self._timed_out(worker, limit)
+    def _shared_out(
+        self,
+        message: Message,
+        env_ids: Iterable[int],
+        payload: Any,
+        *,
+        each: bool = False,
+        prompt: bool = False,
+    ) -> dict[int, Request]:
+        shares: dict[int, list[int]] = {}
+        for env_id in env_ids:
+            shares.setdefault(self._worker_of[env_id], []).append(env_id)
+        if not isinstance(payload, dict):
+            return {worker: Request(message, tuple(ids), payload, each, prompt) for worker, ids in shares.items()}
+        return {
+            worker: Request(message, tuple(ids), {i: payload[i] for i in ids if i in payload} or None, each, prompt)
+            for worker, ids in shares.items()
+        }
 
-    def _timed_out(self, worker: int, limit: float) -> NoReturn:
-        running = self.backend.ledgers[worker].running
-        stack = self.backend.stack(worker)
-        if running is None:
-            env_ids, method, who = tuple(self.shares[worker]), "start", f"worker {worker}"
-        else:
-            env_ids, method = (running.env_id,), running.activity.method
-            who = f"environment {running.env_id} (worker {worker})"
-        where = f"\n\nIt was here:\n{stack}" if stack else ""
-        raise WorkerTimeout(
-            f"{who} has not finished its {method} within {limit:g} s. If it needs longer, raise start_timeout; "
-            f"else the stack says where it hangs.{where}",
-            env_ids=env_ids,
-            worker=worker,
-            method=method,
-            stack=stack,
-        )
-
-
-def _env_error(env_id: int, worker: int, failure: Failure) -> EnvError:
-    error = EnvError(
-        f"environment {env_id} (worker {worker}) raised in {failure.method}: {failure.summary}\n\n"
-        f"Where it happened:\n{failure.traceback}",
-        env_ids=(env_id,),
-        worker=worker,
-        method=failure.method,
-        remote_traceback=failure.traceback,
-    )
-    if failure.exception is not None:
+    def _read(self, env_id: int, result: Any) -> Any:
+        """What a worker sent; bytes are something of the simulator's, pickled."""
+        if type(result) is not bytes:
+            return result
         try:
-            error.__cause__ = pickle.loads(failure.exception)
-        except Exception as reason:
-            # It could be made again in the worker, but not here; its text is in the message in any case.
-            logger.debug("the exception of environment %d does not unpickle: %s", env_id, reason)
-    return error
-
-
-def _read(env_id: int, worker: int, result: Any) -> Any:
-    """What a worker sent; bytes are something of the simulator's, pickled."""
-    if type(result) is not bytes:
-        return result
-    try:
-        return pickle.loads(result)
-    except Exception as error:
-        raise EnvError(
-            f"environment {env_id} (worker {worker}) sent something that pickles in the worker, but cannot be "
-            f"unpickled here: {type(error).__name__}: {error}. Its infos, observations or results must do both.",
-            env_ids=(env_id,),
-            worker=worker,
-            method="unpickle",
-        ) from error
-
-
-def _manner_of_death(exitcode: int | None) -> str:
-    if exitcode is None:
-        return "how is not known"
-    if exitcode >= 0:
-        return f"exit code {exitcode}"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = "a signal"
-    hint = ", which is also how the kernel ends a process when memory runs out" if name == "SIGKILL" else ""
-    return f"{name} (signal {-exitcode}){hint}"
-
-
-def _listed(env_ids: Sequence[int]) -> str:
-    return str(env_ids[0]) if len(env_ids) == 1 else f"{env_ids[0]} to {env_ids[-1]}"
+            return pickle.loads(result)
+        except Exception as error:
+            raise EnvError(
+                f"environment {env_id} (worker {self._worker_of[env_id]}) sent something that pickles in the worker, "
+                f"but cannot be unpickled here: {type(error).__name__}: {error}. Its infos, observations or results "
+                "must do both.",
+                env_ids=(env_id,),
+                worker=self._worker_of[env_id],
+                method="unpickle",
+            ) from error

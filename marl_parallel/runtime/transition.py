@@ -16,6 +16,9 @@ from marl_parallel.adapters.protocol import AgentID
 ALL = "__all__"
 """The key of the flags that speak for the whole episode."""
 
+COMMON = "__common__"
+"""The key of the infos that are about the environment rather than an agent."""
+
 FLOATS: tuple[type, ...] = (float, np.float64, np.float32, np.float16)
 """The types of rewards that a double holds exactly, whatever the number."""
 

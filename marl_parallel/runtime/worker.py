@@ -6,10 +6,12 @@ environment, catches whatever a simulator throws, and says so in its reply.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import pickle
 import random
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
@@ -32,6 +34,7 @@ from marl_parallel.runtime.messages import Failure, Message, Reply, Request
 from marl_parallel.runtime.pickling import dump_extras, dumps
 from marl_parallel.runtime.records import TransitionRecords
 from marl_parallel.runtime.sharing import span_of
+from marl_parallel.runtime.transition import Transition
 
 
 class Plan(NamedTuple):
@@ -42,12 +45,28 @@ class Plan(NamedTuple):
         seeds: By environment.
         mode: When episodes begin anew.
         adapter: Pickled by value: None, a name, or what makes a `MultiAgentEnv` of a simulator.
+        restarts: Whether what fails is built anew, so that what was said before it must not be lost.
     """
 
     constructors: Mapping[int, bytes]
     seeds: Mapping[int, int]
     mode: AutoresetMode
     adapter: bytes
+    restarts: bool = False
+
+
+class Rebuild(NamedTuple):
+    """The payload of `REBUILD`, by environment; the reply is its pickled `Description` and what the reset has to say.
+
+    Attributes:
+        plan: For this environment.
+        block: The payload of `ATTACH`, for a worker that is new itself.
+        reset: Whether its first episode is to begin at once; else with whatever resets it next.
+    """
+
+    plan: Plan
+    block: tuple[int, bool]
+    reset: bool
 
 
 class Description(NamedTuple):
@@ -98,6 +117,8 @@ class Worker:
         self._episodes: dict[int, Episode] = {}
         self._seeds: dict[int, int] = {}
         self._layout: Layout | None = None
+        self._restarts = False
+        self._kept: dict[int, bytes] = {}
         self._actions: ActionRecords
         self._transitions: TransitionRecords
 
@@ -108,13 +129,22 @@ class Worker:
             request: What to do.
             send: Gets the reply, or the replies as they come where each environment is to have its own.
         """
-        message, env_ids, payload, each = request
-        for ids in [env_ids] if not each or env_ids is None else [(env_id,) for env_id in env_ids]:
+        message, env_ids, payload, each, prompt = request
+        in_turn = [(env_id,) for env_id in env_ids] if each and env_ids is not None else [env_ids]
+        for place, ids in enumerate(in_turn, 1):
             if message is not Message.CLOSE and self._ledger.discarded:
                 return  # nobody waits for it any more
-            send(self._executed(message, ids, payload))
+            self._execute(message, ids, payload, send, place == len(in_turn), prompt)
 
-    def _executed(self, message: Message, env_ids: Sequence[int] | None, payload: Any) -> Reply:
+    def _execute(
+        self,
+        message: Message,
+        env_ids: Sequence[int] | None,
+        payload: Any,
+        send: Callable[[Reply], None],
+        last: bool,
+        prompt: bool,
+    ) -> None:
         self._ledger.take_up()
         handler: Callable[[Worker, int, Any], Any] = _HANDLERS[message]
         payloads: Iterable[Any] = repeat(payload)
@@ -130,10 +160,14 @@ class Worker:
             except BaseException as error:  # SystemExit is a simulator's failure too, not the worker's end
                 if self._in_line and isinstance(error, KeyboardInterrupt):
                     raise
-                method = (self._ledger.latest or message).name.lower()
-                failures[env_id] = _failure(error, method)
-        kind = Message.EXCEPTION if failures else Message.RESULT
-        return Reply(kind, message, env_ids, results, failures, self._ledger.lay_down())
+                failures[env_id] = _failure(error, self._ledger.latest or message)
+                if (kept := self._kept.pop(env_id, None)) is not None:
+                    results[env_id] = kept
+            if prompt and (results or failures):
+                send(Reply(_kind(failures), message, (env_id,), results, failures, time.monotonic(), last=False))
+                results, failures = {}, {}
+            self._ledger.settle(env_id)
+        send(Reply(_kind(failures), message, env_ids, results, failures, self._ledger.lay_down(), last))
 
     # -- one handler for each request; each takes an environment's id and the payload ----------------------------------
 
@@ -156,6 +190,7 @@ class Worker:
                     close()
                 raise
         self._episodes[env_id] = Episode(env, env_id, plan.mode, self._ledger)
+        self._restarts = plan.restarts
         return bytes(
             cloudpickle.dumps(
                 Description(
@@ -182,6 +217,25 @@ class Worker:
         self._actions = ActionRecords(self._layout, buffer)
         self._transitions = TransitionRecords(self._layout, buffer)
 
+    def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> tuple[bytes, bytes | None] | Refusal:
+        plan, block, reset = payload[env_id]
+        old = self._episodes.pop(env_id, None)
+        if old is not None:
+            # What a broken simulator raises when it is closed would only hide what broke it.
+            with self._ledger.during(env_id, Activity.CLOSE), contextlib.suppress(BaseException):
+                old.env.close()
+        description = self._build(env_id, plan)
+        if isinstance(description, Refusal):
+            return description
+        self._lay_out(env_id, block)
+        episode = self._episodes[env_id]
+        keywords = {"seed": plan.seeds[env_id]} if "seed" in episode.env.reset_keywords else {}
+        if not reset:
+            episode.put_off(keywords)
+            return description, None
+        more = self._transitions.write(env_id, episode.reset(keywords))
+        return description, None if more is None else dump_extras(more)
+
     def _seed(self, env_id: int, _: Any) -> int:
         declared = lookup.declared_seed(self._episodes[env_id].env.source)
         return self._seeds[env_id] if declared is None else declared
@@ -200,8 +254,20 @@ class Worker:
         return self._advance(env_id, self._actions.read(env_id, extras))
 
     def _advance(self, env_id: int, actions: dict[Any, Any]) -> bytes | None:
-        more = self._transitions.write(env_id, self._episodes[env_id].step(actions))
+        episode = self._episodes[env_id]
+        transition = episode.step(actions)
+        if episode.ended_for_now:
+            if self._restarts:
+                self._keep(env_id, transition)
+            transition = episode.begin_anew(transition)
+        more = self._transitions.write(env_id, transition)
         return None if more is None else dump_extras(more)
+
+    def _keep(self, env_id: int, transition: Transition) -> None:
+        """Tell what the last step of an episode was, should the reset that follows it fail."""
+        more = self._transitions.write(env_id, transition)
+        if more is not None:
+            self._kept[env_id] = dump_extras(more)
 
     def _all_actions(self, env_ids: Sequence[int] | None) -> list[dict[Any, Any]]:
         span = self._share if env_ids is None else span_of(env_ids)
@@ -274,7 +340,12 @@ _HANDLERS: dict[Message, Callable[[Worker, int, Any], Any]] = {
     Message.CALL: Worker._call,
     Message.ASSIGN: Worker._assign,
     Message.CLOSE: Worker._close,
+    Message.REBUILD: Worker._rebuild,
 }
+
+
+def _kind(failures: Mapping[int, Failure]) -> Message:
+    return Message.EXCEPTION if failures else Message.RESULT
 
 
 def _accepted(constructor: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -289,7 +360,7 @@ def _accepted(constructor: Callable[..., Any], keywords: Mapping[str, Any]) -> d
     return {name: value for name, value in keywords.items() if name in named and name not in bound}
 
 
-def _failure(error: BaseException, method: str) -> Failure:
+def _failure(error: BaseException, doing: Activity | Message) -> Failure:
     error.__traceback__ = _below_this_package(error.__traceback__)
     lines = traceback.format_exception(error)
     try:
@@ -297,7 +368,9 @@ def _failure(error: BaseException, method: str) -> Failure:
         pickle.loads(exception)  # some exceptions pickle, but cannot be made again from it
     except Exception:
         exception = None
-    return Failure(method, "".join(traceback.format_exception_only(error)).strip(), "".join(lines), exception)
+    return Failure(
+        doing.name.lower(), "".join(traceback.format_exception_only(error)).strip(), "".join(lines), exception
+    )
 
 
 def _below_this_package(trace: TracebackType | None) -> TracebackType | None:

@@ -1,0 +1,130 @@
+"""How long an environment may take, and who takes longer.
+
+Limits run from the moment at which an environment begins something, which the worker's ledger tells; a worker that
+does not begin at all is given the limit of what it was asked for. What happens to who is late is decided in
+`supervision.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from marl_parallel.runtime.backend import Backend
+from marl_parallel.runtime.ledger import Activity, Running
+from marl_parallel.runtime.messages import Message, Request
+
+_LOOK_EVERY_S = 0.05
+_UNMOVED_S = 0.02
+_STARTS = (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE)
+_STARTED_BY = (Message.ACCESS, Message.ATTACH, Message.REBUILD)
+
+
+class Limits(NamedTuple):
+    """Seconds; None for no limit.
+
+    Attributes:
+        step: For steps, calls, attributes, frames and states.
+        reset: For resets, whoever asks for them.
+        start: For constructors.
+    """
+
+    step: float | None
+    reset: float | None
+    start: float | None
+
+    def of(self, activity: Activity) -> float | None:
+        """The limit of an activity."""
+        if activity is Activity.RESET:
+            return self.reset
+        return self.start if activity in _STARTS else self.step
+
+
+class Watch:
+    """Looks at the workers' ledgers.
+
+    Args:
+        backend: The workers.
+        limits: For each environment.
+    """
+
+    def __init__(self, backend: Backend, limits: Limits) -> None:
+        self._backend, self._limits = backend, limits
+        # What workers have been asked for that has a limit, and since when they have been expected to get on with it.
+        self._asked: dict[int, list[Message]] = {}
+        self._since: dict[int, float] = {}
+        self._suspects: dict[int, tuple[tuple[int, float], float]] = {}
+        self._shortest = {message: self._shortest_of(message) for message in Message}
+        self._steps_are_free = self._shortest[Message.STEP] is None
+
+    def _shortest_of(self, message: Message) -> float | None:
+        """Limits that may apply while a request is carried out, the shortest of them."""
+        of = {self._limits.start if message in _STARTED_BY else self._limits.step}
+        if message is Message.RESET:
+            of = {self._limits.reset}
+        elif message in (Message.STEP, Message.REBUILD):
+            of.add(self._limits.reset)
+        return min((limit for limit in of if limit is not None), default=None)
+
+    def begin(self, requests: Mapping[int, Request]) -> None:
+        """Note that workers have been asked for something."""
+        for worker, request in requests.items():
+            if request.message is Message.STEP and self._steps_are_free:
+                return  # on this way every microsecond counts
+            if self._shortest[request.message] is not None:
+                self._asked.setdefault(worker, []).append(request.message)
+                self._since.setdefault(worker, time.monotonic())
+
+    def end(self, worker: int, message: Message) -> None:
+        """Note that a request has been answered."""
+        asked = self._asked.get(worker)
+        if asked is None or message not in asked:
+            return
+        asked.remove(message)
+        self._since[worker] = time.monotonic()
+        if not asked:
+            self.forget(worker)
+
+    def forget(self, worker: int) -> None:
+        """Note that nothing is expected of a worker any more."""
+        self._asked.pop(worker, None)
+        self._since.pop(worker, None)
+        self._suspects.pop(worker, None)
+
+    @property
+    def patience(self) -> float | None:
+        """For how long to wait at most before looking; None for as long as it takes."""
+        if not self._asked:
+            return None
+        limits = [self._shortest[message] for asked in self._asked.values() for message in asked]
+        return min(_LOOK_EVERY_S, *[limit for limit in limits if limit is not None])
+
+    def late(self) -> list[int]:
+        """Who takes too long, seen twice without anything having moved: else one may just have been about to."""
+        if not self._asked:
+            return []
+        late, now = [], time.monotonic()
+        for worker, since in self._since.items():
+            state = self._backend.ledgers[worker].state
+            limit = self.overrun(worker)[2]
+            if limit is None or now - max(since, state[1]) <= limit:
+                self._suspects.pop(worker, None)
+                continue
+            suspected, when = self._suspects.setdefault(worker, (state, now))
+            if suspected != state:
+                self._suspects[worker] = state, now
+            elif now - when >= _UNMOVED_S:
+                late.append(worker)
+        return late
+
+    def overrun(self, worker: int) -> tuple[Running | None, Activity, float | None]:
+        """What a worker is doing, and the limit of that."""
+        running = self._backend.ledgers[worker].running
+        if running is not None:
+            return running, running.activity, self._limits.of(running.activity)
+        message = self._asked[worker][0]
+        doing = {Message.RESET: Activity.RESET}.get(
+            message, Activity.START if message in _STARTED_BY else Activity.STEP
+        )
+        return None, doing, self._limits.of(doing)

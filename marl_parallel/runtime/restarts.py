@@ -1,0 +1,228 @@
+"""What is built anew after a fault: how often that may be, with which seed, and what its caller is told.
+
+Here live the policy, its bookkeeping, and for each environment that failed what it was doing and had said last. Who
+posts the requests is `supervision.py`; what the dicts of an interrupted step say, `episode.py`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.adapters.protocol import Dicts
+from marl_parallel.errors import ParallelEnvError, RestartLimitExceeded
+from marl_parallel.runtime.batch import Batch, Made
+from marl_parallel.runtime.episode import interrupted, marked, renewed
+from marl_parallel.runtime.schemas import common_schema
+from marl_parallel.runtime.worker import Description, Plan, Rebuild, Refusal
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """How often an environment may be restarted; then `RestartLimitExceeded` is raised.
+
+    Attributes:
+        max_restarts: In its life; None for no limit.
+        rate_limit: Within any `rate_period_s` seconds; None for no limit.
+        rate_period_s: Seconds.
+
+    Raises:
+        ValueError: A number is negative, or the period not positive.
+
+    Example:
+        >>> RestartPolicy(max_restarts=100).rate_limit
+        5
+    """
+
+    max_restarts: int | None = None
+    rate_limit: int | None = 5
+    rate_period_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_restarts", "rate_limit"):
+            number = getattr(self, name)
+            if number is not None and (not isinstance(number, int) or number < 0):
+                raise ValueError(f"{name} must be None or an integer that is not negative, got {number!r}")
+        if not self.rate_period_s > 0:
+            raise ValueError(f"rate_period_s must be positive, got {self.rate_period_s!r}")
+
+
+class Kind(Enum):
+    """What a fault met with."""
+
+    STEP = "step"
+    """A step, which it interrupted, or prevented."""
+    AUTO_RESET = "auto-reset"
+    """The reset within a step that had ended an episode."""
+    RESET = "reset"
+    """A reset that was asked for, or due."""
+    IDLE = "idle"
+    """Nothing: the next result gets the mark."""
+
+
+class Fault(NamedTuple):
+    """An environment that failed and is being restarted.
+
+    Attributes:
+        kind: What was interrupted.
+        told: The five dicts that its caller is told, but for what the fresh environment has to say.
+        report: The error's text.
+    """
+
+    kind: Kind
+    told: Dicts
+    report: str
+
+
+class Restarts:
+    """The bookkeeping.
+
+    Args:
+        policy: How often.
+        plan: Constructors and all else that workers were told, of all environments.
+        block: The payload of `ATTACH`.
+        batch: The parent's side of the block.
+        described: What all environments are like.
+        base_seed: What seeds are drawn from.
+
+    Attributes:
+        base_seed: What seeds are drawn from; changes with `reset(seed=)`.
+        counts: How often each environment has been restarted.
+        faults: Of the environments that are being restarted.
+        marks: Of idle ones that have been, what their next result will be.
+        latest: By environment, what travelled pickled with its last result.
+    """
+
+    def __init__(
+        self,
+        policy: RestartPolicy,
+        plan: Plan,
+        block: tuple[int, bool],
+        batch: Batch,
+        described: Description,
+        base_seed: int,
+    ) -> None:
+        self._policy, self._plan, self._block, self._batch = policy, plan, block, batch
+        self._described = described
+        self.base_seed = base_seed
+        self.faults: dict[int, Fault] = {}
+        self.marks: dict[int, tuple[Fault, Made]] = {}
+        self.latest: dict[int, Any] = {}
+        self.counts = [0] * len(plan.constructors)
+        self._blamed = [0] * len(plan.constructors)
+        self._lately: list[deque[float]] = [deque() for _ in plan.constructors]
+
+    def blame(self, env_ids: Iterable[int], error: ParallelEnvError) -> None:
+        """Count a fault against environments.
+
+        Raises:
+            RestartLimitExceeded: One has failed more often than it may.
+        """
+        now, policy = time.monotonic(), self._policy
+        for env_id in env_ids:
+            lately = self._lately[env_id]
+            while lately and now - lately[0] > policy.rate_period_s:
+                lately.popleft()
+            limit = None
+            if policy.max_restarts is not None and self._blamed[env_id] >= policy.max_restarts:
+                limit = f"max_restarts={policy.max_restarts}"
+            elif policy.rate_limit is not None and len(lately) >= policy.rate_limit:
+                limit = f"rate_limit={policy.rate_limit} within {policy.rate_period_s:g} s"
+            if limit is not None:
+                raise RestartLimitExceeded(
+                    f"environment {env_id} failed again after {self._blamed[env_id]} restarts, and its policy allows "
+                    f"no more ({limit}). What it failed of is the cause of this error; a simulator that fails this "
+                    "often wants mending, or a RestartPolicy with higher limits.",
+                    env_ids=(env_id,),
+                    worker=error.worker,
+                ) from error
+            self._blamed[env_id] += 1
+            lately.append(now)
+
+    def begin(self, env_id: int, kind: Kind, error: ParallelEnvError, torn: bool) -> None:
+        """Note what an environment was doing when it failed, before anything of it is overwritten."""
+        if env_id in self.faults:
+            return  # a restart that failed: what it had interrupted stays the same
+        if env_id in self.marks and kind is Kind.IDLE:
+            self.faults[env_id] = self.marks.pop(env_id)[0]
+            return
+        extras = self.latest.get(env_id)
+        if kind is Kind.AUTO_RESET:
+            told = marked(self._batch.peek(env_id, extras).dicts, str(error))
+        elif kind is Kind.RESET:
+            told = ({}, {}, {}, {}, {})
+        else:
+            told = interrupted(*self._batch.last_known(env_id, extras, torn=torn), str(error))
+        self.faults[env_id] = Fault(kind, told, str(error))
+
+    def request(self, env_id: int) -> Rebuild:
+        """What the worker is to do about it."""
+        self.counts[env_id] += 1
+        source = np.random.SeedSequence((self.base_seed, env_id, self.counts[env_id]))
+        seed = int(source.generate_state(1)[0] >> 1)
+        plan = self._plan._replace(constructors={env_id: self._plan.constructors[env_id]}, seeds={env_id: seed})
+        return Rebuild(plan, self._block, reset=self._at_once(env_id))
+
+    def _at_once(self, env_id: int) -> bool:
+        """Whether the fresh environment's first observation is part of what is told."""
+        fault = self.faults[env_id]
+        if not self._batch.begun[env_id] and fault.kind is Kind.IDLE:
+            return False
+        return fault.kind is Kind.RESET or self._plan.mode is AutoresetMode.SAME_STEP
+
+    @property
+    def kind_of_reset(self) -> Kind:
+        """What has been interrupted where a step was in the middle of a reset."""
+        return Kind.AUTO_RESET if self._plan.mode is AutoresetMode.SAME_STEP else Kind.RESET
+
+    def problem_with(self, result: Any) -> str | None:
+        """Why an environment that was built anew cannot take the old one's place."""
+        if isinstance(result, Refusal):
+            return result.text
+        try:
+            common_schema([self._described, pickle.loads(result[0])])
+        except ValueError as error:
+            return f"the environment that was built anew is another: {error}"
+        return None
+
+    def peek(self, env_id: int, extras: Any) -> Made:
+        """A transition that lies in the block, in memory of its own."""
+        return self._batch.peek(env_id, extras)
+
+    def finish(self, env_id: int, extras: Any) -> Made | None:
+        """The environment is there again: what its caller is told, None where it was idle."""
+        at_once = self._at_once(env_id)
+        fault = self.faults.pop(env_id)
+        self.latest[env_id] = extras
+        if at_once:
+            fresh = self._batch.peek(env_id, extras)
+            if fault.kind is Kind.RESET:
+                made = fresh._replace(dicts=marked(fresh.dicts, fault.report))
+            else:
+                made = Made(renewed(fault.told, fresh.dicts), fresh.acting, over=False)
+        else:
+            made = Made(fault.told, [], over=True)
+        if fault.kind is Kind.IDLE:
+            self.marks[env_id] = fault, made
+            return None
+        return made
+
+    def take_mark(self, env_id: int) -> Made:
+        """What an environment that was idle when it was restarted has to say next, once."""
+        return self.marks.pop(env_id)[1]
+
+    def result_of_reset(self, env_id: int, extras: Any) -> Any:
+        """What a reset has to say, with the mark of an environment that had been restarted while it was idle."""
+        mark = self.marks.pop(env_id, None)
+        if mark is None:
+            return extras
+        made = self._batch.peek(env_id, extras)
+        return made._replace(dicts=marked(made.dicts, mark[0].report))
