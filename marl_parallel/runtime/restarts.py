@@ -98,7 +98,8 @@ class Restarts:
         counts: How often each environment has been restarted.
         faults: Of the environments that are being restarted.
         marks: Of idle ones that have been, what their next result will be.
-        latest: By environment, what travelled pickled with its last result.
+        latest: By environment, what travelled with its last result, still pickled, as what has been handed out is not
+            ours any more.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Restarts:
         self.base_seed = base_seed
         self.faults: dict[int, Fault] = {}
         self.marks: dict[int, tuple[Fault, Made]] = {}
-        self.latest: dict[int, Any] = {}
+        self.latest: dict[int, bytes | None] = {}
         self.counts = [0] * len(plan.constructors)
         self._blamed = [0] * len(plan.constructors)
         self._lately: list[deque[float]] = [deque() for _ in plan.constructors]
@@ -154,7 +155,7 @@ class Restarts:
         if env_id in self.marks and kind is Kind.IDLE:
             self.faults[env_id] = self.marks.pop(env_id)[0]
             return
-        extras = self.latest.get(env_id)
+        extras = self._extras(env_id)
         if kind is Kind.AUTO_RESET:
             told = marked(self._batch.peek(env_id, extras).dicts, str(error))
         elif kind is Kind.RESET:
@@ -197,13 +198,22 @@ class Restarts:
         """A transition that lies in the block, in memory of its own."""
         return self._batch.peek(env_id, extras)
 
-    def finish(self, env_id: int, extras: Any) -> Made | None:
-        """The environment is there again: what its caller is told, None where it was idle."""
+    def _extras(self, env_id: int) -> Any:
+        latest = self.latest.get(env_id)
+        return None if latest is None else pickle.loads(latest)
+
+    def finish(self, env_id: int, latest: bytes | None) -> Made | None:
+        """The environment is there again: what its caller is told, None where it was idle.
+
+        Args:
+            env_id: Which.
+            latest: What travelled with the reset.
+        """
         at_once = self._at_once(env_id)
         fault = self.faults.pop(env_id)
-        self.latest[env_id] = extras
+        self.latest[env_id] = latest
         if at_once:
-            fresh = self._batch.peek(env_id, extras)
+            fresh = self._batch.peek(env_id, self._extras(env_id))
             if fault.kind is Kind.RESET:
                 made = fresh._replace(dicts=marked(fresh.dicts, fault.report))
             else:

@@ -89,6 +89,7 @@ class Crew:
         with self._lock:
             self.check_open()
             try:
+                self._await_restarts(range(len(self._worker_of)))
                 self.backend.post(requests, together=True)
                 self._watch.begin(requests)
                 pending = set(requests)
@@ -143,6 +144,8 @@ class Crew:
         with self._lock:
             self.check_open()
             try:
+                if message is Message.RESET:
+                    self._await_restarts(env_ids)
                 self.in_flight.update(dict.fromkeys(env_ids, message))
                 todo = env_ids if self.restarts is None else self._unmarked(message, env_ids)
                 requests = self._shared_out(message, todo, payload, each=each, prompt=self.restarts is not None)
@@ -217,7 +220,7 @@ class Crew:
     def _arrive(self, worker: int, reply: Reply) -> None:
         for env_id in sorted(reply.failures):
             if self.restarts is not None:
-                self.restarts.latest[env_id] = self._read(env_id, reply.results.get(env_id))
+                self.restarts.latest[env_id] = reply.results.get(env_id)
             self._failed(env_id, reply.failures[env_id])
         for env_id in reply.env_ids or ():
             if env_id not in self._arrived and (self.restarts is None or env_id not in self.restarts.faults):
@@ -233,7 +236,7 @@ class Crew:
             self._survive(env_id, Kind.STEP, error)
             return
         if self.restarts is not None:
-            self.restarts.latest[env_id] = extras
+            self.restarts.latest[env_id] = result
             if self.in_flight[env_id] is Message.RESET:
                 extras = self.restarts.result_of_reset(env_id, extras)
         self._arrived[env_id] = moment, extras
@@ -248,6 +251,12 @@ class Crew:
             elif message is not Message.STEP or env_id not in self.restarts.faults:
                 todo.append(env_id)
         return todo
+
+    def _await_restarts(self, env_ids: Iterable[int]) -> None:
+        """Wait until none of these is missing any more; what is sent to them now would meet with nobody."""
+        while self.restarts is not None and not self.restarts.faults.keys().isdisjoint(env_ids):
+            self._take_in(None, 1)
+            self._check_still_open()
 
     # -- faults ----------------------------------------------------------------------------------------------------
 
@@ -357,7 +366,7 @@ class Crew:
             if problem is not None:
                 self._failed(env_id, Failure("constructor", problem, problem, None))
                 continue
-            made = self.restarts.finish(env_id, self._read(env_id, result[1]))
+            made = self.restarts.finish(env_id, result[1])
             if made is None and self.in_flight.get(env_id) is Message.STEP:
                 made = self.restarts.take_mark(env_id)  # it has been sent to meanwhile
             if made is not None and env_id in self.in_flight:

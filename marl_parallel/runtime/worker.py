@@ -116,6 +116,7 @@ class Worker:
         self._own_process, self._in_line = own_process, in_line
         self._episodes: dict[int, Episode] = {}
         self._seeds: dict[int, int] = {}
+        self._share: range | None = None
         self._layout: Layout | None = None
         self._restarts = False
         self._kept: dict[int, bytes] = {}
@@ -190,6 +191,7 @@ class Worker:
                     close()
                 raise
         self._episodes[env_id] = Episode(env, env_id, plan.mode, self._ledger)
+        self._share = span_of([*self._seeds])
         self._restarts = plan.restarts
         return bytes(
             cloudpickle.dumps(
@@ -213,7 +215,6 @@ class Worker:
         self._layout = Layout(Schema.of(self._episodes[env_id].env), num_records, arrays=arrays)
         buffer = self._attach(self._layout.nbytes)
         self._layout.bind(buffer)
-        self._share = span_of([*self._seeds])
         self._actions = ActionRecords(self._layout, buffer)
         self._transitions = TransitionRecords(self._layout, buffer)
 
