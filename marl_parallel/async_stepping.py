@@ -1,0 +1,168 @@
+"""The part of `ParallelEnv` that steps without waiting: `send`, `reset_async` and `recv`.
+
+Also what resets and steps have in common, whether somebody waits for them or not: seeds, and who has been begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.arguments import addressed, base_seed, checked_minimum, checked_patience, seeds_of
+from marl_parallel.inquiries import Inquiries
+from marl_parallel.runtime.messages import Message
+from marl_parallel.runtime.pickling import sendable
+from marl_parallel.step_batch import StepBatch
+
+
+class AsyncStepping(Inquiries):
+    """Builds on what can be asked; `ParallelEnv` builds on this."""
+
+    _base_seed: int
+    _reset_keywords: frozenset[str]
+
+    def send(
+        self,
+        actions: Sequence[Mapping[AgentID, Any]] | Mapping[int, Mapping[AgentID, Any]],
+        env_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Begin to step environments and return; `recv` has the results, each as soon as it is there.
+
+        With `backend="serial"`, the steps are taken here.
+
+        Args:
+            actions: One dict by agent for each environment, in the order of `env_ids`; or a mapping from env id to
+                such a dict.
+            env_ids: Which environments, in any order; None for all of them, or for all that a mapping names.
+
+        Raises:
+            AlreadyPendingCallError: One of them is in flight already. Nothing has been stepped.
+            ValueError: As of `step`. Nothing has been stepped.
+            ResetNeeded: An environment has never been reset. Nothing has been stepped.
+        """
+        ids, rows = addressed(actions, env_ids, self._num_envs)
+        self._check_not_in_flight(ids, "send")
+        self._check_begun(ids, "send")
+        self._note_seeds()
+        self._crew.send(Message.STEP, ids, self._batch.write_actions(ids, rows) or None)
+
+    def reset_async(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+        env_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Begin new episodes and return; `recv` has the first observations, each as soon as it is there.
+
+        Args:
+            seed: As of `reset`.
+            options: As of `reset`.
+            env_ids: Which environments, in any order; None for all of them.
+
+        Raises:
+            AlreadyPendingCallError: One of them is in flight already. Nothing has been reset.
+            ValueError: As of `reset`. Nothing has been reset.
+        """
+        ids = self._checked_ids(env_ids)
+        self._check_not_in_flight(ids, "reset_async")
+        base, keywords = self._reset_keywords_for(ids, seed, options)
+        self._note_seeds()
+        self._crew.send(Message.RESET, ids, keywords)
+        self._rebase(base)
+
+    def recv(self, min_envs: int | None = None, timeout: float | None = None) -> StepBatch:
+        """Take the results of all environments in flight that are ready, waiting for some of them.
+
+        Args:
+            min_envs: How many to wait for; None for all in flight, 0 for none.
+            timeout: Seconds to wait at most; None for as long as it takes.
+
+        Returns:
+            What is ready, in the order in which it was completed; at least `min_envs`. With `copy=False`, the views of
+            an environment are valid until it is sent to again.
+
+        Raises:
+            NoAsyncCallError: Nothing is in flight.
+            ValueError: `min_envs` is more than there are in flight.
+            TimeoutError: There were fewer than `min_envs` in time. Nothing is lost, and `recv` can be called again.
+            EnvError: An environment raised; everything has been closed.
+            WorkerCrashed: A worker process died; everything has been closed.
+
+        Example:
+            >>> from marl_parallel import ParallelEnv
+            >>> from mpe2 import simple_spread_v3
+            >>> with ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2) as env:
+            ...     env.reset_async()
+            ...     batch = env.recv(min_envs=1)
+            ...     while env.pending:
+            ...         batch = env.recv(min_envs=1)
+            ...     env.send({2: {agent: 0 for agent in env.acting[2]}})
+            ...     env.recv().env_ids
+            (2,)
+        """
+        self._crew.check_open()
+        in_flight = len(self._crew.in_flight)
+        if not in_flight:
+            raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
+        received = self._crew.receive(checked_minimum(min_envs, in_flight), checked_patience(timeout))
+        ids = (*received,)
+        self._batch.begin([env_id for env_id, (message, _) in received.items() if message is Message.RESET])
+        extras = {env_id: more for env_id, (_, more) in received.items() if more is not None}
+        return StepBatch(ids, *self._batch.read(ids, extras))
+
+    # -- within ----------------------------------------------------------------------------------------------------
+
+    def _rebase(self, base: int) -> None:
+        self._base_seed, self._crew.seeds_stale = base, True
+        if self._crew.restarts is not None:
+            self._crew.restarts.base_seed = base
+
+    def _check_not_in_flight(self, ids: Sequence[int], name: str) -> None:
+        self._crew.check_open()
+        busy = [env_id for env_id in ids if env_id in self._crew.in_flight]
+        if busy:
+            raise AlreadyPendingCallError(
+                f"{name}() to environments {busy}, which are in flight; recv() them first", name
+            )
+
+    def _check_begun(self, ids: Sequence[int], name: str) -> None:
+        if not all(self._batch.begun):
+            never = [env_id for env_id in ids if not self._batch.begun[env_id]]
+            if never:
+                raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
+
+    def _note_seeds(self) -> None:
+        """Have ready what `seed` is to say while environments are in flight and cannot be asked."""
+        if self._crew.seeds_stale and not self._crew.in_flight:
+            self.seed()
+
+    def _reset_keywords_for(
+        self, ids: Sequence[int], seed: int | Sequence[int | None] | None, options: dict[str, Any] | None
+    ) -> tuple[int, dict[int, bytes]]:
+        """The base of seeds from now on, and by environment the keywords for its reset, pickled."""
+        base, seeds = self._seeds_for(seed, ids)
+        if options is not None and "options" not in self._reset_keywords:
+            raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
+        keywords: dict[int, bytes] = {}
+        for env_id, own in zip(ids, seeds, strict=True):
+            if own is None and not self._batch.begun[env_id]:
+                own = base + env_id
+            given = {"seed": own, "options": options}
+            keywords[env_id] = sendable({k: v for k, v in given.items() if v is not None}, "options")
+        return base, keywords
+
+    def _seeds_for(
+        self, seed: int | Sequence[int | None] | None, ids: Sequence[int]
+    ) -> tuple[int, Sequence[int | None]]:
+        """The base from now on, and the seed that each of these environments is explicitly given."""
+        if seed is None:
+            return self._base_seed, [None] * len(ids)
+        if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes):
+            return self._base_seed, seeds_of(seed, ids)
+        base = base_seed(seed)
+        return base, [base + env_id for env_id in ids]
