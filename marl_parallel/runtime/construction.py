@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -38,7 +39,7 @@ def construct(
         limit: How long each constructor may take, in seconds.
 
     Raises:
-        TypeError: A constructor cannot be pickled.
+        TypeError: A constructor cannot be pickled, or what it returns is no environment.
         ParallelEnvError: A constructor raised, crashed or took too long.
     """
     by_value: list[ModuleType] = []
@@ -52,8 +53,10 @@ def construct(
                 plan = Plan(waiting, {env_id: seeds[env_id] for env_id in waiting}, mode, adapter)
                 requests[worker] = Request(Message.ACCESS, tuple(waiting), plan)
         unknown: dict[int, str] = {}
-        for env_id, result in crew.run(requests, limit=limit).items():
+        for env_id, result in sorted(crew.run(requests, limit=limit).items(), key=itemgetter(0)):
             if isinstance(result, Refusal):
+                if result.kind is TypeError:
+                    raise TypeError(f"environment {env_id}: {result.text}")
                 unknown[env_id] = result.text
             else:
                 described[env_id] = result
@@ -120,13 +123,15 @@ def common_schema(described: Sequence[Description]) -> Schema:
 
 
 def _same(ours: Space[Any] | None, theirs: Space[Any] | None) -> bool:
+    if _kind(ours) != _kind(theirs):
+        return False  # values of equal spaces may travel in different ways: a derived class's are its own business
     if isinstance(ours, spaces.Dict) and isinstance(theirs, spaces.Dict):
         return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in ours)
     if isinstance(ours, spaces.Tuple) and isinstance(theirs, spaces.Tuple):
         return len(ours) == len(theirs) and all(map(_same, ours, theirs))
     if type(ours).__eq__ is object.__eq__ and ours is not None:
         # Gymnasium leaves equality to each kind of space; of one that has none, only the kind can be compared.
-        return _kind(ours) == _kind(theirs)
+        return True
     return bool(ours == theirs)
 
 
@@ -136,6 +141,8 @@ def _kind(space: Any) -> tuple[str, str]:
 
 
 def _differ(env_id: int, what: str, theirs: Any, ours: Any) -> None:
+    if str(theirs) == str(ours):  # such as a class and what it is derived from
+        ours = "what looks the same, but is of another class, or has one in it"
     raise ValueError(
         f"all environments must have the same agents and spaces, but environment {env_id} differs from "
         f"environment 0 in {what}: {theirs} against {ours}"

@@ -252,7 +252,7 @@ class Crew:
 
     def _ask_to_close(self, deadline: float) -> EnvError | None:
         pending = set(range(len(self.shares)))
-        error: EnvError | None = None
+        failures: dict[int, tuple[int, Failure]] = {}
         self.backend.post({worker: Request(Message.CLOSE) for worker in pending})
         while pending and (left := deadline - time.monotonic()) > 0:
             for worker, reply in self.backend.wait(left):
@@ -261,9 +261,8 @@ class Crew:
                     continue
                 if reply.answers is Message.CLOSE:  # what was still in flight before it is discarded
                     pending.discard(worker)
-                    for env_id, failure in reply.failures.items():
-                        error = _env_error(env_id, worker, failure)
-        return error
+                    failures.update((env_id, (worker, failure)) for env_id, failure in reply.failures.items())
+        return _env_error(min(failures), *failures[min(failures)]) if failures else None
 
     def _crashed(self, worker: int, lost: Lost) -> WorkerCrashed:
         running = self.backend.ledgers[worker].running
