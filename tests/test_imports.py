@@ -19,6 +19,7 @@ LEVELS = [
     {"runtime"},
     {"backends", "arguments"},
     {"inquiries"},
+    {"async_stepping"},
     {"parallel_env"},
     {"making"},
     {"marl_parallel"},
