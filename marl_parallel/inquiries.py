@@ -99,7 +99,9 @@ class Inquiries:
         """
         self._check_idle("state")
         if self._schema.state_space is None:
-            raise NotImplementedError("this environment has no global state: it lacks a state_space")
+            raise NotImplementedError(
+                "this environment has no global state: it has no state() with a state_space of arrays or numbers"
+            )
         if not all(self._batch.begun):
             raise ResetNeeded("the environments have no state yet; call reset() before state()")
         return self._batch.states(self._crew.ask(Message.STATE, self._all))

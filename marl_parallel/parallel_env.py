@@ -106,7 +106,7 @@ class ParallelEnv(AsyncStepping):
         worker_threads: Threads of BLAS, OpenMP and torch in each worker process; None leaves them alone.
 
     Raises:
-        TypeError: Something is no callable, or cannot be pickled.
+        TypeError: Something is no callable or cannot be pickled, or a constructor returned no environment.
         ValueError: There are no constructors, or their environments' spaces differ.
         EnvError: A constructor raised.
         WorkerCrashed: A worker died while constructing.

@@ -3,6 +3,7 @@
 import gymnasium
 import numpy as np
 import pytest
+from comparison import assert_same
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 from simulators import BOX, MOVES, Crossing, Declared, DictGym, FakeRLlib, OnlyDictsAEC, Open, real
@@ -258,6 +259,41 @@ def test_rllib_finds_spaces_as_rllib_does():
 def test_a_class_of_that_name_from_elsewhere_is_not_rllibs():
     elsewhere = type("MultiAgentEnv", (Crossing,), {"__module__": "ray.rllibrary"})
     assert type(adapt(elsewhere())) is DictEnv
+
+
+class Sumo(FakeRLlib):
+    """Two wrestlers, each pushed by the other; the older is out after two steps, both after three."""
+
+    possible_agents = [1, 0]  # noqa: RUF012
+    observation_spaces = {0: BOX, 1: BOX}  # noqa: RUF012
+    action_space = MOVES
+
+    def reset(self, *, seed=None, options=None):
+        self.rng, self.time = np.random.default_rng(seed), 0
+        self.place = self.rng.uniform(-1, 1, (2, 3)).astype(np.float32)
+        return {0: self.place[0].copy(), 1: self.place[1].copy()}, {0: {"seed": seed}}
+
+    def step(self, action_dict):
+        self.time += 1
+        for agent, push in action_dict.items():
+            self.place[1 - agent] += np.float32(push) + self.rng.random(3, np.float32)
+        over = {0: self.time > 2, 1: self.time > 1, "__all__": self.time > 2}
+        seen = {agent: self.place[agent].copy() for agent in (0, 1) if self.time < 3 or agent == 0}
+        rewards = {agent: float(self.place[agent].sum()) for agent in seen}
+        flags = {agent: over[agent] for agent in (*seen, "__all__")}
+        return seen, rewards, flags, {"__all__": False}, {1: {"time": self.time}} if self.time == 2 else {}
+
+
+def test_rllib_envs_side_by_side(packed, build):
+    """The same as in a plain loop; only the class of RLlib finds one action space for all agents."""
+    env, loop = build([Sumo] * 4, packed, False, 3), [Sumo() for _ in range(4)]
+    assert env.action_space == spaces.Dict([(1, MOVES), (0, MOVES)])
+    for _ in range(2):
+        assert_same(env.reset(seed=3), (*zip(*[one.reset(seed=3 + i) for i, one in enumerate(loop)]),))
+        for time in range(3):
+            actions = [{agent: (time + i + agent) % 2 for agent in acting} for i, acting in enumerate(env.acting)]
+            assert_same(env.step(actions), (*zip(*[one.step(given) for one, given in zip(loop, actions)]),))
+            assert env.acting == ({0: [1, 0], 1: [0], 2: []}[time],) * 4
 
 
 # Gymnasium

@@ -43,6 +43,18 @@ def test_refused_before_anything_starts(arguments, error, says):
     assert psutil.Process().children(recursive=True) == children
 
 
+def test_a_limit_that_cannot_be_enforced(recwarn):
+    """Said once, where it was asked for; the default is nobody's wish."""
+    ParallelEnv([Skirmish] * 2, backend="serial", start_timeout=5.0).close()
+    (warning,) = recwarn
+    assert warning.category is RuntimeWarning
+    assert "start_timeout=5.0 cannot be enforced by backend='serial'" in str(warning.message)
+    assert warning.filename == __file__
+    for arguments in ({"backend": "serial"}, {"backend": "serial", "start_timeout": None}, {"start_timeout": 5.0}):
+        ParallelEnv([Skirmish], **arguments).close()
+    assert len(recwarn) == 1
+
+
 def test_an_adapter_that_does_not_pickle():
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"adapter=.* cannot be pickled"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import gymnasium
@@ -112,6 +113,24 @@ def test_what_the_environment_has_stays(packed, build):
     assert_same(env.step([{}, {}])[4], (own, own))
 
 
+def test_infos_of_a_class_of_their_own(packed, build):
+    """What is added changes neither their class nor what they have by that name already."""
+    counted = defaultdict(list, laps=[2])
+    infos = {"a": OrderedDict(hp=3), "b": OrderedDict(final_obs="mine"), "__common__": counted}
+    script = [step_of({"a": seen(1), "b": seen(2)}, over=True, infos=infos)]
+    first = ({"a": seen(100)}, {key: {"spawn": 1} for key in infos})
+    env = build([by_dict_rules(script, first)] * 2, packed, SAME_STEP)
+    env.reset()
+    again = {"reset_info": {"spawn": 1}}
+    expected = {
+        "a": OrderedDict(hp=3, final_obs=seen(1), **again),
+        "b": OrderedDict(final_obs="mine", **again),
+        "__common__": defaultdict(list, laps=[2], **again),
+    }
+    assert_same(env.step([{}, {}])[4], (expected, expected))
+    assert counted == {"laps": [2]}
+
+
 def test_infos_that_are_one_and_the_same_dict(packed, build):
     """An environment may tell all agents by one dict; what is added for one of them is not told to the others."""
     nothing: dict[str, Any] = {}
@@ -215,6 +234,35 @@ def test_all_under_pettingzoo_rules(script, flags, packed, build):
         _, _, terminateds, truncateds, _ = env.step(acts(env))
         expected = flags if remaining == 0 else (False, False)
         assert_same((terminateds[0]["__all__"], truncateds[1]["__all__"]), expected)
+
+
+class Outspoken(Told):
+    """Says `__all__` itself, but in one kind of flags only, and always that nothing is over."""
+
+    def __init__(self, steps: list[tuple[str, str]], kind: int) -> None:
+        super().__init__(steps)
+        self.kind = kind
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        result = super().step(actions)
+        result[self.kind]["__all__"] = np.False_
+        return result
+
+
+@pytest.mark.parametrize("ending", [("abc", ""), ("", "abc"), ("ab", "c")], ids=str)
+@pytest.mark.parametrize("kind", [2, 3], ids=["terminateds", "truncateds"])
+def test_all_in_one_kind_of_flags_under_pettingzoo_rules(kind, ending, packed, build):
+    """It stays as it was said; that nobody is left ends the episode all the same, so the other kind says that."""
+    env = build([functools.partial(Outspoken, [("", ""), ending], kind)] * 2, packed, DISABLED)
+    env.reset()
+    other = {2: 3, 3: 2}[kind]
+    for over in (False, True):
+        result = env.step(acts(env))
+        assert_same([flags["__all__"] for flags in result[kind]], [np.False_] * 2)
+        assert_same([flags["__all__"] for flags in result[other]], [over] * 2)
+    assert env.acting == ([], [])
+    assert_same(env.step([{}, {}])[other], ({"__all__": True},) * 2)
+    assert env.get_attr("calls") == (2, 2)
 
 
 def test_same_step_under_pettingzoo_rules(packed, build):

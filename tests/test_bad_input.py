@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -12,13 +15,16 @@ import numpy as np
 import pytest
 from comparison import assert_same
 from environments import Hunt, Relay, Scripted, Skirmish
+from faults import Fragile, SimulatorError, raising
 from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode
+from liveness import gone, workers
 from reference import Reference
 from scenarios import random_actions
 
 from marl_parallel import ParallelEnv
+from marl_parallel.adapters.pettingzoo_env import PettingZooEnv
 
 SAME_STEP = AutoresetMode.SAME_STEP
 FLOAT32 = np.array([0.5, 0.25, -1.0], np.float32)
@@ -115,6 +121,27 @@ def test_a_wrong_shape(action, packed, build):
         assert env.get_attr("actions") == ([], [], [], [])
         env.step([{"a": FLOAT32}] * 4)
         assert_same(env.get_attr("actions"), ([{"a": FLOAT32}],) * 4)
+        env.close()
+
+
+@pytest.mark.parametrize("beside", [None, np.array(1), "left"], ids=str)
+@pytest.mark.parametrize(
+    "array", [np.zeros(2), np.zeros((3, 1)), np.zeros(3, complex)], ids=lambda a: f"{a.dtype}{a.shape}"
+)
+def test_a_wrong_array_beside_what_does_not_fit(array, beside, packed, build):
+    """That another part of the action has a form that has to travel pickled saves nothing."""
+    space = spaces.Dict(n=spaces.Discrete(3), x=spaces.Box(-1.0, 1.0, (3,), np.float32))
+    good = {"n": beside, "x": FLOAT32}
+    for rules in (by_pettingzoo_rules, by_dict_rules):
+        env = build([rules(space)] * 4, packed)
+        env.reset()
+        with pytest.raises(
+            ValueError, match=r"environment 3: the action of agent 'a': expected an array of shape \(3,\)"
+        ):
+            env.step([{"a": good}] * 3 + [{"a": {"n": beside, "x": array}}])
+        assert env.get_attr("actions") == ([], [], [], [])
+        env.step([{"a": good}] * 4)
+        assert_same(env.get_attr("actions"), ([{"a": good}],) * 4)
         env.close()
 
 
@@ -337,6 +364,18 @@ def test_spaces_that_differ(observed, acted, agent, packed, build):
         assert part in str(caught.value)
 
 
+class Own(spaces.Box):
+    """Equal to the Box that it is derived from, but its values are its own business."""
+
+
+@pytest.mark.parametrize("kinds", [(spaces.Box, Own), (Own, spaces.Box)], ids=["usual first", "own first"])
+@pytest.mark.parametrize("below", [lambda space: space, lambda space: spaces.Dict(x=space)], ids=["alone", "below"])
+def test_spaces_of_kinds_that_differ(below, kinds, packed, build):
+    declared = [below(kind(-1.0, 1.0, (2,), np.float32)) for kind in kinds]
+    with pytest.raises(ValueError, match=r"environment 1 differs .* agent 'alpha'.* against .* another class"):
+        build([functools.partial(Odd, one, spaces.Discrete(2)) for one in declared], packed)
+
+
 class Bare(spaces.Space[int]):
     """A space that does not say what it is equal to, as Gymnasium allows."""
 
@@ -357,12 +396,77 @@ def test_agents_that_differ(packed, build):
         build([usual, other], packed)
 
 
-@pytest.mark.parametrize("make", [dict, lambda: None, lambda: Hunt, lambda: 3], ids=["dict", "None", "class", "int"])
-def test_no_environment_at_all(make, each, build):
-    """What the constructor returned is none of the kinds that are known."""
-    with pytest.raises(Exception, match=r"reset|PettingZoo|Gymnasium|gymnasium|instance|return") as caught:
-        build([Hunt, make], each)
-    assert isinstance(caught.value, TypeError) or isinstance(caught.value.__cause__, TypeError)
+class Half:
+    """Can be reset and closed, but not stepped."""
+
+    def __init__(self, notes: Path, fault: Callable[[], Any] = int) -> None:
+        self.notes, self.fault = notes, fault
+
+    def reset(self) -> None:
+        """Is never called."""
+
+    def close(self) -> None:
+        (self.notes / "closed-half").touch()
+        self.fault()
+
+
+NO_ENVIRONMENTS = {
+    "a number": (lambda notes: 3, "builtins.int without `reset` and `step`"),
+    "a dict": (lambda notes: {}, "builtins.dict without `reset` and `step`"),
+    "nothing": (lambda notes: None, "returned None; does it lack a `return`"),
+    "a class": (lambda notes: Hunt, "returned the class Hunt, not an instance"),
+    "a constructor": (lambda notes: lambda: Hunt(), "did a constructor return another constructor"),
+    "a module": (lambda notes: os, "builtins.module without `reset` and `step`"),  # its `close` wants an argument
+    "half of one": (Half, "Half without `step`"),
+    "half of one that breaks": (functools.partial(Half, fault=raising(SimulatorError)), "Half without `step`"),
+}
+
+
+def refused(env_id: int, make: Any, notes: Path, setup: Any, build: Any, **more: Any) -> str:
+    """What is said of a constructor among others that returns no environment, everything having been freed."""
+    before = {*threading.enumerate()}
+    constructors = [functools.partial(Fragile, {}, notes)] * 4
+    constructors[env_id] = functools.partial(make, notes)
+    with pytest.raises(TypeError, match=f"^environment {env_id}: ") as caught:
+        build(constructors, setup, **more)
+    assert type(caught.value) is TypeError
+    built, closed = ({path.name.rpartition("-")[2] for path in notes.glob(f"{what}-*")} for what in ("built", "closed"))
+    assert closed - {"half"} == built == {"0", "1", "2", "3"} - {str(env_id)}
+    assert gone(workers(notes))
+    assert {*threading.enumerate()} <= before
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("env_id", [0, 3])
+@pytest.mark.parametrize("thing", NO_ENVIRONMENTS)
+def test_no_environment_at_all(thing, env_id, each, build, tmp_path):
+    """What the constructor returned is none of the kinds that are known; what can be closed is."""
+    make, said = NO_ENVIRONMENTS[thing]
+    assert said in refused(env_id, make, tmp_path, each, build)
+    assert (tmp_path / "closed-half").exists() == thing.startswith("half")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ("pettingzoo", "A PettingZoo parallel environment has no method `step`: "),
+        ("dict", "A dict environment has no method `step`: "),
+        (
+            lambda env: PettingZooEnv(env) if isinstance(env, Fragile) else env,
+            "must return a MultiAgentEnv; it returned",
+        ),
+    ],
+    ids=["pettingzoo", "dict", "own"],
+)
+def test_no_environment_of_the_kind_that_was_named(adapter, said, each, build, tmp_path):
+    assert said in refused(2, Half, tmp_path, each, build, adapter=adapter)
+    assert (tmp_path / "closed-half").exists()
+
+
+def test_the_first_of_several_that_are_none_is_named(each, build):
+    for _ in range(3):
+        with pytest.raises(TypeError, match=r"^environment 1: "):
+            build([Hunt, dict, dict, dict], each)
 
 
 def test_a_gymnasium_environment_needs_its_agent(packed, build):

@@ -21,6 +21,7 @@ SPACES = {
     "empty box": [spaces.Box(-1, 1, (0,), np.float64)] * 2,
     "discrete": [spaces.Discrete(5, start=-2)] * 3,
     "dict": [spaces.Dict(x=BOX, y=spaces.Discrete(3))] * 2,
+    "dict in two orders": [spaces.Dict([("x", BOX), ("y", BOX)]), spaces.Dict([("y", BOX), ("x", BOX)])],
     "tuple": [spaces.Tuple((BOX, spaces.MultiBinary(2)))] * 2,
     "several": [BOX, spaces.Discrete(4), BOX, spaces.MultiDiscrete([2, 3])],
 }

@@ -148,6 +148,18 @@ def test_an_exception_in_close(setup, build, tmp_path):
     assert_closed(env, tmp_path)
 
 
+def test_several_raise_in_close(setup, build, tmp_path):
+    """The first of them is named, whichever worker was quicker."""
+    env = build(fleet(tmp_path, {"close": raising(SimulatorError, "stuck door")}, faulty=(1, 2, 3)), setup)
+    env.reset()
+    with pytest.raises(EnvError, match=r"environment 1 .*stuck door") as caught:
+        env.close()
+    assert (caught.value.env_ids, caught.value.method) == ((1,), "close")
+    assert caught.value.worker == {1: 0, 2: 0, 4: 1}[env.num_workers]
+    assert isinstance(caught.value.__cause__, SimulatorError)
+    assert_closed(env, tmp_path)
+
+
 def test_an_exception_in_close_hides_no_other(packed, build, tmp_path):
     """What went wrong first is what is told."""
     faults = {"step": raising(SimulatorError, "bad terrain"), "close": raising(SimulatorError, "stuck door")}
@@ -201,6 +213,23 @@ def test_infos_that_do_not_travel(processes, build, tmp_path):
     env = build(fleet(tmp_path, {"step": unpicklable}), processes)
     env.reset()
     with pytest.raises(EnvError, match="infos") as caught:
+        steps(env, 1)
+    assert (caught.value.env_ids, caught.value.method) == ((2,), "step")
+    assert_closed(env, tmp_path)
+
+
+class Haunted(Fragile):
+    """One more than the declared agents is seen, and it cannot be described."""
+
+    def step(self, actions: dict) -> Any:
+        observations, *others = super().step(actions)
+        return {**observations, **({"ghost": threading.Lock()} if self.env_id == 2 else {})}, *others
+
+
+def test_observations_that_do_not_travel(processes, build, tmp_path):
+    env = build([functools.partial(Haunted, {}, tmp_path)] * 4, processes)
+    env.reset()
+    with pytest.raises(EnvError, match=r"the observations entry of 'ghost' .*lock.* cannot be pickled") as caught:
         steps(env, 1)
     assert (caught.value.env_ids, caught.value.method) == ((2,), "step")
     assert_closed(env, tmp_path)

@@ -133,10 +133,42 @@ def test_state(packed, build):
     assert not np.array_equal(env.state(), expected)
 
 
+class Weather(Hunt):
+    """A state in a space of one's choice."""
+
+    def __init__(self, space: spaces.Space, states: list[Any], env_id: int) -> None:
+        super().__init__()
+        self.state_space, self.now = space, states[env_id]
+
+    def state(self) -> Any:
+        return self.now
+
+
+STATES = [
+    (spaces.Discrete(5), [3, np.int64(0), np.int32(4)], np.array([3, 0, 4])),
+    (spaces.Discrete(5, start=-2), [-2, 2, 0], np.array([-2, 2, 0])),
+    (spaces.MultiBinary(2), [[0, 1], np.array([True, True]), (1, 0)], np.array([[0, 1], [1, 1], [1, 0]], np.int8)),
+    (spaces.MultiDiscrete([3, 4]), [[2, 3], [0, 0], np.array([1, 2], np.uint8)], np.array([[2, 3], [0, 0], [1, 2]])),
+    (spaces.Box(-9, 9, (), np.float32), [1, 2.5, np.float64(-3)], np.array([1, 2.5, -3], np.float32)),
+]
+
+
+@pytest.mark.parametrize(("space", "states", "expected"), STATES, ids=[str(space) for space, *_ in STATES])
+def test_states_of_other_spaces(space, states, expected, packed, build):
+    """Of numbers as of arrays: one array, a row for each environment, in the dtype of the space."""
+    env = build([functools.partial(Weather, space, states)] * 3, packed)
+    env.reset()
+    assert env.state_space == space
+    assert_same(env.state(), expected)
+
+
 FIXED = {"wolf_2": np.array([0.5, 0.25, -1.0], np.float32)}
 
 
-@pytest.mark.parametrize("constructor", [Skirmish, Recycler, functools.partial(gymnasium.make, "CartPole-v1")])
+worded = functools.partial(Weather, spaces.Text(5), ["sunny", "rainy"])
+
+
+@pytest.mark.parametrize("constructor", [Skirmish, Recycler, functools.partial(gymnasium.make, "CartPole-v1"), worded])
 def test_no_state(constructor, each, build):
     env = build([constructor] * 2, each)
     env.reset()

@@ -156,6 +156,122 @@ def test_arrays_get_the_dtype_of_their_space(space, value, dtype, packed, build)
         env.close()
 
 
+FORMS = [
+    ({"x": [1, 2, 3.5]}, {"x": np.array([1, 2, 3.5], np.float32)}),
+    ({"y": None}, {"y": None}),
+    ({"n": None}, {"n": None}),
+    ({"n": np.array(1)}, {"n": np.array(1)}),
+    ({"more": [1]}, {"more": [1]}),
+    ({"t": [1, 2]}, {"t": [1, 2]}),
+    ({"t": (np.ones(3), None)}, {"t": (np.ones(3, np.float32), None)}),
+]
+
+
+@pytest.mark.parametrize(("changed", "arrives"), FORMS, ids=[str(changed) for changed, _ in FORMS])
+def test_arrays_beside_what_does_not_fit(changed, arrives, packed, build):
+    """One leaf of another form than is declared: it arrives as it is, the arrays beside it with their dtype."""
+    space = spaces.Dict(x=SMALL, y=SMALL, n=spaces.Discrete(3), t=spaces.Tuple((SMALL, spaces.Discrete(2))))
+    zeros, ones = np.zeros(3), np.ones(3, np.float32)
+    told = {"x": zeros, "y": ones, "n": 1, "t": (zeros, 0), **changed}
+    due = {"x": zeros.astype(np.float32), "y": ones, "n": 1, "t": (zeros.astype(np.float32), 0), **arrives}
+    script = answered({"a": told}, flags={"__all__": True})
+    env = build([scripted(space, ({"a": told}, {}), script, action_space=space)] * 2, packed, SAME_STEP)
+    assert_same(env.reset()[0], ({"a": due},) * 2)
+    observations, _, _, _, infos = env.step([{"a": told}, {"a": told}])
+    assert_same((observations, infos), (({"a": due},) * 2, ({"a": {"final_obs": due}},) * 2))
+    assert_same(env.get_attr("actions"), ([{"a": due}],) * 2)
+
+
+PARTS = {"zulu": spaces.Discrete(9), "alpha": SMALL, "mike": spaces.MultiBinary(2)}
+VALUES = {"zulu": 7, "alpha": np.array([1, 2, 3], np.float32), "mike": np.array([0, 1], np.int8)}
+ORDER = ["zulu", "alpha", "mike"]
+
+
+def in_order(order: list[str]) -> tuple[Any, Any]:
+    """A nested space that lists its keys in this order, and a value of it."""
+    space = spaces.Dict([(key, PARTS[key]) for key in order])
+    value = {key: VALUES[key] for key in order}
+    deep = spaces.Tuple((spaces.Discrete(9), space))
+    return spaces.Dict([("deep", deep), *space.items()]), {"deep": (4, value), **value}
+
+
+def in_two_orders() -> list[Any]:
+    """Constructors of four environments; the second worker's first one has another order than the first's."""
+    both = [in_order(order) for order in (ORDER, ORDER[::-1], ORDER[::-1], ORDER)]
+    ends = {"__all__": True}
+    return [scripted(s, ({"a": v}, {}), answered({"a": v}, flags=ends), action_space=s) for s, v in both]
+
+
+def test_keys_listed_in_another_order(packed, build):
+    """The spaces are equal all the same, and every value is what it was: observations, actions, `final_obs`."""
+    env = build(in_two_orders(), packed, SAME_STEP)
+    _, value = in_order(ORDER)
+    assert_same(env.reset()[0], ({"a": value},) * 4)
+    observations, _, _, _, infos = env.step([{"a": value}] * 4)
+    assert_same((observations, infos), (({"a": value},) * 4, ({"a": {"final_obs": value}},) * 4))
+    assert_same(env.get_attr("actions"), ([{"a": value}],) * 4)
+
+
+def test_keys_are_handed_out_in_the_declared_order(each, build):
+    """In that of environment 0, from all of them."""
+    env = build(in_two_orders(), each, SAME_STEP)
+    _, value = in_order(ORDER)
+    observations, _ = env.reset()
+    once_more, _, _, _, infos = env.step([{"a": value}] * 4)
+    for one in (*observations, *once_more, *[info["a"]["final_obs"] for info in infos]):
+        told = one.get("a", one)
+        assert [*told] == ["deep", *ORDER]
+        assert [*told["deep"][1]] == ORDER
+
+
+class Ragged(spaces.Box):
+    """Arrays of any length."""
+
+
+class Loose(spaces.Dict):
+    """With more keys than it declares."""
+
+
+class Chain(spaces.Tuple):
+    """Of any length."""
+
+
+class Dice(spaces.Discrete):
+    """Says its numbers in words."""
+
+
+class Choices(spaces.MultiDiscrete):
+    """As many as there are."""
+
+
+class Switches(spaces.MultiBinary):
+    """In a list."""
+
+
+DERIVED = [
+    (Ragged(-1.0, 1.0, (3,), np.float32), np.arange(5.0)),
+    (Loose(x=SMALL), {"x": np.zeros(2), "more": [1]}),
+    (Chain((SMALL, spaces.Discrete(2))), (np.zeros(1), 1, "more")),
+    (Dice(6), "six"),
+    (Choices([2, 2]), np.array([[1.5]])),
+    (Switches(3), [True, False]),
+]
+
+
+@pytest.mark.parametrize(("space", "value"), DERIVED, ids=lambda part: type(part).__name__)
+def test_values_of_derived_spaces_are_their_own_business(space, value, packed, build):
+    """They arrive unchanged, whatever the class is derived from would say of them; so do those below a Dict."""
+    told, due = {"own": value, "x": [1, 2, 3]}, {"own": value, "x": np.array([1, 2, 3], np.float32)}
+    for one, given, arrives in ((space, value, value), (spaces.Dict(own=space, x=SMALL), told, due)):
+        script = answered({"a": given}, flags={"__all__": True})
+        env = build([scripted(one, ({"a": given}, {}), script, action_space=one)] * 2, packed, SAME_STEP)
+        assert_same(env.reset()[0], ({"a": arrives},) * 2)
+        observations, _, _, _, infos = env.step([{"a": given}, {"a": given}])
+        assert_same((observations, infos), (({"a": arrives},) * 2, ({"a": {"final_obs": arrives}},) * 2))
+        assert_same(env.get_attr("actions"), ([{"a": arrives}],) * 2)
+        env.close()
+
+
 @pytest.mark.parametrize(
     "value", [np.zeros(4), np.zeros((1, 3)), np.zeros((3, 1)), np.zeros(1), np.float32(1)], ids=str
 )
@@ -235,6 +351,17 @@ def test_infos_of_every_kind(infos, packed, build):
     assert_same(env.reset()[1], (infos, infos))
     for step in (*script, *script):
         assert_same(env.step([{}, {}])[4], (step[4], step[4]))
+
+
+@pytest.mark.parametrize("info", [False, {}], ids=str)
+def test_infos_may_have_the_key_of_the_flags(info, packed, build):
+    """Also as the first one, and also where only one of the two kinds of flags has it."""
+    eyes, infos = np.ones(3, np.float32), {"__all__": info, "a": {}}
+    step = ({"a": eyes}, {"a": 1.0}, {"a": False, "__all__": False}, {"a": False}, infos)
+    env = build([scripted(SMALL, ({"a": eyes}, {"a": {}}), step)] * 2, packed)
+    env.reset()
+    expected = (*step[:3], {"a": False, "__all__": False}, infos)
+    assert_same(env.step([{}, {}]), tuple((part, part) for part in expected))
 
 
 def test_presence_is_kept_per_dict(packed, build):

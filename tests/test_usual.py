@@ -1,13 +1,19 @@
-"""What counts as a usual transition: exactly what is written with nothing but observations and rewards."""
+"""What counts as a usual transition: exactly what is written with nothing but observations and rewards.
+
+That nothing is sent for it, nor for any other step whose infos are empty, is tested here, too.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
+from faults import Fragile
 
+from marl_parallel.backends.channel import Channel
 from marl_parallel.runtime.transition import FLOATS, Usual
 
 AGENTS = ["a", "b"]
@@ -93,7 +99,55 @@ def test_other_values_for_all(part, value):
     assert reward_type(parts) is None
 
 
-def test_one_without_all():
+@pytest.mark.parametrize("part", ["terminateds", "truncateds"])
+def test_one_without_all(part):
+    parts = dicts()
+    parts[part]["__all__"] = False
+    assert reward_type(parts) is None
+
+
+@pytest.mark.parametrize("part", ["observations", "rewards", "truncateds", "infos"])
+def test_all_in_the_wrong_place(part):
+    """As many entries as usual in the usual order, only that one of them is in another dict."""
     parts = dicts()
     parts["terminateds"]["__all__"] = False
+    parts[part] = {"__all__": False, **parts[part]}
     assert reward_type(parts) is None
+
+
+# What is sent
+
+
+class Mail:
+    """What this process says to its workers and hears from them beside what is in the block."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for name in ("put", "send", "receive"):
+            monkeypatch.setattr(Channel, name, self.counted(getattr(Channel, name)))
+
+    def counted(self, method: Any) -> Any:
+        def counting(*arguments: Any) -> Any:
+            self.count += 1
+            return method(*arguments)
+
+        return counting
+
+
+@pytest.mark.parametrize("env_ids", [None, [0, 1, 2, 3], [1, 2]], ids=str)
+def test_nothing_is_sent_where_infos_are_empty(env_ids, processes, build, tmp_path, monkeypatch):
+    """Every step of two episodes, the last ones with the reset that follows; where infos are not, they are."""
+    mail = Mail(monkeypatch)
+    env = build([functools.partial(Fragile, {"step": lambda: "news"}, tmp_path, 6, length=3)] * 4, processes)
+    env.reset()
+    before = mail.count
+    assert before > 0
+    actions = [{"a": 0, "b": 1}] * len(env_ids or range(4))
+    for step in range(1, 7):
+        _, _, terminateds, _, infos = env.step(actions, env_ids)
+        over = step % 3 == 0
+        assert terminateds[0]["__all__"] is over
+        assert infos[0]["a"].keys() == ({"final_obs"} if over else set())
+        assert mail.count == before
+    assert env.step(actions, env_ids)[4][0]["a"] == {"strange": "news"}
+    assert mail.count > before

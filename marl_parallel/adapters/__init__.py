@@ -13,14 +13,24 @@ from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv  # type: ignore[import-untyped]
 
 from marl_parallel.adapters import attributes
-from marl_parallel.adapters.base import type_name
+from marl_parallel.adapters.base import NotAnEnvironment, type_name
 from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, adapt_aec
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
 from marl_parallel.adapters.rllib import RLlibEnv, is_rllib_env
 
-__all__ = ["ADAPTERS", "AgentID", "Dicts", "MultiAgentEnv", "Rules", "adapt", "adapter_function", "attributes"]
+__all__ = [
+    "ADAPTERS",
+    "AgentID",
+    "Dicts",
+    "MultiAgentEnv",
+    "NotAnEnvironment",
+    "Rules",
+    "adapt",
+    "adapter_function",
+    "attributes",
+]
 
 AdapterFunction: TypeAlias = Callable[[Any], MultiAgentEnv]
 
@@ -56,12 +66,14 @@ def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentE
     """
     make = adapter_function(adapter)
     if env is None:
-        raise TypeError("The environment constructor returned None; does it lack a `return`?")
+        raise NotAnEnvironment("The environment constructor returned None; does it lack a `return`?")
     if isinstance(env, type):
-        raise TypeError(f"The environment constructor returned the class {env.__qualname__}, not an instance of it.")
+        raise NotAnEnvironment(
+            f"The environment constructor returned the class {env.__qualname__}, not an instance of it."
+        )
     adapted = make(env)
     if not isinstance(adapted, MultiAgentEnv):
-        raise TypeError(f"The adapter {make!r} must return a MultiAgentEnv; it returned {type_name(adapted)}.")
+        raise NotAnEnvironment(f"The adapter {make!r} must return a MultiAgentEnv; it returned {type_name(adapted)}.")
     return adapted
 
 
@@ -113,7 +125,7 @@ def _recognise_by_methods(env: Any) -> MultiAgentEnv:
     missing = [name for name in ("reset", "step") if not callable(attributes.declared(env, name))]
     if missing:
         hint = " It can be called: did a constructor return another constructor?" if callable(env) else ""
-        raise TypeError(
+        raise NotAnEnvironment(
             "Looked for a PettingZoo ParallelEnv or AECEnv, a gymnasium.Env, an RLlib MultiAgentEnv, or any "
             f"object with methods `reset` and `step`; came upon {type_name(env)} without "
             f"`{'` and `'.join(missing)}`.{hint}"
@@ -123,7 +135,7 @@ def _recognise_by_methods(env: Any) -> MultiAgentEnv:
         return PettingZooEnv(env)
     is_of_one_agent = isinstance(space, spaces.Space) and not isinstance(space, spaces.Dict)
     if is_of_one_agent and attributes.declared(env, "possible_agents") is None:
-        raise TypeError(
+        raise NotAnEnvironment(
             f"{type_name(env)} looks like a single-agent environment: its observation_space, {space}, "
             "is no Dict keyed by agent. Make it a subclass of gymnasium.Env, or let it declare "
             "`possible_agents` if there are several."

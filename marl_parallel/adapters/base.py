@@ -18,6 +18,10 @@ RESET_KEYWORDS = frozenset({"seed", "options"})
 _FIVE_DICTS = [dict] * 5
 
 
+class NotAnEnvironment(TypeError):
+    """What a constructor returned is nothing that can be reset and stepped, or not in the way asked for."""
+
+
 class Adapter(MultiAgentEnv):
     """A simulator with a `reset` and a `step` of its own.
 
@@ -34,7 +38,7 @@ class Adapter(MultiAgentEnv):
     def __init__(self, source: Any) -> None:
         missing = [f"`{name}`" for name in self.methods if not callable(declared(source, name))]
         if missing:
-            raise TypeError(f"{self.kind} has no method {' and no method '.join(missing)}: {type_name(source)}")
+            raise NotAnEnvironment(f"{self.kind} has no method {' and no method '.join(missing)}: {type_name(source)}")
         self.source = source
         metadata, render_mode = declared(source, "metadata"), declared(source, "render_mode")
         self.metadata = metadata if isinstance(metadata, Mapping) else {}
@@ -135,7 +139,7 @@ def _shape_of(result: Any) -> str:
 def _state_space(source: Any) -> Space[Any] | None:
     space = declared(source, "state_space")
     # States are stacked into one array, so a space of anything else is no use.
-    is_array = isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary)
+    is_array = isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
     return space if is_array and callable(declared(source, "state")) else None
 
 

@@ -63,7 +63,7 @@ class ActionRecords:
             Mismatch: An action is not what its space declares; the text says whose. Nothing that matters was
                 overwritten: the record counts only once the worker is told to step.
         """
-        head, buffer, columns = self._heads[record], self._buffer, self._columns
+        head, buffer = self._heads[record], self._buffer
         if self._agents and [*actions] == self._agents:
             try:
                 self._whole.write_all(record, [*actions.values()])
@@ -75,18 +75,25 @@ class ActionRecords:
         present = bytearray(len(self._agents))
         for agent, action in actions.items():
             try:
-                if agent not in columns:
+                if not self._write_one(record, agent, action):
                     space = self._layout.schema.action_spaces.get(agent)
                     extras[agent] = action if space is None else conform(space, action)
                     continue
-                columns.write(record, agent, action)
                 present[self._position[agent]] = 1
-            except Unfit:
-                extras[agent] = action
             except Mismatch as error:
                 raise Mismatch(f"the action of agent {agent!r}: {error}") from error
         buffer[head : head + 1 + len(present)] = bytes((_SOME,)) + present
         return extras or None
+
+    def _write_one(self, record: int, agent: Any, action: Any) -> bool:
+        """Write one agent's action; says whether it fits."""
+        try:
+            if agent in self._columns:
+                self._columns.write(record, agent, action)
+                return True
+        except Unfit:
+            pass  # of the declared space, but of another form: pickled
+        return False
 
     def read_span(self, span: range) -> list[dict[Any, Any]]:
         """The actions of neighbouring records, of which none has anything pickled beside it; as `read`."""

@@ -26,6 +26,7 @@ _FEW_ROWS = 8
 """Up to so many, copying them one by one is cheaper than copying all at once and taking views."""
 
 
+_ARRAY_SPACES = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
 _copy_of = np.ndarray.copy
 
 
@@ -54,11 +55,11 @@ def conform(space: Space[Any], value: Any) -> Any:
         >>> conform(spaces.Box(0, 1, (2,), np.float32), [0.5, 1.0]).dtype
         dtype('float32')
     """
-    if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+    if isinstance(space, _ARRAY_SPACES) and type(space) in _ARRAY_SPACES:
         return value if value is None else as_array(value, np.dtype(space.dtype), space.shape)
-    if isinstance(space, spaces.Dict) and isinstance(value, dict):
+    if type(space) is spaces.Dict and isinstance(value, dict):
         return {k: conform(space.spaces[k], v) if k in space.spaces else v for k, v in value.items()}
-    if isinstance(space, spaces.Tuple) and type(value) is tuple and len(value) == len(space.spaces):
+    if type(space) is spaces.Tuple and type(value) is tuple and len(value) == len(space.spaces):
         return tuple(conform(s, v) for s, v in zip(space.spaces, value, strict=True))
     return value
 
@@ -362,7 +363,9 @@ def column_for(space: Space[Any], rows: int, place: Place) -> Column:
     if isinstance(space, spaces.Discrete):
         return ScalarColumn(rows, place)
     if isinstance(space, spaces.Dict):
-        return DictColumn(rows, {key: column_for(s, rows, place) for key, s in space.spaces.items()})
+        # Laid out in an order that all environments have in common, read in the space's own.
+        children = {key: column_for(space.spaces[key], rows, place) for key in sorted(space.spaces, key=repr)}
+        return DictColumn(rows, {key: children[key] for key in space.spaces})
     if isinstance(space, spaces.Tuple):
         return TupleColumn(rows, [column_for(s, rows, place) for s in space.spaces])
     assert space.shape is not None
@@ -370,9 +373,12 @@ def column_for(space: Space[Any], rows: int, place: Place) -> Column:
 
 
 def fits_block(space: Space[Any]) -> bool:
-    """Whether values of a space have a fixed size, so that they can lie in the block."""
-    if isinstance(space, spaces.Dict):
+    """Whether values of a space have a fixed size, so that they can lie in the block.
+
+    What a class derived from one of these makes of its values is its own business.
+    """
+    if type(space) is spaces.Dict:
         return all(map(fits_block, space.spaces.values()))
-    if isinstance(space, spaces.Tuple):
+    if type(space) is spaces.Tuple:
         return all(map(fits_block, space.spaces))
-    return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+    return type(space) in (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -39,7 +40,7 @@ def construct(
         By environment, what they are; and what all workers were told.
 
     Raises:
-        TypeError: A constructor cannot be pickled.
+        TypeError: A constructor cannot be pickled, or what it returns is no environment.
         ParallelEnvError: A constructor raised, crashed or took too long.
     """
     by_value: list[ModuleType] = []
@@ -53,8 +54,10 @@ def construct(
                 plan = Plan(waiting, {env_id: seeds[env_id] for env_id in waiting}, mode, adapter, restarts)
                 requests[worker] = Request(Message.ACCESS, tuple(waiting), plan)
         unknown: dict[int, str] = {}
-        for env_id, result in crew.run(requests).items():
+        for env_id, result in sorted(crew.run(requests).items(), key=itemgetter(0)):
             if isinstance(result, Refusal):
+                if result.kind is TypeError:
+                    raise TypeError(f"environment {env_id}: {result.text}")
                 unknown[env_id] = result.text
             else:
                 described[env_id] = result

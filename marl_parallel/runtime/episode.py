@@ -110,8 +110,9 @@ class Episode:
         if ALL not in terminateds or ALL not in truncateds:  # in dicts of our own: the simulator may keep its
             ended = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
             terminateds, truncateds = {**terminateds}, {**truncateds}
-            terminateds.setdefault(ALL, ended[0])
-            truncateds.setdefault(ALL, ended[1])
+            # What the simulator says of one kind stays, and the other is what makes it true that the episode is over.
+            terminateds.setdefault(ALL, ended[0] or (any(ended) and not truncateds.get(ALL, True)))
+            truncateds.setdefault(ALL, any(ended) and not terminateds[ALL])
         over = terminateds[ALL], truncateds[ALL]
         if not (over[0] or over[1]):
             self._over = None
@@ -219,7 +220,8 @@ def with_final(
         for key, value in additions.items():
             info = infos.get(key)
             if info is None or isinstance(info, dict):
-                infos[key] = {name: value, **(info or {})}  # a new dict: simulators give one to several agents
+                infos[key] = {} if info is None else copy.copy(info)  # simulators give one dict to several agents
+                infos[key].setdefault(name, value)
 
 
 def interrupted(observations: dict[AgentID, Any], alive: Iterable[AgentID], report: str) -> Dicts:

@@ -89,7 +89,9 @@ class Usual:
     ) -> type | None:
         """The type of the rewards where everything is as usual, None where anything is not."""
         form = self._forms.get(len(terminateds))
-        if form is None or [*observations, *rewards, *terminateds, *truncateds, *infos] != form[0]:
+        if form is None or len(truncateds) != len(terminateds):
+            return None
+        if [*observations, *rewards, *terminateds, *truncateds, *infos] != form[0]:
             return None
         try:
             # Marshalling is the quickest way to compare type and value of many things; what is large never gets there.

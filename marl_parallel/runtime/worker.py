@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.adapters import AgentID, Rules, adapt
+from marl_parallel.adapters import AgentID, NotAnEnvironment, Rules, adapt
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.runtime.actions import ActionRecords
 from marl_parallel.runtime.columns import Unfit, as_array
@@ -185,10 +185,10 @@ class Worker:
             simulator = constructor(**_accepted(constructor, {"seed": seed, "env_id": env_id}))
             try:
                 env = adapt(simulator, cloudpickle.loads(plan.adapter))
-            except BaseException:
-                close = getattr(simulator, "close", None)
-                if callable(close):
-                    close()
+            except BaseException as error:
+                _try_to_close(simulator)
+                if isinstance(error, NotAnEnvironment):
+                    return Refusal(TypeError, str(error))
                 raise
         self._episodes[env_id] = Episode(env, env_id, plan.mode, self._ledger)
         self._share = span_of([*self._seeds])
@@ -359,6 +359,13 @@ def _accepted(constructor: Callable[..., Any], keywords: Mapping[str, Any]) -> d
     named = {parameter.name for parameter in parameters if parameter.kind in by_keyword}
     bound = constructor.keywords if isinstance(constructor, functools.partial) else {}
     return {name: value for name, value in keywords.items() if name in named and name not in bound}
+
+
+def _try_to_close(thing: Any) -> None:
+    """Let go of what could not be adapted, whatever it is; its own errors would hide why it could not."""
+    if not isinstance(thing, type):
+        with contextlib.suppress(Exception):
+            thing.close()
 
 
 def _failure(error: BaseException, doing: Activity | Message) -> Failure:

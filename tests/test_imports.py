@@ -1,0 +1,84 @@
+"""What is imported where: parts of the package import from below only, and a bare import loads nothing heavy."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "marl_parallel"
+
+LEVELS = [
+    {"errors", "stats", "step_batch", "tiling", "adapters"},
+    {"runtime"},
+    {"backends", "arguments"},
+    {"inquiries"},
+    {"async_stepping"},
+    {"parallel_env"},
+    {"making"},
+    {"marl_parallel"},
+    {"cli"},
+]
+"""From below; the package's own `__init__` has the package's name."""
+
+LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+
+
+def part_of(path: Path) -> str:
+    """The folder or module right below the package that a file belongs to."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return "marl_parallel" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def imported_parts(path: Path) -> Iterator[str]:
+    """What every import statement of a file, wherever it stands in it, takes of this package."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative"
+            # What is taken from the package itself may be a module of it.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for package, *below in (name.split(".") for name in names):
+            if package == "marl_parallel":
+                yield below[0] if below and below[0] in LEVEL_OF else "marl_parallel"
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_part_has_a_level():
+    assert {part_of(path) for path in FILES} == LEVEL_OF.keys()
+    assert sum(len([*imported_parts(path)]) for path in FILES) > 100
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_downwards(path):
+    """Never to what stands above or beside, unless in the same folder."""
+    own = part_of(path)
+    upwards = {part for part in imported_parts(path) if part != own and LEVEL_OF[part] >= LEVEL_OF[own]}
+    assert not upwards
+
+
+HEAVY = {"torch", "ray", "matplotlib", "rich", "typer", "psutil"}
+
+
+def test_a_bare_import_is_light(tmp_path):
+    """What only the command line, the tests or somebody's simulators need is not loaded, though it is there."""
+    for name in HEAVY:
+        (tmp_path / f"{name}.py").touch()
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    text = "import sys, marl_parallel; print(*{name.partition('.')[0] for name in sys.modules})"
+    command = [sys.executable, "-c", text]
+    loaded = {*subprocess.check_output(command, text=True, timeout=60, cwd=ROOT, env=environ).split()}
+    assert {"marl_parallel", "gymnasium"} <= loaded
+    assert not loaded & HEAVY
