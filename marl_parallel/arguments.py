@@ -131,7 +131,7 @@ def survives(on_error: Any, restart_policy: Any) -> bool:
     if on_error not in ("raise", "restart"):
         raise ValueError(f'on_error must be "raise" or "restart", got {on_error!r}')
     if not isinstance(restart_policy, RestartPolicy):
-        raise TypeError(f"restart_policy must be a RestartPolicy, got {restart_policy!r}")
+        raise TypeError(f"restart_policy must be a RestartPolicy(max_restarts=..., ...), got {restart_policy!r}")
     return bool(on_error == "restart")
 
 

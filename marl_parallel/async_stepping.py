@@ -90,8 +90,7 @@ class AsyncStepping(Inquiries):
             NoAsyncCallError: Nothing is in flight.
             ValueError: `min_envs` is more than there are in flight.
             TimeoutError: There were fewer than `min_envs` in time. Nothing is lost, and `recv` can be called again.
-            EnvError: An environment raised; everything has been closed.
-            WorkerCrashed: A worker process died; everything has been closed.
+            ParallelEnvError: A fault, as in `step`; everything has been closed.
 
         Example:
             >>> from marl_parallel import ParallelEnv

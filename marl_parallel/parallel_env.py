@@ -57,7 +57,7 @@ from marl_parallel.runtime.sharing import share_out
 from marl_parallel.runtime.supervision import Crew
 
 START_TIMEOUT_S = 60.0
-_MORE_REQUESTS = 8  # before a worker, beyond one for each of its environments: such as the one to close
+_MORE_REQUESTS = 8  # before a worker, beyond two for each of its environments: such as the one to close
 
 _live: weakref.WeakSet[Crew] = weakref.WeakSet()
 
@@ -161,11 +161,13 @@ class ParallelEnv(AsyncStepping):
         seeds = [self._base_seed + env_id for env_id in range(self._num_envs)]
         shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, backend))
         hosts = open_backend(backend, context=context, worker_threads=worker_threads)
-        if not hosts.enforces_timeouts and limits not in ((None, None, None), (None, None, START_TIMEOUT_S)):
+        passed = {"step_timeout": step_timeout, "reset_timeout": reset_timeout}
+        if start_timeout != START_TIMEOUT_S:
+            passed["start_timeout"] = start_timeout
+        unenforced = [f"{name}={limit}" for name, limit in passed.items() if limit is not None]
+        if unenforced and not hosts.enforces_timeouts:
             warnings.warn(
-                f"step_timeout, reset_timeout and start_timeout cannot be enforced by backend={backend!r}",
-                RuntimeWarning,
-                stacklevel=2,
+                f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
         self._crew = Crew(hosts, shares, limits)
         _live.add(self._crew)
@@ -173,7 +175,7 @@ class ParallelEnv(AsyncStepping):
         self._plain_steps = {worker: Request(Message.STEP) for worker in range(len(shares))}
         started = False
         try:
-            hosts.start(len(shares), len(shares[0]) + _MORE_REQUESTS)
+            hosts.start(len(shares), 2 * len(shares[0]) + _MORE_REQUESTS)
             started = True
             described, plan = construct(self._crew, constructors, seeds, self._mode, how_adapted, survive)
             schema = common_schema(described)
@@ -221,7 +223,7 @@ class ParallelEnv(AsyncStepping):
         Raises:
             ValueError: Unknown or doubled `env_ids`, a wrong number of seeds, or options for environments whose
                 `reset` takes none.
-            EnvError: An environment raised; everything has been closed.
+            ParallelEnvError: A fault, as in `step`; everything has been closed.
         """
         self._check_idle("reset")
         ids = self._checked_ids(env_ids)
@@ -253,6 +255,8 @@ class ParallelEnv(AsyncStepping):
             ResetNeeded: An environment has never been reset. Nothing has been stepped.
             EnvError: An environment raised; everything has been closed.
             WorkerCrashed: A worker process died; everything has been closed.
+            WorkerTimeout: An environment took longer than it may; everything has been closed.
+            RestartLimitExceeded: With `on_error="restart"` in place of these, where a policy is exhausted.
         """
         self._check_idle("step")
         ids = self._checked_ids(env_ids)

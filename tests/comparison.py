@@ -1,6 +1,7 @@
 """`assert_same`: equality to the bit and to the type, with the path of the first difference.
 
-What is compared, and with what, is the business of the tests.
+`spoil` shows whether anybody relies on what has been given away. What is compared, and with what, is the business of
+the tests.
 """
 
 from __future__ import annotations
@@ -40,6 +41,17 @@ def assert_same(actual: Any, expected: Any, path: str = "result") -> None:
         assert_same(np.float64(actual), np.float64(expected), path)
     else:
         assert actual == expected, f"{path}: {_shown(actual)} is not {_shown(expected)}"
+
+
+def spoil(value: Any) -> None:
+    """Write into everything that can be written to."""
+    if isinstance(value, dict | tuple | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            spoil(item)
+    if isinstance(value, dict | list):
+        value.clear()
+    if isinstance(value, np.ndarray) and value.size and value.dtype != object:
+        value[...] = 0 if value.dtype.kind in "ub" else -1
 
 
 def _shown(value: Any) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from ways import CONTEXTS, WAYS
+import ways
 
 if TYPE_CHECKING:
     from launch_stage import Stage
@@ -31,7 +31,7 @@ class Setup(NamedTuple):
     """Where environments run and how what they say travels.
 
     Attributes:
-        backend: The kind of worker.
+        backend: The kind of worker; "portable" stands for the backend that is asked for by an object.
         shared_memory: Whether through a block of memory, or pickled.
         num_workers: 1, some, or one per environment of a batch of four.
     """
@@ -47,6 +47,7 @@ class Setup(NamedTuple):
 ALL_SETUPS = [Setup(*setup) for setup in itertools.product(BACKENDS, (True, False), (1, 2, 4))]
 PACKED_SETUPS = [setup for setup in ALL_SETUPS if setup.num_workers == 2]
 BACKEND_SETUPS = [setup for setup in PACKED_SETUPS if setup.shared_memory]
+BESIDE_SETUPS = [Setup(backend, True, 2) for backend in ("thread", "process", "portable")]
 PROCESS_SETUPS = [setup for setup in ALL_SETUPS if setup.backend == "process" and setup.shared_memory]
 
 
@@ -62,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--setups") == "all":
         return
-    left_out = [item for item in items if _setup_of(item) not in (None, *BACKEND_SETUPS)]
+    left_out = [item for item in items if _setup_of(item) not in (None, *BACKEND_SETUPS, *BESIDE_SETUPS)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
@@ -105,6 +106,12 @@ def each(request: pytest.FixtureRequest) -> Setup:
     return request.param
 
 
+@pytest.fixture(params=BESIDE_SETUPS, ids=str)
+def beside(request: pytest.FixtureRequest) -> Setup:
+    """Every backend whose workers go on while the caller does: for what serial cannot show."""
+    return request.param
+
+
 @pytest.fixture(params=PROCESS_SETUPS, ids=str)
 def processes(request: pytest.FixtureRequest) -> Setup:
     """Worker processes in three packings: for what only a process can do."""
@@ -119,7 +126,8 @@ def build() -> Iterator[Callable[..., ParallelEnv]]:
     made: list[ParallelEnv] = []
 
     def make(constructors: Sequence[Any], setup: Setup, mode: Any = True, seed: Any = 42, **more: Any) -> ParallelEnv:
-        arguments = {**setup._asdict(), **more}
+        backend = ways.arguments("portable") if setup.backend == "portable" else {}
+        arguments = {**setup._asdict(), **backend, **more}
         arguments["num_workers"] = min(arguments["num_workers"], max(len(constructors), 1))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # four workers may be more than there are CPUs
@@ -131,13 +139,13 @@ def build() -> Iterator[Callable[..., ParallelEnv]]:
         env.close(terminate=True)
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=ways.WAYS)
 def way(request: pytest.FixtureRequest) -> str:
     """Every way in which worker processes start."""
     return request.param
 
 
-@pytest.fixture(params=CONTEXTS)
+@pytest.fixture(params=ways.CONTEXTS)
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     """A launcher of each context, and what it needs."""
     from launch_stage import Stage

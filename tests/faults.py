@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -136,3 +137,9 @@ class Fragile(PettingZooEnv):
     def close(self) -> None:
         self.note("closed")
         self.come_to("close")
+
+
+def dozing(notes: Path, seconds: float) -> list[Callable[..., Fragile]]:
+    """Constructors of four environments, of which the third takes so long for each step."""
+    slow = {"step": functools.partial(time.sleep, seconds)}
+    return [functools.partial(Fragile, slow if env_id == 2 else {}, notes) for env_id in range(4)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import subprocess
 import sys
 import time
@@ -25,13 +26,20 @@ def synthetic(monkeypatch):
     return synthetic
 
 
-def compare_workers(*arguments):
-    command = [sys.executable, str(BENCHMARKS / "compare_workers.py"), *arguments]
+@pytest.fixture
+def async_stepping(synthetic):
+    import async_stepping
+
+    return async_stepping
+
+
+def run(script, *arguments):
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=110)
 
 
 def test_compare_workers(tmp_path):
-    result = compare_workers("--quick", "--output", str(tmp_path))
+    result = run("compare_workers.py", "--quick", "--output", str(tmp_path))
     assert result.returncode == 0, result.stderr
     report = read_json(tmp_path / "compare_workers.json")
     environments = {one.environment for one in report.measurements}
@@ -41,13 +49,58 @@ def test_compare_workers(tmp_path):
     lines = (tmp_path / "compare_workers.csv").read_text().splitlines()
     assert len(lines) == 1 + len(report.measurements)
 
-    table = compare_workers("--markdown", "--output", str(tmp_path)).stdout
+    table = run("compare_workers.py", "--markdown", "--output", str(tmp_path)).stdout
     assert "| multiwalker_v9 | 8 |" in table
     assert report.machine["cpu"] in table
 
 
-def test_compare_workers_refuses_what_it_does_not_know():
-    assert "--only" in compare_workers("--quick", "--only", "chess").stderr
+def test_async_stepping(tmp_path):
+    result = run("async_stepping.py", "--quick", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "async_stepping.json").read_text())["results"]
+    assert {(one["workers"], one["way"]) for one in results} >= {(1, "sync"), (1, "async"), (2, "sync"), (2, "async")}
+    assert all(one["steps_per_second"] > 0 and 0 < one["utilisation"] <= 1.05 for one in results)
+    assert (tmp_path / "async_stepping.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "async_stepping.csv").read_text().splitlines()) == 1 + len(results)
+
+    shown = run("async_stepping.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert "| 1 step in 10 takes 20 times as long | sync |" in shown
+    assert "| simulators compute | 1 |" in shown
+
+
+def test_recovery(tmp_path):
+    result = run("recovery.py", "--quick", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "recovery.json").read_text())["results"]
+    assert {(one["fault"], one["per_worker"]) for one in results} == {
+        ("killed", 1), ("killed", 4), ("raises", 1), ("hangs", 1)
+    }  # fmt: skip
+    assert all(one["recovery_ms"] > 0 and one["construction_ms"] > 0 for one in results)
+    assert len((tmp_path / "recovery.csv").read_text().splitlines()) == 1 + len(results)
+
+    shown = run("recovery.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert "| simple_spread_v3 | its worker is killed | 4 |" in shown
+
+
+@pytest.mark.parametrize("script", ["compare_workers.py", "async_stepping.py", "recovery.py"])
+def test_what_is_not_known_is_refused(script):
+    assert "--only" in run(script, "--quick", "--only", "chess").stderr
+
+
+@pytest.mark.parametrize(
+    ("computes", "workers", "cpus", "limit"),
+    [
+        (True, 1, 2, 2.0),
+        (True, 2, 2, 4 / 3),
+        (True, 4, 2, 4 / 3),
+        (True, 1, 1, 1.0),
+        (False, 2, 2, 2.0),
+        (True, 3, 4, 2.0),
+    ],
+)
+def test_what_the_cpus_allow(async_stepping, computes, workers, cpus, limit):
+    case = async_stepping.Case(async_stepping.OVERLAP, "", {}, 4, computes)
+    assert case.limit(workers, cpus) == pytest.approx(limit)
 
 
 @pytest.mark.filterwarnings("error")
@@ -84,6 +137,37 @@ def test_synthetic_work_is_of_the_chosen_length(synthetic):
     assert len(set(costs)) == 2
     assert max(costs) / min(costs) == pytest.approx(20, rel=0.01)
     assert np.mean(costs) == pytest.approx(1000, rel=0.25)
+
+
+def test_synthetic_resets_of_a_chosen_length(synthetic, monkeypatch):
+    spent = []
+    monkeypatch.setattr(synthetic, "work", spent.append)
+    env = synthetic.Synthetic(reset_us=50, rounds_per_us=10.0)
+    env.reset()
+    env.step({})
+    assert spent == [500, 0]
+
+
+def test_synthetic_episodes_of_uneven_length(synthetic):
+    env = synthetic.Synthetic(episode_steps=(3, 6))
+    env.reset(seed=1)
+    lengths = []
+    for _ in range(synthetic.PREPARED):
+        lengths.append(0)
+        while env.agents:
+            env.step({})
+            lengths[-1] += 1
+        env.reset()
+    assert set(lengths) == {3, 4, 5, 6}
+
+
+def test_synthetic_that_waits(synthetic, monkeypatch):
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    env = synthetic.Synthetic(step_us=300, reset_us=2000, waits=True)
+    env.reset()
+    env.step({})
+    assert slept == [0.002, 0.0003]
 
 
 def test_a_microsecond_is_about_a_microsecond(synthetic):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparison import assert_same
+from comparison import assert_same, spoil
 from environments import Hunt, Recycler, Skirmish
 from gymnasium.vector import AutoresetMode
 from reference import Reference
@@ -107,17 +107,6 @@ def test_results_belong_to_the_caller(name, packed, build):
         result = getattr(env, event.method)(**copy.deepcopy(event.arguments))
         assert_same(result, event.result, f"event {index}")
         spoil(result)
-
-
-def spoil(value: Any) -> None:
-    """Write into everything that can be written to."""
-    if isinstance(value, dict | tuple | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            spoil(item)
-    if isinstance(value, dict | list):
-        value.clear()
-    if isinstance(value, np.ndarray) and value.size and value.dtype != object:
-        value[...] = 0 if value.dtype.kind in "ub" else -1
 
 
 @pytest.mark.parametrize("constructor", [Skirmish, Hunt, Recycler])

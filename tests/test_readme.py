@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from marl_parallel import ParallelEnv
-from marl_parallel.cli.report import markdown, read_json
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-RESULTS = ROOT / "benchmarks" / "results" / "compare_workers.json"
-BEGIN, END = "<!-- speed table: benchmarks/compare_workers.py --markdown -->", "<!-- end -->"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def blocks(language: str) -> list[str]:
@@ -46,16 +44,44 @@ def test_the_example_shows_its_throughput():
     assert len(re.findall(r"[1-9][\d,]* environment steps per second", said)) == 2
 
 
+def test_the_example_of_halves_shows_what_is_gained():
+    said = run("examples/async_rollout.py", "--num-envs", "4", "--steps", "10")
+    assert len(re.findall(r"[1-9][\d,]* environment steps per second", said)) == 2
+    assert re.search(r"\d\.\d\d times as many", said)
+
+
+def test_the_example_of_a_simulator_that_crashes_goes_on_and_leaves_nothing():
+    said = run("examples/crashing_simulator.py", "--steps", "460")
+    for word in ("RuntimeError", "SIGSEGV", "has not finished its step within 1 s"):
+        assert len(re.findall(rf"WARNING .*{word}", said)) == 1
+    assert "9 restarts, [5, 4] by worker" in said
+    assert "closed: 0 processes are left" in said
+
+
 def test_the_two_commands_set_everything_up():
     commands = blocks("bash")
     assert len(commands) == 2
     assert all(command.startswith("python3 -m venv .venv && ") and command.count("\n") == 1 for command in commands)
 
 
-def test_the_speed_table_is_what_was_measured():
-    """Print it with `python benchmarks/compare_workers.py --markdown` and put it between the two markers."""
-    shown = README[README.index(BEGIN) + len(BEGIN) : README.index(END)].strip()
-    assert shown == (markdown(read_json(RESULTS)) if RESULTS.exists() else "")
+def between_markers(name: str) -> str:
+    """What the README shows of a benchmark; print it with `--markdown` and put it there."""
+    (shown,) = re.findall(
+        rf"^<!-- [a-z ]+: benchmarks/{name}\.py --markdown -->$(.*?)^<!-- end -->$", README, re.S | re.M
+    )
+    return shown.strip()
+
+
+@pytest.mark.parametrize("name", ["compare_workers", "async_stepping", "recovery"])
+def test_the_tables_are_what_was_measured(name):
+    assert (RESULTS / f"{name}.json").exists()
+    assert between_markers(name) == run(f"benchmarks/{name}.py", "--markdown").strip()
+
+
+def test_the_pictures_are_there():
+    pictures = re.findall(r"!\[.+\]\((.+)\)", README)
+    assert pictures
+    assert all((ROOT / picture).is_file() for picture in pictures)
 
 
 def test_the_arguments_are_those_of_the_class():

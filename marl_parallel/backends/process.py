@@ -55,6 +55,7 @@ class ProcessBackend(Backend):
         self._before: list[deque[Request]] = []
         self._armed = False
         self._lost: dict[int, Lost] = {}
+        self._looked = 0.0  # when deaths were last looked for
         self._interrupted = False
         self._records_fd = -1
 
@@ -163,6 +164,8 @@ class ProcessBackend(Backend):
     def _taken(self) -> list[tuple[int, Reply | Lost]]:
         """Everything that has been done, and everybody who will not do anything any more."""
         replies: list[tuple[int, Reply | Lost]] = []
+        if time.monotonic() - self._looked > _TICK_S:
+            self._lost_now()  # also while others have so much to say that there is never a pause
         for worker, before in enumerate(self._before):
             if not before:
                 continue
@@ -190,6 +193,7 @@ class ProcessBackend(Backend):
 
     def _lost_now(self) -> Mapping[int, Lost]:
         """Who has died, brought up to date."""
+        self._looked = time.monotonic()
         if self._launcher is not None:
             for pid, exitcode in self._launcher.deaths():
                 if pid in self._pids:

@@ -19,6 +19,8 @@ from marl_parallel.runtime.ledger import Ledger
 from marl_parallel.runtime.messages import Lost, Message, Reply, Request
 from marl_parallel.runtime.worker import Worker
 
+_ENDS_WITHIN_S = 0.1  # a thread that has nothing to do
+
 
 class ThreadBackend(Backend):
     """One thread for each worker, a queue to each and one queue back."""
@@ -94,7 +96,7 @@ class ThreadBackend(Backend):
             requests.put(None)
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(max(deadline - time.monotonic(), 0.0))
+                thread.join(max(deadline - time.monotonic(), _ENDS_WITHIN_S))
         return [index for index, thread in enumerate(self._threads) if thread.is_alive()]
 
     def abandon(self) -> None:

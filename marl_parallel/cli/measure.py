@@ -165,11 +165,16 @@ def _measurement(
         workers=contender.workers,
         steps_per_second=median,
         microseconds_per_step=1e6 / median,
-        spread=(max(rates) - min(rates)) / 2 / median,
+        spread=spread(rates),
         speedup=speedup,
         efficiency=speedup / min(contender.workers, usable_cpus()),
         rounds=rates,
     )
+
+
+def spread(rates: Sequence[float]) -> float:
+    """Half the distance between the best and the worst round, as a share of the median."""
+    return (max(rates) - min(rates)) / 2 / statistics.median(rates)
 
 
 def _rate(step_all: StepAll, pool: Sequence[Sequence[Actions]], seconds: float) -> float:

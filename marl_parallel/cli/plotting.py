@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -28,10 +29,7 @@ def save_plot(report: Report, path: Path) -> None:
     panels = report.tables()
     columns = min(len(panels), COLUMNS)
     rows = -(-len(panels) // columns)
-    width, height = max(3.2 * columns, 6.0), 2.9 * rows + 1.0
-    figure = Figure(
-        figsize=(width, height), layout=ConstrainedLayoutEngine(rect=(0, 0.2 / height, 1, 1 - 0.2 / height))
-    )
+    figure = framed(max(3.2 * columns, 6.0), 2.9 * rows + 1.0)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     colours = _colours(report.measurements)
     for panel, measurements in zip(axes, panels, strict=False):
@@ -39,11 +37,30 @@ def save_plot(report: Report, path: Path) -> None:
     for unused in axes[len(panels) :]:
         unused.set_visible(False)
     figure.supylabel("environment steps per second (small: µs per step)", fontsize=9)
+    finish(figure, report.machine, path)
+
+
+def framed(width: float, height: float) -> Figure:
+    """An empty picture of so many inches, with room for what `finish` adds."""
+    return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(rect=(0, 0.2 / height, 1, 1 - 0.2 / height)))
+
+
+def finish(figure: Figure, machine: dict[str, Any], path: Path) -> None:
+    """Add the legend, and at the foot on what it was measured; save it."""
     _legend(figure)
     footer = {"ha": "right", "va": "bottom", "fontsize": 5, "color": GREY}
-    figure.text(0.995, 0.05 / height, in_one_line(report.machine), footer)
+    figure.text(0.995, 0.05 / figure.get_figheight(), in_one_line(machine), footer)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def tidy(panel: Axes) -> None:
+    """Bars from zero, few lines."""
+    panel.set_ylim(bottom=0)
+    panel.tick_params(labelsize=8, length=0)
+    panel.grid(axis="y", linewidth=0.4, alpha=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _legend(figure: Figure) -> None:
@@ -102,12 +119,8 @@ def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, colours: 
     panel.set_xticks(range(len(counts)), [str(count) for count in counts])
     panel.set_title(f"{loop.environment}\n{loop.num_envs} copies", fontsize=9)
     panel.set_xlabel("workers", fontsize=8)
-    panel.set_ylim(bottom=0)
     panel.yaxis.set_major_formatter(FuncFormatter(_short))
-    panel.tick_params(labelsize=8, length=0)
-    panel.grid(axis="y", linewidth=0.4, alpha=0.6)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right", "left"]].set_visible(False)
+    tidy(panel)
 
 
 def _short(value: float, _: object) -> str:

@@ -133,8 +133,8 @@ def in_microseconds(measurement: Measurement) -> str:
     return f"{microseconds:,.0f}" if microseconds >= 100 else f"{microseconds:.1f}"
 
 
-def write_json(report: Report, path: Path) -> None:
-    """Save everything, each round included."""
+def write_json(report: Any, path: Path) -> None:
+    """Save a report, or any other dataclass: everything, each round included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(report), indent=2) + "\n")
 
@@ -147,13 +147,18 @@ def read_json(path: Path) -> Report:
 
 def write_csv(report: Report, path: Path) -> None:
     """Save one line for each contender on each environment, without the single rounds."""
-    names = [field.name for field in fields(Measurement) if field.name != "rounds"]
+    write_rows(report.measurements, path)
+
+
+def write_rows(measured: Sequence[Any], path: Path) -> None:
+    """Save one line for each of some dataclasses of the same kind, without their `rounds`."""
+    names = [field.name for field in fields(measured[0]) if field.name != "rounds"]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(names)
-        for measurement in report.measurements:
-            writer.writerow([_rounded(getattr(measurement, name)) for name in names])
+        for one in measured:
+            writer.writerow([_rounded(getattr(one, name)) for name in names])
 
 
 def _rounded(value: Any) -> Any:

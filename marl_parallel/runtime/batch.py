@@ -27,6 +27,9 @@ Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
 
 
+_WORTH_WHILE = 3
+
+
 class Made(NamedTuple):
     """A transition that does not lie in the block any more, and where it leaves its environment.
 
@@ -110,6 +113,9 @@ class Batch:
         return outside
 
     def _span(self, env_ids: Sequence[int]) -> range | None:
+        """The environments as a range, where they are neighbours, and so many that this is worth while."""
+        if len(env_ids) < _WORTH_WHILE:
+            return None
         return self._everywhere if env_ids is self.env_ids else span_of(env_ids)
 
     def _all_alike(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:

@@ -98,7 +98,7 @@ class Watch:
         if not self._asked:
             return None
         limits = [self._shortest[message] for asked in self._asked.values() for message in asked]
-        return min(_LOOK_EVERY_S, *[limit for limit in limits if limit is not None])
+        return min(_UNMOVED_S if self._suspects else _LOOK_EVERY_S, *[limit for limit in limits if limit is not None])
 
     def late(self) -> list[int]:
         """Who takes too long, seen twice without anything having moved: else one may just have been about to."""

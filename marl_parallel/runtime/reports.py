@@ -1,15 +1,19 @@
 """What went wrong, told to the user: from what a worker or its end has left behind to the error that is raised.
 
-Every text says which environment, in which worker, doing what, and what to do next. What then happens is decided in
-`supervision.py`.
+Every text's first line says which environment, in which worker, doing what, where in whose code; that line goes to
+the log too. What to do next follows, then the stack. What then happens is decided in `supervision.py`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import re
 import signal
+import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 
 from marl_parallel.errors import EnvError, WorkerCrashed, WorkerTimeout
 from marl_parallel.runtime.ledger import Activity, Running
@@ -17,9 +21,15 @@ from marl_parallel.runtime.messages import Failure, Lost
 
 logger = logging.getLogger("marl_parallel")
 
-_ARGUMENTS = {Activity.RESET: "reset_timeout"} | dict.fromkeys(
-    (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE), "start_timeout"
-)
+_BEFORE_OR_AFTER = (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE)
+_ARGUMENTS = {Activity.RESET: "reset_timeout"} | dict.fromkeys(_BEFORE_OR_AFTER, "start_timeout")
+_NOT_RESTARTED = [activity.method for activity in _BEFORE_OR_AFTER]  # but where they are part of a restart
+
+_FRAME = re.compile(r'^ *File "(?P<path>.+)", line (?P<line>\d+)(?P<traceback>,?) in ', re.MULTILINE)
+_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
 def limit_name(activity: Activity) -> str:
@@ -29,8 +39,13 @@ def limit_name(activity: Activity) -> str:
 
 def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> EnvError:
     """The error of an environment that raised, with the original exception as its cause where that pickles."""
+    where = _place(failure.traceback)
+    at = f", at {where}" if where else ""
+    if failure.method in _NOT_RESTARTED:
+        advice = ""
     error = EnvError(
-        f"environment {env_id} (worker {worker}) raised in {failure.method}: {failure.summary}{advice}\n\n"
+        f"environment {env_id} (worker {worker}) raised in {failure.method}{at}: {failure.summary}\n\n"
+        f"What to do: mend the simulator, or what it was given{advice}.\n\n"
         f"Where it happened:\n{failure.traceback}",
         env_ids=(env_id,),
         worker=worker,
@@ -48,12 +63,17 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
 
 def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | None, advice: str = "") -> WorkerCrashed:
     """The error of a worker that died with environments in it."""
-    env_ids = tuple(share) if running is None else (running.env_id,)
-    during = "" if running is None else f" in {running.activity.method} of environment {running.env_id}"
+    env_ids, during = tuple(share), ""
+    if running is not None:
+        env_ids, during = (running.env_id,), f" in {running.activity.method} of environment {running.env_id}"
+        if running.activity.method in _NOT_RESTARTED:
+            advice = ""
+    where = _place(lost.stack)
+    at = f", at {where}" if where else ""
+    manner, to_do = _manner_of_death(lost.exitcode)
     stack = f"\n\nIts stack:\n{lost.stack}" if lost.stack else ""
     return WorkerCrashed(
-        f"worker {worker} (environments {listed(share)}) died{during}: {_manner_of_death(lost.exitcode)}. "
-        f"Run the environment alone to see why{advice}{stack}",
+        f"worker {worker} ({_environments(share)}) died{during}{at}: {manner}\n\nWhat to do: {to_do}{advice}.{stack}",
         env_ids=env_ids,
         worker=worker,
         exitcode=lost.exitcode,
@@ -72,13 +92,18 @@ def timed_out(
 ) -> WorkerTimeout:
     """The error of an environment that takes longer than it may."""
     if running is None:
-        env_ids, who = tuple(share), f"worker {worker} (environments {listed(share)})"
+        env_ids, who = tuple(share), f"worker {worker} ({_environments(share)})"
     else:
         env_ids, who = (running.env_id,), f"environment {running.env_id} (worker {worker})"
-    where = f"\n\nIt was here:\n{stack}" if stack else ""
+    if doing.method in _NOT_RESTARTED:
+        advice = ""
+    where = _place(stack)
+    at = f"; it is at {where}" if where else ""
+    hangs = "mend what hangs there" if where else "see where it hangs"
+    shown = f"\n\nIt was here:\n{stack}" if stack else ""
     return WorkerTimeout(
-        f"{who} has not finished its {doing.method} within {limit:g} s. If it needs longer, raise "
-        f"{limit_name(doing)}; else the stack says where it hangs{advice}{where}",
+        f"{who} has not finished its {doing.method} within {limit:g} s{at}\n\n"
+        f"What to do: if it needs longer, raise {limit_name(doing)}; else {hangs}{advice}.{shown}",
         env_ids=env_ids,
         worker=worker,
         method=doing.method,
@@ -96,14 +121,64 @@ def listed(env_ids: Sequence[int]) -> str:
     return str(env_ids[0]) if len(env_ids) == 1 else f"{env_ids[0]} to {env_ids[-1]}"
 
 
-def _manner_of_death(exitcode: int | None) -> str:
+def _environments(env_ids: Sequence[int]) -> str:
+    return f"environment{'s' * (len(env_ids) > 1)} {listed(env_ids)}"
+
+
+_NATIVE = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"})
+
+
+def _manner_of_death(exitcode: int | None) -> tuple[str, str]:
+    """How a process died, and what there is to be done about it."""
+    alone = 'run that environment alone, with backend="serial"'
     if exitcode is None:
-        return "how is not known"
+        return "how is not known", alone
     if exitcode >= 0:
-        return f"exit code {exitcode}"
+        return f"exit code {exitcode}", f"see what in the simulator ends its process, as os._exit does; {alone}"
     try:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = "a signal"
-    hint = ", which is also how the kernel ends a process when memory runs out" if name == "SIGKILL" else ""
-    return f"{name} (signal {-exitcode}){hint}"
+    manner = f"{name} (signal {-exitcode})"
+    if name == "SIGKILL":
+        return (
+            f"{manner}, as when memory runs out",
+            "see whether memory ran out (`dmesg` tells), and run fewer environments, or who else killed it",
+        )
+    if name in _NATIVE:
+        return manner, f"mend the native code that broke, or tell its authors; to find it, {alone}"
+    return manner, f"see who sent that signal; {alone}"
+
+
+def _place(stack: str) -> str:
+    r"""The line of the simulator's that a stack comes from, in words; nothing where there is none.
+
+    Args:
+        stack: A traceback, or what `faulthandler` writes of all threads.
+
+    Example:
+        >>> _place('  File "track.py", line 7, in reset\n  File "track.py", line 12, in _load')
+        'line 12 of track.py'
+        >>> _place('Current thread 0x7f (most recent call first):\n  File "track.py", line 12 in _load')
+        'line 12 of track.py'
+    """
+    latest = stack.rpartition("Traceback (most recent call last):")[2]
+    threads = [list(_FRAME.finditer(part)) for part in _THREAD.split(latest)]
+    frames = max(threads, key=lambda frames: (any(map(_is_ours, frames)), bool(frames)))  # the worker's, else the first
+    if frames and frames[0]["traceback"]:
+        frames.reverse()
+    within = []  # innermost first
+    for frame in frames:
+        if _is_ours(frame):
+            break
+        within.append(frame)
+    if not within:
+        return ""
+    outside = [frame for frame in within if not frame["path"].startswith(_STDLIB) or _INSTALLED.search(frame["path"])]
+    own = [frame for frame in outside if not _INSTALLED.search(frame["path"])]
+    (chosen, *_) = own or outside or within
+    return f"line {chosen['line']} of {chosen['path']}"
+
+
+def _is_ours(frame: re.Match[str]) -> bool:
+    return frame["path"].startswith(_OURS)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from marl_parallel.adapters.protocol import Dicts
 from marl_parallel.errors import ParallelEnvError, RestartLimitExceeded
 from marl_parallel.runtime.batch import Batch, Made
 from marl_parallel.runtime.episode import interrupted, marked, renewed
+from marl_parallel.runtime.reports import first_line
 from marl_parallel.runtime.schemas import common_schema
 from marl_parallel.runtime.worker import Description, Plan, Rebuild, Refusal
 
@@ -35,6 +37,7 @@ class RestartPolicy:
         rate_period_s: Seconds.
 
     Raises:
+        TypeError: Something is no number.
         ValueError: A number is negative, or the period not positive.
 
     Example:
@@ -49,10 +52,14 @@ class RestartPolicy:
     def __post_init__(self) -> None:
         for name in ("max_restarts", "rate_limit"):
             number = getattr(self, name)
-            if number is not None and (not isinstance(number, int) or number < 0):
-                raise ValueError(f"{name} must be None or an integer that is not negative, got {number!r}")
+            if isinstance(number, bool) or not isinstance(number, int | np.integer | None):
+                raise TypeError(f"{name} must be an integer or None, got {number!r}")
+            if number is not None and number < 0:
+                raise ValueError(f"{name} must not be negative, got {number}; None stands for no limit")
+        if isinstance(self.rate_period_s, bool) or not isinstance(self.rate_period_s, Real):
+            raise TypeError(f"rate_period_s must be a number of seconds, got {self.rate_period_s!r}")
         if not self.rate_period_s > 0:
-            raise ValueError(f"rate_period_s must be positive, got {self.rate_period_s!r}")
+            raise ValueError(f"rate_period_s must be positive, got {self.rate_period_s}")
 
 
 class Kind(Enum):
@@ -100,6 +107,8 @@ class Restarts:
         marks: Of idle ones that have been, what their next result will be.
         latest: By environment, what travelled with its last result, still pickled, as what has been handed out is not
             ours any more.
+        kept: Likewise of a last step whose automatic reset has not ended yet.
+        unborn: Those that have been built anew and have said nothing since: nobody is alive in them.
     """
 
     def __init__(
@@ -117,6 +126,8 @@ class Restarts:
         self.faults: dict[int, Fault] = {}
         self.marks: dict[int, tuple[Fault, Made]] = {}
         self.latest: dict[int, bytes | None] = {}
+        self.unborn: set[int] = set()
+        self.kept: dict[int, bytes] = {}
         self.counts = [0] * len(plan.constructors)
         self._blamed = [0] * len(plan.constructors)
         self._lately: list[deque[float]] = [deque() for _ in plan.constructors]
@@ -139,9 +150,9 @@ class Restarts:
                 limit = f"rate_limit={policy.rate_limit} within {policy.rate_period_s:g} s"
             if limit is not None:
                 raise RestartLimitExceeded(
-                    f"environment {env_id} failed again after {self._blamed[env_id]} restarts, and its policy allows "
-                    f"no more ({limit}). What it failed of is the cause of this error; a simulator that fails this "
-                    "often wants mending, or a RestartPolicy with higher limits.",
+                    f"environment {env_id} has failed once more than its RestartPolicy allows ({limit}): "
+                    f"{first_line(error)}\n\nWhat to do: mend the simulator, or pass a RestartPolicy with higher "
+                    "limits. The error of the last failure is the cause of this one.",
                     env_ids=(env_id,),
                     worker=error.worker,
                 ) from error
@@ -161,7 +172,8 @@ class Restarts:
         elif kind is Kind.RESET:
             told = ({}, {}, {}, {}, {})
         else:
-            told = interrupted(*self._batch.last_known(env_id, extras, torn=torn), str(error))
+            observations, alive = self._batch.last_known(env_id, extras, torn=torn)
+            told = interrupted(observations, [] if env_id in self.unborn else alive, str(error))
         self.faults[env_id] = Fault(kind, told, str(error))
 
     def request(self, env_id: int) -> Rebuild:
@@ -194,6 +206,10 @@ class Restarts:
             return f"the environment that was built anew is another: {error}"
         return None
 
+    def note_begun(self, env_id: int) -> None:
+        """Its reset has been carried out, though the caller has not been told yet."""
+        self._batch.begin([env_id])
+
     def peek(self, env_id: int, extras: Any) -> Made:
         """A transition that lies in the block, in memory of its own."""
         return self._batch.peek(env_id, extras)
@@ -211,8 +227,8 @@ class Restarts:
         """
         at_once = self._at_once(env_id)
         fault = self.faults.pop(env_id)
-        self.latest[env_id] = latest
         if at_once:
+            self.told(env_id, latest)
             fresh = self._batch.peek(env_id, self._extras(env_id))
             if fault.kind is Kind.RESET:
                 made = fresh._replace(dicts=marked(fresh.dicts, fault.report))
@@ -220,10 +236,17 @@ class Restarts:
                 made = Made(renewed(fault.told, fresh.dicts), fresh.acting, over=False)
         else:
             made = Made(fault.told, [], over=True)
+            self.unborn.add(env_id)
         if fault.kind is Kind.IDLE:
             self.marks[env_id] = fault, made
             return None
         return made
+
+    def told(self, env_id: int, latest: bytes | None) -> None:
+        """Note what travelled with an environment's result."""
+        self.latest[env_id] = latest
+        self.unborn.discard(env_id)
+        self.kept.pop(env_id, None)
 
     def take_mark(self, env_id: int) -> Made:
         """What an environment that was idle when it was restarted has to say next, once."""

@@ -29,6 +29,7 @@ from marl_parallel.stats import Stats, WorkerStats
 
 _NEVER = Limits(None, None, None)
 _ADVICE = ', or pass on_error="restart" to go on with a fresh copy'
+_NO_WAY = '; a thread cannot be ended, so nothing could be restarted: backend="process" can'
 
 
 class _Order(NamedTuple):
@@ -148,7 +149,9 @@ class Crew:
                     self._await_restarts(env_ids)
                 self.in_flight.update(dict.fromkeys(env_ids, message))
                 todo = env_ids if self.restarts is None else self._unmarked(message, env_ids)
-                requests = self._shared_out(message, todo, payload, each=each, prompt=self.restarts is not None)
+                requests = self._shared_out(
+                    message, todo, payload, each=each, prompt=self.restarts is not None and not each
+                )
                 if not each:
                     for worker, request in requests.items():
                         self._order[worker] = _Order(request.env_ids or (), self.backend.ledgers[worker].state)
@@ -219,10 +222,16 @@ class Crew:
 
     def _arrive(self, worker: int, reply: Reply) -> None:
         for env_id in sorted(reply.failures):
-            if self.restarts is not None:
+            failure = reply.failures[env_id]
+            if self.restarts is not None and self._kind_of(env_id, failure) is Kind.AUTO_RESET:
                 self.restarts.latest[env_id] = reply.results.get(env_id)
-            self._failed(env_id, reply.failures[env_id])
-        for env_id in reply.env_ids or ():
+            self._failed(env_id, failure)
+        if self.restarts is not None and reply.env_ids == ():
+            self.restarts.kept.update(reply.results)
+        done = reply.env_ids
+        if done is None:  # all of the request's, where they are no span and were sent together
+            done = self._order[worker].env_ids if worker in self._order else ()
+        for env_id in done:
             if env_id not in self._arrived and (self.restarts is None or env_id not in self.restarts.faults):
                 self._finished(env_id, reply.completed, reply.results.get(env_id))
         if reply.last:
@@ -236,7 +245,7 @@ class Crew:
             self._survive(env_id, Kind.STEP, error)
             return
         if self.restarts is not None:
-            self.restarts.latest[env_id] = result
+            self.restarts.told(env_id, result)
             if self.in_flight[env_id] is Message.RESET:
                 extras = self.restarts.result_of_reset(env_id, extras)
         self._arrived[env_id] = moment, extras
@@ -263,8 +272,12 @@ class Crew:
     def _failed(self, env_id: int, failure: Failure) -> ParallelEnvError:
         """An environment has raised: raise it in turn, or have it built anew in its process."""
         worker = self._worker_of[env_id]
-        kind = self._kind(env_id, failure.method == Activity.RESET.method)
-        return self._survive(env_id, kind, reports.env_error(env_id, worker, failure, self._advice))
+        return self._survive(
+            env_id, self._kind_of(env_id, failure), reports.env_error(env_id, worker, failure, self._advice)
+        )
+
+    def _kind_of(self, env_id: int, failure: Failure) -> Kind:
+        return self._kind(env_id, failure.method == Activity.RESET.method)
 
     def _survive(self, env_id: int, kind: Kind, error: EnvError) -> EnvError:
         if self.restarts is None:
@@ -289,9 +302,8 @@ class Crew:
         assert limit is not None
         stack = self.backend.stack(worker)
         share = self.shares[worker]
-        return self._replace(
-            worker, running, reports.timed_out(worker, share, running, doing, limit, stack, self._advice)
-        )
+        advice = self._advice if self.backend.can_kill else _NO_WAY
+        return self._replace(worker, running, reports.timed_out(worker, share, running, doing, limit, stack, advice))
 
     def _replace(self, worker: int, running: Running | None, error: ParallelEnvError) -> ParallelEnvError:
         """All environments of a worker are gone: raise, or have them built anew in another."""
@@ -312,7 +324,7 @@ class Crew:
                 self._arrived[env_id] = self._kept(env_id)
                 kind = Kind.IDLE
             if kind is Kind.AUTO_RESET:
-                self.restarts.latest[env_id] = None
+                self.restarts.latest[env_id] = self.restarts.kept.pop(env_id, None)
             self._begin_restart(env_id, kind, error, torn=is_it and running is not None and not running.inside)
         self._watch.forget(worker)
         self._past[worker] = self._stats_of(worker)
@@ -334,6 +346,8 @@ class Crew:
         """What has come but not been taken, in memory of its own, since the record will be overwritten."""
         assert self.restarts is not None
         moment, extras = self._arrived[env_id]
+        if self.in_flight[env_id] is Message.RESET:
+            self.restarts.note_begun(env_id)
         return moment, extras if type(extras) is Made else self.restarts.peek(env_id, extras)
 
     def _kind(self, env_id: int, in_reset: bool) -> Kind:
@@ -367,7 +381,7 @@ class Crew:
                 self._failed(env_id, Failure("constructor", problem, problem, None))
                 continue
             made = self.restarts.finish(env_id, result[1])
-            if made is None and self.in_flight.get(env_id) is Message.STEP:
+            if made is None and env_id not in self._arrived and self.in_flight.get(env_id) is Message.STEP:
                 made = self.restarts.take_mark(env_id)  # it has been sent to meanwhile
             if made is not None and env_id in self.in_flight:
                 self._arrived[env_id] = reply.completed, made
@@ -474,6 +488,12 @@ class Crew:
                 if reply.answers is Message.CLOSE:  # what was still in flight before it is discarded
                     pending.discard(worker)
                     failures.update((env_id, (worker, failure)) for env_id, failure in reply.failures.items())
+        if pending:
+            logger.warning(
+                "worker %s did not close within the time given, and is ended: %s",
+                " and ".join(map(str, sorted(pending))),
+                ", ".join(f"environments {reports.listed(self.shares[worker])}" for worker in sorted(pending)),
+            )
         return reports.env_error(min(failures), *failures[min(failures)]) if failures else None
 
     # -- within ----------------------------------------------------------------------------------------------------

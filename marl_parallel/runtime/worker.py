@@ -120,6 +120,7 @@ class Worker:
         self._layout: Layout | None = None
         self._restarts = False
         self._kept: dict[int, bytes] = {}
+        self._send: Callable[[Reply], None]
         self._actions: ActionRecords
         self._transitions: TransitionRecords
 
@@ -131,6 +132,7 @@ class Worker:
             send: Gets the reply, or the replies as they come where each environment is to have its own.
         """
         message, env_ids, payload, each, prompt = request
+        self._send = send
         in_turn = [(env_id,) for env_id in env_ids] if each and env_ids is not None else [env_ids]
         for place, ids in enumerate(in_turn, 1):
             if message is not Message.CLOSE and self._ledger.discarded:
@@ -268,7 +270,9 @@ class Worker:
         """Tell what the last step of an episode was, should the reset that follows it fail."""
         more = self._transitions.write(env_id, transition)
         if more is not None:
-            self._kept[env_id] = dump_extras(more)
+            kept = self._kept[env_id] = dump_extras(more)
+            if self._own_process:  # which may die of it; of no environment: it is not done yet
+                self._send(Reply(Message.RESULT, Message.STEP, (), {env_id: kept}, {}, time.monotonic(), last=False))
 
     def _all_actions(self, env_ids: Sequence[int] | None) -> list[dict[Any, Any]]:
         span = self._share if env_ids is None else span_of(env_ids)

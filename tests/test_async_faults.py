@@ -1,0 +1,153 @@
+"""What goes wrong while something is in flight is told by `recv`, never by `send`, and then everything is closed.
+
+The same faults in calls that wait are tested in `test_faults`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import Fragile, SimulatorError, dozing, hard_exit, killed_by, raising, system_exit
+from gymnasium.error import ClosedEnvironmentError
+from liveness import gone, wait_for, workers
+from paced import acts, fleet, hold, release
+from ways import arguments
+
+from marl_parallel import EnvError, ParallelEnv, WorkerCrashed
+
+NOOP = {"a": 0, "b": 1}
+STEP_OR_RESET = pytest.mark.parametrize("method", ["step", "reset"])
+PROCESSES = pytest.mark.parametrize("way", ["forkserver", "portable"])
+
+
+def fragile(notes: Path, **faults: Callable[[], Any]) -> list[Callable[..., Fragile]]:
+    """Four environments; the third has faults from its second step and reset on."""
+    return [functools.partial(Fragile, faults if env_id == 2 else {}, notes, 1) for env_id in range(4)]
+
+
+def begin(env: ParallelEnv, method: str, *env_ids: int) -> None:
+    if method == "step":
+        env.send([NOOP] * len(env_ids), env_ids)
+    else:
+        env.reset_async(env_ids=env_ids)
+
+
+def receive_all(env: ParallelEnv) -> None:
+    """Whatever is there, again and again, until there is a fault among it."""
+    while True:
+        env.recv(min_envs=1)
+
+
+def assert_over(env: ParallelEnv, notes: Path) -> None:
+    """Nothing is left, and nothing can be done any more."""
+    assert gone(workers(notes))
+    for use in (env.recv, env.reset, env.reset_async, lambda: env.send([NOOP] * 4)):
+        with pytest.raises(ClosedEnvironmentError):
+            use()
+
+
+@STEP_OR_RESET
+@pytest.mark.parametrize("fault", [raising(SimulatorError, "bad terrain"), system_exit], ids=["raise", "exit"])
+def test_what_an_environment_raises(fault, method, each, build, tmp_path):
+    """By `recv`, though others are sent to after it has happened."""
+    env = build(fragile(tmp_path, **{method: fault}), each)
+    env.reset()
+    env.step([NOOP] * 4)
+    begin(env, method, 2)
+    time.sleep(0.1)
+    begin(env, "step", 0, 1)
+    begin(env, "reset", 3)
+    with pytest.raises(EnvError, match="environment 2") as caught:
+        receive_all(env)
+    assert (caught.value.env_ids, caught.value.method) == ((2,), method)
+    assert isinstance(caught.value.__cause__, SimulatorError | SystemExit)
+    assert len([*tmp_path.glob("closed-*")]) == 4
+    assert_over(env, tmp_path)
+
+
+@PROCESSES
+@STEP_OR_RESET
+@pytest.mark.parametrize("fault", [hard_exit, killed_by(signal.SIGKILL)], ids=["exit", "SIGKILL"])
+def test_a_worker_that_dies(fault, method, way, tmp_path):
+    env = ParallelEnv(fragile(tmp_path, **{method: fault}), num_workers=2, **arguments(way))
+    env.reset()
+    env.step([NOOP] * 4)
+    begin(env, method, 0, 1, 2, 3)
+    with pytest.raises(WorkerCrashed, match="environment 2") as caught:
+        receive_all(env)
+    assert (caught.value.env_ids, caught.value.worker) == ((2,), 1)
+    assert_over(env, tmp_path)
+
+
+@PROCESSES
+@STEP_OR_RESET
+@pytest.mark.parametrize("seeds", ["known", "not known"])
+def test_a_worker_that_has_died_before(seeds, method, way, tmp_path):
+    """What is sent to it is in flight, whatever else had to be asked for."""
+    env = ParallelEnv(fragile(tmp_path), num_workers=2, **arguments(way))
+    env.reset()
+    victim = env.call("pid")[2]
+    if seeds == "known":
+        env.seed()
+    os.kill(victim, signal.SIGKILL)
+    assert gone([victim])
+    time.sleep(0.1)
+    begin(env, method, 0, 1, 2, 3)
+    assert env.pending == (0, 1, 2, 3)
+    with pytest.raises(WorkerCrashed, match="SIGKILL") as caught:
+        receive_all(env)
+    assert caught.value.worker == 1
+    assert_over(env, tmp_path)
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_ctrl_c(timeout, beside, build, tmp_path):
+    """Whatever simulators are at, no process is left."""
+    env = build(dozing(tmp_path, 3.0), beside)
+    env.reset()
+    begin(env, "step", 0, 1, 2, 3)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        env.recv(timeout=timeout)
+    assert_over(env, tmp_path)
+
+
+@pytest.fixture
+def impatience() -> Iterator[None]:
+    """SIGALRM raises a `TimeoutError` of the caller's own out of whatever is going on."""
+
+    def interrupt(*_: Any) -> None:
+        raise TimeoutError("my own")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("impatience")
+@pytest.mark.parametrize("backend", ["thread", "process"])
+@pytest.mark.parametrize("method", ["step", "recv"])
+def test_a_timeout_of_the_callers_own(method, backend, tmp_path):
+    """Interrupted half-way, as by Ctrl-C: not to be mistaken for the one of `recv`, which loses nothing."""
+    env = ParallelEnv(fleet(tmp_path, 2), backend=backend, num_workers=2)
+    env.reset()
+    hold(tmp_path, 0)
+    if method == "recv":
+        env.send(acts(1, 2))
+        wait_for(lambda: env.stats().steps == 1)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(TimeoutError, match="my own"):
+        env.recv() if method == "recv" else env.step(acts(1, 2))
+    release(tmp_path, 0)
+    with pytest.raises(ClosedEnvironmentError):
+        env.reset_async()
+    env.close(terminate=True)

@@ -1,0 +1,117 @@
+"""What errors say: first what happened, where in whose code; then what to do; then the stack."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import marl_parallel
+from marl_parallel.runtime import reports
+from marl_parallel.runtime.ledger import Activity, Running
+from marl_parallel.runtime.messages import Failure, Lost
+
+OURS = f"{Path(marl_parallel.__file__).parent}/runtime/worker.py"
+ADVICE = ', or pass on_error="restart"'
+
+
+def dumped(*frames):
+    """As `faulthandler` writes: the latest first."""
+    return "\n".join(f'  File "{path}", line {line} in {name}' for path, line, name in frames) + "\n"
+
+
+def traced(*frames):
+    lines = [f'  File "{path}", line {line}, in {name}\n    pass\n' for path, line, name in reversed(frames)]
+    return "Traceback (most recent call last):\n" + "".join(lines) + "ValueError: no road\n"
+
+
+STEP = ("/sim/road.py", 12, "step")
+BELOW = (OURS, 9, "_advance")
+
+
+@pytest.mark.parametrize("written", [dumped, traced])
+@pytest.mark.parametrize(
+    ("frames", "place"),
+    [
+        ([STEP, BELOW], "line 12 of /sim/road.py"),
+        ([("/sim/map.py", 3, "load"), STEP, BELOW], "line 3 of /sim/map.py"),
+        ([(json.__file__, 7, "loads"), (np.__file__, 8, "load"), STEP, BELOW], "line 12 of /sim/road.py"),
+        ([(json.__file__, 7, "loads"), (np.__file__, 8, "load"), BELOW], f"line 8 of {np.__file__}"),
+        ([("<stdin>", 5, "step"), BELOW], "line 5 of <stdin>"),
+        ([BELOW, STEP], ""),
+        ([], ""),
+    ],
+)
+def test_the_line_that_is_shown_is_the_simulators(frames, place, written):
+    """The innermost that is neither Python's nor of an installed library; nothing where our own code is to blame."""
+    assert reports._place(written(*frames)) == place
+
+
+def test_the_thread_that_is_shown_is_the_workers():
+    theirs = "Thread 0x01 (most recent call first):\n" + dumped(("/sim/reader.py", 1, "poll"))
+    main = "Current thread 0x02 (most recent call first):\n" + dumped(STEP, BELOW)
+    for stack in (theirs + "\n" + main, main + "\n" + theirs, "Fatal Python error: Aborted\n\n" + main):
+        assert reports._place(stack) == "line 12 of /sim/road.py"
+
+
+def test_the_last_of_several_tracebacks_counts():
+    cause = traced(("/sim/cause.py", 1, "load"))
+    text = f"{cause}\nThe above exception was the direct cause of the following exception:\n\n{traced(STEP)}"
+    assert reports._place(text) == "line 12 of /sim/road.py"
+
+
+def test_an_exception():
+    error = reports.env_error(3, 1, Failure("step", "ValueError: no road", traced(STEP), None), ADVICE)
+    first, _, to_do, *_ = str(error).splitlines()
+    assert first == "environment 3 (worker 1) raised in step, at line 12 of /sim/road.py: ValueError: no road"
+    assert to_do.endswith(ADVICE + ".")
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "manner", "to_do"),
+    [
+        (7, "exit code 7", "os._exit"),
+        (-signal.SIGKILL, "SIGKILL (signal 9)", "memory ran out"),
+        (-signal.SIGSEGV, "SIGSEGV (signal 11)", "native code"),
+        (-signal.SIGTERM, "SIGTERM (signal 15)", "who sent"),
+        (None, "how is not known", "alone"),
+    ],
+)
+def test_a_death(exitcode, manner, to_do):
+    running = Running(2, Activity.STEP, 0.0, True)
+    error = reports.crashed(0, range(4), Lost(exitcode, dumped(STEP, BELOW)), running, ADVICE)
+    first, _, advice, *_ = str(error).splitlines()
+    where = "worker 0 (environments 0 to 3) died in step of environment 2, at line 12 of /sim/road.py: "
+    assert first.startswith(where + manner)
+    assert to_do in advice
+    assert advice.endswith(ADVICE + ".")
+
+
+@pytest.mark.parametrize(
+    ("doing", "argument"),
+    [(Activity.STEP, "step_timeout"), (Activity.CALL, "step_timeout"), (Activity.RESET, "reset_timeout")],
+)
+def test_a_hang(doing, argument):
+    running = Running(2, doing, 0.0, True)
+    error = reports.timed_out(0, range(4), running, doing, 1.5, dumped(STEP, BELOW), ADVICE)
+    first, _, to_do, *_ = str(error).splitlines()
+    assert first.startswith(
+        f"environment 2 (worker 0) has not finished its {doing.method} within 1.5 s; it is at line 12"
+    )
+    assert f"raise {argument}" in to_do
+    assert to_do.endswith(ADVICE + ".")
+
+
+def test_nobody_is_told_to_restart_what_is_not_restarted():
+    """What fails in the first construction, or at the end, raises in any case."""
+    running = Running(2, Activity.CONSTRUCTOR, 0.0, True)
+    errors = [
+        reports.env_error(2, 0, Failure("constructor", "ValueError: no road", traced(STEP), None), ADVICE),
+        reports.crashed(0, range(4), Lost(7, ""), running, ADVICE),
+        reports.timed_out(0, range(4), running, Activity.CONSTRUCTOR, 60.0, "", ADVICE),
+    ]
+    assert not any("on_error" in str(error) for error in errors)
+    assert "start_timeout" in str(errors[-1])
