@@ -1,7 +1,8 @@
 """A PettingZoo environment whose cost is chosen: how long a step takes, how many agents, how large observations are.
 
 A step burns a fixed amount of work, not of time: where more processes run than there are CPUs, each gets slower, as
-real simulators do. Everything else is prepared beforehand, so that a step of no cost is nearly free.
+real simulators do. Or it waits, as for a simulator somewhere else. Everything else is prepared beforehand, so that a
+step of no cost is nearly free.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ def work(rounds: int) -> None:
         pass
 
 
+def _wait(microseconds: int) -> None:
+    time.sleep(microseconds / 1e6)
+
+
 @functools.cache
 def rounds_per_microsecond() -> float:
     """How many rounds of `work` this machine does in a microsecond; take it on an idle machine, and once for all."""
@@ -44,9 +49,11 @@ class Synthetic(pettingzoo.ParallelEnv):
         step_us: Microseconds of work in a step, on average.
         num_agents: How many agents.
         observation_size: How many float32 each of them observes.
-        episode_steps: Steps in an episode.
+        episode_steps: Steps in an episode; (least, most) draws them for each.
         tail: (probability, factor): so many steps take so many times as long as the others. The average stays.
         rounds_per_us: How much work a microsecond is; None measures it here and now.
+        reset_us: Microseconds of work in a reset.
+        waits: Whether the time is slept instead, as where simulators run in other processes or on other machines.
     """
 
     metadata = {"name": "synthetic", "render_modes": []}  # noqa: RUF012
@@ -57,9 +64,11 @@ class Synthetic(pettingzoo.ParallelEnv):
         step_us: float = 0.0,
         num_agents: int = 3,
         observation_size: int = 18,
-        episode_steps: int = 100,
+        episode_steps: int | tuple[int, int] = 100,
         tail: tuple[float, float] = (0.0, 1.0),
         rounds_per_us: float | None = None,
+        reset_us: float = 0.0,
+        waits: bool = False,
     ) -> None:
         self.possible_agents = [f"agent_{i}" for i in range(num_agents)]
         self.agents: list[str] = []
@@ -68,9 +77,14 @@ class Synthetic(pettingzoo.ParallelEnv):
         self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(5))
         self.episode_steps = episode_steps
         probability, factor = tail
-        rounds = step_us * (rounds_per_us or rounds_per_microsecond()) if step_us else 0.0
-        self._usual = round(rounds / (1 - probability + probability * factor))
+        if waits:
+            self._spend, per_us = _wait, 1.0
+        else:
+            self._spend = work
+            per_us = (rounds_per_us or rounds_per_microsecond()) if step_us or reset_us else 0.0
+        self._usual = round(step_us * per_us / (1 - probability + probability * factor))
         self._rare = round(self._usual * factor)
+        self._reset_cost = round(reset_us * per_us)
         self._probability = probability
         self._prepare(0)
 
@@ -85,15 +99,16 @@ class Synthetic(pettingzoo.ParallelEnv):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         if seed is not None:
             self._prepare(seed)
-        self._step = 0
+        self._spend(self._reset_cost)
+        self._steps_left = next(self._lengths)
         self.agents = self.possible_agents.copy()
         return next(self._observations).copy(), {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-        work(next(self._costs))
+        self._spend(next(self._costs))
         agents = self.agents
-        self._step += 1
-        over = self._step >= self.episode_steps
+        self._steps_left -= 1
+        over = self._steps_left <= 0
         if over:
             self.agents = []
         return (
@@ -114,6 +129,9 @@ class Synthetic(pettingzoo.ParallelEnv):
         self._rewards = itertools.cycle([dict(zip(agents, row, strict=True)) for row in rewards])
         rare = rng.random(1000) < self._probability
         self._costs = itertools.cycle([self._rare if is_rare else self._usual for is_rare in rare])
+        steps = self.episode_steps
+        lengths = [steps] if isinstance(steps, int) else rng.integers(*steps, PREPARED, endpoint=True).tolist()
+        self._lengths = itertools.cycle(lengths)
 
 
 parallel_env = Synthetic

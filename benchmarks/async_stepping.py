@@ -1,0 +1,478 @@
+"""What `send` and `recv` gain over `step`: with uneven simulators, and with a policy that acts while others simulate.
+
+    python benchmarks/async_stepping.py              about two minutes; writes results/async_stepping.*
+    python benchmarks/async_stepping.py --quick      a few seconds; writes only where --output says so
+    python benchmarks/async_stepping.py --markdown   the tables for the README, from the last run's JSON
+
+Sync is `step` of all copies, async `recv(min_envs=...)`, then `send` to whoever came. Both go on from where the turn
+before ended, and take turns in rounds, so that a machine that slows down or gets busy hits both alike.
+
+A turn's wall time begins before the first action is sent and ends when every result has been received, so that a turn
+of async bears the end in which there is less and less to do. The simulators' time is what they measure around their own
+`step` and `reset`: seconds of CPU time of their own thread, which do not grow when a process waits for its CPU; or wall
+time, where they wait themselves. Switching, memory, and the parent's work are thus nobody's but the wall's.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+from synthetic import Synthetic, rounds_per_microsecond
+
+from marl_parallel import ParallelEnv
+from marl_parallel.backends import threads
+from marl_parallel.cli.machine import in_one_line, machine
+from marl_parallel.cli.measure import draw_actions, spread
+from marl_parallel.cli.plotting import COLOURS, GREY, PATCH, finish, framed, tidy
+from marl_parallel.cli.report import progress, write_json, write_rows
+from marl_parallel.runtime.sharing import usable_cpus
+
+RESULTS = Path(__file__).parent / "results"
+NAME = "async_stepping"
+NUM_ENVS = 8
+STEP_US = 1000
+UNEVEN, OVERLAP = "uneven simulators", "policy and simulators"
+SYNC, ASYNC = "sync", "async"
+
+
+# -- what is stepped, and by whom --------------------------------------------------------------------------------------
+
+
+class Clocked(Synthetic):
+    """Knows how long it has been inside `step` and `reset`."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.inside_s = 0.0
+        self._clock = time.perf_counter if keywords.get("waits") else time.thread_time
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        entered = self._clock()
+        result = super().reset(seed, options)
+        self.inside_s += self._clock() - entered
+        return result
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        entered = self._clock()
+        result = super().step(actions)
+        self.inside_s += self._clock() - entered
+        return result
+
+
+class Drawn:
+    """Acts with what was drawn beforehand, in no time."""
+
+    spent_s = 0.0
+
+    def __init__(self, env: ParallelEnv) -> None:
+        self._actions = itertools.chain.from_iterable(itertools.cycle(draw_actions(env.action_space, NUM_ENVS)))
+
+    def __call__(self, observations: Sequence[dict[Any, Any]]) -> list[dict[Any, Any]]:
+        return list(itertools.islice(self._actions, len(observations)))
+
+
+class Network:
+    """A policy in NumPy that takes as long for all copies as they take to simulate a step, and for half of them half.
+
+    It looks at one copy after the other: of a product of many rows, half is more than half the work.
+
+    Attributes:
+        spent_s: How long it has been at it.
+    """
+
+    WIDTH = 256
+
+    def __init__(self, env: ParallelEnv, observations: Sequence[dict[Any, Any]]) -> None:
+        agent = env.possible_agents[0]
+        size, choices = env.observation_space[agent].shape[0], env.action_space[agent].n
+        rng = np.random.default_rng(0)
+        shapes = (size, self.WIDTH), (self.WIDTH, self.WIDTH), (self.WIDTH, choices)
+        self._weights = [rng.normal(scale=shape[0] ** -0.5, size=shape).astype(np.float32) for shape in shapes]
+        self.spent_s = 0.0
+        self._layers = 0
+        least = _median_s(lambda: self(observations))
+        self._layers = 20
+        layer = (_median_s(lambda: self(observations)) - least) / self._layers
+        actions = self(observations)
+        self._layers = max(round((_median_s(lambda: env.step(actions)) - least) / layer), 0)
+
+    def __call__(self, observations: Sequence[dict[Any, Any]]) -> list[dict[Any, Any]]:
+        begun = time.perf_counter()
+        actions = [dict(zip(seen, self._chosen(seen), strict=True)) for seen in observations]
+        self.spent_s += time.perf_counter() - begun
+        return actions
+
+    def _chosen(self, seen: dict[Any, Any]) -> list[int]:
+        first, middle, last = self._weights
+        hidden = np.stack([*seen.values()]) @ first
+        for _ in range(self._layers):
+            hidden = np.tanh(hidden @ middle)
+        return (hidden @ last).argmax(axis=1).tolist()
+
+
+def _median_s(call: Callable[[], object], times: int = 15) -> float:
+    took = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - begun)
+    return statistics.median(took)
+
+
+# -- the cases ---------------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        benchmark: `UNEVEN` or `OVERLAP`.
+        name: What is special about the simulators.
+        keywords: Theirs.
+        min_envs: For how many results async waits.
+        computes: Whether the simulators need a CPU.
+    """
+
+    benchmark: str
+    name: str
+    keywords: dict[str, Any]
+    min_envs: int
+    computes: bool = True
+
+    def limit(self, workers: int, cpus: int) -> float | None:
+        """How many times the throughput overlapping can give, by the number of CPUs; None where nothing overlaps.
+
+        In sync, policy and simulation take a second each, say. Side by side they take a second, unless CPUs are
+        lacking: then the CPU seconds of both, shared out evenly.
+        """
+        if self.benchmark == UNEVEN:
+            return None
+        busy = 1 + (min(workers, cpus) if self.computes else 0)
+        return 2 / max(1.0, busy / cpus)
+
+
+def cases() -> list[Case]:
+    work = {"step_us": STEP_US, "rounds_per_us": rounds_per_microsecond()}
+    tail = {**work, "tail": (0.1, 20.0)}
+    return [
+        Case(UNEVEN, "1 step in 10 takes 20 times as long", tail, 1),
+        Case(UNEVEN, "the same, and resets of 50 ms", {**tail, "reset_us": 50_000, "episode_steps": (50, 150)}, 1),
+        Case(OVERLAP, "simulators compute", work, NUM_ENVS // 2),
+        Case(OVERLAP, "simulators wait", {**work, "waits": True}, NUM_ENVS // 2, computes=False),
+    ]
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+class Turn(NamedTuple):
+    """Environment steps, and seconds: on the wall, inside the simulators, inside the policy."""
+
+    steps: int
+    wall_s: float
+    simulators_s: float
+    policy_s: float
+
+
+class Player:
+    """One `ParallelEnv` and its policy, which step in turns in both ways."""
+
+    def __init__(self, case: Case, env: ParallelEnv) -> None:
+        self._env, self._min_envs = env, case.min_envs
+        self._latest = list(env.reset()[0])
+        self._act = Network(env, self._latest) if case.benchmark == OVERLAP else Drawn(env)
+
+    def turn(self, way: str, seconds: float) -> Turn:
+        inside, policy_s = sum(self._env.get_attr("inside_s")), self._act.spent_s
+        begun = time.perf_counter()
+        steps = (self._sync if way == SYNC else self._async)(begun + seconds)
+        wall_s = time.perf_counter() - begun
+        return Turn(steps, wall_s, sum(self._env.get_attr("inside_s")) - inside, self._act.spent_s - policy_s)
+
+    def _sync(self, deadline: float) -> int:
+        observations, steps = self._latest, 0
+        while not steps or time.perf_counter() < deadline:
+            observations, *_ = self._env.step(self._act(observations))
+            steps += NUM_ENVS
+        self._latest[:] = observations
+        return steps
+
+    def _async(self, deadline: float) -> int:
+        env, act, latest, min_envs, steps = self._env, self._act, self._latest, self._min_envs, 0
+        for first in range(0, NUM_ENVS, min_envs):
+            env_ids = range(first, first + min_envs)
+            env.send(act([latest[env_id] for env_id in env_ids]), env_ids)
+        while time.perf_counter() < deadline:
+            batch = env.recv(min_envs=min_envs)
+            env.send(act(batch.observations), batch.env_ids)
+            steps += len(batch.env_ids)
+        batch = env.recv()
+        for env_id, observation in zip(batch.env_ids, batch.observations, strict=True):
+            latest[env_id] = observation
+        return steps + len(batch.env_ids)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one way of stepping achieved in one case.
+
+    Attributes:
+        benchmark: `UNEVEN` or `OVERLAP`.
+        simulators: What is special about them.
+        workers: How many worker processes shared the copies.
+        way: `SYNC` or `ASYNC`.
+        utilisation: Seconds inside the simulators, as a share of wall time x min(workers, CPUs): the median.
+        policy: Seconds inside the policy, as a share of wall time: the median.
+        steps_per_second: Environment steps per second: the median.
+        spread: Half the distance between the best and the worst round of these, as a share of the median.
+        gain: Times the throughput of sync: the median of the ratios within each round.
+        limit: What the CPUs allow the gain to be; None where that is not known.
+        rounds: Environment steps per second in each round.
+    """
+
+    benchmark: str
+    simulators: str
+    workers: int
+    way: str
+    utilisation: float
+    policy: float
+    steps_per_second: float
+    spread: float
+    gain: float
+    limit: float | None
+    rounds: list[float]
+
+
+@dataclass(frozen=True)
+class Report:
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    results: list[Result]
+
+    def of(self, benchmark: str) -> list[list[Result]]:
+        """Those of one benchmark, by what is special about the simulators."""
+        chosen = [one for one in self.results if one.benchmark == benchmark]
+        return [list(group) for _, group in groupby(chosen, key=lambda one: one.simulators)]
+
+
+def measure(
+    case: Case, workers: Sequence[int], seconds: float, repeats: int, on_turn: Callable[[str], None]
+) -> list[Result]:
+    constructors = [functools.partial(Clocked, **case.keywords)] * NUM_ENVS
+    turns: dict[tuple[int, str], list[Turn]] = {(n, way): [] for n in workers for way in (SYNC, ASYNC)}
+    with ExitStack() as stack:
+        players = {}
+        for count in workers:
+            on_turn(f"{case.name}: {count} workers")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs are to be measured
+                env = stack.enter_context(ParallelEnv(constructors, num_workers=count))
+            players[count] = Player(case, env)
+            for way in (SYNC, ASYNC):
+                players[count].turn(way, seconds / 4)
+        for count, way in [*turns] * repeats:
+            on_turn(f"{case.name}: {way} x {count}")
+            turns[count, way].append(players[count].turn(way, seconds))
+    return [_result(case, count, way, taken, turns[count, SYNC]) for (count, way), taken in turns.items()]
+
+
+def _result(case: Case, workers: int, way: str, turns: Sequence[Turn], sync: Sequence[Turn]) -> Result:
+    cpus = usable_cpus()
+    rates = [turn.steps / turn.wall_s for turn in turns]
+    return Result(
+        benchmark=case.benchmark,
+        simulators=case.name,
+        workers=workers,
+        way=way,
+        utilisation=statistics.median(turn.simulators_s / turn.wall_s / min(workers, cpus) for turn in turns),
+        policy=statistics.median(turn.policy_s / turn.wall_s for turn in turns),
+        steps_per_second=statistics.median(rates),
+        spread=spread(rates),
+        gain=statistics.median(rate * other.wall_s / other.steps for rate, other in zip(rates, sync, strict=True)),
+        limit=case.limit(workers, cpus),
+        rounds=rates,
+    )
+
+
+def run(chosen: Sequence[Case], workers: Sequence[int], seconds: float, repeats: int) -> Report:
+    threads.set_loaded(1)  # the policy is to have one CPU
+    counts = {case.name: [n for n in workers if case.benchmark == UNEVEN or n <= usable_cpus()] for case in chosen}
+    described, results = machine(), []
+    with progress(sum(len(own) * (1 + 2 * repeats) for own in counts.values())) as on_turn:
+        for case in chosen:
+            results += measure(case, counts[case.name], seconds, repeats, on_turn)
+    return Report(described, {"seconds": seconds, "repeats": repeats}, results)
+
+
+# -- showing -----------------------------------------------------------------------------------------------------------
+
+NOTES = {
+    UNEVEN: (
+        "{copies} copies, {step_ms:g} ms of work a step on average, nothing to be computed in between; async is "
+        "`recv(min_envs=1)`. Time inside the simulators as a share of wall time x min(workers, CPUs), and in brackets "
+        "how many times sync's throughput. Inside is what they measure around their own `step` and `reset`, in seconds "
+        "of CPU time; a turn ends when all has been received."
+    ),
+    OVERLAP: (
+        "{copies} copies, {step_ms:g} ms a step, and a policy in NumPy, in one thread, that looks at one copy after "
+        "the other and takes as long for all of them as they take to simulate; async is `recv(min_envs={half})`. "
+        "Environment steps per second, and how many times sync's. What the CPUs allow: in sync policy and simulation "
+        "follow each other; side by side they take as long as one of them at best, and on {cpus} CPUs never less than "
+        "the CPU time of both, shared out evenly."
+    ),
+}
+
+
+def note(report: Report, benchmark: str) -> str:
+    words = {"copies": NUM_ENVS, "half": NUM_ENVS // 2, "step_ms": STEP_US / 1000, "cpus": report.machine["cpus"]}
+    return f"{NOTES[benchmark].format(**words)} Medians of {report.settings['repeats']} rounds."
+
+
+def show(report: Report) -> None:
+    console = Console()
+    for benchmark in NOTES:
+        for results in report.of(benchmark):
+            console.print(table(results))
+        if report.of(benchmark):
+            console.print(f"[dim]{note(report, benchmark)}\n", highlight=False)
+    console.print(f"[dim]{in_one_line(report.machine)}; load {report.machine['load']}", highlight=False)
+
+
+def table(results: Sequence[Result]) -> Table:
+    first = results[0]
+    shown = Table(title=f"{first.benchmark}: {first.simulators}", title_justify="left", title_style="bold")
+    shown.add_column("")
+    for heading in ("steps/s", "± %", "utilisation", "policy", "x sync", "limit"):
+        shown.add_column(heading, justify="right")
+    for one in results:
+        shown.add_row(
+            f"{one.way} x {one.workers}",
+            f"{one.steps_per_second:,.0f}",
+            f"{100 * one.spread:.0f}",
+            f"{one.utilisation:.2f}",
+            f"{one.policy:.2f}" if one.limit else "",
+            f"{one.gain:.2f}",
+            f"{one.limit:.2f}" if one.limit and one.way == ASYNC else "",
+            end_section=one.way == ASYNC,
+        )
+    return shown
+
+
+def markdown(report: Report) -> str:
+    """A picture and two tables for the README."""
+    parts = [f"![Sync and async stepping compared](benchmarks/results/{NAME}.png)"]
+    if uneven := report.of(UNEVEN):
+        counts = list(dict.fromkeys(one.workers for results in uneven for one in results))
+        lines = [
+            f"| {UNEVEN} | | " + " | ".join(f"{count} worker{'s' * (count > 1)}" for count in counts) + " |",
+            "|---|---|" + "---:|" * len(counts),
+        ]
+        for results in uneven:
+            for way in (SYNC, ASYNC):
+                cells = [
+                    f"{100 * one.utilisation:.0f} %" + (f" ({one.gain:.2f}x)" if way == ASYNC else "")
+                    for one in results
+                    if one.way == way
+                ]
+                lines.append(f"| {results[0].simulators if way == SYNC else ''} | {way} | {' | '.join(cells)} |")
+        parts += ["\n".join(lines), note(report, UNEVEN)]
+    if overlap := report.of(OVERLAP):
+        lines = [
+            f"| {OVERLAP} | workers | sync | async | gain | what the CPUs allow |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
+        for results in overlap:
+            for sync, other in zip(results[::2], results[1::2], strict=True):
+                rates = f"{sync.steps_per_second:,.0f} | {other.steps_per_second:,.0f}"
+                lines.append(
+                    f"| {sync.simulators} | {sync.workers} | {rates} | {other.gain:.2f}x | {other.limit:.2f}x |"
+                )
+        parts += ["\n".join(lines), note(report, OVERLAP)]
+    return "\n\n".join([*parts, f"{in_one_line(report.machine)}."])
+
+
+def save_plot(report: Report, path: Path) -> None:
+    panels = [results for benchmark in NOTES for results in report.of(benchmark)]
+    figure = framed(max(3.2 * len(panels), 6.0), 3.9)
+    for panel, results in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True):
+        uneven = results[0].benchmark == UNEVEN
+        counts = sorted({one.workers for one in results})
+        for one in results:
+            place = counts.index(one.workers) + (0.2 if one.way == ASYNC else -0.2)
+            height = one.utilisation if uneven else one.gain
+            colour = COLOURS["process"] if one.way == ASYNC else "#b8bec6"
+            bar = panel.bar(place, height, 0.37, color=colour, label=one.way)
+            label = f"{100 * height:.0f} %" if uneven else f"{height:.2f}x"
+            panel.bar_label(bar, [label], fontsize=6, padding=2, color=GREY, bbox=PATCH)
+            if one.limit and one.way == ASYNC:
+                panel.hlines(
+                    one.limit, place - 0.66, place + 0.26, colors="black", linestyles="dashed", linewidth=1,
+                    label="what the CPUs allow",
+                )  # fmt: skip
+        if uneven:
+            panel.axhline(1.0, color="black", linestyle="dashed", linewidth=1, label="what the CPUs allow")
+        panel.set_xticks(range(len(counts)), [str(count) for count in counts])
+        panel.set_title(f"{results[0].benchmark}\n{results[0].simulators}", fontsize=9)
+        panel.set_xlabel("workers", fontsize=8)
+        panel.set_ylabel("time in simulators / (wall x CPUs)" if uneven else "throughput over sync", fontsize=8)
+        tidy(panel)
+        panel.set_ylim(top=1.12 if uneven else 2.25)
+    finish(figure, report.machine, path)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> Report:
+    saved = json.loads(path.read_text())
+    return Report(saved["machine"], saved["settings"], [Result(**values) for values in saved["results"]])
+
+
+def main(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few seconds, to see that it works: two short rounds.")
+    ] = False,
+    workers: Annotated[str, typer.Option(help="Numbers of workers, with commas between.")] = "1,2,3,4",
+    only: Annotated[str, typer.Option(help="Only what contains this in its name.")] = "",
+    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="The directory for JSON, CSV and PNG.")] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the last run as Markdown tables; measure nothing.")
+    ] = False,
+) -> None:
+    """Measure sync against async stepping."""
+    if as_markdown:
+        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        return
+    chosen = [case for case in cases() if only in f"{case.benchmark}: {case.name}"]
+    if not chosen:
+        raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
+    if quick:
+        workers, seconds, repeats = "1,2", 0.05, 2
+    directory = output or (None if quick else RESULTS)
+    report = run(chosen, [int(n) for n in workers.split(",")], seconds, repeats)
+    show(report)
+    if directory is not None:
+        write_json(report, directory / f"{NAME}.json")
+        write_rows(report.results, directory / f"{NAME}.csv")
+        save_plot(report, directory / f"{NAME}.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,328 @@
+"""How soon a run goes on after a fault: from the fault to the next full batch, against the time of construction.
+
+    python benchmarks/recovery.py              about two minutes; writes results/recovery.*
+    python benchmarks/recovery.py --quick      a few seconds; writes only where --output says so
+    python benchmarks/recovery.py --markdown   the table for the README, from the last run's JSON
+
+Two workers; what fails is in the first of them. The clock starts when the worker is killed, or with the step in which
+an environment raises or hangs, less the `step_timeout` of the latter; it stops when `step` has returned a batch of all
+environments, those that were built anew with their first observations.
+
+Construction is what nobody can save: making as many environments and resetting them, in an interpreter of its own that
+has loaded what workers have loaded, and nothing of the simulator's. Where only the environment is made anew and not
+its process, the simulator's modules have been imported already. All cases take turns, in rounds, so that a machine
+that slows down or gets busy hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import cloudpickle
+import typer
+from mpe2 import simple_spread_v3
+from pettingzoo.utils import BaseParallelWrapper
+from rich.console import Console
+from rich.table import Table
+
+from marl_parallel import ParallelEnv, RestartPolicy
+from marl_parallel.cli.machine import in_one_line, machine
+from marl_parallel.cli.report import progress, write_json, write_rows
+
+RESULTS = Path(__file__).parent / "results"
+NAME = "recovery"
+TARGET_MS = 50.0
+STEP_TIMEOUT_S = 0.5
+CONSTRUCTOR_S = 0.2
+KILLED, RAISES, HANGS = "killed", "raises", "hangs"
+IN_WORDS = {KILLED: "its worker is killed", RAISES: "it raises", HANGS: "it hangs"}
+
+
+# -- what breaks -------------------------------------------------------------------------------------------------------
+
+
+class Breakable(BaseParallelWrapper):
+    """Raises or hangs when it is told to."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.fault = ""
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        if self.fault == RAISES:
+            raise RuntimeError("the simulator has lost its way")
+        while self.fault == HANGS:
+            time.sleep(0.01)
+        return super().step(actions)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def make_env(constructor_s: float = 0.0) -> Breakable:
+    time.sleep(constructor_s)
+    return Breakable(simple_spread_v3.parallel_env(max_cycles=1000))
+
+
+class Case(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        fault: What happens to an environment.
+        environment: Its name.
+        constructor: Makes it.
+        per_worker: How many of them a worker has.
+    """
+
+    fault: str
+    environment: str
+    constructor: Callable[..., Any]
+    per_worker: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.fault}: {self.environment} x {self.per_worker}"
+
+    @property
+    def gone(self) -> int:
+        """How many environments have to be built anew."""
+        return 1 if self.fault == RAISES else self.per_worker
+
+
+def cases() -> list[Case]:
+    quick = "simple_spread_v3", make_env
+    slow = "200 ms constructor", functools.partial(make_env, CONSTRUCTOR_S)
+    return [
+        *(Case(KILLED, *kind, per_worker) for kind in (quick, slow) for per_worker in (1, 4)),
+        *(Case(fault, *kind) for fault in (RAISES, HANGS) for kind in (quick, slow)),
+    ]
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Round:
+    """Milliseconds.
+
+    Attributes:
+        recovery_ms: From the fault to the next full batch.
+        construction_ms: What of it nobody can save.
+    """
+
+    recovery_ms: float
+    construction_ms: float
+
+    @property
+    def beyond_ms(self) -> float:
+        return self.recovery_ms - self.construction_ms
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out in one case; milliseconds.
+
+    Attributes:
+        fault: What happened.
+        environment: To what.
+        per_worker: How many environments a worker had.
+        construction_ms: The median.
+        recovery_ms: The median.
+        beyond_ms: Recovery less construction: the median of the rounds' differences.
+        beyond_least_ms: The least of these.
+        beyond_most_ms: The most of these.
+        rounds: All of them.
+    """
+
+    fault: str
+    environment: str
+    per_worker: int
+    construction_ms: float
+    recovery_ms: float
+    beyond_ms: float
+    beyond_least_ms: float
+    beyond_most_ms: float
+    rounds: list[Round]
+
+
+@dataclass(frozen=True)
+class Report:
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    results: list[Result]
+
+
+_CONSTRUCT = """
+import pickle, sys, time
+import marl_parallel
+pickled, count, times = pickle.load(sys.stdin.buffer)
+for _ in range(times):
+    begun = time.perf_counter()
+    for seed in range(count):
+        env = pickle.loads(pickled)()
+        env.reset(seed=seed)
+    took = time.perf_counter() - begun
+print(took)
+"""
+
+
+def construction_s(case: Case) -> float:
+    """Seconds that an interpreter takes for it: in the first go where the process is a new one, else in the second."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    task = cloudpickle.dumps((cloudpickle.dumps(case.constructor), case.gone, 2 if case.fault == RAISES else 1))
+    done = subprocess.run([sys.executable, "-c", _CONSTRUCT], input=task, stdout=subprocess.PIPE, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def recovery_s(case: Case, env: ParallelEnv) -> float:
+    """Seconds from the fault to the next full batch."""
+    actions = [dict.fromkeys(acting, 0) for acting in env.acting]
+    for _ in range(5):
+        env.step(actions)
+    before, pid = env.stats().restarts, env.call("pid")[0]
+    if case.fault != KILLED:
+        env.set_attr("fault", [case.fault] + [""] * (env.num_envs - 1))
+    begun = time.perf_counter()
+    if case.fault == KILLED:
+        os.kill(pid, signal.SIGKILL)
+    observations, _, _, _, infos = env.step(actions)
+    took = time.perf_counter() - begun
+    anew = [env_id for env_id, info in enumerate(infos) if "__common__" in info]
+    assert anew == [*range(case.gone)], infos
+    assert all(len(seen) == len(env.possible_agents) for seen in observations)
+    assert env.stats().restarts == before + case.gone
+    assert (env.call("pid")[0] == pid) == (case.fault == RAISES)
+    return took - (STEP_TIMEOUT_S if case.fault == HANGS else 0.0)
+
+
+def made_ready(case: Case) -> ParallelEnv:
+    env = ParallelEnv(
+        [case.constructor] * (2 * case.per_worker),
+        num_workers=2,
+        on_error="restart",
+        restart_policy=RestartPolicy(rate_limit=None),
+        step_timeout=STEP_TIMEOUT_S if case.fault == HANGS else None,
+    )
+    env.reset()
+    return env
+
+
+def run(chosen: Sequence[Case], repeats: int) -> Report:
+    logging.getLogger("marl_parallel").setLevel(logging.ERROR)  # a line for each restart would be many
+    described = machine(("mpe2",))
+    rounds: dict[Case, list[Round]] = {case: [] for case in chosen}
+    with ExitStack() as stack, progress(len(chosen) * (1 + repeats)) as on_turn:
+        envs = {}
+        for case in chosen:
+            on_turn(str(case))
+            envs[case] = stack.enter_context(made_ready(case))
+        for case in [*chosen] * repeats:
+            on_turn(str(case))
+            rounds[case].append(Round(1000 * recovery_s(case, envs[case]), 1000 * construction_s(case)))
+    settings = {"repeats": repeats, "step_timeout_s": STEP_TIMEOUT_S, "target_ms": TARGET_MS}
+    return Report(described, settings, [_result(case, rounds[case]) for case in chosen])
+
+
+def _result(case: Case, rounds: list[Round]) -> Result:
+    beyond = [one.beyond_ms for one in rounds]
+    return Result(
+        fault=case.fault,
+        environment=case.environment,
+        per_worker=case.per_worker,
+        construction_ms=statistics.median(one.construction_ms for one in rounds),
+        recovery_ms=statistics.median(one.recovery_ms for one in rounds),
+        beyond_ms=statistics.median(beyond),
+        beyond_least_ms=min(beyond),
+        beyond_most_ms=max(beyond),
+        rounds=rounds,
+    )
+
+
+# -- showing -----------------------------------------------------------------------------------------------------------
+
+
+def show(report: Report) -> None:
+    console = Console()
+    shown = Table(title="From a fault to the next full batch, in milliseconds", title_justify="left")
+    for heading in ("fault", "environment"):
+        shown.add_column(heading, no_wrap=True)
+    for heading in ("build", "recover", "beyond", "least", "most"):
+        shown.add_column(heading, justify="right")
+    for one in report.results:
+        numbers = one.construction_ms, one.recovery_ms, one.beyond_ms, one.beyond_least_ms, one.beyond_most_ms
+        name = f"{one.environment} x {one.per_worker}"
+        shown.add_row(one.fault, name, *(f"{number:.1f}" for number in numbers))
+    console.print(shown)
+    console.print(f"[dim]{in_one_line(report.machine)}; load {report.machine['load']}", highlight=False)
+
+
+def markdown(report: Report) -> str:
+    """The table for the README."""
+    lines = [
+        "| environment | what happens | in its worker | construction | to the next full batch | beyond |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for one in report.results:
+        what = f"{one.environment} | {IN_WORDS[one.fault]} | {one.per_worker}"
+        beyond = f"{one.beyond_ms:.0f} ({one.beyond_least_ms:.0f} to {one.beyond_most_ms:.0f})"
+        lines.append(f"| {what} | {one.construction_ms:.0f} | {one.recovery_ms:.0f} | {beyond} |")
+    note = (
+        "Milliseconds; medians, and in brackets least and most, of "
+        f"{report.settings['repeats']} rounds. Construction is making and resetting as many environments as are lost, "
+        "in a process that has loaded nothing of the simulator's, or, where it raises, all; of hangs, the time beyond "
+        f"`step_timeout` is counted. For a worker that is killed, the target is {report.settings['target_ms']:.0f} ms "
+        "beyond construction. "
+        f"{in_one_line(report.machine)}."
+    )
+    return "\n".join([*lines, "", note])
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> Report:
+    saved = json.loads(path.read_text())
+    results = [
+        Result(**{**values, "rounds": [Round(**one) for one in values["rounds"]]}) for values in saved["results"]
+    ]
+    return Report(saved["machine"], saved["settings"], results)
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds, to see that it works: one round.")] = False,
+    only: Annotated[str, typer.Option(help="Only what contains this in its name.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds: so many faults of each kind.")] = 11,
+    output: Annotated[Path | None, typer.Option(help="The directory for JSON and CSV.")] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the last run as a Markdown table; measure nothing.")
+    ] = False,
+) -> None:
+    """Measure how soon a run goes on after a fault."""
+    if as_markdown:
+        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        return
+    chosen = [case for case in cases() if only in str(case)]
+    if not chosen:
+        raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
+    directory = output or (None if quick else RESULTS)
+    report = run(chosen, 1 if quick else repeats)
+    show(report)
+    if directory is not None:
+        write_json(report, directory / f"{NAME}.json")
+        write_rows(report.results, directory / f"{NAME}.csv")
+
+
+if __name__ == "__main__":
+    typer.run(main)
