@@ -86,7 +86,9 @@ def checked_patience(seconds: Any) -> float | None:
         TypeError: It is no number.
         ValueError: It is negative.
     """
-    return None if seconds == 0 else checked_timeout(seconds, "timeout")
+    if seconds == 0 and not isinstance(seconds, bool):
+        return 0.0
+    return checked_timeout(seconds, "timeout")
 
 
 def checked_minimum(min_envs: Any, in_flight: int) -> int:
@@ -98,7 +100,8 @@ def checked_minimum(min_envs: Any, in_flight: int) -> int:
     """
     if min_envs is None:
         return in_flight
-    number = at_least_one(min_envs, "min_envs") if min_envs != 0 else 0
+    is_zero = hasattr(min_envs, "__index__") and operator.index(min_envs) == 0
+    number = 0 if is_zero else at_least_one(min_envs, "min_envs")
     if number > in_flight:
         raise ValueError(f"min_envs={number}, but only {in_flight} environments are in flight")
     return number

@@ -47,7 +47,6 @@ class AsyncStepping(Inquiries):
         ids, rows = addressed(actions, env_ids, self._num_envs)
         self._check_not_in_flight(ids, "send")
         self._check_begun(ids, "send")
-        self._note_seeds()
         self._crew.send(Message.STEP, ids, self._batch.write_actions(ids, rows) or None)
 
     def reset_async(
@@ -70,10 +69,9 @@ class AsyncStepping(Inquiries):
         """
         ids = self._checked_ids(env_ids)
         self._check_not_in_flight(ids, "reset_async")
-        base, keywords = self._reset_keywords_for(ids, seed, options)
-        self._note_seeds()
+        base, given, keywords = self._reset_keywords_for(ids, seed, options)
         self._crew.send(Message.RESET, ids, keywords)
-        self._rebase(base)
+        self._rebase(base, given)
 
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> StepBatch:
         """Take the results of all environments in flight that are ready, waiting for some of them.
@@ -116,8 +114,10 @@ class AsyncStepping(Inquiries):
 
     # -- within ----------------------------------------------------------------------------------------------------
 
-    def _rebase(self, base: int) -> None:
+    def _rebase(self, base: int, given: Mapping[int, int]) -> None:
+        """Note what seeds are drawn from now on, and those that environments have just been given."""
         self._base_seed, self._crew.seeds_stale = base, True
+        self._seeds_used = tuple(given.get(env_id, seed) for env_id, seed in enumerate(self._seeds_used))
         if self._crew.restarts is not None:
             self._crew.restarts.base_seed = base
 
@@ -135,25 +135,23 @@ class AsyncStepping(Inquiries):
             if never:
                 raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
 
-    def _note_seeds(self) -> None:
-        """Have ready what `seed` is to say while environments are in flight and cannot be asked."""
-        if self._crew.seeds_stale and not self._crew.in_flight:
-            self.seed()
-
     def _reset_keywords_for(
         self, ids: Sequence[int], seed: int | Sequence[int | None] | None, options: dict[str, Any] | None
-    ) -> tuple[int, dict[int, bytes]]:
-        """The base of seeds from now on, and by environment the keywords for its reset, pickled."""
+    ) -> tuple[int, dict[int, int], dict[int, bytes]]:
+        """The base of seeds from now on, and by environment the seed it is given and its keywords, pickled."""
         base, seeds = self._seeds_for(seed, ids)
         if options is not None and "options" not in self._reset_keywords:
             raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
         keywords: dict[int, bytes] = {}
+        told: dict[int, int] = {}
         for env_id, own in zip(ids, seeds, strict=True):
             if own is None and not self._batch.begun[env_id]:
                 own = base + env_id
+            if own is not None:
+                told[env_id] = own
             given = {"seed": own, "options": options}
             keywords[env_id] = sendable({k: v for k, v in given.items() if v is not None}, "options")
-        return base, keywords
+        return base, told, keywords
 
     def _seeds_for(
         self, seed: int | Sequence[int | None] | None, ids: Sequence[int]

@@ -109,7 +109,7 @@ class Inquiries:
     def seed(self) -> tuple[int, ...]:
         """The seed that each environment uses: its own `unwrapped.seed` where that is an int, else the one we gave.
 
-        While environments are in flight, it is what was known when the first of them was sent to.
+        While environments are in flight, it is what they were given, or had said when they were asked last.
         """
         self._crew.check_open()
         if self._crew.seeds_stale and not self._crew.in_flight:
@@ -195,7 +195,7 @@ class Inquiries:
     @property
     def pending(self) -> tuple[int, ...]:
         """The environments that something has been sent to and that have not been received yet."""
-        return tuple(sorted(self._crew.in_flight))
+        return () if self._crew.closed else tuple(sorted(self._crew.in_flight))
 
     def _check_idle(self, name: str) -> None:
         """Raise unless everything is open and nothing in flight."""

@@ -64,10 +64,9 @@ class Channel:
             Gone: The other side is.
         """
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        if len(body) <= _INLINE:
-            self._unsent.append((memoryview(_HEADER.pack(len(body), False) + body), None))
-        else:
-            self._unsent.append((memoryview(_HEADER.pack(len(body), True)), _file_of(body)))
+        fd = _file_of(body) if len(body) > _INLINE else None
+        header = _HEADER.pack(len(body), fd is not None)
+        self._unsent.append((memoryview(header if fd is not None else header + body), fd))
         self.flush()
 
     @property
@@ -166,8 +165,14 @@ class Channel:
         self._unsent.clear()
 
 
-def _file_of(body: bytes) -> int:
-    fd = anonymous_file("marl_parallel-mail")
+def _file_of(body: bytes) -> int | None:
+    """A file with this in it; None where no more files may be open."""
+    try:
+        fd = anonymous_file("marl_parallel-mail")
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return None
+        raise
     try:
         rest = memoryview(body)
         while rest:

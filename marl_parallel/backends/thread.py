@@ -19,6 +19,7 @@ from marl_parallel.runtime.ledger import Ledger
 from marl_parallel.runtime.messages import Lost, Message, Reply, Request
 from marl_parallel.runtime.worker import Worker
 
+_FOR_EVER_S = 1e8  # more than the system's clocks may take
 _ENDS_WITHIN_S = 0.1  # a thread that has nothing to do
 
 
@@ -72,7 +73,7 @@ class ThreadBackend(Backend):
                     reply = self._replies.get_nowait()
                 else:
                     reply = self._replies.get(
-                        timeout=None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                        timeout=None if deadline is None else min(max(deadline - time.monotonic(), 0.0), _FOR_EVER_S)
                     )
                 if reply is None:  # an interrupt
                     return replies

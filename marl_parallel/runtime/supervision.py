@@ -178,7 +178,7 @@ class Crew:
             ParallelEnvError: A worker or an environment failed; everything has been closed.
             ClosedEnvironmentError: Another thread has closed everything meanwhile.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline, too_late = None if timeout is None else time.monotonic() + timeout, False
         with self._lock:
             self.check_open()
             try:
@@ -190,16 +190,19 @@ class Crew:
                     if len(self._arrived) >= at_least and not self._order:
                         break
                     if patience == 0.0:
-                        raise TimeoutError(
-                            f"{len(self._arrived)} of at least {at_least} environments were ready within {timeout:g} "
-                            "s; nothing is lost, call recv again"
-                        )
+                        too_late = True
+                        break
                 # Ties by number.
                 done = [env_id for _, env_id in sorted((moment, i) for i, (moment, _) in self._arrived.items())]
                 taken = {i: (self.in_flight[i], self._arrived[i][1]) for i in done}
             except BaseException as error:
                 self._shut_after(error)
                 raise
+            if too_late:
+                raise TimeoutError(
+                    f"{len(self._arrived)} of at least {at_least} environments were ready within {timeout:g} s; "
+                    "nothing is lost, call recv again"
+                )
             for env_id in taken:
                 del self.in_flight[env_id], self._arrived[env_id]
             return taken
@@ -461,7 +464,7 @@ class Crew:
 
     def _shut_after(self, error: BaseException) -> None:
         """Close everything but where somebody else has done it, nothing has happened, or it has been mended."""
-        if isinstance(error, ClosedEnvironmentError) or type(error) is TimeoutError:
+        if isinstance(error, ClosedEnvironmentError):
             return
         if error is self._mended:
             self._mended = None
