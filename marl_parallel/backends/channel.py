@@ -45,7 +45,7 @@ class Channel:
         self._reader, self._writer = select.poll(), select.poll()
         self._reader.register(connection, select.POLLIN)
         self._writer.register(connection, select.POLLOUT)
-        self._unsent: deque[tuple[memoryview, int | None]] = deque()
+        self._unsent: deque[_Letter] = deque()
 
     def send(self, message: Any) -> None:
         """Send an object that plain `pickle` can handle, and wait until all of it is on its way.
@@ -63,10 +63,7 @@ class Channel:
         Raises:
             Gone: The other side is.
         """
-        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        fd = _file_of(body) if len(body) > _INLINE else None
-        header = _HEADER.pack(len(body), fd is not None)
-        self._unsent.append((memoryview(header if fd is not None else header + body), fd))
+        self._unsent.append(_Letter(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)))
         self.flush()
 
     @property
@@ -81,7 +78,8 @@ class Channel:
             Gone: The other side is.
         """
         while self._unsent:
-            rest, fd = self._unsent[0]
+            letter = self._unsent[0]
+            rest, fd = letter.begin()
             attached = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
             try:
                 sent = self._socket.sendmsg([rest], attached)
@@ -92,12 +90,8 @@ class Channel:
                 if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
                     return False
                 raise
-            if fd is not None:
-                os.close(fd)
-            if sent == len(rest):
+            if letter.went(sent):
                 self._unsent.popleft()
-            else:
-                self._unsent[0] = rest[sent:], None
         return True
 
     def receive(self) -> Any:
@@ -105,6 +99,7 @@ class Channel:
 
         Raises:
             Gone: The other side is.
+            OSError: It came in a file, and this process has as many open as it may have.
         """
         header, fd = bytearray(), None
         while len(header) < _HEADER.size:
@@ -125,7 +120,10 @@ class Channel:
         length, in_file = _HEADER.unpack(header)
         if not in_file:
             return pickle.loads(self._exactly(length))
-        assert fd is not None
+        if fd is None:
+            raise OSError(
+                errno.EMFILE, "a large message was lost, since this process has too many files open; raise `ulimit -n`"
+            )
         try:
             with mmap.mmap(fd, length, prot=mmap.PROT_READ) as body:
                 return pickle.loads(body)
@@ -159,10 +157,43 @@ class Channel:
     def close(self) -> None:
         """Close this end; idempotent."""
         self._socket.close()
-        for _, fd in self._unsent:
-            if fd is not None:
-                os.close(fd)
+        for letter in self._unsent:
+            letter.discard()
         self._unsent.clear()
+
+
+class _Letter:
+    """A pickled object that is to be sent, or is on its way.
+
+    Only the first in the queue is put into a file: however many wait, they leave the process its descriptors.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._rest: memoryview | None = None
+        self._fd: int | None = None
+
+    def begin(self) -> tuple[memoryview, int | None]:
+        """What is left to be sent, and a file to go with it."""
+        if self._rest is None:
+            length = len(self._body)
+            self._fd = _file_of(self._body) if length > _INLINE else None
+            header = _HEADER.pack(length, self._fd is not None)
+            self._rest, self._body = memoryview(header if self._fd is not None else header + self._body), b""
+        return self._rest, self._fd
+
+    def went(self, nbytes: int) -> bool:
+        """So much of it has been sent, and the file; says whether that was all."""
+        assert self._rest is not None
+        self.discard()
+        self._rest = self._rest[nbytes:]
+        return not self._rest
+
+    def discard(self) -> None:
+        """Close the file; idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
 
 def _file_of(body: bytes) -> int | None:
