@@ -37,6 +37,9 @@ class Channel:
     Args:
         connection: A connected stream socket; owned by this object from now on.
         alive: Whether the other side can still be expected to read and write.
+
+    Attributes:
+        unsent: What is left to be sent.
     """
 
     def __init__(self, connection: socket.socket, alive: Callable[[], bool]) -> None:
@@ -45,7 +48,7 @@ class Channel:
         self._reader, self._writer = select.poll(), select.poll()
         self._reader.register(connection, select.POLLIN)
         self._writer.register(connection, select.POLLOUT)
-        self._unsent: deque[_Letter] = deque()
+        self.unsent: deque[_Letter] = deque()
 
     def send(self, message: Any) -> None:
         """Send an object that plain `pickle` can handle, and wait until all of it is on its way.
@@ -63,13 +66,8 @@ class Channel:
         Raises:
             Gone: The other side is.
         """
-        self._unsent.append(_Letter(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)))
+        self.unsent.append(_Letter(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)))
         self.flush()
-
-    @property
-    def clear(self) -> bool:
-        """Whether nothing is left to be sent."""
-        return not self._unsent
 
     def flush(self) -> bool:
         """Send what can be sent without waiting; says whether that was all.
@@ -77,8 +75,8 @@ class Channel:
         Raises:
             Gone: The other side is.
         """
-        while self._unsent:
-            letter = self._unsent[0]
+        while self.unsent:
+            letter = self.unsent[0]
             rest, fd = letter.begin()
             attached = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
             try:
@@ -91,7 +89,7 @@ class Channel:
                     return False
                 raise
             if letter.went(sent):
-                self._unsent.popleft()
+                self.unsent.popleft()
         return True
 
     def receive(self) -> Any:
@@ -157,9 +155,9 @@ class Channel:
     def close(self) -> None:
         """Close this end; idempotent."""
         self._socket.close()
-        for letter in self._unsent:
+        for letter in self.unsent:
             letter.discard()
-        self._unsent.clear()
+        self.unsent.clear()
 
 
 class _Letter:

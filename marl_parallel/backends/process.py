@@ -170,12 +170,14 @@ class ProcessBackend(Backend):
             if not before:
                 continue
             done, channel = self._desks[worker].done, self._channels[worker]
-            if not channel.clear:
+            if channel.unsent:
                 with contextlib.suppress(Gone):  # found out below
                     channel.flush()
             while before and done.signal.try_take():
                 note = done.taken()
-                if note & control.KIND == control.PLAIN:
+                if note == _ALL_DONE:
+                    replies.append((worker, Reply(*_DONE, None, {}, {}, done.moment)))
+                elif note & control.KIND == control.PLAIN:
                     last = bool(note & control.LAST)
                     replies.append((worker, Reply(*_DONE, control.env_ids_of(note), {}, {}, done.moment, last)))
                 else:
@@ -252,6 +254,7 @@ class ProcessBackend(Backend):
 
 
 _DONE = (Message.RESULT, Message.STEP)
+_ALL_DONE = control.PLAIN | control.LAST
 
 
 def _note_of(request: Request) -> int:

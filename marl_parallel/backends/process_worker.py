@@ -59,8 +59,8 @@ def _sender(desk: control.Desk, bell: control.Bell, channel: Channel) -> Callabl
             bell.arrive()
             channel.send(reply)
             return
-        span = None if env_ids is None else span_of(env_ids)
-        desk.done.put(control.note_of(control.PLAIN | more, span), completed)
+        note = control.PLAIN | more
+        desk.done.put(note if env_ids is None else control.note_of(note, span_of(env_ids)), completed)
         bell.arrive()
 
     return send

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -52,6 +51,7 @@ class Running(NamedTuple):
 
 
 _RUNNING = struct.Struct("=qqd")
+_SUMS = struct.Struct(f"=3d8x{len(Activity)}q")
 _SETTLED = 1 << 40
 
 
@@ -64,16 +64,17 @@ class Ledger:
 
     NBYTES = 128
 
-    # Places of 8 bytes: what runs now and since when, sums of seconds, and how often each activity has ended. The first
-    # holds an environment's number plus one: as it is while the simulator runs, negative until what it said has been
-    # told, then with a bit added; 0 where nothing has been begun yet.
-    _ENV, _ACTIVITY, _SINCE, _SIMULATOR, _BUSY, _WAITING, _DISCARDED, _ENDED = 0, 1, 2, 3, 4, 5, 6, 8
+    # Places of 8 bytes: what runs now and since when; whether all is discarded; then what `_SUMS` packs: sums of seconds,
+    # and, after a place that is free, how often each activity has ended. The first holds an environment's number plus
+    # one: as it is while the simulator runs, negative until the next one's does, with a bit added once the worker is done
+    # with all; 0 where nothing has been begun yet.
+    _ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _BUSY, _WAITING, _ENDED = 0, 1, 2, 3, 4, 5, 6, 8
 
     def __init__(self, buffer: Any) -> None:
         view = memoryview(buffer).cast("B")[: self.NBYTES]
         self._view, self._ints, self._floats = view, view.cast("q"), view.cast("d")
         self._changed = time.monotonic()  # when the worker last took up work, or laid it down
-        self._entered = self._inside = 0.0
+        self._entered = self._inside = self._busy = self._waited = 0.0
         self._ended = [0] * len(Activity)
 
     def enter(self, env_id: int, activity: int) -> None:
@@ -88,10 +89,6 @@ class Ledger:
         ints[0] = -ints[0]
         self._ended[ints[1]] += 1
 
-    def settle(self, env_id: int) -> None:
-        """Note that all has been told that an environment had to say."""
-        self._ints[0] = _SETTLED + env_id + 1
-
     @contextmanager
     def during(self, env_id: int, activity: Activity) -> Iterator[None]:
         """`enter` and `leave` around a block of code."""
@@ -104,17 +101,20 @@ class Ledger:
     def take_up(self) -> None:
         """Note that the worker begins to work on a request, now."""
         now = time.monotonic()
-        self._ints[self._ENV] = 0
-        self._ints[self._ACTIVITY] = Activity.START
-        self._floats[self._WAITING] += now - self._changed
+        ints = self._ints
+        ints[0] = ints[1] = 0
+        self._waited += now - self._changed
+        self._floats[6] = self._waited
         self._changed = now
 
     def lay_down(self) -> float:
         """Note that the worker is done with it; returns the moment."""
         now = time.monotonic()
-        self._floats[self._SIMULATOR] = self._inside
-        self._floats[self._BUSY] += now - self._changed
-        self._ints[self._ENDED : self._ENDED + len(self._ended)] = memoryview(array("q", self._ended))
+        ints = self._ints
+        if (env := ints[0]) < 0:
+            ints[0] = _SETTLED - env
+        self._busy += now - self._changed
+        _SUMS.pack_into(self._view, 32, self._inside, self._busy, self._waited, *self._ended)
         self._changed = now
         return now
 
@@ -147,7 +147,7 @@ class Ledger:
 
     @property
     def settled(self) -> int | None:
-        """The environment that has told all it had to say last, where none has begun anything since."""
+        """The environment that was running last, where all has been told that it and others had to say."""
         env = self._ints[self._ENV]
         return env - _SETTLED - 1 if env >= _SETTLED else None
 

@@ -47,12 +47,15 @@ class Watch:
     Args:
         backend: The workers.
         limits: For each environment.
+
+    Attributes:
+        asked: What workers have been asked for that has a limit; nobody can be late while there is nothing.
     """
 
     def __init__(self, backend: Backend, limits: Limits) -> None:
         self._backend, self._limits = backend, limits
-        # What workers have been asked for that has a limit, and since when they have been expected to get on with it.
-        self._asked: dict[int, list[Message]] = {}
+        self.asked: dict[int, list[Message]] = {}
+        # Since when they have been expected to get on with it.
         self._since: dict[int, float] = {}
         self._suspects: dict[int, tuple[tuple[int, float], float]] = {}
         self._shortest = {message: self._shortest_of(message) for message in Message}
@@ -73,12 +76,12 @@ class Watch:
             if request.message is Message.STEP and self._steps_are_free:
                 return  # on this way every microsecond counts
             if self._shortest[request.message] is not None:
-                self._asked.setdefault(worker, []).append(request.message)
+                self.asked.setdefault(worker, []).append(request.message)
                 self._since.setdefault(worker, time.monotonic())
 
     def end(self, worker: int, message: Message) -> None:
         """Note that a request has been answered."""
-        asked = self._asked.get(worker)
+        asked = self.asked.get(worker)
         if asked is None or message not in asked:
             return
         asked.remove(message)
@@ -88,21 +91,21 @@ class Watch:
 
     def forget(self, worker: int) -> None:
         """Note that nothing is expected of a worker any more."""
-        self._asked.pop(worker, None)
+        self.asked.pop(worker, None)
         self._since.pop(worker, None)
         self._suspects.pop(worker, None)
 
     @property
     def patience(self) -> float | None:
         """For how long to wait at most before looking; None for as long as it takes."""
-        if not self._asked:
+        if not self.asked:
             return None
-        limits = [self._shortest[message] for asked in self._asked.values() for message in asked]
+        limits = [self._shortest[message] for asked in self.asked.values() for message in asked]
         return min(_UNMOVED_S if self._suspects else _LOOK_EVERY_S, *[limit for limit in limits if limit is not None])
 
     def late(self) -> list[int]:
         """Who takes too long, seen twice without anything having moved: else one may just have been about to."""
-        if not self._asked:
+        if not self.asked:
             return []
         late, now = [], time.monotonic()
         for worker, since in self._since.items():
@@ -123,7 +126,7 @@ class Watch:
         running = self._backend.ledgers[worker].running
         if running is not None:
             return running, running.activity, self._limits.of(running.activity)
-        message = self._asked[worker][0]
+        message = self.asked[worker][0]
         doing = {Message.RESET: Activity.RESET}.get(
             message, Activity.START if message in _STARTED_BY else Activity.STEP
         )

@@ -90,25 +90,32 @@ class Crew:
         with self._lock:
             self.check_open()
             try:
-                self._await_restarts(range(len(self._worker_of)))
+                if self.restarts is not None:
+                    self._await_restarts(range(len(self._worker_of)))
+                watch, wait = self._watch, self.backend.wait
                 self.backend.post(requests, together=True)
-                self._watch.begin(requests)
+                watch.begin(requests)
                 pending = set(requests)
                 faults: list[ParallelEnvError] = []
                 while pending or (self.restarts is not None and self.restarts.faults):
-                    for worker, reply in self.backend.wait(self._watch.patience, max(len(pending), 1)):
+                    for worker, reply in wait(watch.patience if watch.asked else None, len(pending) or 1):
                         if isinstance(reply, Lost):
                             faults.append(self._lost(worker, reply))
                             pending.discard(worker)
-                        elif reply.answers is Message.REBUILD:
+                            continue
+                        if reply.answers is Message.REBUILD:
                             self._rebuilt(worker, reply)
-                        else:
-                            pending.discard(worker)
+                            continue
+                        pending.discard(worker)
+                        if reply.results:
                             results.update(reply.results)
+                        if reply.failures:
                             failures.update(reply.failures)
-                            self._watch.end(worker, reply.answers)
-                    self._check_still_open()
-                    for late in self._watch.late():
+                        if watch.asked:
+                            watch.end(worker, reply.answers)
+                    if self.closed:
+                        self._check_still_open()
+                    for late in watch.late() if watch.asked else ():
                         faults.append(self._late(late))
                         pending.discard(late)
                     for env_id in sorted(failures):
@@ -116,7 +123,7 @@ class Crew:
                 if faults:
                     self._mended = faults[0]
                     raise faults[0]
-                return {env_id: self._read(env_id, result) for env_id, result in results.items()}
+                return {env_id: self._read(env_id, result) for env_id, result in results.items()} if results else {}
             except BaseException as error:
                 self._shut_after(error)
                 raise

@@ -133,7 +133,7 @@ class Worker:
         """
         message, env_ids, payload, each, prompt = request
         self._send = send
-        in_turn = [(env_id,) for env_id in env_ids] if each and env_ids is not None else [env_ids]
+        in_turn = [(env_id,) for env_id in env_ids] if each and env_ids is not None else (env_ids,)
         for place, ids in enumerate(in_turn, 1):
             if message is not Message.CLOSE and self._ledger.discarded:
                 return  # nobody waits for it any more
@@ -169,7 +169,6 @@ class Worker:
             if prompt and (results or failures):
                 send(Reply(_kind(failures), message, (env_id,), results, failures, time.monotonic(), last=False))
                 results, failures = {}, {}
-            self._ledger.settle(env_id)
         send(Reply(_kind(failures), message, env_ids, results, failures, self._ledger.lay_down(), last))
 
     # -- one handler for each request; each takes an environment's id and the payload ----------------------------------
