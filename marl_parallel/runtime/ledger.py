@@ -64,10 +64,10 @@ class Ledger:
 
     NBYTES = 128
 
-    # Places of 8 bytes: what runs now and since when; whether all is discarded; then what `_SUMS` packs: sums of seconds,
-    # and, after a place that is free, how often each activity has ended. The first holds an environment's number plus
-    # one: as it is while the simulator runs, negative until the next one's does, with a bit added once the worker is done
-    # with all; 0 where nothing has been begun yet.
+    # Places of 8 bytes: what runs now and since when; whether all is discarded; then what `_SUMS` packs: sums of
+    # seconds, and, after a place that is free, how often each activity has ended. The first holds an environment's
+    # number plus one: as it is while the simulator runs, negative until the next one's does, with a bit added once the
+    # worker is done with all; 0 where nothing has been begun yet.
     _ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _BUSY, _WAITING, _ENDED = 0, 1, 2, 3, 4, 5, 6, 8
 
     def __init__(self, buffer: Any) -> None:

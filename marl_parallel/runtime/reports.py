@@ -61,6 +61,17 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
     return error
 
 
+def unreadable(env_id: int, worker: int, error: Exception) -> EnvError:
+    """What an environment sent cannot be unpickled here."""
+    return EnvError(
+        f"environment {env_id} (worker {worker}) sent something that pickles in the worker, but cannot be unpickled "
+        f"here: {type(error).__name__}: {error}. Its infos, observations or results must do both.",
+        env_ids=(env_id,),
+        worker=worker,
+        method="unpickle",
+    )
+
+
 def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | None, advice: str = "") -> WorkerCrashed:
     """The error of a worker that died with environments in it."""
     env_ids, during = tuple(share), ""

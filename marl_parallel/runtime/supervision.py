@@ -2,27 +2,24 @@
 
 The `Crew` stands between `ParallelEnv`, which knows what is to be done, and a backend, which knows how to get it to
 the workers. A fault is either raised, and everything closed, or its environments are built anew; what that means for
-them is known to `restarts.py`, what an error says to `reports.py`. The crew owns the end of all: whatever happens,
-`shut` frees everything, once.
+them is known to `restarts.py`, what an error says to `reports.py`, and how everything ends to `ownership.py`.
 """
 
 from __future__ import annotations
 
 import pickle
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gymnasium.error import ClosedEnvironmentError
-
-from marl_parallel.errors import EnvError, ParallelEnvError, WorkerTimeout
+from marl_parallel.errors import EnvError, ParallelEnvError
 from marl_parallel.runtime import reports
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.batch import Made
 from marl_parallel.runtime.ledger import Activity, Running
 from marl_parallel.runtime.limits import Limits, Watch
 from marl_parallel.runtime.messages import Failure, Lost, Message, Reply, Request
+from marl_parallel.runtime.ownership import Owner
 from marl_parallel.runtime.reports import logger
 from marl_parallel.runtime.restarts import Kind, Restarts
 from marl_parallel.stats import Stats, WorkerStats
@@ -39,7 +36,7 @@ class _Order(NamedTuple):
     before: tuple[int, float]
 
 
-class Crew:
+class Crew(Owner):
     """The workers of one `ParallelEnv`, and the environments that each of them has.
 
     Args:
@@ -54,8 +51,7 @@ class Crew:
     """
 
     def __init__(self, backend: Backend, shares: Sequence[range], limits: Limits = _NEVER) -> None:
-        self.backend, self.shares = backend, shares
-        self.closed = False
+        super().__init__(backend, shares)
         self.in_flight: dict[int, Message] = {}
         self.restarts: Restarts | None = None
         self.seeds_stale = True
@@ -64,10 +60,7 @@ class Crew:
         # Of what is in flight: what has come, and in which order whole shares are being stepped.
         self._arrived: dict[int, tuple[float, Any]] = {}
         self._order: dict[int, _Order] = {}
-        self._mended: ParallelEnvError | None = None
         self._past = [WorkerStats()] * len(shares)
-        # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
-        self._lock = threading.RLock()
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -120,13 +113,12 @@ class Crew:
                         pending.discard(late)
                     for env_id in sorted(failures):
                         faults.append(self._failed(env_id, failures.pop(env_id)))
-                if faults:
-                    self._mended = faults[0]
-                    raise faults[0]
-                return {env_id: self._read(env_id, result) for env_id, result in results.items()} if results else {}
+                if not faults:
+                    return {i: self._read(i, result) for i, result in results.items()} if results else {}
             except BaseException as error:
                 self._shut_after(error)
                 raise
+            raise faults[0]  # its environments are there again
 
     def ask(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
         """Have one thing done in some environments; `run` says what comes back.
@@ -418,94 +410,6 @@ class Crew:
     def _advice(self) -> str:
         return _ADVICE if self.restarts is None else ""
 
-    # -- the end ---------------------------------------------------------------------------------------------------
-
-    def shut(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
-        """Close all environments, end all workers and free everything. Idempotent.
-
-        Args:
-            ask: Let the environments close themselves first.
-            timeout: Seconds they are given for it.
-
-        Returns:
-            The error of an environment that failed to close; everything has been freed all the same.
-        """
-        if self.closed:
-            return None
-        self.closed = True
-        for ledger in getattr(self.backend, "ledgers", ()):  # there are none where it did not start
-            ledger.discard()  # what is in flight and not yet begun
-        self.backend.interrupt()
-        with self._lock:
-            deadline = time.monotonic() + timeout
-            error, patience = None, 0.0  # whoever was not asked has no reason to end by itself
-            try:
-                if ask:
-                    error = self._ask_to_close(deadline)
-                    patience = max(deadline - time.monotonic(), 0.0)
-            finally:
-                # Also after a second Ctrl-C: nobody would come back for what is left.
-                left = self.backend.stop(patience)
-                # A signal handler may have closed in the middle of a call: its `wait` must not go on for ever.
-                self.backend.interrupt()
-            for worker in left:
-                logger.warning(
-                    "worker %d could not be ended, it is left behind: a thread cannot be killed. It runs\n%s",
-                    worker, self.backend.stack(worker),
-                )  # fmt: skip
-            return error
-
-    def abandon(self) -> None:
-        """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
-        self.closed = True
-        self.backend.abandon()
-
-    def check_open(self) -> None:
-        """Raise `ClosedEnvironmentError` where everything has been closed."""
-        if self.closed:
-            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
-
-    def _check_still_open(self) -> None:
-        if self.closed:
-            raise ClosedEnvironmentError("the environments were closed by another thread")
-
-    def _shut_after(self, error: BaseException) -> None:
-        """Close everything but where somebody else has done it, nothing has happened, or it has been mended."""
-        if isinstance(error, ClosedEnvironmentError):
-            return
-        if error is self._mended:
-            self._mended = None
-            return
-        if isinstance(error, WorkerTimeout):
-            also = self.shut(ask=False, timeout=0.0)
-        elif isinstance(error, ParallelEnvError):
-            also = self.shut()
-        else:
-            # Interrupted half-way (Ctrl-C): which replies are still to come is not known any more.
-            also = self.shut(ask=not self.backend.can_kill, timeout=1.0)
-        if also is not None:
-            logger.warning("while closing after another error: %s", also)
-
-    def _ask_to_close(self, deadline: float) -> EnvError | None:
-        pending = set(range(len(self.shares)))
-        failures: dict[int, tuple[int, Failure]] = {}
-        self.backend.post({worker: Request(Message.CLOSE) for worker in pending})
-        while pending and (left := deadline - time.monotonic()) > 0:
-            for worker, reply in self.backend.wait(left):
-                if isinstance(reply, Lost):
-                    pending.discard(worker)
-                    continue
-                if reply.answers is Message.CLOSE:  # what was still in flight before it is discarded
-                    pending.discard(worker)
-                    failures.update((env_id, (worker, failure)) for env_id, failure in reply.failures.items())
-        if pending:
-            logger.warning(
-                "worker %s did not close within the time given, and is ended: %s",
-                " and ".join(map(str, sorted(pending))),
-                ", ".join(f"environments {reports.listed(self.shares[worker])}" for worker in sorted(pending)),
-            )
-        return reports.env_error(min(failures), *failures[min(failures)]) if failures else None
-
     # -- within ----------------------------------------------------------------------------------------------------
 
     def _shared_out(
@@ -534,11 +438,4 @@ class Crew:
         try:
             return pickle.loads(result)
         except Exception as error:
-            raise EnvError(
-                f"environment {env_id} (worker {self._worker_of[env_id]}) sent something that pickles in the worker, "
-                f"but cannot be unpickled here: {type(error).__name__}: {error}. Its infos, observations or results "
-                "must do both.",
-                env_ids=(env_id,),
-                worker=self._worker_of[env_id],
-                method="unpickle",
-            ) from error
+            raise reports.unreadable(env_id, self._worker_of[env_id], error) from error
