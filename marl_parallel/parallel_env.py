@@ -225,12 +225,7 @@ class ParallelEnv(AsyncStepping):
                 `reset` takes none.
             ParallelEnvError: A fault, as in `step`; everything has been closed.
         """
-        self._check_idle("reset")
-        ids = self._checked_ids(env_ids)
-        base, given, keywords = self._reset_keywords_for(ids, seed, options)
-        extras = self._carry_out(Message.RESET, ids, keywords)
-        self._rebase(base, given)
-        self._batch.begin(ids)
+        ids, extras = self._reset(seed, options, env_ids)
         observations, _, _, _, infos = self._batch.read(ids, extras)
         return observations, infos
 
@@ -264,9 +259,7 @@ class ParallelEnv(AsyncStepping):
             check_one_for_each(actions, ids)
         self._check_begun(ids, "step")
         outside = self._batch.write_actions(ids, actions)
-        plain = ids is self._all and not outside and self._crew.restarts is None
-        extras = self._crew.run(self._plain_steps) if plain else self._carry_out(Message.STEP, ids, outside or None)
-        return self._batch.read(ids, extras)
+        return self._batch.read(ids, self._step(ids, outside))
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -301,9 +294,35 @@ class ParallelEnv(AsyncStepping):
 
     # -- within ----------------------------------------------------------------------------------------------------
 
+    def _reset(
+        self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None, env_ids: Sequence[int] | None
+    ) -> tuple[tuple[int, ...], dict[int, Any]]:
+        """Begin new episodes; returns which, and what is to be read beyond the block."""
+        self._check_idle("reset")
+        ids = self._checked_ids(env_ids)
+        base, given, keywords = self._reset_keywords_for(ids, seed, options)
+        extras = self._carry_out(Message.RESET, ids, keywords)
+        self._rebase(base, given)
+        self._batch.begin(ids)
+        return ids, extras
+
+    def _step(self, ids: tuple[int, ...], outside: dict[int, bytes]) -> dict[int, Any]:
+        """Have the actions carried out that have been written; returns what is to be read beyond the block."""
+        if ids is self._all and not outside and self._crew.restarts is None:
+            return self._crew.run(self._plain_steps)
+        return self._carry_out(Message.STEP, ids, outside or None)
+
     def _carry_out(self, message: Message, ids: Sequence[int], payload: dict[int, bytes] | None) -> dict[int, Any]:
         """Have something done, and wait for it; returns what is to be read beyond the block."""
         if self._crew.restarts is None:
             return self._crew.ask(message, ids, payload)
         self._crew.send(message, ids, payload, each=False)
+        return self._receive(ids)
+
+    def _send(self, ids: Sequence[int], outside: dict[int, bytes]) -> None:
+        """Begin to carry out the actions that have been written; all of them are to be received at once."""
+        self._crew.send(Message.STEP, ids, outside or None, each=False)
+
+    def _receive(self, ids: Sequence[int]) -> dict[int, Any]:
+        """Wait for all that has been sent; returns what is to be read beyond the block."""
         return {env_id: more for env_id, (_, more) in self._crew.receive(len(ids)).items() if more is not None}

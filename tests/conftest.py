@@ -3,11 +3,14 @@
 pytest                 everything
 pytest --setups=few    each test that is repeated on many setups runs on two workers and shared memory only
 CI=true pytest         a test that is skipped makes the run fail
+
+What is about another project's library is collected only where that is installed; `.ci/run` has a place for each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import os
 import tempfile
@@ -49,6 +52,27 @@ PACKED_SETUPS = [setup for setup in ALL_SETUPS if setup.num_workers == 2]
 BACKEND_SETUPS = [setup for setup in PACKED_SETUPS if setup.shared_memory]
 BESIDE_SETUPS = [Setup(backend, True, 2) for backend in ("thread", "process", "portable")]
 PROCESS_SETUPS = [setup for setup in ALL_SETUPS if setup.backend == "process" and setup.shared_memory]
+
+
+WANTED = {
+    "sb3": ("stable_baselines3",),
+    "torchrl": ("torchrl",),
+    "rllib": ("ray", "tree", "torch"),
+    "agilerl": ("agilerl",),
+}
+"""The libraries without which `vector/<name>.py` and `test_<name>.py` cannot even be imported."""
+
+
+class OptionalLibraries:
+    """A plugin rather than a hook of this file: it is for doctests beside this folder, too."""
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        wanted = WANTED.get(collection_path.stem.removeprefix("test_"), ())
+        return True if any(importlib.util.find_spec(library) is None for library in wanted) else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(OptionalLibraries())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

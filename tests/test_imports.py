@@ -21,7 +21,7 @@ LEVELS = [
     {"inquiries"},
     {"async_stepping"},
     {"parallel_env"},
-    {"making"},
+    {"making", "vector"},
     {"marl_parallel"},
     {"cli"},
 ]
@@ -68,7 +68,7 @@ def test_imports_go_downwards(path):
     assert not upwards
 
 
-HEAVY = {"torch", "ray", "matplotlib", "rich", "typer", "psutil"}
+HEAVY = {"torch", "ray", "matplotlib", "rich", "typer", "psutil", "stable_baselines3", "torchrl", "agilerl"}
 
 
 def test_a_bare_import_is_light(tmp_path):

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from marl_parallel.runtime.builders import dict_of, dicts_of
 from marl_parallel.runtime.columns import Mismatch, Unfit, conform, over_records
@@ -39,6 +40,7 @@ class ActionRecords:
         self._position = {agent: place for place, agent in enumerate(self._agents)}
         self._buffer = memoryview(buffer)
         self._forms = over_records(buffer, layout.starts, layout.action_head, np.uint8, ())
+        self._present = over_records(buffer, layout.starts, layout.action_head + 1, np.bool_, (len(self._agents),))
 
     def write_span(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
         """Write the actions of neighbouring records at once; says whether it could, else each wants a `write`.
@@ -55,6 +57,27 @@ class ActionRecords:
             return False  # at least one is special: one by one finds which
         self._forms[span.start : span.stop] = _ALL_IN_ORDER
         return True
+
+    def write_stacked(self, actions: Mapping[Any, Any], wanted: NDArray[np.bool_] | None) -> None:
+        """Write the actions of all records at once; only where all agents have a column.
+
+        Args:
+            actions: By agent, of all records, stacked.
+            wanted: `(records, agents)`: which of them count; None for all.
+
+        Raises:
+            Mismatch: Some are not what their agent's space declares; the text says whose. Nothing counts as written.
+        """
+        for agent, values in actions.items():
+            try:
+                self._columns.write_stacked(agent, values)
+            except Mismatch as error:
+                raise Mismatch(f"the actions of agent {agent!r}: {error}") from error
+        if wanted is None:
+            self._forms[...] = _ALL_IN_ORDER
+        else:
+            self._present[...] = wanted
+            self._forms[...] = _SOME
 
     def write(self, record: int, actions: Mapping[Any, Any]) -> Extras | None:
         """Write what fits; returns the rest, to be pickled.

@@ -36,11 +36,13 @@ class Made(NamedTuple):
     Attributes:
         dicts: Observations, rewards, terminateds, truncateds, infos.
         acting: Who should act next.
+        alive: Who has been seen and is neither terminated nor truncated yet.
         over: Whether the episode has ended and no reset has followed.
     """
 
     dicts: FiveDicts
     acting: list[AgentID]
+    alive: list[AgentID]
     over: bool
 
 
@@ -58,8 +60,15 @@ class Batch:
     Attributes:
         env_ids: All environments.
         acting: For each environment, who should act next; lists that nobody may change.
+        alive: Likewise, who has been seen in this episode and is neither terminated nor truncated yet.
         over: For each environment, whether its episode has ended and no reset has followed.
         begun: For each environment, whether it has been reset at least once.
+        rules: As given.
+        mode: As given.
+        actions: Their records.
+        transitions: Their records.
+        copies: Whether observations are handed out as arrays of the caller's own.
+        checks: Whether every action must be contained in its space.
     """
 
     def __init__(
@@ -74,11 +83,12 @@ class Batch:
     ) -> None:
         layout.bind(buffer)
         self.layout = layout
-        self._actions = ActionRecords(layout, buffer)
-        self._transitions = TransitionRecords(layout, buffer, copy=copy)
+        self.actions = ActionRecords(layout, buffer)
+        self.transitions = TransitionRecords(layout, buffer, copy=copy)
         self._own = TransitionRecords(layout, buffer)
-        self._rules, self._mode, self._check = rules, mode, check_actions
+        self.rules, self.mode, self.copies, self.checks = rules, mode, copy, check_actions
         self.acting: list[list[AgentID]] = [[] for _ in layout.starts]
+        self.alive: list[list[AgentID]] = [[] for _ in layout.starts]
         self.over = [False] * layout.num_records
         self.begun = [False] * layout.num_records
         self.env_ids = tuple(range(layout.num_records))
@@ -96,16 +106,16 @@ class Batch:
             TypeError: Something is not a dict, or cannot be pickled; likewise.
         """
         span = self._span(env_ids)
-        if span is not None and self._all_alike(span, actions) and self._actions.write_span(span, actions):
+        if span is not None and self._all_alike(span, actions) and self.actions.write_span(span, actions):
             return {}
         outside: dict[int, bytes] = {}
         for env_id, given in zip(env_ids, actions, strict=True):
             if self.over[env_id] or type(given) is not dict or (self._pettingzoo and [*given] != self.acting[env_id]):
                 given = self._wanted(env_id, given)
-            if self._check:
+            if self.checks:
                 self._check_contained(env_id, given)
             try:
-                extras = self._actions.write(env_id, given)
+                extras = self.actions.write(env_id, given)
                 if extras is not None:
                     outside[env_id] = sendable(extras, f"environment {env_id}: its actions")
             except Mismatch as error:
@@ -120,7 +130,7 @@ class Batch:
 
     def _all_alike(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
         """Whether each has an action for every agent, in order, and all of them act: nothing is left to be decided."""
-        if self._check or [*map(type, actions)] != [dict] * len(span) or True in self.over:
+        if self.checks or [*map(type, actions)] != [dict] * len(span) or True in self.over:
             return False
         everyone = [self.layout.agents] * len(span)
         return [*map(list, actions)] == everyone and (
@@ -129,7 +139,7 @@ class Batch:
 
     def _wanted(self, env_id: int, given: Any) -> dict[Any, Any]:
         """Those of the given actions that the environment is to get."""
-        if not needs_actions(self._rules, self._mode, self.over[env_id]):
+        if not needs_actions(self.rules, self.mode, self.over[env_id]):
             return {}
         if not isinstance(given, Mapping):
             raise TypeError(
@@ -166,20 +176,19 @@ class Batch:
             extras: By environment, what travelled pickled, or all of it.
         """
         if not extras and (span := self._span(env_ids)) is not None:
-            quiet = self._transitions.read_span(span)
+            quiet = self.transitions.read_span(span)
             if quiet is not None:
-                self.acting[span.start : span.stop] = [self._transitions.agents] * len(span)
-                self.over[span.start : span.stop] = [False] * len(span)
+                self.note_quiet(span)
                 return quiet
         rows = []
-        read, acting, over = self._transitions.read, self.acting, self.over
-        stays_over = self._mode is not AutoresetMode.SAME_STEP
+        read, acting, alive, over = self.transitions.read, self.acting, self.alive, self.over
+        stays_over = self.mode is not AutoresetMode.SAME_STEP
         for env_id in env_ids:
             more = extras.get(env_id) if extras else None
             if type(more) is Made:
-                dicts, acting[env_id], over[env_id] = more
+                dicts, acting[env_id], alive[env_id], over[env_id] = more
             else:
-                dicts, acting[env_id], ended = read(env_id, more)
+                dicts, acting[env_id], alive[env_id], ended = read(env_id, more)
                 over[env_id] = ended and stays_over
             rows.append(dicts)
         if not rows:
@@ -187,10 +196,16 @@ class Batch:
         observations, rewards, terminateds, truncateds, infos = zip(*rows)
         return observations, rewards, terminateds, truncateds, infos
 
+    def note_quiet(self, span: range) -> None:
+        """Note that in these environments everybody acts next and nothing is over."""
+        everyone = [self.transitions.agents] * len(span)
+        self.acting[span.start : span.stop] = self.alive[span.start : span.stop] = everyone
+        self.over[span.start : span.stop] = [False] * len(span)
+
     def peek(self, env_id: int, extras: Any) -> Made:
         """The transition of one environment in memory of its own, without taking it for read."""
-        dicts, acting, ended = self._own.read(env_id, extras)
-        return Made(dicts, acting, ended and self._mode is not AutoresetMode.SAME_STEP)
+        dicts, acting, alive, ended = self._own.read(env_id, extras)
+        return Made(dicts, acting, alive, ended and self.mode is not AutoresetMode.SAME_STEP)
 
     def last_known(self, env_id: int, extras: Any, *, torn: bool) -> tuple[dict[AgentID, Any], list[AgentID]]:
         """What each agent of one environment has observed last, in memory of its own, and who is alive.

@@ -143,6 +143,26 @@ class Column(ABC):
     def read(self, record: int, row: int, copy: bool) -> Any:
         """The value of one row; arrays are views of the block unless `copy`."""
 
+    @abstractmethod
+    def copied(self, out: Any) -> Any:
+        """The values of all rows of all records, stacked: `(records, rows, ...)`.
+
+        Args:
+            out: What this has returned before, to be written again; None for new arrays.
+        """
+
+    @abstractmethod
+    def write_stacked(self, row: int, values: Any) -> None:
+        """Write the value of one row in every record.
+
+        Args:
+            row: Which.
+            values: Stacked as in the space's batches: `(records, ...)`.
+
+        Raises:
+            Mismatch: They are not what the space declares; some may have been written.
+        """
+
     def write_span(self, span: range, values: Sequence[Any]) -> None:
         """Write the values of all rows of neighbouring records, one record's after the other's; as `write_all`."""
         for place, record in enumerate(span):
@@ -208,6 +228,16 @@ class ArrayColumn(Column):
     def read(self, record: int, row: int, copy: bool) -> Any:
         view = self._rows[record * self.rows + row]
         return view.copy() if copy else view
+
+    def copied(self, out: Any) -> Any:
+        if out is None:
+            return self._all.copy()
+        np.copyto(out, self._all)
+        return out
+
+    def write_stacked(self, row: int, values: Any) -> None:
+        column = self._all[:, row]
+        column[...] = as_array(values, self.dtype, column.shape)
 
 
 SCALAR_TYPES: tuple[type, ...] = (
@@ -280,6 +310,20 @@ class ScalarColumn(Column):
         (tag,) = self._tag.unpack_from(self._buffer, start + 8 * self.rows + row)
         return SCALAR_TYPES[tag](value)
 
+    def copied(self, out: Any) -> Any:
+        if out is None:
+            return self._numbers.copy()
+        np.copyto(out, self._numbers)
+        return out
+
+    def write_stacked(self, row: int, values: Any) -> None:
+        array = np.asarray(values)
+        column = self._numbers[:, row]
+        if array.shape != column.shape or array.dtype.type not in _SCALAR_TAGS:
+            raise Mismatch(f"expected {len(column)} integers, got shape {array.shape} and dtype {array.dtype}")
+        column[...] = as_array(array, column.dtype, column.shape)
+        self._tags[:, row] = _SCALAR_TAGS[array.dtype.type]
+
 
 class DictColumn(Column):
     """Dicts with fixed keys: a column for each key."""
@@ -317,6 +361,15 @@ class DictColumn(Column):
     def read(self, record: int, row: int, copy: bool) -> Any:
         return {key: child.read(record, row, copy) for key, child in self.children.items()}
 
+    def copied(self, out: Any) -> Any:
+        return {key: child.copied(None if out is None else out[key]) for key, child in self.children.items()}
+
+    def write_stacked(self, row: int, values: Any) -> None:
+        if not self._fits(values):
+            raise Mismatch(f"expected a dict with the keys {[*self._keys]}, got {_form_of(values)}")
+        for key, child in self.children.items():
+            child.write_stacked(row, values[key])
+
 
 class TupleColumn(Column):
     """Tuples of fixed length: a column for each place."""
@@ -350,6 +403,19 @@ class TupleColumn(Column):
 
     def read(self, record: int, row: int, copy: bool) -> Any:
         return tuple(child.read(record, row, copy) for child in self.children)
+
+    def copied(self, out: Any) -> Any:
+        return tuple(child.copied(None if out is None else out[place]) for place, child in enumerate(self.children))
+
+    def write_stacked(self, row: int, values: Any) -> None:
+        if not self._fits(values):
+            raise Mismatch(f"expected a tuple of {len(self.children)}, got {_form_of(values)}")
+        for child, part in zip(self.children, values, strict=True):
+            child.write_stacked(row, part)
+
+
+def _form_of(values: Any) -> str:
+    return f"a dict with the keys {[*values]}" if isinstance(values, dict) else type(values).__name__
 
 
 def column_for(space: Space[Any], rows: int, place: Place) -> Column:

@@ -48,6 +48,19 @@ class Schema:
         return cls(list(env.possible_agents), env.observation_spaces, env.action_spaces, env.state_space)
 
 
+def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> list[tuple[Space[Any], list[int]]]:
+    """Groups of agents whose spaces are equal: the space, and their positions among `agents`."""
+    groups: list[tuple[Space[Any], list[int]]] = []
+    for position, agent in enumerate(agents):
+        for space, positions in groups:
+            if space == declared[agent]:
+                positions.append(position)
+                break
+        else:
+            groups.append((declared[agent], [position]))
+    return groups
+
+
 class Whole(Protocol):
     """What writes and reads the values of all agents of a record, or of several records, at once; as `Column` does."""
 
@@ -96,21 +109,14 @@ class AgentColumns:
 
     Attributes:
         agents: Those agents, in the order of `possible_agents`.
+        groups: Columns, and which of `agents` each has the values of.
         whole: Writes and reads the values of all of them at once, in their order.
     """
 
     def __init__(self, declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID], place: Place) -> None:
         self.agents = [agent for agent in agents if agent in declared and fits_block(declared[agent])]
-        groups: list[tuple[Space[Any], list[int]]] = []
-        for position, agent in enumerate(self.agents):
-            for space, positions in groups:
-                if space == declared[agent]:
-                    positions.append(position)
-                    break
-            else:
-                groups.append((declared[agent], [position]))
         self.groups: list[tuple[Column, list[int]]] = [
-            (column_for(space, len(positions), place), positions) for space, positions in groups
+            (column_for(space, len(positions), place), positions) for space, positions in alike(declared, self.agents)
         ]
         self._row = {
             self.agents[position]: (column, row)
@@ -137,6 +143,11 @@ class AgentColumns:
         """The value of one of `agents`."""
         column, row = self._row[agent]
         return column.read(record, row, copy)
+
+    def write_stacked(self, agent: AgentID, values: Any) -> None:
+        """Write the value of one of `agents` in every record; raises as `Column.write_stacked` does."""
+        column, row = self._row[agent]
+        column.write_stacked(row, values)
 
 
 class Layout:

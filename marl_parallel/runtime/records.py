@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.runtime.builders import dict_of, dicts_of, empty_dicts_of
@@ -49,6 +50,7 @@ _QUIET_CODES = {bool: 0, np.bool_: 2}
 # What the code of a transition's head is made of; tags of quiet rewards and flags are shifted above these.
 _QUIET, _EXTRAS, _FINAL = 1, 2, 4
 _REWARD_SHIFT, _FLAG_SHIFT = 8, 16
+_PLAIN_MASK = np.uint64(_QUIET | _EXTRAS)
 _CODE = struct.Struct("=Q")
 _USUAL_CODES = {t: _QUIET | _REWARD_TAGS[t] << _REWARD_SHIFT for t in FLOATS}
 
@@ -240,7 +242,7 @@ class TransitionRecords:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def read(self, record: int, extras: Extras | None) -> tuple[Dicts, list[AgentID], bool]:
+    def read(self, record: int, extras: Extras | None) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Rebuild the five dicts, exactly as they were, with what an automatic reset adds to the infos.
 
         Args:
@@ -248,7 +250,8 @@ class TransitionRecords:
             extras: What `write` returned.
 
         Returns:
-            The dicts; the agents who should act next, a list not to be changed; whether the episode is over.
+            The dicts; the agents who should act next, and those who are alive, lists not to be changed; whether the
+            episode is over.
         """
         code, *rewards = self._head.unpack_from(self._buffer, self._heads[record])
         if not code & _QUIET:
@@ -265,7 +268,7 @@ class TransitionRecords:
             flags.copy(),
             self._new_infos() if extras is None else extras["infos"],
         )
-        return dicts, self.agents, False
+        return dicts, self.agents, self.agents, False
 
     def read_span(self, span: range) -> Columns | None:
         """The five dicts of neighbouring records, as `read`, where all of them are quiet and alike; None elsewhere."""
@@ -283,14 +286,22 @@ class TransitionRecords:
             (*[self._new_infos() for _ in span],),
         )
 
+    def plain(self) -> NDArray[np.bool_]:
+        """Which records are quiet, with no flag set and nothing pickled beside them: `(records,)`."""
+        plain: NDArray[np.bool_] = (self._codes & _PLAIN_MASK) == _QUIET
+        return plain
+
+    def all_rewards(self) -> NDArray[np.float64]:
+        """Of all records: `(records, agents)`, a copy; zeros for agents without one, and for what is pickled."""
+        rewards: NDArray[np.float64] = self._reward_rows.copy()
+        return rewards
+
     def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
         """What was observed last, and who is alive."""
-        (observations, _, _, _, _), _, _ = self._read_full(record, extras or {})
-        presence = self._full.unpack_from(self._buffer, self._heads[record])[-self._n :] if self._n else ()
-        alive = [agent for agent, p in zip(self.agents, presence, strict=True) if p & ALIVE]
-        return observations, alive + (extras or {}).get("alive", [])
+        (observations, _, _, _, _), _, alive, _ = self._read_full(record, extras or {})
+        return observations, alive
 
-    def _read_full(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], bool]:
+    def _read_full(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         n, agents = self._n, self.agents
         code, *rows = self._full.unpack_from(self._buffer, self._heads[record])
         rewards, tags = rows[:n], rows[n : 2 * n]
@@ -318,10 +329,10 @@ class TransitionRecords:
         if code & _FINAL:
             final = seen("final_observations", self._layout.final_observations, FINAL)
             with_final(infos, final, extras.get("reset_infos", {}))
-        acting = [a for a, p in zip(agents, presence, strict=True) if p & ACTING] + extras.get("acting", [])
         return (
             (observations, reward_dict, terminateds, truncateds, infos),
-            acting,
+            [a for a, p in zip(agents, presence, strict=True) if p & ACTING] + extras.get("acting", []),
+            [a for a, p in zip(agents, presence, strict=True) if p & ALIVE] + extras.get("alive", []),
             bool(terminateds[ALL] or truncateds[ALL]),
         )
 

@@ -233,9 +233,9 @@ class Restarts:
             if fault.kind is Kind.RESET:
                 made = fresh._replace(dicts=marked(fresh.dicts, fault.report))
             else:
-                made = Made(renewed(fault.told, fresh.dicts), fresh.acting, over=False)
+                made = Made(renewed(fault.told, fresh.dicts), fresh.acting, fresh.alive, over=False)
         else:
-            made = Made(fault.told, [], over=True)
+            made = Made(fault.told, [], [], over=True)
             self.unborn.add(env_id)
         if fault.kind is Kind.IDLE:
             self.marks[env_id] = fault, made

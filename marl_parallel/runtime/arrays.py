@@ -1,0 +1,319 @@
+"""The batch as arrays over all environments: the other view, beside dicts, of what lies in the block.
+
+Facades are made of it. Usual transitions, and all actions, cross between the block and arrays whole, with no loop over
+environments; the others are taken from their dicts, so that what they mean is said in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import Space, spaces
+from numpy.typing import NDArray
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.runtime.batch import Batch
+from marl_parallel.runtime.columns import Mismatch
+from marl_parallel.runtime.layout import alike
+from marl_parallel.runtime.transition import ALL, is_empty_info
+
+_ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
+
+
+class Group(NamedTuple):
+    """Agents with equal observation spaces.
+
+    Attributes:
+        space: Theirs.
+        positions: Theirs among the possible agents.
+    """
+
+    space: Space[Any]
+    positions: list[int]
+
+
+class Arrays(NamedTuple):
+    """One transition of every environment, for `n` possible agents.
+
+    Attributes:
+        observations: For each group, what its agents see: arrays `(num_envs, agents of the group, ...)`, in the form of
+            the space (dicts and tuples of them). What has no fixed form is an array of objects. Absent rows are zeros,
+            or None.
+        rewards: `(num_envs, n)`, float64; 0.0 where there is none.
+        terminations: `(num_envs, n)`, bool; False where there is none.
+        truncations: Likewise.
+        terminated: `(num_envs,)`, bool: `terminateds["__all__"]`.
+        truncated: Likewise.
+        present: `(num_envs, n)`, bool: who was observed or rewarded.
+        acting: `(num_envs, n)`, bool: who should act next.
+        infos: By environment, its infos as they are in the dicts, where any of them says something.
+    """
+
+    observations: list[Any]
+    rewards: NDArray[np.float64]
+    terminations: NDArray[np.bool_]
+    truncations: NDArray[np.bool_]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    present: NDArray[np.bool_]
+    acting: NDArray[np.bool_]
+    infos: dict[int, dict[Any, Any]]
+
+
+class ArrayBatch:
+    """Reads and writes a batch as arrays.
+
+    Args:
+        batch: Its schema names all agents, and a space for each of them.
+        copy: Whether each observation is in arrays of the caller's own; else they are written again by the next `read`.
+
+    Attributes:
+        agents: The possible agents, in their order.
+        groups: Who of them is observed in the same form.
+    """
+
+    def __init__(self, batch: Batch, *, copy: bool) -> None:
+        self._batch, self._copy = batch, copy
+        layout, schema = batch.layout, batch.layout.schema
+        self.agents = list(schema.possible_agents)
+        self.groups = [Group(*group) for group in alike(schema.observation_spaces, self.agents)]
+        self._column = {agent: place for place, agent in enumerate(self.agents)}
+        self._rows = {
+            self.agents[position]: (group, row)
+            for group, (_, positions) in enumerate(self.groups)
+            for row, position in enumerate(positions)
+        }
+        self._ordered = [(agent, self._rows[agent]) for agent in self.agents]
+        self._columns = [column for column, _ in layout.observations.groups]
+        self._in_block = bool(layout.agents) and layout.observations.agents == self.agents
+        self._actions_in_block = bool(layout.agents) and layout.actions.agents == self.agents and not batch.checks
+        self._num_envs = layout.num_records
+        self._shape = self._num_envs, len(self.agents)
+        self._observations: list[Any] = [None] * len(self.groups)
+
+    # -- actions ---------------------------------------------------------------------------------------------------
+
+    def write(self, actions: Mapping[AgentID, Any]) -> dict[int, bytes]:
+        """Write the actions of everybody who acts; what is there for others is not looked at.
+
+        Args:
+            actions: By agent, stacked in the form of its space: arrays `(num_envs, ...)`, dicts and tuples of them, or
+                one value for each environment.
+
+        Returns:
+            By environment, what does not fit into the block, pickled.
+
+        Raises:
+            ValueError: An acting agent has none, somebody is unknown, or an array is not what its space declares.
+        """
+        unknown = [agent for agent in actions if agent not in self._column]
+        if unknown:
+            raise ValueError(f"actions for {unknown[0]!r}, which is none of the agents {self.agents}")
+        everyone = self._batch.acting == [self.agents] * self._num_envs
+        if not everyone or len(actions) != len(self.agents):
+            self._check_all_there(actions)
+        if self._actions_in_block:
+            try:
+                self._batch.actions.write_stacked(actions, None if everyone else self.acting())
+            except Mismatch as error:
+                raise ValueError(str(error)) from None
+            return {}
+        schema = self._batch.layout.schema
+        rows = [
+            {agent: _at(schema.action_spaces[agent], actions[agent], env_id) for agent in acting}
+            for env_id, acting in enumerate(self._batch.acting)
+        ]
+        return self._batch.write_actions(self._batch.env_ids, rows)
+
+    def acting(self) -> NDArray[np.bool_]:
+        """Who should act next: `(num_envs, agents)`."""
+        mask = np.zeros(self._shape, np.bool_)
+        for env_id, acting in enumerate(self._batch.acting):
+            mask[env_id, [self._column[agent] for agent in acting]] = True
+        return mask
+
+    def _check_all_there(self, actions: Mapping[AgentID, Any]) -> None:
+        for env_id, acting in enumerate(self._batch.acting):
+            for agent in acting:
+                if agent not in actions:
+                    raise ValueError(
+                        f"environment {env_id}: no action for agent {agent!r}; expected one for each of {acting}, "
+                        f"got actions of {[*actions]}"
+                    )
+
+    # -- transitions -----------------------------------------------------------------------------------------------
+
+    def read(self, extras: Mapping[int, Any]) -> Arrays:
+        """The transitions of all environments.
+
+        Args:
+            extras: By environment, what travelled pickled, or all of it.
+
+        Raises:
+            ValueError: Something has no place in an array, such as a vector of rewards or an agent that is unknown.
+        """
+        batch, shape = self._batch, self._shape
+        arrays = Arrays(
+            self._all_observations(),
+            batch.transitions.all_rewards() if self._in_block else np.zeros(shape),
+            np.zeros(shape, np.bool_),
+            np.zeros(shape, np.bool_),
+            np.zeros(self._num_envs, np.bool_),
+            np.zeros(self._num_envs, np.bool_),
+            np.ones(shape, np.bool_),
+            np.ones(shape, np.bool_),
+            {},
+        )
+        others: Iterable[int] = range(self._num_envs)
+        if self._in_block:
+            plain = batch.transitions.plain()
+            if not extras and plain.all():
+                batch.note_quiet(range(self._num_envs))
+                return arrays
+            plain[[*extras]] = False
+            for env_id in np.flatnonzero(plain).tolist():
+                batch.note_quiet(range(env_id, env_id + 1))
+            others = np.flatnonzero(~plain).tolist()
+        for env_id in others:
+            self._read_dicts(arrays, env_id, extras)
+        return arrays
+
+    def read_some(self, env_ids: Sequence[int], extras: Mapping[int, Any], before: Arrays) -> Arrays:
+        """The transitions of some environments, among the observations of all.
+
+        Args:
+            env_ids: Whose; the others have no rewards, flags and infos.
+            extras: As of `read`.
+            before: What was read last.
+        """
+        observations = self._all_observations() if self._in_block else [_copied(one) for one in before.observations]
+        arrays = Arrays(
+            observations,
+            np.zeros(self._shape),
+            np.zeros(self._shape, np.bool_),
+            np.zeros(self._shape, np.bool_),
+            np.zeros(self._num_envs, np.bool_),
+            np.zeros(self._num_envs, np.bool_),
+            before.present.copy(),
+            before.acting.copy(),
+            {},
+        )
+        if self._in_block:
+            for env_id, agent in zip(*np.nonzero(~before.present)):
+                group, row = self._rows[self.agents[agent]]
+                _clear(observations[group], (env_id, row))
+        for env_id in env_ids:
+            self._read_dicts(arrays, env_id, extras)
+        return arrays
+
+    def by_agent(self, observations: list[Any]) -> dict[AgentID, Any]:
+        """What each agent sees, of the arrays of all groups: views of shape `(num_envs, ...)`."""
+        return {agent: _column(observations[group], row) for agent, (group, row) in self._ordered}
+
+    def _all_observations(self) -> list[Any]:
+        if self._in_block:
+            observations = [column.copied(out) for column, out in zip(self._columns, self._observations)]
+        else:
+            observations = [_zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
+        if not self._copy:
+            self._observations = observations
+        return observations
+
+    def _read_dicts(self, arrays: Arrays, env_id: int, extras: Mapping[int, Any]) -> None:
+        (seen,), (rewards,), (terminateds,), (truncateds,), (infos,) = self._batch.read((env_id,), extras)
+        for array in (arrays.rewards, arrays.present, arrays.acting, *arrays.observations):
+            _clear(array, env_id)
+        for agent, observation in seen.items():
+            group, row = self._rows[self._known(env_id, agent)]
+            _put(arrays.observations[group], (env_id, row), observation, f"environment {env_id}: agent {agent!r}")
+            arrays.present[env_id, self._column[agent]] = True
+        for agent, reward in rewards.items():
+            place = env_id, self._column[self._known(env_id, agent)]
+            arrays.present[place] = True
+            try:
+                arrays.rewards[place] = reward
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"environment {env_id}: the reward of agent {agent!r} is {reward!r}; in arrays, it must be a number"
+                ) from None
+        for flags, of_agents, of_all in (
+            (terminateds, arrays.terminations, arrays.terminated),
+            (truncateds, arrays.truncations, arrays.truncated),
+        ):
+            for agent, flag in flags.items():
+                if agent == ALL:
+                    of_all[env_id] = flag
+                else:
+                    of_agents[env_id, self._column[self._known(env_id, agent)]] = flag
+        arrays.acting[env_id, [self._column[agent] for agent in self._batch.acting[env_id]]] = True
+        if not all(map(is_empty_info, infos.values())):
+            arrays.infos[env_id] = infos
+
+    def _known(self, env_id: int, agent: AgentID) -> AgentID:
+        if agent not in self._column:
+            raise ValueError(
+                f"environment {env_id}: agent {agent!r} is none of the possible agents {self.agents}, "
+                "so that arrays have no row for it"
+            )
+        return agent
+
+
+# -- values of a space, stacked ------------------------------------------------------------------------------------
+
+
+def _zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
+    if type(space) is spaces.Dict:
+        return {key: _zeros(child, shape) for key, child in space.spaces.items()}
+    if type(space) is spaces.Tuple:
+        return tuple(_zeros(child, shape) for child in space.spaces)
+    if type(space) is spaces.Discrete:
+        return np.zeros(shape, np.int64)
+    if type(space) in _ARRAYS:
+        return np.zeros((*shape, *(space.shape or ())), space.dtype)
+    return np.full(shape, None, object)
+
+
+def _put(stacked: Any, place: tuple[int, int], value: Any, whose: str) -> None:
+    if isinstance(stacked, dict) and isinstance(value, dict) and stacked.keys() == value.keys():
+        for key, child in stacked.items():
+            _put(child, place, value[key], whose)
+    elif isinstance(stacked, tuple) and isinstance(value, tuple) and len(stacked) == len(value):
+        for child, part in zip(stacked, value):
+            _put(child, place, part, whose)
+    elif isinstance(stacked, np.ndarray) and (stacked.dtype == object or np.shape(value) == stacked.shape[2:]):
+        stacked[place] = value
+    else:
+        raise ValueError(f"{whose} observed {value!r}, which is not of the form that its space declares")
+
+
+def _clear(stacked: Any, place: Any) -> None:
+    if isinstance(stacked, np.ndarray):
+        stacked[place] = None if stacked.dtype == object else 0
+    else:
+        for child in stacked.values() if isinstance(stacked, dict) else stacked:
+            _clear(child, place)
+
+
+def _column(stacked: Any, row: int) -> Any:
+    if isinstance(stacked, dict):
+        return {key: _column(child, row) for key, child in stacked.items()}
+    if isinstance(stacked, tuple):
+        return tuple(_column(child, row) for child in stacked)
+    return tuple(stacked[:, row]) if stacked.dtype == object else stacked[:, row]
+
+
+def _copied(stacked: Any) -> Any:
+    if isinstance(stacked, dict):
+        return {key: _copied(child) for key, child in stacked.items()}
+    return tuple(map(_copied, stacked)) if isinstance(stacked, tuple) else stacked.copy()
+
+
+def _at(space: Space[Any], stacked: Any, env_id: int) -> Any:
+    """One environment's value."""
+    if isinstance(space, spaces.Dict) and isinstance(stacked, Mapping):
+        return {key: _at(child, stacked[key], env_id) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple) and isinstance(stacked, tuple) and len(stacked) == len(space.spaces):
+        return tuple(_at(child, part, env_id) for child, part in zip(space.spaces, stacked))
+    return stacked[env_id]

@@ -1,0 +1,238 @@
+"""`PettingZooVecEnv`: the batch by agent, as PettingZoo's users think of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.arrays import Arrays
+from marl_parallel.vector.facade import Stepper
+from marl_parallel.vector.infos import vector_infos
+from marl_parallel.vector.single import SingleEnv
+
+ByAgent = dict[AgentID, Any]
+
+
+class PettingZooVecEnv:
+    """Many copies of an environment as one, of which everything is a dict by agent of arrays over all copies.
+
+    Observations are in the form of the agent's batched space: an array `(num_envs, ...)`, or dicts and tuples of them.
+    Rewards are float64 and flags bool, `(num_envs,)`. Every agent is always there; in copies where it is absent its
+    rows are zeros, and `present[agent]` says which rows are data, `acting[agent]` which want an action. Infos are laid
+    out by agent as in Gymnasium's vector environments; those of the copy, not an agent, are under their own key.
+
+    Auto-reset is whatever the environment was made with. With `auto_reset=False`, PettingZoo's own loop over `agents`
+    runs unchanged; it ends when nobody is left in any copy.
+
+    Args:
+        env: Nobody else may step it. With `copy=False`, observations are valid until the next step or reset.
+
+    Attributes:
+        env: As given.
+        metadata: Of the first copy; `"autoreset_mode"` is there, too.
+        possible_agents: All agents, in the environment's own order.
+        num_envs: How many copies.
+
+    Raises:
+        TypeError: `env` is no `ParallelEnv`.
+        ValueError: Its agents are not known beforehand, or one declares no space.
+
+    Example:
+        >>> from mpe2 import simple_spread_v3
+        >>> from marl_parallel import ParallelEnv
+        >>> parallel = ParallelEnv([simple_spread_v3.parallel_env] * 4, auto_reset=False, num_workers=2)
+        >>> with PettingZooVecEnv(parallel) as env:
+        ...     observations, infos = env.reset(seed=1)
+        ...     while env.agents:
+        ...         actions = {agent: env.action_space(agent).sample() for agent in env.agents}
+        ...         observations, rewards, terminations, truncations, infos = env.step(actions)
+        >>> observations["agent_0"].shape, truncations["agent_0"]
+        ((4, 18), array([ True,  True,  True,  True]))
+    """
+
+    def __init__(self, env: ParallelEnv) -> None:
+        self._stepper = Stepper(env, self, *AutoresetMode)
+        self._batch = self._stepper.batch
+        self.env, self.num_envs = env, env.num_envs
+        self.metadata = env.metadata
+        self.possible_agents = env.possible_agents
+        schema = env._schema
+        self._single = schema.observation_spaces, schema.action_spaces
+        self._batched = tuple(
+            {agent: batch_space(declared[agent], self.num_envs) for agent in self.possible_agents}
+            for declared in self._single
+        )
+        self.present: ByAgent = self._by_agent(np.zeros((self.num_envs, len(self.possible_agents)), np.bool_))
+        self.acting: ByAgent = self._by_agent(np.zeros((self.num_envs, len(self.possible_agents)), np.bool_))
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def agents(self) -> list[AgentID]:
+        """Who is alive in any copy."""
+        alive = {agent for agents in self.env._batch.alive for agent in agents}
+        return [agent for agent in self.possible_agents if agent in alive]
+
+    @property
+    def num_agents(self) -> int:
+        """How many are alive in any copy."""
+        return len(self.agents)
+
+    @property
+    def max_num_agents(self) -> int:
+        """How many possible agents there are."""
+        return len(self.possible_agents)
+
+    @property
+    def render_mode(self) -> str | None:
+        """The render mode of the first copy."""
+        return self.env.render_mode
+
+    @property
+    def over(self) -> NDArray[np.bool_]:
+        """In which copies the episode has ended and no reset has followed."""
+        return np.array(self.env._batch.over, np.bool_)
+
+    def observation_space(self, agent: AgentID) -> Space[Any]:
+        """Of one agent in all copies."""
+        return self._batched[0][agent]
+
+    def action_space(self, agent: AgentID) -> Space[Any]:
+        """Of one agent in all copies."""
+        return self._batched[1][agent]
+
+    def single_observation_space(self, agent: AgentID) -> Space[Any]:
+        """Of one agent in one copy."""
+        return self._single[0][agent]
+
+    def single_action_space(self, agent: AgentID) -> Space[Any]:
+        """Of one agent in one copy."""
+        return self._single[1][agent]
+
+    # -- stepping --------------------------------------------------------------------------------------------------
+
+    def reset(
+        self,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+        env_ids: Sequence[int] | None = None,
+    ) -> tuple[ByAgent, ByAgent]:
+        """Begin new episodes.
+
+        Args:
+            seed: As of `ParallelEnv.reset`: copy i gets `seed + i`.
+            options: For each copy's own `reset`.
+            env_ids: Which copies; None for all of them. The others' observations stay.
+
+        Returns:
+            Observations and infos, by agent.
+        """
+        arrays = self._stepper.reset(seed, options, env_ids)
+        observations, _, _, _, infos = self._told(arrays)
+        return observations, infos
+
+    def step(self, actions: Mapping[AgentID, Any]) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
+        """Step all copies.
+
+        Args:
+            actions: By agent, in the form of its batched space. Rows of those who do not act are not looked at, and
+                whoever acts in no copy may be left out.
+
+        Returns:
+            Observations, rewards, terminations, truncations and infos, by agent.
+
+        Raises:
+            ValueError: Actions are missing or of another shape or dtype. Nothing has been stepped.
+            ResetNeeded: `reset` has not been called. Nothing has been stepped.
+            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+        """
+        return self._told(self._stepper.step(actions))
+
+    def step_async(self, actions: Mapping[AgentID, Any]) -> None:
+        """Begin to step all copies and return; `step_wait` has the results. Arguments and errors as of `step`."""
+        self._stepper.send(actions)
+
+    def step_wait(self) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
+        """The results of `step_async`.
+
+        Raises:
+            NoAsyncCallError: Nothing is on its way.
+            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+        """
+        return self._told(self._stepper.receive())
+
+    def _told(self, arrays: Arrays) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
+        self.present, self.acting = self._by_agent(arrays.present), self._by_agent(arrays.acting)
+        return (
+            self._batch.by_agent(arrays.observations),
+            self._by_agent(arrays.rewards),
+            self._by_agent(arrays.terminations),
+            self._by_agent(arrays.truncations),
+            self._infos(arrays),
+        )
+
+    def _by_agent(self, array: NDArray[Any]) -> ByAgent:
+        return dict(zip(self.possible_agents, array.T))
+
+    def _infos(self, arrays: Arrays) -> ByAgent:
+        if not arrays.infos:
+            return {agent: {} for agent in self.possible_agents}
+        keys = dict.fromkeys([*self.possible_agents, *(key for infos in arrays.infos.values() for key in infos)])
+        return {
+            key: vector_infos(
+                ((env_id, infos[key]) for env_id, infos in arrays.infos.items() if key in infos), self.num_envs
+            )
+            for key in keys
+        }
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def single(self, env_id: int = 0) -> SingleEnv:
+        """One copy as a PettingZoo `ParallelEnv` of its own.
+
+        Raises:
+            ValueError: The environment resets by itself, which PettingZoo's own do not: pass `auto_reset=False`.
+        """
+        return SingleEnv(self.env, env_id)
+
+    def state(self) -> NDArray[Any]:
+        """The global states, `(num_envs, *state_space.shape)`; raises as `ParallelEnv.state`."""
+        return self.env.state()
+
+    def render(self) -> tuple[Any, ...] | None:
+        """One frame of each copy; None where `render_mode` is None."""
+        frames: tuple[Any, ...] | None = self.env.render()
+        return frames
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each copy; as `ParallelEnv.call`."""
+        return self.env.call(name, *args, **kwargs)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of each copy; as `ParallelEnv.get_attr`."""
+        return self.env.get_attr(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of each copy; as `ParallelEnv.set_attr`."""
+        self.env.set_attr(name, values)
+
+    def close(self) -> None:
+        """Close the environment; idempotent."""
+        self._stepper.close()
+
+    def __enter__(self) -> PettingZooVecEnv:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.metadata.get('name', 'environment')} x {self.num_envs})"

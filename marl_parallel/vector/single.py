@@ -1,0 +1,89 @@
+"""`SingleEnv`: one copy of a `ParallelEnv` as a plain PettingZoo environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pettingzoo  # type: ignore[import-untyped]
+from gymnasium import Space
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.transition import ALL
+
+
+class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
+    """What PettingZoo's wrappers, tests and loops take; the other copies stay as they are.
+
+    Args:
+        env: Made with `auto_reset=False`.
+        env_id: Which copy.
+
+    Raises:
+        ValueError: It was not, or there is no such copy.
+    """
+
+    def __init__(self, env: ParallelEnv, env_id: int = 0) -> None:
+        if env._batch.mode is not AutoresetMode.DISABLED:
+            raise ValueError(
+                "one copy as a PettingZoo environment wants a ParallelEnv with auto_reset=False, got "
+                f"AutoresetMode.{env._batch.mode.name}"
+            )
+        if not 0 <= env_id < env.num_envs:
+            raise ValueError(f"there is no copy {env_id!r}: they are numbered from 0 to {env.num_envs - 1}")
+        self._env, self._env_id = env, env_id
+        self.metadata = env.metadata
+        self.render_mode = env.render_mode
+        self.possible_agents = env.possible_agents
+        self.observation_spaces = env._schema.observation_spaces
+        self.action_spaces = env._schema.action_spaces
+        if env.state_space is not None:
+            self.state_space = env.state_space
+
+    @property
+    def agents(self) -> list[AgentID]:
+        """Who is alive."""
+        return [*self._env._batch.alive[self._env_id]]
+
+    def observation_space(self, agent: AgentID) -> Space[Any]:
+        """Of one agent."""
+        return self.observation_spaces[agent]
+
+    def action_space(self, agent: AgentID) -> Space[Any]:
+        """Of one agent."""
+        return self.action_spaces[agent]
+
+    def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[AgentID, Any], dict[AgentID, Any]]:
+        """Begin a new episode; options are dropped where the simulator's own `reset` takes none."""
+        if "options" not in self._env._reset_keywords:
+            options = None
+        seeds = None if seed is None else [seed]
+        (observations,), (infos,) = self._env.reset(seed=seeds, options=options, env_ids=[self._env_id])
+        return observations, infos
+
+    def step(self, actions: dict[AgentID, Any]) -> tuple[dict[AgentID, Any], ...]:
+        """Step once; `__all__` is left out, as PettingZoo knows no such key."""
+        told = self._env.step([actions], env_ids=[self._env_id])
+        observations, rewards, terminateds, truncateds, infos = (dicts[0] for dicts in told)
+        terminations, truncations = (
+            {a: f for a, f in flags.items() if a != ALL} for flags in (terminateds, truncateds)
+        )
+        return observations, rewards, terminations, truncations, infos
+
+    def state(self) -> np.ndarray[Any, Any]:
+        """The global state; raises as `ParallelEnv.state`."""
+        state: np.ndarray[Any, Any] = self._env.state()[self._env_id]
+        return state
+
+    def render(self) -> Any:
+        """A frame; None where `render_mode` is None."""
+        frames = self._env.render()
+        return None if frames is None else frames[self._env_id]
+
+    def close(self) -> None:
+        """Close all copies: they live and end together."""
+        self._env.close()
