@@ -10,13 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from marl_parallel.vector.gymnasium import GymnasiumVectorEnv
     from marl_parallel.vector.pettingzoo import PettingZooVecEnv
 
 _WHERE = {
+    "GymnasiumVectorEnv": "gymnasium",
     "PettingZooVecEnv": "pettingzoo",
 }
 
-__all__ = ["PettingZooVecEnv"]
+__all__ = ["GymnasiumVectorEnv", "PettingZooVecEnv"]
 
 
 def __getattr__(name: str) -> Any:

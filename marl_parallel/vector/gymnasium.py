@@ -1,0 +1,264 @@
+"""`GymnasiumVectorEnv`: every agent of every copy as a row, as parameter sharing wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.arrays import Arrays
+from marl_parallel.vector.facade import Stepper
+from marl_parallel.vector.infos import vector_infos
+from marl_parallel.vector.rows import chosen, rows_of, split, still
+
+_OURS = ("final_obs", "reset_info")
+
+Others = Callable[[AgentID, Any], Any]
+"""Acts for an agent that has no rows: takes it and its observations in all copies, gives its actions in all copies."""
+
+
+class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
+    """A Gymnasium vector environment with `copies * agents` rows; row `i * agents + j` is agent j of copy i.
+
+    Observations and actions are in the form of the agents' space, batched; rewards are float64, flags bool. Where an
+    agent is absent, its row is zeros; `infos["present"]` says which rows are data, `infos["acting"]` which want an
+    action. No black-death wrapper is needed: a row's flag is True when its agent dies, and for all rows, the absent
+    ones too, when their copy's episode ends. So a wrapper that counts episodes counts, for an agent that died early, a
+    second one of nothing but zeros until its copy's end; and one that normalises takes zero rows into account.
+
+    With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos are laid out
+    as Gymnasium does: `final_obs` and `final_info` for rows that are done, the reset's infos on top.
+
+    Args:
+        env: Nobody else may step it. With `copy=False`, observations are valid until the next step or reset.
+        agents: Who has rows, in this order; None for all.
+        others: Acts for those who have none; None lets them stand still: zeros, or what is nearest to that in their
+            space.
+
+    Attributes:
+        parallel_env: As given.
+        agents: Who has rows.
+
+    Raises:
+        TypeError: `env` is no `ParallelEnv`.
+        ValueError: It was made with `auto_reset=False`; the agents' spaces differ, or one declares none.
+
+    Example:
+        >>> from mpe2 import simple_spread_v3
+        >>> from gymnasium.wrappers.vector import RecordEpisodeStatistics
+        >>> from marl_parallel import ParallelEnv
+        >>> parallel = ParallelEnv([simple_spread_v3.parallel_env] * 4, "NEXT_STEP", num_workers=2)
+        >>> env = RecordEpisodeStatistics(GymnasiumVectorEnv(parallel))
+        >>> observations, infos = env.reset(seed=1)
+        >>> for _ in range(25):
+        ...     observations, rewards, terminations, truncations, infos = env.step(env.action_space.sample())
+        >>> observations.shape, infos["episode"]["l"].tolist() == [25] * 12
+        ((12, 18), True)
+        >>> env.close()
+    """
+
+    def __init__(self, env: ParallelEnv, agents: Sequence[AgentID] | None = None, others: Others | None = None) -> None:
+        self._stepper = Stepper(env, self, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
+        self._batch = self._stepper.batch
+        self.parallel_env, self._copies = env, env.num_envs
+        schema = env._schema
+        self.agents = list(env.possible_agents if agents is None else agents)
+        self._group, self._members = chosen(self._batch.groups, env.possible_agents, self.agents, schema.action_spaces)
+        self._places = [env.possible_agents.index(agent) for agent in self.agents]
+        self._others = [agent for agent in env.possible_agents if agent not in self.agents]
+        self._act = others or self._stand_still
+        self.num_envs = self._copies * len(self.agents)
+        self.single_observation_space = schema.observation_spaces[self.agents[0]]
+        self.single_action_space = schema.action_spaces[self.agents[0]]
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.metadata, self.render_mode = env.metadata, env.render_mode
+        self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Begin new episodes.
+
+        Args:
+            seed: Copy i gets `seed + i`; a sequence has one for each copy, or for each row.
+            options: `"reset_mask"`, bool `(num_envs,)`, has only these rows reset, of each copy all or none; the rest
+                is for each copy's own `reset`.
+
+        Returns:
+            Observations of all rows, and infos of those that were reset.
+
+        Raises:
+            ValueError: A mask or seeds of another length, that take a copy apart, or a mask of nothing.
+            TypeError: A mask that is no array of bool.
+        """
+        options = dict(options or {})
+        mask = options.pop("reset_mask", None)
+        env_ids = None if mask is None else self._masked(mask)
+        arrays = self._stepper.reset(self._seeds(seed, env_ids), options or None, env_ids)
+        return self._seen(arrays), self._infos(arrays, None)
+
+    def step(self, actions: Any) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
+        """Step all copies.
+
+        Args:
+            actions: In the form of `action_space`; rows of those who do not act are not looked at.
+
+        Returns:
+            Observations, rewards, terminations, truncations and infos.
+
+        Raises:
+            ValueError: Actions of another shape or dtype. Nothing has been stepped.
+            ResetNeeded: `reset` has not been called. Nothing has been stepped.
+            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+        """
+        return self._told(self._stepper.step(self._by_agent(actions)))
+
+    def step_async(self, actions: Any) -> None:
+        """Begin to step all copies and return; `step_wait` has the results. Arguments and errors as of `step`."""
+        self._stepper.send(self._by_agent(actions))
+
+    def step_wait(self) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
+        """The results of `step_async`; raises `NoAsyncCallError` where nothing is on its way."""
+        return self._told(self._stepper.receive())
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def render(self) -> tuple[Any, ...] | None:
+        """A frame for each row, which is its copy's; None where `render_mode` is None."""
+        frames = self.parallel_env.render()
+        return None if frames is None else tuple(frame for frame in frames for _ in self.agents)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each copy; one entry for each copy, as `ParallelEnv.call`."""
+        return self.parallel_env.call(name, *args, **kwargs)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of each copy; one entry for each copy, as `ParallelEnv.get_attr`."""
+        return self.parallel_env.get_attr(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of each copy; as `ParallelEnv.set_attr`."""
+        self.parallel_env.set_attr(name, values)
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close the environment; keywords as of `ParallelEnv.close`."""
+        self._stepper.close(**kwargs)
+
+    # -- into the core ---------------------------------------------------------------------------------------------
+
+    def _by_agent(self, actions: Any) -> dict[AgentID, Any]:
+        of_rows = split(self.single_action_space, actions, self._copies, len(self.agents))
+        by_agent = dict(zip(self.agents, of_rows))
+        if self._others:
+            latest = self._stepper.latest
+            seen = self._batch.by_agent(latest.observations) if latest is not None else {}
+            by_agent.update((agent, self._act(agent, seen.get(agent))) for agent in self._others)
+        return by_agent
+
+    def _stand_still(self, agent: AgentID, _: Any) -> Any:
+        return still(self.parallel_env._schema.action_spaces[agent], self._copies)
+
+    def _masked(self, mask: Any) -> list[int]:
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+            raise TypeError(f"options['reset_mask'] must be a numpy array of bool, got {type(mask).__name__}")
+        if mask.shape != (self.num_envs,):
+            raise ValueError(f"options['reset_mask'] must have shape ({self.num_envs},), got {mask.shape}")
+        rows = mask.reshape(self._copies, len(self.agents))
+        apart = np.flatnonzero(rows.any(axis=1) & ~rows.all(axis=1))
+        if len(apart):
+            raise ValueError(
+                f"options['reset_mask'] must have all rows of a copy or none, but of copy {apart[0]} it has "
+                f"{rows[apart[0]].tolist()}"
+            )
+        if not mask.any():
+            raise ValueError("options['reset_mask'] must have at least one True")
+        return [int(env_id) for env_id in np.flatnonzero(rows[:, 0])]
+
+    def _seeds(
+        self, seed: int | Sequence[int | None] | None, env_ids: Sequence[int] | None
+    ) -> int | Sequence[int | None] | None:
+        if seed is None or isinstance(seed, int | np.integer):
+            return seed
+        seeds, per_copy = list(seed), len(self.agents)
+        if len(seeds) == self.num_envs != self._copies:
+            by_copy = [seeds[first : first + per_copy] for first in range(0, len(seeds), per_copy)]
+            if any(len(set(own)) > 1 for own in by_copy):
+                raise ValueError("seeds of all rows must be equal within each copy; pass one for each copy")
+            seeds = [own[0] for own in by_copy]
+        if len(seeds) != self._copies:
+            raise ValueError(f"expected {self._copies} seeds, one for each copy, got {len(seeds)}")
+        return seeds if env_ids is None else [seeds[env_id] for env_id in env_ids]
+
+    # -- out of the core -------------------------------------------------------------------------------------------
+
+    def _seen(self, arrays: Arrays) -> Any:
+        return rows_of(arrays.observations[self._group], self._members)
+
+    def _flat(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array.ravel() if len(self._places) == array.shape[1] else array[:, self._places].ravel()
+
+    def _told(self, arrays: Arrays) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
+        terminations, truncations = self._flat(arrays.terminations), self._flat(arrays.truncations)
+        if arrays.terminated.any() or arrays.truncated.any():
+            # Rows that have no flag of their own end with their copy.
+            unflagged = ~(terminations | truncations)
+            terminations |= unflagged & np.repeat(arrays.terminated, len(self.agents))
+            truncations |= unflagged & np.repeat(arrays.truncated, len(self.agents))
+        observations = self._seen(arrays)
+        return (
+            observations,
+            self._flat(arrays.rewards),
+            terminations,
+            truncations,
+            self._infos(arrays, terminations | truncations if self._same_step else None, observations),
+        )
+
+    def _infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any = None) -> dict[str, Any]:
+        everywhere = np.ones(self.num_envs, np.bool_)
+        infos = (
+            self._told_infos(arrays, done, observations) if arrays.infos or (done is not None and done.any()) else {}
+        )
+        infos.update(present=self._flat(arrays.present), _present=everywhere)
+        infos.update(acting=self._flat(arrays.acting), _acting=everywhere.copy())
+        return infos
+
+    def _told_infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any) -> dict[str, Any]:
+        rows: dict[int, dict[Any, Any]] = {}
+        for env_id, infos in arrays.infos.items():
+            of_copy = {key: info for key, info in infos.items() if key not in self._batch.agents}
+            for place, agent in enumerate(self.agents):
+                rows[env_id * len(self.agents) + place] = {**infos.get(agent, {}), **of_copy}
+        for row in [] if done is None else np.flatnonzero(done).tolist():
+            self._lay_out(rows, row, arrays, observations)
+        return vector_infos(sorted(rows.items()), self.num_envs)
+
+    def _lay_out(self, rows: dict[int, dict[Any, Any]], row: int, arrays: Arrays, observations: Any) -> None:
+        """A row that is done: its last observation and info, as Gymnasium's SAME_STEP has them."""
+        told = rows.get(row, {})
+        env_id = row // len(self.agents)
+        last = {key: value for key, value in told.items() if key not in _OURS}
+        if arrays.terminated[env_id] or arrays.truncated[env_id]:
+            nothing = gymnasium.vector.utils.create_empty_array(self.single_observation_space, 1, np.zeros)
+            final = told.get("final_obs", _row(self.single_observation_space, nothing, 0))
+            common = {key: value for key, value in last.items() if key in arrays.infos.get(env_id, {})}
+            on_top = {**told.get("reset_info", {}), **common}
+        else:  # the copy goes on without this agent
+            final, on_top = _row(self.single_observation_space, observations, row), last
+        rows[row] = {**on_top, "final_obs": final, "final_info": last}
+
+
+def _row(space: Space[Any], stacked: Any, row: int) -> Any:
+    if isinstance(space, spaces.Dict) and isinstance(stacked, Mapping):
+        return {key: _row(child, stacked[key], row) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_row(child, part, row) for child, part in zip(space.spaces, stacked))
+    return stacked[row].copy() if isinstance(stacked[row], np.ndarray) else stacked[row]

@@ -1,0 +1,104 @@
+"""Agents of all copies as rows: who may be, how their values are laid out, and how rows are taken apart by agent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.runtime.arrays import Group
+
+
+def chosen(
+    groups: Sequence[Group],
+    possible_agents: Sequence[AgentID],
+    agents: Sequence[AgentID],
+    action_spaces: Mapping[AgentID, Space[Any]],
+) -> tuple[int, list[int] | None]:
+    """The group that agents who are to be rows belong to, and their places in it; None where they are all of it.
+
+    Raises:
+        ValueError: They are unknown, doubled or none, or their spaces differ.
+    """
+    unknown = [agent for agent in agents if agent not in possible_agents]
+    if unknown or len(set(agents)) < len(agents) or not agents:
+        raise ValueError(f"agents={[*agents]} must be some of {[*possible_agents]}, each at most once")
+    group_of = {possible_agents[p]: number for number, group in enumerate(groups) for p in group.positions}
+    first = agents[0]
+    for agent in agents:
+        if group_of[agent] != group_of[first]:
+            what, own, other = "observation", groups[group_of[agent]].space, groups[group_of[first]].space
+        elif action_spaces[agent] != action_spaces[first]:
+            what, own, other = "action", action_spaces[agent], action_spaces[first]
+        else:
+            continue
+        raise ValueError(
+            f"rows must be alike, but the {what} space of {agent!r} is {own}, that of {first!r} {other}; "
+            "choose some with agents=[...]"
+        )
+    members = [possible_agents[p] for p in groups[group_of[first]].positions]
+    places = [members.index(agent) for agent in agents]
+    return group_of[first], None if places == [*range(len(members))] else places
+
+
+def rows_of(stacked: Any, places: Sequence[int] | None) -> Any:
+    """A group's values `(copies, agents, ...)` as rows `(copies * agents, ...)`: views, where all agents are there."""
+    if isinstance(stacked, dict):
+        return {key: rows_of(child, places) for key, child in stacked.items()}
+    if isinstance(stacked, tuple):
+        return tuple(rows_of(child, places) for child in stacked)
+    if places is not None:
+        stacked = stacked[:, places]
+    rows = stacked.reshape(-1, *stacked.shape[2:])
+    return tuple(rows) if rows.dtype == object else rows
+
+
+def split(space: Space[Any], rows: Any, copies: int, agents: int) -> list[Any]:
+    """Rows in the form of a batched space, by agent: for each, values of shape `(copies, ...)`.
+
+    Raises:
+        ValueError: There are not `copies * agents` rows, or they are of another form.
+    """
+    if isinstance(space, spaces.Dict):
+        if not isinstance(rows, Mapping) or rows.keys() != space.spaces.keys():
+            raise ValueError(f"expected actions as a dict with the keys {[*space.spaces]}, got {type(rows).__name__}")
+        children = {key: split(child, rows[key], copies, agents) for key, child in space.spaces.items()}
+        return [{key: parts[place] for key, parts in children.items()} for place in range(agents)]
+    if isinstance(space, spaces.Tuple):
+        if not isinstance(rows, tuple) or len(rows) != len(space.spaces):
+            raise ValueError(f"expected actions as a tuple of {len(space.spaces)}, got {type(rows).__name__}")
+        parts = [split(child, part, copies, agents) for child, part in zip(space.spaces, rows)]
+        return [tuple(part[place] for part in parts) for place in range(agents)]
+    if isinstance(rows, tuple) and space.shape is None:  # values that do not stack, one for each row
+        array = np.full(len(rows), None, object)
+        array[:] = rows
+    else:
+        array = np.asarray(rows)
+    if array.shape[:1] != (copies * agents,):
+        raise ValueError(f"expected actions for {copies * agents} rows, got shape {array.shape}")
+    apart = array.reshape(copies, agents, *array.shape[1:])
+    return [apart[:, place] for place in range(agents)]
+
+
+def still(space: Space[Any], copies: int) -> Any:
+    """Zeros for all copies, or what is nearest to them in the space.
+
+    Raises:
+        ValueError: The space has nothing like zeros.
+    """
+    if isinstance(space, spaces.Dict):
+        return {key: still(child, copies) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(still(child, copies) for child in space.spaces)
+    if isinstance(space, spaces.Box):
+        one = np.clip(np.zeros(space.shape, space.dtype), space.low, space.high)
+    elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        one = np.asarray(space.start, space.dtype)
+    elif isinstance(space, spaces.MultiBinary):
+        one = np.zeros(space.shape, space.dtype)
+    else:
+        raise ValueError(f"nothing stands still in {space}; pass others= to act")
+    return np.repeat(one[None], copies, axis=0)
