@@ -1,0 +1,46 @@
+"""What tests of facades share: values of batches taken apart, and compared with those of the core's dicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def at(value: Any, row: int) -> Any:
+    """One row of a value of a batched space."""
+    if isinstance(value, dict):
+        return {key: at(child, row) for key, child in value.items()}
+    return tuple(at(child, row) for child in value) if isinstance(value, tuple) else value[row]
+
+
+def same(actual: Any, expected: Any) -> bool:
+    """Equal in form, dtype and every number."""
+    if isinstance(expected, dict):
+        return actual.keys() == expected.keys() and all(same(actual[key], expected[key]) for key in expected)
+    if isinstance(expected, tuple):
+        return len(actual) == len(expected) and all(map(same, actual, expected))
+    return np.array_equal(actual, expected) and np.asarray(actual).dtype == np.asarray(expected).dtype
+
+
+def nothing(value: Any) -> bool:
+    """Zeros all over."""
+    if isinstance(value, dict | tuple):
+        return all(map(nothing, value.values() if isinstance(value, dict) else value))
+    return not np.any(value)
+
+
+def assert_noted(vector: dict[str, Any], info: dict[str, Any], row: int) -> None:
+    """One row of vector infos is this info, no more and no less."""
+    there = {key for key in vector if f"_{key}" in vector and vector[f"_{key}"][row]}
+    assert there == info.keys()
+    for key, value in info.items():
+        if isinstance(value, dict) and key != "final_obs":
+            assert_noted(vector[key], value, row)
+        else:
+            assert same(vector[key][row], value) or vector[key][row] == value
+
+
+def as_dicts(actions: dict[str, Any], acting: tuple[list[str], ...]) -> list[dict[str, Any]]:
+    """Actions by agent, of all copies, as the dicts that the core takes."""
+    return [{agent: at(actions[agent], env_id) for agent in agents} for env_id, agents in enumerate(acting)]
