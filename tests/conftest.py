@@ -59,6 +59,7 @@ WANTED = {
     "torchrl": ("torchrl",),
     "rllib": ("ray", "tree", "torch"),
     "agilerl": ("agilerl",),
+    "videos": ("moviepy",),
 }
 """The libraries without which `vector/<name>.py` and `test_<name>.py` cannot even be imported."""
 

@@ -16,7 +16,7 @@ from gymnasium.vector.utils import batch_space
 from herd import AGENTS, LENGTH, Herd, HerdOfDicts
 from mortal import Fate, mortal
 from mpe2 import simple_spread_v3, simple_tag_v3
-from pettingzoo.butterfly import knights_archers_zombies_v11
+from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
 from pettingzoo.test import parallel_api_test, parallel_seed_test
 from vectorised import as_dicts, assert_noted, at, nothing, same
 
@@ -28,7 +28,7 @@ MODES = pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
 MAKERS: dict[str, Callable[..., Any]] = {
     "spread": simple_spread_v3.parallel_env,
     "tag": simple_tag_v3.parallel_env,
-    "knights": knights_archers_zombies_v11.parallel_env,
+    "knights": knights_archers_zombies.parallel_env,
     "herd": Herd,
     "plain herd": functools.partial(Herd, plain=True),
     "herd of dicts": HerdOfDicts,
@@ -230,7 +230,7 @@ def single(make: Callable[..., Any] = simple_spread_v3.parallel_env, **how: Any)
 
 
 @pytest.mark.parametrize("how", [{"backend": "serial"}, {"num_workers": 2}], ids=["serial", "process"])
-@pytest.mark.parametrize("make", [simple_spread_v3.parallel_env, knights_archers_zombies_v11.parallel_env, Herd])
+@pytest.mark.parametrize("make", [simple_spread_v3.parallel_env, knights_archers_zombies.parallel_env, Herd])
 def test_pettingzoos_own_tests(make, how):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
