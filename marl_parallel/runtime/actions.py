@@ -68,11 +68,7 @@ class ActionRecords:
         Raises:
             Mismatch: Some are not what their agent's space declares; the text says whose. Nothing counts as written.
         """
-        for agent, values in actions.items():
-            try:
-                self._columns.write_stacked(agent, values)
-            except Mismatch as error:
-                raise Mismatch(f"the actions of agent {agent!r}: {error}") from error
+        self._columns.write_stacked(actions)
         if wanted is None:
             self._forms[...] = _ALL_IN_ORDER
         else:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from gymnasium import Space
 
 from marl_parallel.adapters.protocol import AgentID
-from marl_parallel.runtime.columns import ArrayColumn, Column, Place, column_for, fits_block
+from marl_parallel.runtime.columns import ArrayColumn, Column, Mismatch, Place, column_for, fits_block
 
 RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
 """Bytes: no cache line belongs to two records, as it may be that of two workers; within one, every line counts."""
@@ -144,10 +144,24 @@ class AgentColumns:
         column, row = self._row[agent]
         return column.read(record, row, copy)
 
-    def write_stacked(self, agent: AgentID, values: Any) -> None:
-        """Write the value of one of `agents` in every record; raises as `Column.write_stacked` does."""
-        column, row = self._row[agent]
-        column.write_stacked(row, values)
+    def write_stacked(self, values: Mapping[AgentID, Any]) -> None:
+        """Write the values of some of `agents` in every record.
+
+        Raises:
+            Mismatch: They are not what their agent's space declares; the text says whose.
+        """
+        for column, positions in self.groups:
+            there = {row: self.agents[position] for row, position in enumerate(positions)}
+            rows = {row: values[agent] for row, agent in there.items() if agent in values}
+            try:
+                column.write_stacked(rows)
+            except Mismatch:
+                for row, stacked in rows.items():  # which of them was it
+                    try:
+                        column.write_stacked({row: stacked})
+                    except Mismatch as error:
+                        raise Mismatch(f"the actions of agent {there[row]!r}: {error}") from error
+                raise
 
 
 class Layout:
