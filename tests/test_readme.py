@@ -50,6 +50,17 @@ def test_the_example_of_halves_shows_what_is_gained():
     assert re.search(r"\d\.\d\d times as many", said)
 
 
+def test_the_example_of_evolution_counts_its_steps():
+    said = run("examples/gymnasium_evolution.py", "--generations", "2", "--num-envs", "4")
+    assert "200 environment steps" in said
+    assert re.search(r"generation 2: mean return -\d+", said)
+
+
+def test_the_example_of_pettingzoos_loop_tells_of_every_agent():
+    said = run("examples/pettingzoo_episodes.py", "--episodes", "1", "--num-envs", "2")
+    assert len(re.findall(r"episode 0 (archer|knight)_[01]: return \d+\.\d+, lived [1-9]\d* to", said)) == 4
+
+
 def test_the_example_of_a_simulator_that_crashes_goes_on_and_leaves_nothing():
     said = run("examples/crashing_simulator.py", "--steps", "460")
     for word in ("RuntimeError", "SIGSEGV", "has not finished its step within 1 s"):

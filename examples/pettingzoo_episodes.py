@@ -1,0 +1,58 @@
+"""PettingZoo's own loop over several copies at once: agents die at different times in each, and nothing is reset.
+
+    python examples/pettingzoo_episodes.py --episodes 3
+
+It needs `pip install -e ".[mpe]" "pettingzoo[butterfly]"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
+
+from marl_parallel import ParallelEnv
+from marl_parallel.vector import PettingZooVecEnv
+
+SHOOT = 4
+
+
+def policy(agent: str, observations: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Actions of one agent in all copies `(num_envs,)`; rows of the dead are never looked at."""
+    actions = rng.integers(0, 5, size=len(observations))
+    return np.where(rng.random(len(observations)) < 0.5, SHOOT, actions)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=3, help="of every copy")
+    parser.add_argument("--num-envs", type=int, default=8, help="how many copies")
+    options = parser.parse_args()
+    rng = np.random.default_rng(0)
+    constructors = [knights_archers_zombies.parallel_env] * options.num_envs
+    with PettingZooVecEnv(ParallelEnv(constructors, auto_reset=False, seed=1)) as env:
+        begun, steps = time.perf_counter(), 0
+        for episode in range(options.episodes):
+            observations, _ = env.reset(seed=100 * episode)
+            returns = {agent: np.zeros(env.num_envs) for agent in env.possible_agents}
+            lengths = {agent: np.zeros(env.num_envs, int) for agent in env.possible_agents}
+            while env.agents:  # until nobody is left in any copy
+                steps += int((~env.over).sum())
+                actions = {agent: policy(agent, observations[agent], rng) for agent in env.agents}
+                observations, rewards, *_ = env.step(actions)
+                for agent in env.possible_agents:
+                    returns[agent] += rewards[agent]  # 0.0 where it is absent
+                    lengths[agent] += env.present[agent]
+            for agent in env.possible_agents:
+                print(
+                    f"episode {episode} {agent}: return {returns[agent].mean():.2f}, "
+                    f"lived {lengths[agent].min()} to {lengths[agent].max()} steps"
+                )
+        rate = steps / (time.perf_counter() - begun)
+        print(f"{options.num_envs} copies in {env.env.num_workers} workers: {rate:,.0f} environment steps per second")
+
+
+if __name__ == "__main__":
+    main()
