@@ -60,10 +60,7 @@ def main() -> None:
         history.append(returns.mean())
         if generation % 50 == 49 or generation == options.generations - 1:
             print(f"generation {generation + 1}: mean return {np.mean(history[-50:]):.1f}")
-    stats = parallel.stats()
-    print(
-        f"{stats.steps:,} environment steps in {parallel.num_workers} workers; from {np.mean(history[:20]):.1f} at first"
-    )
+    print(f"{parallel.stats().steps:,} environment steps; mean return of the first 20: {np.mean(history[:20]):.1f}")
     env.close()
 
 
