@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from conftest import Setup
 from environments import Hunt
 from faults import Fragile, SimulatorError, raising
 from gymnasium.error import ClosedEnvironmentError
@@ -120,6 +121,24 @@ def test_terminate_does_not_ask(processes, build, tmp_path):
     env.close(terminate=True)
     assert time.monotonic() - began < 3.0
     assert gone(workers(tmp_path))
+
+
+def test_threads_that_are_idle_end_at_once(build, tmp_path, caplog):
+    """Only the one that is in the middle of something is left behind, and told of."""
+    nap = functools.partial(Fragile, {"step": functools.partial(time.sleep, 2.0)}, tmp_path)
+    env = build([nap, *fleet(tmp_path, 3)], Setup("thread", True, 4))
+    env.reset()
+    began = time.monotonic()
+    env.close(terminate=True)
+    assert time.monotonic() - began < 1.0
+    assert not caplog.records
+    env = build([nap, *fleet(tmp_path, 3)], Setup("thread", True, 4))
+    env.reset()
+    env.send([{"a": 0, "b": 0}] * 4)
+    env.recv(min_envs=3)
+    env.close(terminate=True)
+    (record,) = caplog.records
+    assert "worker 0 could not be ended" in record.getMessage()
 
 
 def test_close_from_another_thread(processes, build, tmp_path):
