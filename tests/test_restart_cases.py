@@ -303,3 +303,31 @@ def test_a_neighbour_that_was_done_is_reset_later(mode, make, build):
             ((fresh, {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)}), ({"long": {}, "short": {}},) * 2),
         )
     assert_same(step(env, 0), first_step_of(FRESH_0))
+
+
+# What a reset was given
+
+
+@each_mode
+@each_way
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["reset", "reset_async"])
+def test_options_are_for_the_reset_that_failed(asynchronous, way, setup, mode, build):
+    """Each fresh environment that fails to take its place is given them; another that is built later is not."""
+    fates = [Fate(way, "reset", 1), Fate(way, "reset", 0), Fate(way, "step", 0)]
+    env = start(build, Counting, mode, setup, *fates)
+    env.reset()
+    options = {"map": "big", "deep": {"n": [1, 2]}}
+    if asynchronous:
+        env.reset_async(options=options)
+        env.recv()
+    else:
+        env.reset(options=options)
+    assert env.seed() == (OLD_0, FRESHER)
+    assert env.get_attr("options") == (options, options)
+    assert step(env)[4]["__common__"]["restarted"] is True
+    if mode is NEXT_STEP:
+        step(env)
+    elif mode is DISABLED:
+        env.reset()
+    assert env.get_attr("resets")[1] == 1
+    assert env.get_attr("options")[1] is None

@@ -146,6 +146,8 @@ class Crew(Owner):
             try:
                 if message is Message.RESET:
                     self._await_restarts(env_ids)
+                    if self.restarts is not None:
+                        self.restarts.resets.update(payload)
                 self.in_flight.update(dict.fromkeys(env_ids, message))
                 todo = env_ids if self.restarts is None else self._unmarked(message, env_ids)
                 requests = self._shared_out(
