@@ -230,8 +230,8 @@ class ParallelEnv(AsyncStepping):
         self._check_idle("reset")
         ids = self._checked_ids(env_ids)
         base, given, keywords = self._reset_keywords_for(ids, seed, options)
+        self._rebase(base, given)  # first: what fails is built anew with a seed of the new base
         extras = self._carry_out(Message.RESET, ids, keywords)
-        self._rebase(base, given)
         self._batch.begin(ids)
         observations, _, _, _, infos = self._batch.read(ids, extras)
         return observations, infos

@@ -331,3 +331,49 @@ def test_options_are_for_the_reset_that_failed(asynchronous, way, setup, mode, b
         env.reset()
     assert env.get_attr("resets")[1] == 1
     assert env.get_attr("options")[1] is None
+
+
+@each_way
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["reset", "reset_async"])
+def test_a_seed_is_the_base_of_the_reset_that_failed(asynchronous, way, setup, build):
+    """Though not its seed: that failed."""
+    env = start(build, Counting, SAME_STEP, setup, Fate(way, "reset", 1))
+    env.reset()
+    if asynchronous:
+        env.reset_async(seed=100)
+        env.recv()
+    else:
+        env.reset(seed=100)
+    assert env.seed() == (100, int(np.random.SeedSequence((100, 1, 1)).generate_state(1)[0] >> 1))
+
+
+def refuse() -> None:
+    raise RuntimeError("cannot be made here")
+
+
+class OneWay:
+    """Pickles, but cannot be made again from it."""
+
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+class Secretive(Counting):
+    """In its first life, the infos of its first reset can be read by nobody."""
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        observations, infos = super().reset(seed, options)
+        return observations, {**infos, "secret": OneWay()} if self.given == OLD else infos
+
+
+@each_mode
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_a_reset_that_cannot_be_read(mode, backend, build):
+    """It has failed as any other."""
+    env = build([Secretive] * 2, Setup(backend, True, 2), mode, on_error="restart")
+    observations, infos = env.reset()
+    assert_same(observations[1], {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)})
+    report = infos[1]["__common__"]["error"]
+    assert "cannot be unpickled" in report
+    assert_same(infos[1], {"long": {}, "short": {}, "__common__": {"restarted": True, "error": report}})
+    assert_same(step(env), first_step_of(FRESH))

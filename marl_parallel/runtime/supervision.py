@@ -246,7 +246,7 @@ class Crew(Owner):
         try:
             extras = self._read(env_id, result)
         except EnvError as error:
-            self._survive(env_id, Kind.STEP, error)
+            self._survive(env_id, self._kind(env_id, in_reset=False), error)
             return
         if self.restarts is not None:
             self.restarts.told(env_id, result)
