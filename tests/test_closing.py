@@ -184,6 +184,35 @@ def test_close_interrupted(build, processes, tmp_path):
     assert gone(workers(tmp_path))
 
 
+@pytest.mark.parametrize("on_error", ["raise", "restart"])
+def test_a_reset_interrupted(on_error, beside, build, tmp_path, capfd, caplog):
+    """Ctrl-C while simulators are being seeded anew: nothing is left, nobody adds to it, what was counted stays."""
+    slow = functools.partial(Fragile, {"reset": functools.partial(time.sleep, 3.0)}, tmp_path, after=1)
+    env = build([slow] * 4, beside, on_error=on_error)
+    env.reset(seed=5)
+    env.step([{"a": 0, "b": 0}] * 4)
+    assert env.seed() == (5, 6, 7, 8)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        env.reset(seed=100)
+    assert time.monotonic() - began < 2.5
+    timer.join()
+    assert gone(workers(tmp_path))
+    for use in (env.seed, env.reset, lambda: env.step([{"a": 0, "b": 0}] * 4)):
+        with pytest.raises(ClosedEnvironmentError):
+            use()
+    assert env.pending == ()
+    stats = env.stats()
+    assert (stats.steps, stats.resets, stats.restarts) == (4, 4, 0)
+    assert len(stats.workers) == 2
+    env.close()
+    assert capfd.readouterr() == ("", "")
+    assert all("worker" in record.getMessage() for record in caplog.records)
+    assert bool(caplog.records) == (beside.backend == "thread")
+
+
 SCRIPT = """
     import functools, sys
     sys.path.insert(0, {tests!r})
