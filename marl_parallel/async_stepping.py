@@ -70,8 +70,8 @@ class AsyncStepping(Inquiries):
         ids = self._checked_ids(env_ids)
         self._check_not_in_flight(ids, "reset_async")
         base, given, keywords = self._reset_keywords_for(ids, seed, options)
-        self._crew.send(Message.RESET, ids, keywords)
         self._rebase(base, given)
+        self._crew.send(Message.RESET, ids, keywords)
 
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> StepBatch:
         """Take the results of all environments in flight that are ready, waiting for some of them.

@@ -98,7 +98,8 @@ class ParallelEnv(AsyncStepping):
         check_actions: Check every action against its space.
         on_error: What happens when an environment raises, or its worker dies or hangs: `"raise"` raises here and
             closes everything; `"restart"` builds it anew and goes on. The step it interrupted says so: every agent is
-            truncated and `infos[i]["__common__"]` is `{"restarted": True, "error": <report>}`.
+            truncated and `infos[i]["__common__"]` is `{"restarted": True, "error": <report>}`. So does a `reset` that
+            failed: what it returns is the fresh environment's, reset with the same options and a seed of its own.
         restart_policy: How often that may happen to one environment.
         step_timeout: Seconds that each step may take, and each call, frame and attribute; None for no limit.
         reset_timeout: Seconds that each reset may take, automatic ones too; None for no limit.
@@ -214,7 +215,8 @@ class ParallelEnv(AsyncStepping):
         Args:
             seed: Environment i gets `seed + i`, also with `env_ids`, and `seed` becomes the base; a sequence has one
                 for each of `env_ids`, where None stands for none given.
-            options: For each environment's own `reset`.
+            options: For each environment's own `reset`. With `on_error="restart"`, what is built in the place of an
+                environment whose reset fails is given them too.
             env_ids: Which environments, in any order; None for all of them.
 
         Returns:
@@ -301,8 +303,8 @@ class ParallelEnv(AsyncStepping):
         self._check_idle("reset")
         ids = self._checked_ids(env_ids)
         base, given, keywords = self._reset_keywords_for(ids, seed, options)
+        self._rebase(base, given)  # first: what fails is built anew with a seed of the new base
         extras = self._carry_out(Message.RESET, ids, keywords)
-        self._rebase(base, given)
         self._batch.begin(ids)
         return ids, extras
 

@@ -33,6 +33,7 @@ class Counting(PettingZooEnv):
 
     def __init__(self, length: int | None = None, *, seed: int) -> None:
         self.length, self.given, self.resets, self.steps = length, seed, 0, 0
+        self.options: dict | None = None
         self.render_mode = "rgb_array"
         self.possible_agents = AGENTS[:]
         self.agents: list[str] = []
@@ -44,7 +45,7 @@ class Counting(PettingZooEnv):
         return spaces.Discrete(3)
 
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
-        self.given = self.given if seed is None else seed
+        self.given, self.options = self.given if seed is None else seed, options
         self.resets, self.steps, self.agents = self.resets + 1, 0, AGENTS[:]
         return self._observed(), {agent: {} for agent in self.agents}
 

@@ -29,7 +29,7 @@ PROCESSES = pytest.mark.parametrize("way", ["forkserver", "portable"])
 
 
 def fragile(notes: Path, **faults: Callable[[], Any]) -> list[Callable[..., Fragile]]:
-    """Four environments; the third has faults from its second step and reset on."""
+    """Four environments; the third has faults, those of steps and resets from the second on."""
     return [functools.partial(Fragile, faults if env_id == 2 else {}, notes, 1) for env_id in range(4)]
 
 
@@ -151,3 +151,34 @@ def test_a_timeout_of_the_callers_own(method, backend, tmp_path):
     with pytest.raises(ClosedEnvironmentError):
         env.reset_async()
     env.close(terminate=True)
+
+
+def fork() -> None:
+    """Have a child that holds open whatever its parent has open."""
+    if os.fork() == 0:
+        try:
+            time.sleep(60)
+        finally:
+            os._exit(0)
+
+
+@PROCESSES
+def test_a_death_is_noticed_while_others_go_on(way, tmp_path):
+    """Though its pipe is not closed, and there is never a pause in what the others say."""
+    env = ParallelEnv(fragile(tmp_path, constructor=fork), num_workers=2, **arguments(way))
+    env.reset()
+    victim = env.call("pid")[2]
+    begin(env, "step", 0)
+    os.kill(victim, signal.SIGKILL)
+    begin(env, "step", 2)
+
+    def go_on() -> None:
+        deadline = time.monotonic() + 5.0
+        while time.monotonic() < deadline:
+            env.recv(min_envs=1)
+            begin(env, "step", 0)
+
+    with pytest.raises(WorkerCrashed, match="SIGKILL") as caught:
+        go_on()
+    assert caught.value.worker == 1
+    assert_over(env, tmp_path)

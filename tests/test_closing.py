@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from conftest import Setup
 from environments import Hunt
 from faults import Fragile, SimulatorError, raising
 from gymnasium.error import ClosedEnvironmentError
@@ -122,6 +123,24 @@ def test_terminate_does_not_ask(processes, build, tmp_path):
     assert gone(workers(tmp_path))
 
 
+def test_threads_that_are_idle_end_at_once(build, tmp_path, caplog):
+    """Only the one that is in the middle of something is left behind, and told of."""
+    nap = functools.partial(Fragile, {"step": functools.partial(time.sleep, 2.0)}, tmp_path)
+    env = build([nap, *fleet(tmp_path, 3)], Setup("thread", True, 4))
+    env.reset()
+    began = time.monotonic()
+    env.close(terminate=True)
+    assert time.monotonic() - began < 1.0
+    assert not caplog.records
+    env = build([nap, *fleet(tmp_path, 3)], Setup("thread", True, 4))
+    env.reset()
+    env.send([{"a": 0, "b": 0}] * 4)
+    env.recv(min_envs=3)
+    env.close(terminate=True)
+    (record,) = caplog.records
+    assert "worker 0 could not be ended" in record.getMessage()
+
+
 def test_close_from_another_thread(processes, build, tmp_path):
     """The blocked call ends with `ClosedEnvironmentError`; only a process can be taken from what it is doing."""
     env = build(fleet(tmp_path, step=functools.partial(time.sleep, 60)), processes)
@@ -163,6 +182,35 @@ def test_close_interrupted(build, processes, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         env.close(timeout=50.0)
     assert gone(workers(tmp_path))
+
+
+@pytest.mark.parametrize("on_error", ["raise", "restart"])
+def test_a_reset_interrupted(on_error, beside, build, tmp_path, capfd, caplog):
+    """Ctrl-C while simulators are being seeded anew: nothing is left, nobody adds to it, what was counted stays."""
+    slow = functools.partial(Fragile, {"reset": functools.partial(time.sleep, 3.0)}, tmp_path, after=1)
+    env = build([slow] * 4, beside, on_error=on_error)
+    env.reset(seed=5)
+    env.step([{"a": 0, "b": 0}] * 4)
+    assert env.seed() == (5, 6, 7, 8)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        env.reset(seed=100)
+    assert time.monotonic() - began < 2.5
+    timer.join()
+    assert gone(workers(tmp_path))
+    for use in (env.seed, env.reset, lambda: env.step([{"a": 0, "b": 0}] * 4)):
+        with pytest.raises(ClosedEnvironmentError):
+            use()
+    assert env.pending == ()
+    stats = env.stats()
+    assert (stats.steps, stats.resets, stats.restarts) == (4, 4, 0)
+    assert len(stats.workers) == 2
+    env.close()
+    assert capfd.readouterr() == ("", "")
+    assert all("worker" in record.getMessage() for record in caplog.records)
+    assert bool(caplog.records) == (beside.backend == "thread")
 
 
 SCRIPT = """

@@ -11,8 +11,12 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+from counting import ACTIONS, Counting
 from environments import Hunt
 from faults import Fragile, SimulatorError, raising
+from liveness import alive, gone
+from mortal import Children, Fate, mortal
+from ways import CONTEXTS
 
 from marl_parallel import EnvError, ParallelEnv, WorkerCrashed
 
@@ -110,3 +114,32 @@ def check(cycle, cycles: int = CYCLES) -> None:
     for _ in range(cycles):
         cycle()
     assert Held.now() == before
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_restarted_workers_leave_nothing(context):
+    """Not even until they are closed: nothing lives but the children of simulators that do, wherever they went."""
+    children = Children(os.getpid() * 10_000 + CONTEXTS.index(context))
+    fates = {(1, life): Fate("SIGKILL", "step", 1) for life in range(3)}
+    make = mortal(Counting, fates, started=children)
+    with ParallelEnv([make] * 3, num_workers=1, context=context, on_error="restart") as env:
+        env.reset()
+        process, others = env.call("pid")[0], helpers(children, env)
+        for restarts in (3, 6, 9):
+            seen = children.running()
+            assert len(seen) == 6
+            while env.stats().restarts < restarts:
+                env.step([ACTIONS] * 3)
+            now = env.call("pid")
+            assert {*now} != {process}
+            (process,) = {*now}
+            assert gone(seen, 2.0)
+            assert len(children.running()) == 6
+            assert helpers(children, env) == others
+    assert children.gone()
+
+
+def helpers(children: Children, env: ParallelEnv) -> set[int]:
+    """All descendants of this process but the worker and its simulators' children."""
+    found = {child.pid for child in psutil.Process().children(recursive=True) if alive(child.pid)}
+    return found - children.running() - {*env.call("pid")}

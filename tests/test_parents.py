@@ -33,11 +33,15 @@ SCRIPT = """
 
     class Mine(Fragile):
         def step(self, actions):
-            helper(self)
+            helper(self, "busy")
             return super().step(actions)
 
-    def helper(env):
-        if {then!r} == "busy":
+        def reset(self, seed=None, options=None):
+            helper(self, "reset anew" if seed in (7, 8) else "reset")
+            return super().reset(seed, options)
+
+    def helper(env, now):
+        if {then!r} == now:
             (env.notes / f"busy-{{env.env_id}}").touch()
             while True:
                 pass
@@ -49,6 +53,8 @@ SCRIPT = """
     arguments = {arguments}
     env = ParallelEnv([lambda env_id, seed: Mine(faults, Path({notes!r}), env_id=env_id, seed=seed)] * 2, **arguments)
     env.reset()
+    if {then!r} == "reset anew":
+        env.reset(seed=7)
     rewards = env.step([{{"a": 0, "b": 1}}] * 2)[1]
     print(rewards[1]["a"], flush=True)
 """
@@ -81,9 +87,12 @@ def test_constructors_of_main(how, way, tmp_path):
 
 @contextlib.contextmanager
 def running(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """The script in a process group of its own, as a shell has it."""
     command = [sys.executable, "-c", text]
     environ = {**os.environ, "TMPDIR": str(folder)}
-    with subprocess.Popen(command, env=environ, cwd=Path(TESTS).parent, stderr=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, env=environ, cwd=Path(TESTS).parent, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
         try:
             yield parent
         finally:
@@ -117,11 +126,12 @@ def test_killed_parent_before_its_workers_are_there(short_folder, tmp_path):
     assert os.listdir(short_folder) == []
 
 
-def test_interrupted_parent(way, tmp_path, short_folder):
-    """One traceback, the parent's."""
-    with running(script(way, tmp_path, "busy"), short_folder) as parent:
+@pytest.mark.parametrize("then", ["busy", "reset anew"])
+def test_interrupted_parent(then, way, tmp_path, short_folder):
+    """By Ctrl-C, which all of its group get: one traceback, the parent's."""
+    with running(script(way, tmp_path, then), short_folder) as parent:
         await_files(tmp_path, "busy-*", 2)
-        parent.send_signal(signal.SIGINT)
+        os.killpg(parent.pid, signal.SIGINT)
         _, err = parent.communicate(timeout=20)
     assert err.count("Traceback") == 1
     assert err.rstrip().endswith("KeyboardInterrupt")

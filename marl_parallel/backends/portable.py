@@ -65,6 +65,7 @@ class PortableProcessBackend(Backend):
         self._ears: list[Connection] = []
         self._before: list[deque[Message]] = []
         self._lost: dict[int, Lost] = {}
+        self._looked = 0.0  # when deaths were last looked for
         self._folder = ""
 
     def start(self, num_workers: int, most_requests: int) -> None:
@@ -147,13 +148,14 @@ class PortableProcessBackend(Backend):
             if self._ears[0] in ready:
                 self._ears[0].recv_bytes()
                 interrupted = True
-            elif not ready:
-                for worker in busy:
-                    self._look_at(worker)
 
     def _taken(self) -> list[tuple[int, Reply | Lost]]:
         """Everything that has been done, and everybody who will not do anything any more."""
         replies: list[tuple[int, Reply | Lost]] = []
+        now = time.monotonic()
+        look = now - self._looked >= _TICK_S  # also while others have so much to say that there is never a pause
+        if look:
+            self._looked = now
         for worker, before in enumerate(self._before):
             try:
                 while before and worker not in self._lost and self._workers[worker].connection.poll():
@@ -163,6 +165,8 @@ class PortableProcessBackend(Backend):
                         before.popleft()
             except (EOFError, OSError):
                 self._lost[worker] = self._workers[worker].buried()
+            if look and before and worker not in self._lost:
+                self._look_at(worker)
             if before and worker in self._lost:
                 before.clear()
                 replies.append((worker, self._lost[worker]))

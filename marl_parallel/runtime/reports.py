@@ -124,7 +124,7 @@ def timed_out(
 
 def first_line(error: BaseException) -> str:
     """What a log line has room for."""
-    return str(error).partition("\n")[0]
+    return next(iter(str(error).splitlines()), "")
 
 
 def listed(env_ids: Sequence[int]) -> str:

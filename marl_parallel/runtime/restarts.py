@@ -108,6 +108,7 @@ class Restarts:
         latest: By environment, what travelled with its last result, still pickled, as what has been handed out is not
             ours any more.
         kept: Likewise of a last step whose automatic reset has not ended yet.
+        resets: By environment, the keywords of a reset that was asked for and has not ended yet, pickled.
         unborn: Those that have been built anew and have said nothing since: nobody is alive in them.
     """
 
@@ -126,6 +127,7 @@ class Restarts:
         self.faults: dict[int, Fault] = {}
         self.marks: dict[int, tuple[Fault, Made]] = {}
         self.latest: dict[int, bytes | None] = {}
+        self.resets: dict[int, bytes] = {}
         self.unborn: set[int] = set()
         self.kept: dict[int, bytes] = {}
         self.counts = [0] * len(plan.constructors)
@@ -182,7 +184,7 @@ class Restarts:
         source = np.random.SeedSequence((self.base_seed, env_id, self.counts[env_id]))
         seed = int(source.generate_state(1)[0] >> 1)
         plan = self._plan._replace(constructors={env_id: self._plan.constructors[env_id]}, seeds={env_id: seed})
-        return Rebuild(plan, self._block, reset=self._at_once(env_id))
+        return Rebuild(plan, self._block, reset=self._at_once(env_id), keywords=self.resets.get(env_id))
 
     def _at_once(self, env_id: int) -> bool:
         """Whether the fresh environment's first observation is part of what is told."""
@@ -245,6 +247,7 @@ class Restarts:
     def told(self, env_id: int, latest: bytes | None) -> None:
         """Note what travelled with an environment's result."""
         self.latest[env_id] = latest
+        self.resets.pop(env_id, None)
         self.unborn.discard(env_id)
         self.kept.pop(env_id, None)
 

@@ -146,6 +146,8 @@ class Crew(Owner):
             try:
                 if message is Message.RESET:
                     self._await_restarts(env_ids)
+                    if self.restarts is not None:
+                        self.restarts.resets.update(payload)
                 self.in_flight.update(dict.fromkeys(env_ids, message))
                 todo = env_ids if self.restarts is None else self._unmarked(message, env_ids)
                 requests = self._shared_out(
@@ -244,7 +246,7 @@ class Crew(Owner):
         try:
             extras = self._read(env_id, result)
         except EnvError as error:
-            self._survive(env_id, Kind.STEP, error)
+            self._survive(env_id, self._kind(env_id, in_reset=False), error)
             return
         if self.restarts is not None:
             self.restarts.told(env_id, result)

@@ -62,11 +62,13 @@ class Rebuild(NamedTuple):
         plan: For this environment.
         block: The payload of `ATTACH`, for a worker that is new itself.
         reset: Whether its first episode is to begin at once; else with whatever resets it next.
+        keywords: Of the reset that failed where its caller had asked for one, pickled; its seed is not used again.
     """
 
     plan: Plan
     block: tuple[int, bool]
     reset: bool
+    keywords: bytes | None = None
 
 
 class Description(NamedTuple):
@@ -220,7 +222,7 @@ class Worker:
         self._transitions = TransitionRecords(self._layout, buffer)
 
     def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> tuple[bytes, bytes | None] | Refusal:
-        plan, block, reset = payload[env_id]
+        plan, block, reset, asked = payload[env_id]
         old = self._episodes.pop(env_id, None)
         if old is not None:
             # What a broken simulator raises when it is closed would only hide what broke it.
@@ -231,7 +233,8 @@ class Worker:
             return description
         self._lay_out(env_id, block)
         episode = self._episodes[env_id]
-        keywords = {"seed": plan.seeds[env_id]} if "seed" in episode.env.reset_keywords else {}
+        keywords = {} if asked is None else pickle.loads(asked)
+        keywords = self._passed(env_id, {**keywords, "seed": plan.seeds[env_id]})
         if not reset:
             episode.put_off(keywords)
             return description, None
@@ -246,10 +249,13 @@ class Worker:
         keywords = pickle.loads(payload[env_id])
         if keywords.get("seed") is not None:
             self._seeds[env_id] = keywords["seed"]
-        episode = self._episodes[env_id]
-        passed = {name: value for name, value in keywords.items() if name in episode.env.reset_keywords}
-        more = self._transitions.write(env_id, episode.reset(passed))
+        more = self._transitions.write(env_id, self._episodes[env_id].reset(self._passed(env_id, keywords)))
         return None if more is None else dump_extras(more)
+
+    def _passed(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a reset's keywords that the simulator takes."""
+        taken = self._episodes[env_id].env.reset_keywords
+        return {name: value for name, value in keywords.items() if name in taken}
 
     def _step(self, env_id: int, payload: Mapping[int, bytes]) -> bytes | None:
         extras = pickle.loads(payload[env_id]) if env_id in payload else None
