@@ -1,7 +1,8 @@
 """Fixtures: what tests are repeated on, and what they get that is closed or removed after them.
 
 pytest                 everything
-pytest --setups=few    each test that is repeated on many setups runs on two workers and shared memory only
+pytest --setups=few    each test that is repeated on many setups runs on two workers and shared memory only, and those
+                       of processes alone, to which no library's release makes a difference, do not run
 CI=true pytest         a test that is skipped makes the run fail
 
 What is about another project's library is collected only where that is installed; `.ci/run` has a place for each.
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from marl_parallel import ParallelEnv
 
 BACKENDS = ("serial", "thread", "process")
+OF_PROCESSES = {
+    "test_chaos", "test_contexts", "test_launching", "test_leaks", "test_orphans", "test_parents", "test_policy",
+    "test_readme", "test_scripts", "test_semaphores", "test_stacks", "test_timeouts", "test_worker_threads",
+}  # fmt: skip
 
 
 class Setup(NamedTuple):
@@ -81,14 +86,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--setups",
         choices=["all", "few"],
         default="all",
-        help="few: of a test that is repeated on many setups, only those with two workers and shared memory",
+        help="few: for trying other releases of libraries; what depends on none of them runs less or not at all",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--setups") == "all":
         return
-    left_out = [item for item in items if _setup_of(item) not in (None, *BACKEND_SETUPS, *BESIDE_SETUPS)]
+    left_out = [
+        item
+        for item in items
+        if item.path.stem in OF_PROCESSES or _setup_of(item) not in (None, *BACKEND_SETUPS, *BESIDE_SETUPS)
+    ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
