@@ -18,6 +18,9 @@ from marl_parallel.runtime.messages import Message
 from marl_parallel.runtime.pickling import sendable
 from marl_parallel.step_batch import StepBatch
 
+Options = dict[str, Any] | list[dict[str, Any] | None] | None
+"""For the resets of all environments, or one for each of them."""
+
 
 class AsyncStepping(Inquiries):
     """Builds on what can be asked; `ParallelEnv` builds on this."""
@@ -136,20 +139,21 @@ class AsyncStepping(Inquiries):
                 raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
 
     def _reset_keywords_for(
-        self, ids: Sequence[int], seed: int | Sequence[int | None] | None, options: dict[str, Any] | None
+        self, ids: Sequence[int], seed: int | Sequence[int | None] | None, options: Options
     ) -> tuple[int, dict[int, int], dict[int, bytes]]:
         """The base of seeds from now on, and by environment the seed it is given and its keywords, pickled."""
         base, seeds = self._seeds_for(seed, ids)
         if options is not None and "options" not in self._reset_keywords:
             raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
+        for_each = options if isinstance(options, list) else [options] * len(ids)
         keywords: dict[int, bytes] = {}
         told: dict[int, int] = {}
-        for env_id, own in zip(ids, seeds, strict=True):
+        for env_id, own, own_options in zip(ids, seeds, for_each, strict=True):
             if own is None and not self._batch.begun[env_id]:
                 own = base + env_id
             if own is not None:
                 told[env_id] = own
-            given = {"seed": own, "options": options}
+            given = {"seed": own, "options": own_options}
             keywords[env_id] = sendable({k: v for k, v in given.items() if v is not None}, "options")
         return base, told, keywords
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy as copying
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gymnasium import Space, spaces
@@ -141,6 +141,12 @@ class Inquiries:
         _raise_refused(results)
         return tuple(results[env_id] for env_id in ids)
 
+    def _find_out(self, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+        """What a function of this package finds out about each simulator, given as its first argument."""
+        self._check_idle("call")
+        told = self._crew.ask(Message.CALL, self._all, sendable((function, args, {}), "a function"))
+        return tuple(told[env_id] for env_id in self._all)
+
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of each environment, as `call` finds it; a method is returned called, without arguments.
 
@@ -149,24 +155,26 @@ class Inquiries:
         """
         return self.call(name)
 
-    def set_attr(self, name: str, values: Any) -> None:
+    def set_attr(self, name: str, values: Any, env_ids: Sequence[int] | None = None) -> None:
         """Set an attribute of each environment, on whichever of its wrappers has it.
 
         Args:
             name: Of the attribute, which must exist.
-            values: A list or tuple with one for each environment; anything else is given to all.
+            values: A list or tuple with one for each of `env_ids`; anything else is given to all of them.
+            env_ids: Which environments, in any order; None for all of them.
 
         Raises:
             AttributeError: An environment has no such attribute. Nothing is closed.
             ValueError: There is not one value for each environment.
         """
         self._check_idle("set_attr")
+        ids = self._checked_ids(env_ids)
         if not isinstance(values, list | tuple):
-            values = [values] * self._num_envs
-        if len(values) != self._num_envs:
-            raise ValueError(f"expected one value for each of {self._num_envs} environments, got {len(values)}")
-        payload = {i: sendable((name, values[i]), f"the value for environment {i}") for i in self._all}
-        _raise_refused(self._crew.ask(Message.ASSIGN, self._all, payload))
+            values = [values] * len(ids)
+        if len(values) != len(ids):
+            raise ValueError(f"expected one value for each of {len(ids)} environments, got {len(values)}")
+        payload = {i: sendable((name, value), f"the value for environment {i}") for i, value in zip(ids, values)}
+        _raise_refused(self._crew.ask(Message.ASSIGN, ids, payload))
 
     def render(self, *, tile: bool = False) -> Any:
         """Render one frame of each environment.

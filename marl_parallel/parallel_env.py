@@ -42,7 +42,7 @@ from marl_parallel.arguments import (
     survives,
     workers_for,
 )
-from marl_parallel.async_stepping import AsyncStepping
+from marl_parallel.async_stepping import AsyncStepping, Options
 from marl_parallel.backends import open_backend
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.batch import Batch, Dicts
@@ -297,7 +297,7 @@ class ParallelEnv(AsyncStepping):
     # -- within ----------------------------------------------------------------------------------------------------
 
     def _reset(
-        self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None, env_ids: Sequence[int] | None
+        self, seed: int | Sequence[int | None] | None, options: Options, env_ids: Sequence[int] | None
     ) -> tuple[tuple[int, ...], dict[int, Any]]:
         """Begin new episodes; returns which, and what is to be read beyond the block."""
         self._check_idle("reset")
@@ -325,6 +325,6 @@ class ParallelEnv(AsyncStepping):
         """Begin to carry out the actions that have been written; all of them are to be received at once."""
         self._crew.send(Message.STEP, ids, outside or None, each=False)
 
-    def _receive(self, ids: Sequence[int]) -> dict[int, Any]:
+    def _receive(self, ids: Sequence[int], timeout: float | None = None) -> dict[int, Any]:
         """Wait for all that has been sent; returns what is to be read beyond the block."""
-        return {env_id: more for env_id, (_, more) in self._crew.receive(len(ids)).items() if more is not None}
+        return {env_id: more for env_id, (_, more) in self._crew.receive(len(ids), timeout).items() if more is not None}

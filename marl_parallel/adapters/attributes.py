@@ -70,6 +70,20 @@ def find(source: Any, name: str) -> Any:
     raise AttributeError(f"{_nobody_has(source, name)}: {failure}") from failure
 
 
+def has(source: Any, name: str) -> bool:
+    """Whether any layer has the attribute, which is not called."""
+    try:
+        find(source, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def is_wrapped(source: Any, kind: tuple[str, str]) -> bool:
+    """Whether any layer is of a class, told by module and name, so that nobody has to import it for this."""
+    return any((base.__module__, base.__qualname__) == kind for layer in layers(source) for base in type(layer).__mro__)
+
+
 def assign(source: Any, name: str, value: Any) -> None:
     """Set an attribute on the outermost layer that owns it; a wrapper that merely forwards it is passed by.
 

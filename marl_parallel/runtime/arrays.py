@@ -49,6 +49,8 @@ class Arrays(NamedTuple):
         present: `(num_envs, n)`, bool: who was observed or rewarded.
         acting: `(num_envs, n)`, bool: who should act next.
         infos: By environment, its infos as they are in the dicts, where any of them says something.
+        observed: `(num_envs, n)`, bool: whose observations are data.
+        rewarded: `(num_envs, n)`, bool: who has a reward.
     """
 
     observations: list[Any]
@@ -60,6 +62,8 @@ class Arrays(NamedTuple):
     present: NDArray[np.bool_]
     acting: NDArray[np.bool_]
     infos: dict[int, dict[Any, Any]]
+    observed: NDArray[np.bool_]
+    rewarded: NDArray[np.bool_]
 
 
 class ArrayBatch:
@@ -165,6 +169,8 @@ class ArrayBatch:
             np.ones(shape, np.bool_),
             np.ones(shape, np.bool_),
             {},
+            np.ones(shape, np.bool_),
+            np.ones(shape, np.bool_),
         )
         others: Iterable[int] = range(self._num_envs)
         if self._in_block:
@@ -199,9 +205,11 @@ class ArrayBatch:
             before.present.copy(),
             before.acting.copy(),
             {},
+            before.observed.copy(),
+            np.zeros(self._shape, np.bool_),
         )
         if self._in_block:
-            for env_id, agent in zip(*np.nonzero(~before.present)):
+            for env_id, agent in zip(*np.nonzero(~before.observed)):
                 group, row = self._rows[self.agents[agent]]
                 _clear(observations[group], (env_id, row))
         for env_id in env_ids:
@@ -223,21 +231,23 @@ class ArrayBatch:
 
     def _read_dicts(self, arrays: Arrays, env_id: int, extras: Mapping[int, Any]) -> None:
         (seen,), (rewards,), (terminateds,), (truncateds,), (infos,) = self._batch.read((env_id,), extras)
-        for array in (arrays.rewards, arrays.present, arrays.acting, *arrays.observations):
+        masks = arrays.present, arrays.acting, arrays.observed, arrays.rewarded
+        for array in (arrays.rewards, *masks, *arrays.observations):
             _clear(array, env_id)
         for agent, observation in seen.items():
             group, row = self._rows[self._known(env_id, agent)]
             _put(arrays.observations[group], (env_id, row), observation, f"environment {env_id}: agent {agent!r}")
-            arrays.present[env_id, self._column[agent]] = True
+            arrays.observed[env_id, self._column[agent]] = True
         for agent, reward in rewards.items():
             place = env_id, self._column[self._known(env_id, agent)]
-            arrays.present[place] = True
+            arrays.rewarded[place] = True
             try:
                 arrays.rewards[place] = reward
             except (TypeError, ValueError):
                 raise ValueError(
                     f"environment {env_id}: the reward of agent {agent!r} is {reward!r}; in arrays, it must be a number"
                 ) from None
+        arrays.present[env_id] = arrays.observed[env_id] | arrays.rewarded[env_id]
         for flags, of_agents, of_all in (
             (terminateds, arrays.terminations, arrays.terminated),
             (truncateds, arrays.truncations, arrays.truncated),

@@ -309,7 +309,7 @@ class Worker:
         source = self._episodes[env_id].env.source
         with self._ledger.during(env_id, Activity.CALL):
             try:
-                member = lookup.find(source, name)
+                member = functools.partial(name, source) if callable(name) else lookup.find(source, name)
             except AttributeError as error:
                 return Refusal(AttributeError, str(error))
             if (args or kwargs) and not callable(member):

@@ -10,15 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from marl_parallel.vector.agilerl import AgileRLVecEnv
     from marl_parallel.vector.gymnasium import GymnasiumVectorEnv
     from marl_parallel.vector.pettingzoo import PettingZooVecEnv
+    from marl_parallel.vector.sb3 import SB3VecEnv
 
 _WHERE = {
+    "AgileRLVecEnv": "agilerl",
     "GymnasiumVectorEnv": "gymnasium",
     "PettingZooVecEnv": "pettingzoo",
+    "SB3VecEnv": "sb3",
 }
 
-__all__ = ["GymnasiumVectorEnv", "PettingZooVecEnv"]
+__all__ = ["AgileRLVecEnv", "GymnasiumVectorEnv", "PettingZooVecEnv", "SB3VecEnv"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,9 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeed
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import AgentID
+from marl_parallel.arguments import check_one_for_each, checked_patience
+from marl_parallel.async_stepping import Options
+from marl_parallel.errors import ParallelEnvError
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import ArrayBatch, Arrays
 
@@ -29,6 +32,7 @@ class Stepper:
         env: Whose agents all declare spaces.
         facade: Who steps; as long as it lives and is not closed, nobody else may.
         modes: The auto-reset modes that it serves.
+        copy: Whether observations are arrays of the caller's own; None for what the environment was made with.
 
     Attributes:
         env: As given.
@@ -41,7 +45,7 @@ class Stepper:
         ClosedEnvironmentError: It has been closed.
     """
 
-    def __init__(self, env: ParallelEnv, facade: object, *modes: AutoresetMode) -> None:
+    def __init__(self, env: ParallelEnv, facade: object, *modes: AutoresetMode, copy: bool | None = None) -> None:
         self._name = type(facade).__name__
         if not isinstance(env, ParallelEnv):
             raise TypeError(f"{self._name} is made of a ParallelEnv, got {type(env).__name__}")
@@ -52,7 +56,7 @@ class Stepper:
             served = " or ".join(f"auto_reset={_AUTO_RESET[mode]}" for mode in modes)
             raise ValueError(f"{self._name} wants a ParallelEnv with {served}, got auto_reset={_AUTO_RESET[self.mode]}")
         self._check_spaces()
-        self.batch = ArrayBatch(env._batch, copy=env._batch.copies)
+        self.batch = ArrayBatch(env._batch, copy=env._batch.copies if copy is None else copy)
         self.latest: Arrays | None = None
         self._sent = False
 
@@ -82,10 +86,10 @@ class Stepper:
     def reset(
         self,
         seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
+        options: Options = None,
         env_ids: Sequence[int] | None = None,
     ) -> Arrays:
-        """Begin new episodes; where `env_ids` are not all, the others' observations stay.
+        """Begin new episodes; options may be one for each; where `env_ids` are not all, the others' observations stay.
 
         Raises:
             RuntimeError: Another facade steps this environment.
@@ -128,18 +132,44 @@ class Stepper:
         self.env._send(self.env._all, self.batch.write(actions))
         self._sent = True
 
-    def receive(self) -> Arrays:
+    def send_dicts(self, actions: Sequence[Mapping[AgentID, Any]]) -> None:
+        """Begin to step all environments and return.
+
+        Args:
+            actions: For each environment a dict by agent, as of `ParallelEnv.step`.
+
+        Raises:
+            ValueError: As of `ParallelEnv.step`. Nothing has been stepped.
+            RuntimeError: As of `send`, with all its other errors.
+        """
+        self._check_may_step("step_async")
+        self.env._check_idle("step_async")
+        check_one_for_each(actions, self.env._all)
+        self.env._send(self.env._all, self.env._batch.write_actions(self.env._all, actions))
+        self._sent = True
+
+    def receive(self, timeout: float | None = None) -> Arrays:
         """The result of what was sent.
+
+        Args:
+            timeout: Seconds to wait at most; None for as long as it takes.
 
         Raises:
             NoAsyncCallError: Nothing was.
+            TimeoutError: It was not there in time; nothing is lost, and this can be called again.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
         self.env._crew.check_open()
         if not self._sent:
             raise NoAsyncCallError("step_wait() without a step_async() before it", "step_wait")
+        patience = checked_patience(timeout)
         self._sent = False
-        self.latest = self.batch.read(self.env._receive(self.env._all))
+        try:
+            extras = self.env._receive(self.env._all, patience)
+        except TimeoutError as error:
+            self._sent = not isinstance(error, ParallelEnvError)
+            raise
+        self.latest = self.batch.read(extras)
         return self.latest
 
     def _check_may_step(self, name: str) -> None:
@@ -151,4 +181,5 @@ class Stepper:
     def close(self, **keywords: Any) -> None:
         """Close the environment; nobody steps it any more."""
         _steppers.pop(self.env, None)
+        self._sent = False
         self.env.close(**keywords)

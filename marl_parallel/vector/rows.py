@@ -17,6 +17,7 @@ def chosen(
     possible_agents: Sequence[AgentID],
     agents: Sequence[AgentID],
     action_spaces: Mapping[AgentID, Space[Any]],
+    advice: str = "choose some with agents=[...]",
 ) -> tuple[int, list[int] | None]:
     """The group that agents who are to be rows belong to, and their places in it; None where they are all of it.
 
@@ -36,8 +37,7 @@ def chosen(
         else:
             continue
         raise ValueError(
-            f"rows must be alike, but the {what} space of {agent!r} is {own}, that of {first!r} {other}; "
-            "choose some with agents=[...]"
+            f"rows must be alike, but the {what} space of {agent!r} is {own}, that of {first!r} {other}; {advice}"
         )
     members = [possible_agents[p] for p in groups[group_of[first]].positions]
     places = [members.index(agent) for agent in agents]

@@ -1,0 +1,67 @@
+"""Stable-Baselines3's PPO, one policy for all agents of eight copies of simple_spread.
+
+    python examples/sb3_train.py
+    python examples/sb3_train.py --smoke
+
+It needs `pip install -e ".[mpe,sb3]"`. Eight copies of three agents are 24 rows to PPO; each agent is paid the same.
+"""
+
+import argparse
+import functools
+import time
+
+import torch
+from mpe2 import simple_spread_v3
+from stable_baselines3 import PPO
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import VecMonitor
+
+from marl_parallel import ParallelEnv
+from marl_parallel.vector import SB3VecEnv
+
+parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+parser.add_argument("--num-envs", type=int, default=8, help="how many copies")
+parser.add_argument("--num-workers", type=int, default=None, help="how many worker processes")
+parser.add_argument("--timesteps", type=int, default=300_000, help="of all rows together")
+parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--smoke", action="store_true", help="a few seconds only: it learns nothing")
+args = parser.parse_args()
+timesteps, episodes = (5_000, 24) if args.smoke else (args.timesteps, 240)
+
+make_env = functools.partial(simple_spread_v3.parallel_env, max_cycles=25)
+torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
+
+
+def vectorised(seed):
+    """All copies as one environment of Stable-Baselines3's, with statistics of episodes."""
+    env = SB3VecEnv(ParallelEnv([make_env] * args.num_envs, seed=seed, num_workers=args.num_workers))
+    return VecMonitor(env)
+
+
+env, unseen = vectorised(args.seed), vectorised(args.seed + 1000)
+model = PPO(
+    "MlpPolicy",
+    env,
+    n_steps=125,  # five episodes of each row
+    batch_size=750,
+    n_epochs=10,
+    learning_rate=1e-3,
+    gamma=0.95,
+    ent_coef=0.01,
+    device="cpu",
+    seed=args.seed,
+    policy_kwargs={"net_arch": [128, 128]},
+)
+before, _ = evaluate_policy(model, unseen, n_eval_episodes=episodes, deterministic=False)
+start = time.perf_counter()
+model.learn(timesteps)
+seconds = time.perf_counter() - start
+after, _ = evaluate_policy(model, unseen, n_eval_episodes=episodes, deterministic=False)
+
+print(f"{args.num_envs} copies on {env.unwrapped.env.num_workers} workers, {env.num_envs} rows")
+print(f"{model.num_timesteps:,} timesteps in {seconds:.0f} s: {model.num_timesteps / seconds:,.0f} per second")
+print(f"mean return of an agent's episode: {before:.1f} before, {after:.1f} after")
+stats = env.unwrapped.env.stats()
+print(f"of {seconds:.0f} s, workers were in simulators for {stats.simulator_s:.0f} s, all taken together")
+env.close()
+unseen.close()

@@ -1,0 +1,332 @@
+"""`AgileRLVecEnv`: the batch by agent, with AgileRL's conventions for who is absent.
+
+When episodes begin and end is the core's business; that NaN stands for what is not there is said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.arrays import Arrays
+from marl_parallel.vector.facade import Stepper
+from marl_parallel.vector.infos import vector_infos
+
+try:
+    from agilerl.vector.pz_vec_env import PettingZooVecEnv
+except ImportError as error:
+    raise ImportError('AgileRLVecEnv needs AgileRL: pip install "marl-parallel[agilerl]"') from error
+
+ByAgent = dict[str, Any]
+_FORCED = "env_defined_actions"
+_OURS = ("final_obs", "reset_info")
+
+
+class AgileRLVecEnv(PettingZooVecEnv):
+    """A vector environment that AgileRL's multi-agent training functions take as it is.
+
+    Everything is a dict by agent of arrays over all copies, for all possible agents at all times. Rewards are float64
+    and flags bool, `(num_envs,)`. Where an agent takes no part in a copy, its reward and flags are NaN (flags are
+    float64 then), and so is its observation where that is of floats; integers have no NaN and are zeros. Observations
+    that are single numbers have the shape `(num_envs, 1)`. All arrays are the caller's own, also where `env` was made
+    with `copy=False`.
+
+    Episodes begin anew in the step in which they end. Then observations are the new episode's; an agent's flags are
+    its own, or those of its copy where it has none; and infos are the reset's, with the old episode's last as
+    `final_obs` and `final_info`.
+
+    `infos[agent]` is laid out as AgileRL's and Gymnasium's vector infos: an array for each key, and a mask under
+    `_key`. `env_defined_actions` is NaN where a copy defines none. What is about a copy rather than an agent, such as
+    the mark of a restart, `infos[agent]["__common__"]`, is in every agent's.
+
+    Args:
+        env: Made with `auto_reset=True`. Nobody else may step it. Training functions close it in the end.
+
+    Attributes:
+        env: As given.
+        agents: All possible agents, always.
+        present: By agent, `(num_envs,)`, bool: where it was observed or rewarded at the last reset or step.
+        acting: Likewise: where its action counts next.
+
+    Raises:
+        TypeError: `env` is no `ParallelEnv`.
+        ValueError: Its auto-reset is another one, its agents are not known beforehand or no strings, or one declares no
+            space.
+
+    Example:
+        >>> from agilerl.algorithms import IPPO
+        >>> from mpe2 import simple_spread_v3
+        >>> from marl_parallel import ParallelEnv
+        >>> env = AgileRLVecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2))
+        >>> observations, infos = env.reset(seed=1)
+        >>> declared = [[of(agent) for agent in env.agents] for of in
+        ...             (env.single_observation_space, env.single_action_space)]
+        >>> actions, *_ = IPPO(*declared, agent_ids=env.agents).get_action(observations, infos)
+        >>> observations, rewards, terminations, truncations, infos = env.step(actions)
+        >>> observations["agent_0"].shape, truncations["agent_0"].tolist()
+        ((4, 18), [False, False, False, False])
+        >>> env.close()
+    """
+
+    def __init__(self, env: ParallelEnv) -> None:
+        self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True)
+        self.env = env
+        schema, agents = env._schema, [str(agent) for agent in env.possible_agents]
+        if agents != env.possible_agents:
+            raise ValueError(f"AgileRL knows agents by strings, got {env.possible_agents}")
+        super().__init__(
+            env.num_envs,
+            {agent: schema.observation_spaces[agent] for agent in agents},
+            {agent: schema.action_spaces[agent] for agent in agents},
+            agents,
+            metadata=env.metadata,
+            render_mode=env.render_mode,
+        )
+        nobody = np.zeros((self.num_envs, len(self.agents)), np.bool_)
+        self.present: ByAgent = self._by_agent(nobody)
+        self.acting: ByAgent = self._by_agent(nobody.copy())
+
+    # -- stepping --------------------------------------------------------------------------------------------------
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[ByAgent, ByAgent]:
+        """Begin new episodes.
+
+        Args:
+            seed: Copy i gets `seed + i`; a sequence has one for each copy.
+            options: For each copy's own `reset`.
+
+        Returns:
+            Observations and infos, by agent.
+        """
+        arrays = self._stepper.reset(seed, options)
+        return self._seen(arrays), self._infos(arrays)
+
+    def step(
+        self, actions: Mapping[str, Any], *_: Any, **__: Any
+    ) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
+        """Step all copies.
+
+        Args:
+            actions: By agent, arrays or tensors `(num_envs, ...)`. Rows of those who do not act are not looked at,
+                whoever acts in no copy may be left out, and a row that is NaN all over is no action.
+
+        Returns:
+            Observations, rewards, terminations, truncations and infos, by agent.
+
+        Raises:
+            ValueError: Actions of another shape or dtype; by PettingZoo's rules, also none for an agent that acts.
+                Nothing has been stepped.
+            ResetNeeded: `reset` has not been called. Nothing has been stepped.
+            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+        """
+        self._send(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Sequence[Mapping[str, Any]]) -> None:
+        """Begin to step all copies and return.
+
+        Args:
+            actions: For each copy, a dict by agent. Errors are as of `step`.
+        """
+        if isinstance(actions, Mapping):
+            raise TypeError("step_async takes a list with a dict of actions for each copy; step takes arrays by agent")
+        self._stepper.send_dicts([self._formed(given) for given in actions])
+
+    def step_wait(self, timeout: float | None = None) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
+        """The results of `step_async`.
+
+        Args:
+            timeout: Seconds to wait at most; None for as long as it takes.
+
+        Raises:
+            NoAsyncCallError: Nothing is on its way.
+            TimeoutError: They were not there in time. Nothing is lost, and this can be called again.
+            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+        """
+        arrays = self._stepper.receive(timeout)
+        over = arrays.terminated | arrays.truncated
+        took_part, terminations, truncations = arrays.rewarded, arrays.terminations, arrays.truncations
+        if not took_part.all() or over.any():
+            took_part = self._who_took_part(arrays, over)
+            unflagged = took_part & ~(terminations | truncations)
+            terminations = terminations | (unflagged & arrays.terminated[:, None])
+            truncations = truncations | (unflagged & arrays.truncated[:, None])
+        return (
+            self._seen(arrays),
+            self._by_agent(np.where(took_part, arrays.rewards, np.nan)),
+            self._marked(terminations, took_part),
+            self._marked(truncations, took_part),
+            self._infos(arrays, over),
+        )
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def render(self) -> tuple[Any, ...] | None:
+        """One frame of each copy; None where `render_mode` is None."""
+        frames: tuple[Any, ...] | None = self.env.render()
+        return frames
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each copy; as `ParallelEnv.call`."""
+        return self.env.call(name, *args, **kwargs)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of each copy; as `ParallelEnv.get_attr`."""
+        return self.env.get_attr(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of each copy; as `ParallelEnv.set_attr`."""
+        self.env.set_attr(name, values)
+
+    def close_extras(self, *, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
+        """Close the environment; arguments as of `ParallelEnv.close`. What is on its way is dropped."""
+        if timeout is not None:
+            kwargs["timeout"] = timeout
+        self._stepper.close(terminate=terminate, **kwargs)
+
+    # -- into the core ---------------------------------------------------------------------------------------------
+
+    def _send(self, actions: Mapping[str, Any]) -> None:
+        stacked: ByAgent = {}
+        absent: dict[str, NDArray[np.bool_]] = {}
+        for agent, given in actions.items():
+            array = _array(given)
+            if array.shape[:1] != (self.num_envs,):
+                raise ValueError(f"expected actions of agent {agent!r} for {self.num_envs} copies, got {array.shape}")
+            if array.dtype.kind == "f":
+                nan = np.isnan(array.reshape(self.num_envs, -1)).all(axis=1)
+                if nan.any():
+                    absent[agent] = nan
+                    array = np.where(np.isnan(array), 0, array)
+            stacked[agent] = _formed(self._single_action_spaces.get(agent), array, self.num_envs)
+        acting = self.env._batch.acting
+        if not any(agent in acting[env_id] for agent, rows in absent.items() for env_id in np.flatnonzero(rows)):
+            self._stepper.send(stacked)
+            return
+        self._stepper.send_dicts(
+            [
+                {a: rows[env_id] for a, rows in stacked.items() if a not in absent or not absent[a][env_id]}
+                for env_id in range(self.num_envs)
+            ]
+        )
+
+    def _formed(self, actions: Mapping[str, Any]) -> ByAgent:
+        """One copy's actions in the form of their spaces, as AgileRL's own squeezes them into."""
+        formed: ByAgent = {}
+        for agent, given in actions.items():
+            array = _array(given)
+            if array.dtype.kind == "f" and np.isnan(array).all():
+                continue
+            formed[agent] = _formed(self._single_action_spaces.get(agent), array[None], 1)[0]
+        return formed
+
+    # -- out of the core -------------------------------------------------------------------------------------------
+
+    def _who_took_part(self, arrays: Arrays, over: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        took_part = arrays.rewarded | arrays.terminations | arrays.truncations | (arrays.observed & ~over[:, None])
+        for env_id in np.flatnonzero(over).tolist():  # what is observed there is the new episode
+            for place, agent in enumerate(self.agents):
+                took_part[env_id, place] |= "final_obs" in arrays.infos.get(env_id, {}).get(agent, {})
+        return took_part
+
+    def _by_agent(self, array: NDArray[Any]) -> ByAgent:
+        return dict(zip(self.agents, array.T))
+
+    def _marked(self, flags: NDArray[np.bool_], took_part: NDArray[np.bool_]) -> ByAgent:
+        """Flags by agent; NaN where it took no part, as AgileRL's own, which has bool where it did everywhere."""
+        if took_part.all():
+            return self._by_agent(flags)
+        floats = np.where(took_part, flags, np.nan)
+        return {
+            agent: (flags if took_part[:, place].all() else floats)[:, place] for place, agent in enumerate(self.agents)
+        }
+
+    def _seen(self, arrays: Arrays) -> ByAgent:
+        self.present, self.acting = self._by_agent(arrays.present), self._by_agent(arrays.acting)
+        if not arrays.observed.all():
+            for group, (_, positions) in zip(arrays.observations, self._stepper.batch.groups):
+                _blank(group, ~arrays.observed[:, positions])
+        seen = self._stepper.batch.by_agent(arrays.observations)
+        return {agent: _with_axis(value) for agent, value in seen.items()}
+
+    def _infos(self, arrays: Arrays, over: NDArray[np.bool_] | None = None) -> ByAgent:
+        infos: ByAgent = {}
+        of_copies = {
+            env_id: {key: info for key, info in told.items() if key not in self.agents}
+            for env_id, told in arrays.infos.items()
+        }
+        for agent in self.agents:
+            rows = (
+                (env_id, self._told(told.get(agent, {}), of_copies[env_id], over is not None and bool(over[env_id])))
+                for env_id, told in arrays.infos.items()
+            )
+            infos[agent] = vector_infos(rows, self.num_envs) if of_copies else {}
+            if _FORCED in infos[agent]:
+                infos[agent][_FORCED] = _forced(infos[agent][_FORCED], infos[agent][f"_{_FORCED}"])
+            infos[f"_{agent}"] = np.ones(self.num_envs, np.bool_)
+        return infos
+
+    @staticmethod
+    def _told(info: dict[Any, Any], of_copy: dict[Any, Any], over: bool) -> dict[Any, Any]:
+        if not over:
+            return {**of_copy, **info}
+        last = {key: value for key, value in info.items() if key not in _OURS}
+        final = {"final_obs": info["final_obs"]} if "final_obs" in info else {}
+        return {**of_copy, **info.get("reset_info", {}), **final, "final_info": last}
+
+
+# -- values --------------------------------------------------------------------------------------------------------
+
+
+def _array(value: Any) -> NDArray[Any]:
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+
+
+def _formed(space: Space[Any] | None, array: NDArray[Any], count: int) -> NDArray[Any]:
+    """Rows in the shape of their space, where there are as many numbers; whole floats as integers, where it wants."""
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) and array.dtype.kind == "f":
+        whole = array.astype(np.int64)
+        array = whole if np.array_equal(whole, array) else array
+    if space is None or space.shape is None or array.size != count * int(np.prod(space.shape)):
+        return array
+    return array.reshape(count, *space.shape)
+
+
+def _blank(stacked: Any, absent: NDArray[np.bool_]) -> None:
+    """Put NaN where nobody is, in what is of floats."""
+    if isinstance(stacked, np.ndarray):
+        if stacked.dtype.kind == "f":
+            stacked[absent] = np.nan
+    else:
+        for child in stacked.values() if isinstance(stacked, dict) else stacked:
+            _blank(child, absent)
+
+
+def _with_axis(value: Any) -> Any:
+    """Single numbers with an axis of their own."""
+    if isinstance(value, dict):
+        return {key: _with_axis(child) for key, child in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_with_axis, value))
+    return value[:, None] if isinstance(value, np.ndarray) and value.ndim == 1 else value
+
+
+def _forced(actions: Any, told: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Actions that simulators have chosen themselves; NaN where they have not, or only say None."""
+    rows = [
+        None if action is None or not there else np.asarray(action, np.float64) for action, there in zip(actions, told)
+    ]
+    shape = next((row.shape for row in rows if row is not None), ())
+    forced = np.full((len(rows), *shape), np.nan)
+    for number, row in enumerate(rows):
+        if row is not None:
+            forced[number] = row
+    return forced

@@ -1,0 +1,341 @@
+"""`SB3VecEnv`: every agent of every copy as an environment of Stable-Baselines3's.
+
+When episodes begin and end is the core's business; what Stable-Baselines3 calls it is said here.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from marl_parallel.adapters import attributes
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.arrays import Arrays
+from marl_parallel.runtime.columns import fits_block, zeros
+from marl_parallel.vector.facade import Stepper
+from marl_parallel.vector.rows import chosen, rows_of, split
+
+try:
+    from stable_baselines3.common.vec_env import VecEnv
+except ImportError as error:
+    raise ImportError('SB3VecEnv needs Stable-Baselines3: pip install "marl-parallel[sb3]"') from error
+
+Indices = int | Iterable[int] | None
+"""Of rows; None for all of them."""
+
+_ADVICE = "have their simulator wrapped so that they are, or use PettingZooVecEnv"
+
+
+class SB3VecEnv(VecEnv):
+    """A `VecEnv` with `copies * agents` rows, for parameter sharing; row `i * agents + j` is agent j of copy i.
+
+    Observations are in the form of the agents' space, batched: an array `(num_envs, ...)`, or a dict of them. Rewards
+    are float64 and dones bool, `(num_envs,)`, infos a list of dicts. All are the caller's own, also where `env` was
+    made with `copy=False`.
+
+    A row is done when its agent dies, and when its copy's episode ends. Then its info has the agent's last observation
+    as `terminal_observation`, and `TimeLimit.truncated` says whether it was cut off rather than ended; the observation
+    that is returned is the next one: the new episode's first, or, where the copy goes on without the agent, zeros.
+    `TimeLimit.truncated` is in every info, as in Stable-Baselines3's own.
+
+    **Rows of absent agents are trained on.** From an agent's death until its copy's episode ends, its row is zeros: the
+    observations, rewards, and actions that nobody carries out. It is done once more when the copy's episode ends, with
+    zeros as its `terminal_observation` and never as truncated, so that returns do not run across episodes; statistics
+    of episodes count these as episodes of return 0. The same holds for agents that have not come yet. `present` and
+    `acting` tell these rows from others.
+
+    What is about a copy rather than an agent, such as the mark of a restart in `infos[row]["__common__"]`, is in the
+    info of each of the copy's rows; an agent's own key goes before. The infos of a reset are in `reset_infos`.
+
+    Args:
+        env: Made with `auto_reset=True`. Nobody else may step it.
+
+    Attributes:
+        env: As given.
+        agents: Who has rows, in the environment's own order.
+        present: `(num_envs,)`, bool: the agents that were observed or rewarded at the last reset or step.
+        acting: `(num_envs,)`, bool: the agents whose actions count next.
+
+    Raises:
+        TypeError: `env` is no `ParallelEnv`.
+        ValueError: Its auto-reset is another one, the agents' spaces differ, or one declares none.
+
+    Example:
+        >>> from mpe2 import simple_spread_v3
+        >>> from stable_baselines3 import PPO
+        >>> from marl_parallel import ParallelEnv
+        >>> env = SB3VecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2))
+        >>> env.num_envs, env.reset().shape
+        (12, (12, 18))
+        >>> model = PPO("MlpPolicy", env, n_steps=16, batch_size=64, n_epochs=1, device="cpu").learn(192)
+        >>> env.close()
+    """
+
+    def __init__(self, env: ParallelEnv) -> None:
+        self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True)
+        self.env, self.agents = env, env.possible_agents
+        schema = env._schema
+        without_form = [agent for agent in self.agents if not fits_block(schema.observation_spaces[agent])]
+        if without_form:
+            agent = without_form[0]
+            raise ValueError(f"rows must be arrays, but {agent!r} observes {schema.observation_spaces[agent]}")
+        self._group, self._members = chosen(
+            self._stepper.batch.groups, self.agents, self.agents, schema.action_spaces, _ADVICE
+        )
+        self._per_copy = len(self.agents)
+        self._first_seed: int | None = None
+        self._waiting = False
+        rows = env.num_envs * self._per_copy
+        self._dead = np.zeros((env.num_envs, self._per_copy), np.bool_)
+        self.present, self.acting = np.zeros(rows, np.bool_), np.zeros(rows, np.bool_)
+        super().__init__(rows, schema.observation_spaces[self.agents[0]], schema.action_spaces[self.agents[0]])
+
+    # -- stepping --------------------------------------------------------------------------------------------------
+
+    def reset(self) -> Any:
+        """Begin new episodes, with what `seed` and `set_options` have been told; a step on its way is dropped.
+
+        Returns:
+            Observations of all rows; infos are in `reset_infos`.
+
+        Raises:
+            ValueError: Options for simulators whose `reset` takes none, or rows of one copy that do not agree.
+            ParallelEnvError: A fault, as in `ParallelEnv.reset`.
+        """
+        options = self._options_by_copy()
+        if self._waiting:
+            self.step_wait()
+        arrays = self._stepper.reset(self._first_seed, options)
+        self._reset_seeds()
+        self._reset_options()
+        self._dead[...] = False
+        self._note(arrays)
+        self.reset_infos = self._new_infos(arrays)
+        return rows_of(arrays.observations[self._group], self._members)
+
+    def step_async(self, actions: NDArray[Any]) -> None:
+        """Begin to step all copies and return.
+
+        Args:
+            actions: `(num_envs, ...)`; rows of those who do not act are not looked at. Whole numbers may come as
+                floats, as Stable-Baselines3 samples those of `MultiBinary` spaces.
+
+        Raises:
+            ValueError: Actions of another shape or dtype. Nothing has been stepped.
+            ResetNeeded: `reset` has not been called. Nothing has been stepped.
+            AlreadyPendingCallError: A step is on its way already.
+        """
+        given = split(self.action_space, _whole(self.action_space, actions), self.env.num_envs, self._per_copy)
+        self._stepper.send(dict(zip(self.agents, given)))
+        self._waiting = True
+
+    def step_wait(self) -> tuple[Any, NDArray[np.float64], NDArray[np.bool_], list[dict[str, Any]]]:
+        """The results of `step_async`.
+
+        Returns:
+            Observations, rewards, dones and infos of all rows.
+
+        Raises:
+            NoAsyncCallError: Nothing is on its way.
+            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+        """
+        self._waiting = False
+        arrays = self._stepper.receive()
+        self._note(arrays)
+        infos = self._new_infos(arrays)
+        for info in infos:
+            info["TimeLimit.truncated"] = False
+        observations = rows_of(arrays.observations[self._group], self._members)
+        over = arrays.terminated | arrays.truncated
+        if over.any() or self._dead.any() or arrays.terminations.any() or arrays.truncations.any():
+            dones = self._end(arrays, over, observations, infos)
+        else:
+            dones = np.zeros(self.num_envs, np.bool_)
+        return observations, arrays.rewards.ravel(), dones, infos
+
+    def _end(
+        self, arrays: Arrays, over: NDArray[np.bool_], observations: Any, infos: list[dict[str, Any]]
+    ) -> NDArray[np.bool_]:
+        """Where rows are done, say so in infos and put the next observation in place; returns who is."""
+        of_copy, were_dead = over[:, None], self._dead
+        died = (arrays.terminations | arrays.truncations) & ~were_dead
+        dones = died | of_copy
+        # An agent's own flags; where it has none, those of its copy.
+        cut_off = np.where(died, ~arrays.terminations, (arrays.truncated & ~arrays.terminated)[:, None]) & ~were_dead
+        for row in np.flatnonzero(dones).tolist():
+            place, info = divmod(row, self._per_copy), infos[row]
+            last = None
+            if over[place[0]]:
+                last = info.pop("final_obs", None)
+                self.reset_infos[row] = info.pop("reset_info", {})
+            elif arrays.observed[place]:
+                last = _row(observations, row)
+            known = last is not None and not were_dead[place]
+            info["terminal_observation"] = self._own(last) if known else zeros(self.observation_space)
+            info["TimeLimit.truncated"] = bool(cut_off[place]) and known
+        arrays.rewards[were_dead] = 0.0
+        self._dead = (were_dead | died) & ~of_copy
+        _clear(observations, np.flatnonzero(self._dead))
+        return dones.ravel()
+
+    def _own(self, value: Any) -> Any:
+        return value if self.env._batch.copies else _copied(value)
+
+    def _note(self, arrays: Arrays) -> None:
+        self.present, self.acting = arrays.present.ravel(), arrays.acting.ravel()
+
+    def _new_infos(self, arrays: Arrays) -> list[dict[str, Any]]:
+        """One for each row: its agent's, and what is about its copy."""
+        rows: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        for env_id, infos in arrays.infos.items():
+            for place, agent in enumerate(self.agents):
+                of_copy = {key: copy.copy(info) for key, info in infos.items() if key not in self.agents}
+                rows[env_id * self._per_copy + place] = {**of_copy, **infos.get(agent, {})}
+        return rows
+
+    # -- before a reset --------------------------------------------------------------------------------------------
+
+    def seed(self, seed: int | None = None) -> Sequence[int | None]:
+        """Have the next reset give copy i the seed `seed + i`; None draws one, as Stable-Baselines3 does.
+
+        Returns:
+            The seed of each row, which is its copy's.
+        """
+        self._first_seed = int(np.random.randint(2**31 - self.env.num_envs)) if seed is None else seed
+        self._seeds = [self._first_seed + row // self._per_copy for row in range(self.num_envs)]
+        return self._seeds
+
+    def _reset_seeds(self) -> None:
+        super()._reset_seeds()
+        self._first_seed = None
+
+    def set_options(self, options: list[dict[str, Any]] | dict[str, Any] | None = None) -> None:
+        """Have the next reset give these to each copy's own.
+
+        Args:
+            options: For all copies; a list has one for each copy, or for each row, those of one copy equal.
+
+        Raises:
+            ValueError: A list of another length, or that takes a copy apart.
+        """
+        if isinstance(options, list) and len(options) == self.env.num_envs != self.num_envs:
+            options = [own for own in options for _ in self.agents]
+        if isinstance(options, list):
+            firsts = [options[row - row % self._per_copy] for row in range(len(options))]
+            if len(options) != self.num_envs or options != firsts:
+                raise ValueError(
+                    f"expected one dict of options for each of {self.env.num_envs} copies, or for each of "
+                    f"{self.num_envs} rows, equal within a copy; got {options!r}"
+                )
+        super().set_options(options)
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
+        """An attribute of each row's copy; as `ParallelEnv.get_attr`, which returns a method called."""
+        rows = self._rows(indices)
+        copies = self._copies_of(rows)
+        try:
+            told = dict(zip(copies, self.env.call(attr_name, env_ids=copies)))
+        except AttributeError:
+            if attr_name != "render_mode":  # simulators need not declare one; Stable-Baselines3 asks for it
+                raise
+            told = dict.fromkeys(copies, self.env.render_mode)
+        return [told[row // self._per_copy] for row in rows]
+
+    def has_attr(self, attr_name: str) -> bool:
+        """Whether all copies have an attribute, which may be a method; it is not called."""
+        return all(self.env._find_out(attributes.has, attr_name))
+
+    def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
+        """Set an attribute of each copy that one of the rows belongs to."""
+        copies = self._copies_of(self._rows(indices))
+        self.env.set_attr(attr_name, [value] * len(copies), env_ids=copies)
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        """Call a method once of each copy that one of the rows belongs to.
+
+        Returns:
+            For each row, what its copy's returned.
+        """
+        rows = self._rows(indices)
+        copies = self._copies_of(rows)
+        told = dict(zip(copies, self.env.call(method_name, *method_args, env_ids=copies, **method_kwargs)))
+        return [told[row // self._per_copy] for row in rows]
+
+    def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
+        """Whether each row's copy is wrapped in such a wrapper."""
+        wrapped = self.env._find_out(attributes.is_wrapped, (wrapper_class.__module__, wrapper_class.__qualname__))
+        return [wrapped[row // self._per_copy] for row in self._rows(indices)]
+
+    def get_images(self) -> Sequence[NDArray[Any] | None]:
+        """A frame of each copy, whatever its number of agents; `render` tiles them. None where there are no frames."""
+        if self.render_mode != "rgb_array":
+            warnings.warn(
+                f"there are images with render_mode='rgb_array' only, not with {self.render_mode!r}", stacklevel=2
+            )
+            return [None] * self.env.num_envs
+        return list(self.env.render())
+
+    def close(self) -> None:
+        """Close the environment; idempotent. What is on its way is dropped."""
+        self._stepper.close()
+
+    def _rows(self, indices: Indices) -> list[int]:
+        rows = [*self._get_indices(indices)]
+        unknown = [row for row in rows if not -self.num_envs <= row < self.num_envs]
+        if unknown:
+            raise IndexError(f"there is no row {unknown[0]}: there are {self.num_envs}")
+        return [row % self.num_envs for row in rows]
+
+    def _copies_of(self, rows: Sequence[int]) -> list[int]:
+        return [*dict.fromkeys(row // self._per_copy for row in rows)]
+
+    def _options_by_copy(self) -> list[dict[str, Any] | None] | None:
+        of_copies: list[dict[str, Any] | None] = [own or None for own in self._options[:: self._per_copy]]
+        return of_copies if any(of_copies) else None
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+
+def _whole(space: Space[Any], actions: Any) -> Any:
+    """Actions whose numbers are whole as integers, where the space wants these."""
+    array = np.asarray(actions)
+    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or array.dtype.kind != "f":
+        return actions
+    whole = array.astype(np.int64)
+    return whole if np.array_equal(whole, array) else actions
+
+
+def _row(stacked: Any, row: int) -> Any:
+    if isinstance(stacked, dict):
+        return {key: _row(child, row) for key, child in stacked.items()}
+    if isinstance(stacked, tuple):
+        return tuple(_row(child, row) for child in stacked)
+    return stacked[row].copy()
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(child) for key, child in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_copied, value))
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _clear(stacked: Any, rows: NDArray[np.intp]) -> None:
+    if isinstance(stacked, np.ndarray):
+        stacked[rows] = 0
+    else:
+        for child in stacked.values() if isinstance(stacked, dict) else stacked:
+            _clear(child, rows)
