@@ -152,12 +152,12 @@ class Column(ABC):
         """
 
     @abstractmethod
-    def write_stacked(self, row: int, values: Any) -> None:
-        """Write the value of one row in every record.
+    def write_stacked(self, row: int | slice, values: Any) -> None:
+        """Write the value of one row, or the values of several rows, in every record.
 
         Args:
             row: Which.
-            values: Stacked as in the space's batches: `(records, ...)`.
+            values: Stacked as in the space's batches: `(records, ...)`; of several rows `(records, rows, ...)`.
 
         Raises:
             Mismatch: They are not what the space declares; some may have been written.
@@ -235,7 +235,7 @@ class ArrayColumn(Column):
         np.copyto(out, self._all)
         return out
 
-    def write_stacked(self, row: int, values: Any) -> None:
+    def write_stacked(self, row: int | slice, values: Any) -> None:
         column = self._all[:, row]
         column[...] = as_array(values, self.dtype, column.shape)
 
@@ -316,11 +316,12 @@ class ScalarColumn(Column):
         np.copyto(out, self._numbers)
         return out
 
-    def write_stacked(self, row: int, values: Any) -> None:
+    def write_stacked(self, row: int | slice, values: Any) -> None:
         array = np.asarray(values)
         column = self._numbers[:, row]
         if array.shape != column.shape or array.dtype.type not in _SCALAR_TAGS:
-            raise Mismatch(f"expected {len(column)} integers, got shape {array.shape} and dtype {array.dtype}")
+            count = " x ".join(map(str, column.shape))
+            raise Mismatch(f"expected {count} integers, got shape {array.shape} and dtype {array.dtype}")
         column[...] = as_array(array, column.dtype, column.shape)
         self._tags[:, row] = _SCALAR_TAGS[array.dtype.type]
 
@@ -364,7 +365,7 @@ class DictColumn(Column):
     def copied(self, out: Any) -> Any:
         return {key: child.copied(None if out is None else out[key]) for key, child in self.children.items()}
 
-    def write_stacked(self, row: int, values: Any) -> None:
+    def write_stacked(self, row: int | slice, values: Any) -> None:
         if not self._fits(values):
             raise Mismatch(f"expected a dict with the keys {[*self._keys]}, got {_form_of(values)}")
         for key, child in self.children.items():
@@ -407,7 +408,7 @@ class TupleColumn(Column):
     def copied(self, out: Any) -> Any:
         return tuple(child.copied(None if out is None else out[place]) for place, child in enumerate(self.children))
 
-    def write_stacked(self, row: int, values: Any) -> None:
+    def write_stacked(self, row: int | slice, values: Any) -> None:
         if not self._fits(values):
             raise Mismatch(f"expected a tuple of {len(self.children)}, got {_form_of(values)}")
         for child, part in zip(self.children, values, strict=True):

@@ -61,6 +61,19 @@ def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> 
     return groups
 
 
+def evenly_spaced(rows: Sequence[int]) -> slice | None:
+    """The slice that takes just these rows in this order; None where there is none.
+
+    Example:
+        >>> evenly_spaced([1, 3, 5]), evenly_spaced([2, 1, 4])
+        (slice(1, 6, 2), None)
+    """
+    step = rows[1] - rows[0] if len(rows) > 1 else 1
+    if not rows or step < 1 or [*rows] != [*range(rows[0], rows[-1] + 1, step)]:
+        return None
+    return slice(rows[0], rows[-1] + 1, step)
+
+
 class Whole(Protocol):
     """What writes and reads the values of all agents of a record, or of several records, at once; as `Column` does."""
 
@@ -148,6 +161,15 @@ class AgentColumns:
         """Write the value of one of `agents` in every record; raises as `Column.write_stacked` does."""
         column, row = self._row[agent]
         column.write_stacked(row, values)
+
+    def rows_of(self, agents: Sequence[AgentID]) -> tuple[Column, slice] | None:
+        """Where the values of these of `agents` lie side by side, at equal distances; None where they do not."""
+        places = [self._row[agent] for agent in agents if agent in self._row]
+        columns, rows = [column for column, _ in places], [row for _, row in places]
+        span = evenly_spaced(rows)
+        if span is None or len(rows) < len(agents) or any(column is not columns[0] for column in columns):
+            return None
+        return columns[0], span
 
 
 class Layout:

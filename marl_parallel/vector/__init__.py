@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from marl_parallel.vector.pettingzoo import PettingZooVecEnv
+    from marl_parallel.vector.torchrl import TorchRLEnv
 
 _WHERE = {
     "PettingZooVecEnv": "pettingzoo",
+    "TorchRLEnv": "torchrl",
 }
 
-__all__ = ["PettingZooVecEnv"]
+__all__ = ["PettingZooVecEnv", "TorchRLEnv"]
 
 
 def __getattr__(name: str) -> Any:

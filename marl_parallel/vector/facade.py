@@ -6,15 +6,14 @@ Nothing here is about any library's shapes; what the arrays mean is in `runtime/
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime.arrays import ArrayBatch, Arrays
+from marl_parallel.runtime.arrays import Actions, ArrayBatch, Arrays
 
 _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False", AutoresetMode.NEXT_STEP: '"NEXT_STEP"'}
 
@@ -29,6 +28,7 @@ class Stepper:
         env: Whose agents all declare spaces.
         facade: Who steps; as long as it lives and is not closed, nobody else may.
         modes: The auto-reset modes that it serves.
+        copy: Whether each observation is in arrays of the caller's own; None: as the environment was made.
 
     Attributes:
         env: As given.
@@ -41,7 +41,7 @@ class Stepper:
         ClosedEnvironmentError: It has been closed.
     """
 
-    def __init__(self, env: ParallelEnv, facade: object, *modes: AutoresetMode) -> None:
+    def __init__(self, env: ParallelEnv, facade: object, *modes: AutoresetMode, copy: bool | None = None) -> None:
         self._name = type(facade).__name__
         if not isinstance(env, ParallelEnv):
             raise TypeError(f"{self._name} is made of a ParallelEnv, got {type(env).__name__}")
@@ -52,7 +52,7 @@ class Stepper:
             served = " or ".join(f"auto_reset={_AUTO_RESET[mode]}" for mode in modes)
             raise ValueError(f"{self._name} wants a ParallelEnv with {served}, got auto_reset={_AUTO_RESET[self.mode]}")
         self._check_spaces()
-        self.batch = ArrayBatch(env._batch, copy=env._batch.copies)
+        self.batch = ArrayBatch(env._batch, copy=env._batch.copies if copy is None else copy)
         self.latest: Arrays | None = None
         self._sent = False
 
@@ -102,20 +102,33 @@ class Stepper:
             self.latest = self.batch.read_some(ids, extras, self.latest)
         return self.latest
 
-    def step(self, actions: Mapping[AgentID, Any]) -> Arrays:
-        """Step all environments; raises as `send`."""
+    def step(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Arrays:
+        """Step environments.
+
+        Args:
+            actions: See `Actions` in `runtime/arrays.py`.
+            env_ids: Which; None for all of them. The others' observations stay.
+
+        Raises:
+            ValueError: As of `send`, or `env_ids` are unknown or doubled.
+            RuntimeError: As of `send`, with all its other errors.
+        """
         env = self.env
         self._check_may_step("step")
         env._check_idle("step")
-        extras = env._step(env._all, self.batch.write(actions))
-        self.latest = self.batch.read(extras)
+        ids = env._checked_ids(env_ids)
+        extras = env._step(ids, self.batch.write(actions, ids))
+        if len(ids) < env.num_envs and self.latest is not None:
+            self.latest = self.batch.read_some(ids, extras, self.latest)
+        else:
+            self.latest = self.batch.read(extras)
         return self.latest
 
-    def send(self, actions: Mapping[AgentID, Any]) -> None:
+    def send(self, actions: Actions) -> None:
         """Begin to step all environments and return.
 
         Args:
-            actions: By agent, arrays `(num_envs, ...)`; see `ArrayBatch.write`.
+            actions: See `Actions` in `runtime/arrays.py`.
 
         Raises:
             RuntimeError: Another facade steps this environment.
