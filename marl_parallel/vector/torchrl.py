@@ -68,8 +68,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     Attributes:
         env: As given.
         group_map: Who is in which group.
-        infos: What environments said last beside observations, by environment: dicts by agent, as they are in
-            `ParallelEnv.step`. Those who said nothing are left out.
+        infos: Of the latest step, by environment: dicts by agent, as they are in `ParallelEnv.step`; and of resets by
+            `_reset` that followed it. Environments that said nothing are left out.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
@@ -108,7 +108,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     def _make_specs(self) -> None:
         n = self.env.num_envs
-        actions, observations, rewards, dones = (Composite(shape=(n,), device=self.device) for _ in range(4))
+        actions, observations, rewards, dones = (Composite(shape=(n,)) for _ in range(4))
         for name, group in self._groups.items():
             shape = n, len(group.agents)
             action = {"action": _spec(group.action_space, shape, _action_leaf)}
@@ -122,11 +122,15 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
                 (rewards, reward),
                 (dones, flags),
             ):
-                whole[name] = Composite(leaves, shape=shape, device=self.device)
+                whole[name] = Composite(leaves, shape=shape)
         for flag in _FLAGS:
             dones[flag] = _flag_spec((n, 1))
         if self._says_restarted:
             observations["restarted"] = _flag_spec((n, 1))
+        if self.device is not None:
+            actions, observations, rewards, dones = (
+                whole.to(self.device) for whole in (actions, observations, rewards, dones)
+            )
         self.action_spec, self.observation_spec = actions, observations
         self.reward_spec, self.done_spec = rewards, dones
 
@@ -152,6 +156,10 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         arrays = self._stepper.reset(seed, options, ids)
         self._unseeded[chosen] = False
         self._ended[chosen] = False
+        if mask is None:
+            self.infos = {}
+        for env_id, infos in arrays.infos.items():
+            self.infos[env_id] = {**self.infos.get(env_id, {}), **infos}
         return self._told(arrays, np.zeros_like(self._ended))
 
     def _due_seed(self, ids: Sequence[int]) -> int | list[int | None] | None:
@@ -167,6 +175,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         ids = self._marked(tensordict.get("_step", None))
         actions = [group.action(name, tensordict.get((name, "action"), None)) for name, group in self._groups.items()]
         arrays = self._stepper.step(actions, ids)
+        self.infos = dict(arrays.infos)
         told = self._told(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
         rewards = arrays.rewards.astype(np.float32)
         for name, group in self._groups.items():
@@ -204,7 +213,6 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             arrays: What they are made of.
             own: `(num_envs, agents)`: which agents have a flag of their own.
         """
-        self.infos = arrays.infos
         self._ended |= own
         terminated = (arrays.terminations & own) | (arrays.terminated[:, None] & ~own)
         truncated = (arrays.truncations & own) | (arrays.truncated[:, None] & ~own)
