@@ -50,7 +50,7 @@ class Herd(PettingZooEnv):
         self.agents: list[str] = []
 
     def observation_space(self, agent: str) -> spaces.Space:
-        return spaces.Box(-10.0, 10.0, (4,), np.float32)
+        return spaces.Box(1.0, 3.0, (4,), np.float32)
 
     def action_space(self, agent: str) -> spaces.Space:
         return spaces.Discrete(3, start=5)
@@ -64,7 +64,7 @@ class Herd(PettingZooEnv):
         return self.observe(self.agents), {}
 
     def observe(self, agents: Sequence[str]) -> dict[str, np.ndarray]:
-        return {agent: self.rng.uniform(-1, 1, 4).astype(np.float32) for agent in agents}
+        return {agent: self.rng.uniform(1, 3, 4).astype(np.float32) for agent in agents}
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         assert all(5 <= action < 8 for action in actions.values())

@@ -7,7 +7,7 @@ environments; the others are taken from their dicts, so that what they mean is s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -74,7 +74,7 @@ class Stacked(NamedTuple):
     values: Any
 
 
-Actions = Mapping[AgentID, Any] | Sequence[Stacked]
+Actions: TypeAlias = Mapping[AgentID, Any] | Sequence[Stacked]
 """By agent, stacked in the form of its space: arrays `(num_envs, ...)`, dicts and tuples of them, or one value for each
 environment; or of several agents at a time."""
 

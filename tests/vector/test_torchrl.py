@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from environments import Hunt, Relay
 from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from mortal import WAYS, Fate, mortal
+from mpe2 import simple_spread_v3, simple_tag_v3
 from stackable import NO_TENSORS, DeclaredSkirmish, Herd, TensorZoo, spread
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
-from torchrl.envs import RewardSum, TransformedEnv
+from torchrl.envs import PettingZooWrapper, RewardSum, TransformedEnv
 from torchrl.envs.utils import MarlGroupMapType, check_env_specs
 from torchrl.modules import MultiAgentMLP, ProbabilisticActor
 from torchrl.objectives import ClipPPOLoss, ValueEstimators
@@ -188,7 +190,7 @@ def test_tensors_are_the_core_s_dicts(name, setup, parallel):
     env, core = (parallel(SCENARIOS[name], **SETUPS[setup]) for _ in range(2))
     beside = Beside(TorchRLEnv(env), core)
     beside.reset()
-    for _ in range(26):
+    for _ in range(14):
         beside.step()
     assert beside.ends >= 3
     assert bool(beside.deaths) is (name not in ("spread", "all spaces"))
@@ -521,6 +523,21 @@ def test_groups_by_default(parallel):
         assert env.group_map == groups
         for name, agents in groups.items():
             assert env.reset()[name].batch_size == (3, len(agents))
+
+
+@pytest.mark.parametrize("task", [simple_spread_v3, simple_tag_v3])
+def test_groups_are_those_of_torchrl_s_own_wrapper(task, parallel):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about PettingZoo's version
+        own = PettingZooWrapper(task.parallel_env())
+    env = TorchRLEnv(parallel(task.parallel_env))
+    assert env.group_map == own.group_map
+    for key, spec in own.specs.items(True, True):
+        if key[-1] != "action":
+            assert env.specs[key].shape == (3, *spec.shape)
+            assert env.specs[key].dtype == spec.dtype
+    assert env.full_action_spec.rand().shape == (3,)
+    assert {env.specs[key].dtype for key in own.specs.keys(True, True) if key[-1] == "action"} == {torch.int64}
 
 
 def test_groups_that_cannot_be(parallel):
