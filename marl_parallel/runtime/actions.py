@@ -7,7 +7,7 @@ The head, in bytes, for n agents whose actions lie in the block: form 1 | presen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marl_parallel.runtime.builders import dict_of, dicts_of
-from marl_parallel.runtime.columns import Mismatch, Unfit, conform, over_records
+from marl_parallel.runtime.columns import Column, Mismatch, Unfit, conform, over_records
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.pickling import Extras, in_order
 
@@ -69,6 +69,25 @@ class ActionRecords:
             Mismatch: Some are not what their agent's space declares; the text says whose. Nothing counts as written.
         """
         self._columns.write_stacked(actions)
+        self._note_stacked(wanted)
+
+    def write_rows(
+        self, rows: Iterable[tuple[Sequence[Any], Column, slice, Any]], wanted: NDArray[np.bool_] | None
+    ) -> None:
+        """As `write_stacked`, of several agents at a time.
+
+        Args:
+            rows: Agents, where they lie, and their actions of all records, stacked `(records, agents, ...)`.
+            wanted: As there.
+        """
+        for agents, column, span, values in rows:
+            try:
+                column.write_stacked(span, values)
+            except Mismatch as error:
+                raise Mismatch(f"the actions of agents {[*agents]}: {error}") from error
+        self._note_stacked(wanted)
+
+    def _note_stacked(self, wanted: NDArray[np.bool_] | None) -> None:
         if wanted is None:
             self._forms[...] = _ALL_IN_ORDER
         else:

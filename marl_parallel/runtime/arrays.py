@@ -7,7 +7,7 @@ environments; the others are taken from their dicts, so that what they mean is s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.runtime.batch import Batch
-from marl_parallel.runtime.columns import Mismatch
+from marl_parallel.runtime.columns import Column, Mismatch
 from marl_parallel.runtime.layout import alike
 from marl_parallel.runtime.transition import ALL, is_empty_info
 
@@ -66,6 +66,23 @@ class Arrays(NamedTuple):
     rewarded: NDArray[np.bool_]
 
 
+class Stacked(NamedTuple):
+    """Actions of several agents with equal action spaces.
+
+    Attributes:
+        agents: Whose.
+        values: Theirs, in the form of the space: arrays `(num_envs, agents, ...)`, dicts and tuples of them.
+    """
+
+    agents: tuple[AgentID, ...]
+    values: Any
+
+
+Actions: TypeAlias = Mapping[AgentID, Any] | Sequence[Stacked]
+"""By agent, stacked in the form of its space: arrays `(num_envs, ...)`, dicts and tuples of them, or one value for each
+environment; or of several agents at a time."""
+
+
 class ArrayBatch:
     """Reads and writes a batch as arrays.
 
@@ -96,15 +113,17 @@ class ArrayBatch:
         self._num_envs = layout.num_records
         self._shape = self._num_envs, len(self.agents)
         self._observations: list[Any] = [None] * len(self.groups)
+        self._row_agents: tuple[tuple[AgentID, ...], ...] | None = None
+        self._row_places: list[tuple[Column, slice]] | None = None
 
     # -- actions ---------------------------------------------------------------------------------------------------
 
-    def write(self, actions: Mapping[AgentID, Any]) -> dict[int, bytes]:
+    def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
         """Write the actions of everybody who acts; what is there for others is not looked at.
 
         Args:
-            actions: By agent, stacked in the form of its space: arrays `(num_envs, ...)`, dicts and tuples of them, or
-                one value for each environment.
+            actions: By agent or by several agents; see `Actions`.
+            env_ids: Which environments are to be stepped; None for all of them. Rows of the others are not looked at.
 
         Returns:
             By environment, what does not fit into the block, pickled.
@@ -112,24 +131,44 @@ class ArrayBatch:
         Raises:
             ValueError: An acting agent has none, somebody is unknown, or an array is not what its space declares.
         """
-        unknown = [agent for agent in actions if agent not in self._column]
-        if unknown:
-            raise ValueError(f"actions for {unknown[0]!r}, which is none of the agents {self.agents}")
         everyone = self._batch.acting == [self.agents] * self._num_envs
-        if not everyone or len(actions) != len(self.agents):
-            self._check_all_there(actions)
-        if self._actions_in_block:
-            try:
-                self._batch.actions.write_stacked(actions, None if everyone else self.acting())
-            except Mismatch as error:
-                raise ValueError(str(error)) from None
-            return {}
+        wanted = None if everyone else self.acting()
+        try:
+            if not isinstance(actions, Mapping):
+                if self._write_rows(actions, wanted):
+                    return {}
+                actions = {a: _column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
+            unknown = [agent for agent in actions if agent not in self._column]
+            if unknown:
+                raise ValueError(f"actions for {unknown[0]!r}, which is none of the agents {self.agents}")
+            ids = self._batch.env_ids if env_ids is None else env_ids
+            if not everyone or len(actions) != len(self.agents):
+                self._check_all_there(actions, ids)
+            if self._actions_in_block:
+                self._batch.actions.write_stacked(actions, wanted)
+                return {}
+        except Mismatch as error:
+            raise ValueError(str(error)) from None
         schema = self._batch.layout.schema
         rows = [
-            {agent: _at(schema.action_spaces[agent], actions[agent], env_id) for agent in acting}
-            for env_id, acting in enumerate(self._batch.acting)
+            {agent: _at(schema.action_spaces[agent], actions[agent], env_id) for agent in self._batch.acting[env_id]}
+            for env_id in ids
         ]
-        return self._batch.write_actions(self._batch.env_ids, rows)
+        return self._batch.write_actions(ids, rows)
+
+    def _write_rows(self, actions: Sequence[Stacked], wanted: NDArray[np.bool_] | None) -> bool:
+        """Write actions of several agents at a time; says whether it could, else they are to be taken apart."""
+        places = tuple(of.agents for of in actions)
+        if places != self._row_agents:
+            self._row_agents, columns = places, self._batch.layout.actions
+            complete = sorted(self._column.get(a, -1) for of in places for a in of) == [*range(len(self.agents))]
+            found = [columns.rows_of(of) for of in places] if self._actions_in_block and complete else [None]
+            self._row_places = [place for place in found if place is not None] if None not in found else None
+        if self._row_places is None:
+            return False
+        rows = [(of.agents, *place, of.values) for of, place in zip(actions, self._row_places)]
+        self._batch.actions.write_rows(rows, wanted)
+        return True
 
     def acting(self) -> NDArray[np.bool_]:
         """Who should act next: `(num_envs, agents)`."""
@@ -138,8 +177,9 @@ class ArrayBatch:
             mask[env_id, [self._column[agent] for agent in acting]] = True
         return mask
 
-    def _check_all_there(self, actions: Mapping[AgentID, Any]) -> None:
-        for env_id, acting in enumerate(self._batch.acting):
+    def _check_all_there(self, actions: Mapping[AgentID, Any], env_ids: Sequence[int]) -> None:
+        for env_id in env_ids:
+            acting = self._batch.acting[env_id]
             for agent in acting:
                 if agent not in actions:
                     raise ValueError(

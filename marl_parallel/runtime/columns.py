@@ -152,11 +152,12 @@ class Column(ABC):
         """
 
     @abstractmethod
-    def write_stacked(self, rows: Mapping[int, Any]) -> None:
-        """Write the values of some rows in every record.
+    def write_stacked(self, row: int | slice, values: Any) -> None:
+        """Write the value of one row, or the values of several rows, in every record.
 
         Args:
-            rows: By row, stacked as in the space's batches: `(records, ...)`.
+            row: Which.
+            values: Stacked as in the space's batches: `(records, ...)`; of several rows `(records, rows, ...)`.
 
         Raises:
             Mismatch: They are not what the space declares; some may have been written.
@@ -234,10 +235,9 @@ class ArrayColumn(Column):
         np.copyto(out, self._all)
         return out
 
-    def write_stacked(self, rows: Mapping[int, Any]) -> None:
-        for row, values in rows.items():
-            column = self._all[:, row]
-            column[...] = as_array(values, self.dtype, column.shape)
+    def write_stacked(self, row: int | slice, values: Any) -> None:
+        column = self._all[:, row]
+        column[...] = as_array(values, self.dtype, column.shape)
 
 
 SCALAR_TYPES: tuple[type, ...] = (
@@ -316,29 +316,14 @@ class ScalarColumn(Column):
         np.copyto(out, self._numbers)
         return out
 
-    def write_stacked(self, rows: Mapping[int, Any]) -> None:
-        if self._write_all_stacked([*rows.values()]):
-            return
-        for row, values in rows.items():
-            array = np.asarray(values)
-            column = self._numbers[:, row]
-            if array.shape != column.shape or array.dtype.type not in _SCALAR_TAGS:
-                raise Mismatch(f"expected {len(column)} integers, got shape {array.shape} and dtype {array.dtype}")
-            column[...] = as_array(array, column.dtype, column.shape)
-            self._tags[:, row] = _SCALAR_TAGS[array.dtype.type]
-
-    def _write_all_stacked(self, arrays: list[Any]) -> bool:
-        """Write all rows at once; says whether it could, as it can where all are arrays of 64-bit integers."""
-        if len(arrays) < self.rows or [*map(type, arrays)] != [np.ndarray] * self.rows:
-            return False
-        if [array.dtype for array in arrays] != [self._numbers.dtype] * self.rows:
-            return False
-        try:
-            np.stack(arrays, axis=1, out=self._numbers)
-        except ValueError:
-            return False  # at least one has another shape: one by one finds which
-        self._tags[...] = _SCALAR_TAGS[np.int64]
-        return True
+    def write_stacked(self, row: int | slice, values: Any) -> None:
+        array = np.asarray(values)
+        column = self._numbers[:, row]
+        if array.shape != column.shape or array.dtype.type not in _SCALAR_TAGS:
+            count = " x ".join(map(str, column.shape))
+            raise Mismatch(f"expected {count} integers, got shape {array.shape} and dtype {array.dtype}")
+        column[...] = as_array(array, column.dtype, column.shape)
+        self._tags[:, row] = _SCALAR_TAGS[array.dtype.type]
 
 
 class DictColumn(Column):
@@ -380,12 +365,11 @@ class DictColumn(Column):
     def copied(self, out: Any) -> Any:
         return {key: child.copied(None if out is None else out[key]) for key, child in self.children.items()}
 
-    def write_stacked(self, rows: Mapping[int, Any]) -> None:
-        for values in rows.values():
-            if not self._fits(values):
-                raise Mismatch(f"expected a dict with the keys {[*self._keys]}, got {_form_of(values)}")
+    def write_stacked(self, row: int | slice, values: Any) -> None:
+        if not self._fits(values):
+            raise Mismatch(f"expected a dict with the keys {[*self._keys]}, got {_form_of(values)}")
         for key, child in self.children.items():
-            child.write_stacked({row: values[key] for row, values in rows.items()})
+            child.write_stacked(row, values[key])
 
 
 class TupleColumn(Column):
@@ -424,12 +408,11 @@ class TupleColumn(Column):
     def copied(self, out: Any) -> Any:
         return tuple(child.copied(None if out is None else out[place]) for place, child in enumerate(self.children))
 
-    def write_stacked(self, rows: Mapping[int, Any]) -> None:
-        for values in rows.values():
-            if not self._fits(values):
-                raise Mismatch(f"expected a tuple of {len(self.children)}, got {_form_of(values)}")
-        for place, child in enumerate(self.children):
-            child.write_stacked({row: values[place] for row, values in rows.items()})
+    def write_stacked(self, row: int | slice, values: Any) -> None:
+        if not self._fits(values):
+            raise Mismatch(f"expected a tuple of {len(self.children)}, got {_form_of(values)}")
+        for child, part in zip(self.children, values, strict=True):
+            child.write_stacked(row, part)
 
 
 def _form_of(values: Any) -> str:

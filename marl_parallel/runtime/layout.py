@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
+import numpy as np
 from gymnasium import Space
 
 from marl_parallel.adapters.protocol import AgentID
@@ -59,6 +60,19 @@ def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> 
         else:
             groups.append((declared[agent], [position]))
     return groups
+
+
+def evenly_spaced(rows: Sequence[int]) -> slice | None:
+    """The slice that takes just these rows in this order; None where there is none.
+
+    Example:
+        >>> evenly_spaced([1, 3, 5]), evenly_spaced([2, 1, 4])
+        (slice(1, 6, 2), None)
+    """
+    step = rows[1] - rows[0] if len(rows) > 1 else 1
+    if not rows or step < 1 or [*rows] != [*range(rows[0], rows[-1] + 1, step)]:
+        return None
+    return slice(rows[0], rows[-1] + 1, step)
 
 
 class Whole(Protocol):
@@ -151,17 +165,35 @@ class AgentColumns:
             Mismatch: They are not what their agent's space declares; the text says whose.
         """
         for column, positions in self.groups:
-            there = {row: self.agents[position] for row, position in enumerate(positions)}
-            rows = {row: values[agent] for row, agent in there.items() if agent in values}
-            try:
-                column.write_stacked(rows)
-            except Mismatch:
-                for row, stacked in rows.items():  # which of them was it
+            agents = [self.agents[position] for position in positions]
+            if self._write_together(column, [values.get(agent) for agent in agents]):
+                continue
+            for row, agent in enumerate(agents):
+                if agent in values:
                     try:
-                        column.write_stacked({row: stacked})
+                        column.write_stacked(row, values[agent])
                     except Mismatch as error:
-                        raise Mismatch(f"the actions of agent {there[row]!r}: {error}") from error
-                raise
+                        raise Mismatch(f"the actions of agent {agent!r}: {error}") from error
+
+    @staticmethod
+    def _write_together(column: Column, values: Sequence[Any]) -> bool:
+        """Write all rows of a column at once; says whether it could, as it can where they are arrays of one dtype."""
+        if any(type(value) is not np.ndarray for value in values) or len({value.dtype for value in values}) > 1:
+            return False
+        try:
+            column.write_stacked(slice(None), np.stack(values, axis=1))
+        except (ValueError, Mismatch):
+            return False  # one by one finds which
+        return True
+
+    def rows_of(self, agents: Sequence[AgentID]) -> tuple[Column, slice] | None:
+        """Where the values of these of `agents` lie side by side, at equal distances; None where they do not."""
+        places = [self._row[agent] for agent in agents if agent in self._row]
+        columns, rows = [column for column, _ in places], [row for _, row in places]
+        span = evenly_spaced(rows)
+        if span is None or len(rows) < len(agents) or any(column is not columns[0] for column in columns):
+            return None
+        return columns[0], span
 
 
 class Layout:

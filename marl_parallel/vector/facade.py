@@ -17,7 +17,7 @@ from marl_parallel.arguments import check_one_for_each, checked_patience
 from marl_parallel.async_stepping import Options
 from marl_parallel.errors import ParallelEnvError
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime.arrays import ArrayBatch, Arrays
+from marl_parallel.runtime.arrays import Actions, ArrayBatch, Arrays
 
 _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False", AutoresetMode.NEXT_STEP: '"NEXT_STEP"'}
 
@@ -106,20 +106,33 @@ class Stepper:
             self.latest = self.batch.read_some(ids, extras, self.latest)
         return self.latest
 
-    def step(self, actions: Mapping[AgentID, Any]) -> Arrays:
-        """Step all environments; raises as `send`."""
+    def step(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Arrays:
+        """Step environments.
+
+        Args:
+            actions: See `Actions` in `runtime/arrays.py`.
+            env_ids: Which; None for all of them. The others' observations stay.
+
+        Raises:
+            ValueError: As of `send`, or `env_ids` are unknown or doubled.
+            RuntimeError: As of `send`, with all its other errors.
+        """
         env = self.env
         self._check_may_step("step")
         env._check_idle("step")
-        extras = env._step(env._all, self.batch.write(actions))
-        self.latest = self.batch.read(extras)
+        ids = env._checked_ids(env_ids)
+        extras = env._step(ids, self.batch.write(actions, ids))
+        if len(ids) < env.num_envs and self.latest is not None:
+            self.latest = self.batch.read_some(ids, extras, self.latest)
+        else:
+            self.latest = self.batch.read(extras)
         return self.latest
 
-    def send(self, actions: Mapping[AgentID, Any]) -> None:
+    def send(self, actions: Actions) -> None:
         """Begin to step all environments and return.
 
         Args:
-            actions: By agent, arrays `(num_envs, ...)`; see `ArrayBatch.write`.
+            actions: See `Actions` in `runtime/arrays.py`.
 
         Raises:
             RuntimeError: Another facade steps this environment.

@@ -1,0 +1,75 @@
+"""MAPPO by TorchRL on many copies of simple_spread: agents learn to cover landmarks between them.
+
+    python examples/torchrl_collect.py
+
+It needs `pip install "marl-parallel[mpe,torchrl]"`.
+"""
+
+import argparse
+
+import torch
+from mpe2 import simple_spread_v3
+from tensordict.nn import TensorDictModule
+from torchrl.collectors import Collector
+from torchrl.envs import RewardSum, TransformedEnv
+from torchrl.modules import MultiAgentMLP, ProbabilisticActor
+from torchrl.objectives import ClipPPOLoss, ValueEstimators
+
+from marl_parallel import ParallelEnv
+from marl_parallel.vector import TorchRLEnv
+
+parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+parser.add_argument("--num-envs", type=int, default=32, help="how many copies")
+parser.add_argument("--batches", type=int, default=60, help="how often to collect, and to learn from it")
+parser.add_argument("--steps", type=int, default=100, help="steps of each copy in a batch; an episode has 25")
+args = parser.parse_args()
+
+torch.manual_seed(1)
+parallel = ParallelEnv([simple_spread_v3.parallel_env] * args.num_envs, auto_reset=False, seed=1)
+group = "agent"  # of agent_0, agent_1 and agent_2
+summed = RewardSum(in_keys=[(group, "reward")], out_keys=[(group, "episode_reward")], reset_keys=["_reset"])
+env = TransformedEnv(TorchRLEnv(parallel), summed)
+
+sizes = {"n_agents": 3, "n_agent_inputs": 18, "share_params": True, "depth": 2, "num_cells": 64}
+actor = ProbabilisticActor(
+    TensorDictModule(
+        MultiAgentMLP(n_agent_outputs=5, centralized=False, **sizes), [(group, "observation")], [(group, "logits")]
+    ),
+    in_keys=[(group, "logits")],
+    out_keys=[(group, "action")],
+    distribution_class=torch.distributions.Categorical,
+    return_log_prob=True,
+    log_prob_key=(group, "log_prob"),
+)
+critic = TensorDictModule(
+    MultiAgentMLP(n_agent_outputs=1, centralized=True, **sizes), [(group, "observation")], [(group, "state_value")]
+)
+loss = ClipPPOLoss(actor, critic, entropy_coeff=0.01, normalize_advantage=True, normalize_advantage_exclude_dims=(-2,))
+names = {"sample_log_prob": "log_prob", "value": "state_value"}
+names |= {name: name for name in ("action", "reward", "done", "terminated")}
+loss.set_keys(**{key: (group, name) for key, name in names.items()})
+loss.loss_mask_key = (group, "mask")  # here everybody always acts; where agents die, their rows must not count
+loss.make_value_estimator(ValueEstimators.GAE, gamma=0.95, lmbda=0.9)
+optimiser = torch.optim.Adam(loss.parameters(), lr=1e-3)
+
+frames = args.num_envs * args.steps
+returns = []
+collector = Collector(
+    env, actor, frames_per_batch=frames, total_frames=args.batches * frames, auto_register_policy_transforms=False
+)
+for batch, data in enumerate(collector):
+    with torch.no_grad():
+        loss.value_estimator(data, params=loss.critic_network_params, target_params=loss.target_critic_network_params)
+    for _ in range(4):
+        for part in data.reshape(-1)[torch.randperm(frames)].split(max(frames // 4, 1)):
+            told = loss(part)
+            optimiser.zero_grad()
+            (told["loss_objective"] + told["loss_critic"] + told["loss_entropy"]).backward()
+            torch.nn.utils.clip_grad_norm_(loss.parameters(), 1.0)
+            optimiser.step()
+    done = data["next", group, "done"]
+    returns.append(data["next", group, "episode_reward"][done].mean().item())
+    if batch % 10 == 9:
+        print(f"batch {batch + 1:3}: {returns[-1]:7.2f} per agent and episode")
+collector.shutdown()
+print(f"from {returns[0]:.2f} to {returns[-1]:.2f} per agent and episode, in {args.batches * frames:,} steps")

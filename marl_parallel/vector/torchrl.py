@@ -1,0 +1,410 @@
+"""`TorchRLEnv`: the batch as one TorchRL environment, agents stacked in groups.
+
+Here are groups, specs and tensors. When episodes end and begin is decided by the core and by TorchRL's own loops, which
+reset by `_reset`; what the arrays mean that the tensors are made of is in `runtime/arrays.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.arrays import Arrays, Stacked
+from marl_parallel.runtime.columns import fits_block
+from marl_parallel.runtime.layout import alike, evenly_spaced
+from marl_parallel.runtime.transition import COMMON
+from marl_parallel.vector.facade import Stepper
+
+try:
+    import torch
+    from tensordict import TensorDict, TensorDictBase
+    from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
+    from torchrl.envs import EnvBase
+    from torchrl.envs.utils import MarlGroupMapType, check_marl_grouping
+except ImportError as error:
+    raise ImportError('TorchRLEnv needs TorchRL: pip install "marl-parallel[torchrl]"') from error
+
+GroupMap = dict[str, list[AgentID]]
+_FLAGS = ("done", "terminated", "truncated")
+
+
+class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
+    """Many copies of an environment as one TorchRL environment of batch size `[num_envs]`.
+
+    Agents are stacked in groups. With n copies and k agents in a group, its tensordict of batch size `[n, k]` holds:
+
+    - `"action"`: `[n, k, ...]`. Rows of agents who do not act are not looked at.
+    - `"observation"`: `[n, k, ...]`, in the dtype of its space; zeros for agents that are absent.
+    - `"mask"`: `[n, k]`, bool: who should act next. `"present"`: likewise, whose row is data; at its last step an agent
+      is present and does not act any more.
+    - `"reward"`: `[n, k, 1]`, float32. `"done"`, `"terminated"`, `"truncated"`: `[n, k, 1]`, bool: True once when the
+      agent's own episode ends, and for everybody when that of its environment does; who has no flag of its own then has
+      the environment's.
+
+    At the root are `"done"`, `"terminated"` and `"truncated"`, `[n, 1]`: the environment's. With `on_error="restart"`
+    there is `"restarted"`, too: where an environment has been built anew. What its error was, and all other infos, are
+    in `infos`. Tensors are the caller's own: they share memory with nothing that is written again.
+
+    Values are in the form of their spaces: `Dict`s are nested tensordicts, `Tuple`s too, with the keys `"0"`, `"1"` and
+    so on; `Discrete` observations are integers, not one-hot. Actions of `Discrete(n, start=s)` count from 0.
+
+    Nothing resets by itself: TorchRL's loops do, by `_reset` (`rollout(..., break_when_any_done=False)`, collectors).
+    Seeds given to `set_seed` are those of `ParallelEnv.reset`, and take effect at each environment's next reset.
+
+    Args:
+        env: Made with `auto_reset=False`. Nobody else may step it.
+        group_map: Names of groups, and who is in them; or a `MarlGroupMapType`. By default agents named `name_0`,
+            `name_1` and so on are the group `name`, as in TorchRL's own wrapper, and any other is a group of its own.
+            Where agents of one name have different spaces, they are parted, each part named after its first agent.
+        device: Of the tensors; simulators stay on the CPU.
+
+    Attributes:
+        env: As given.
+        group_map: Who is in which group.
+        infos: Of the latest step, by environment: dicts by agent, as they are in `ParallelEnv.step`; and of resets by
+            `_reset` that followed it. Environments that said nothing are left out.
+
+    Raises:
+        TypeError: `env` is no `ParallelEnv`.
+        ValueError: It resets by itself, agents of a group differ in their spaces, or a space has no form in tensors.
+
+    Example:
+        >>> from mpe2 import simple_spread_v3
+        >>> from marl_parallel import ParallelEnv
+        >>> parallel = ParallelEnv([simple_spread_v3.parallel_env] * 4, auto_reset=False, num_workers=2)
+        >>> env = TorchRLEnv(parallel)
+        >>> data = env.rollout(30, break_when_any_done=False)
+        >>> data.batch_size, data["agent", "observation"].shape, data["next", "done"].sum()
+        (torch.Size([4, 30]), torch.Size([4, 30, 3, 18]), tensor(4))
+        >>> env.close()
+    """
+
+    def __init__(
+        self,
+        env: ParallelEnv,
+        group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None = None,
+        device: torch.device | str | None = "cpu",
+    ) -> None:
+        # TorchRL keeps the tensors of all steps of a rollout: views would be of the last one.
+        stepper = Stepper(env, self, AutoresetMode.DISABLED, copy=True)
+        super().__init__(device=device, batch_size=[env.num_envs])
+        self.is_closed = False
+        self._stepper, self.env = stepper, env
+        self.infos: dict[int, dict[Any, Any]] = {}
+        self.group_map = _checked(group_map, env)
+        self._groups = {name: _Group.of(agents, stepper) for name, agents in self.group_map.items()}
+        self._says_restarted = env._crew.restarts is not None
+        self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
+        self._seed: int | None = None
+        self._unseeded = np.zeros(env.num_envs, np.bool_)
+        self._make_specs()
+
+    def _make_specs(self) -> None:
+        n = self.env.num_envs
+        actions, observations, rewards, dones = (Composite(shape=(n,)) for _ in range(4))
+        for name, group in self._groups.items():
+            shape = n, len(group.agents)
+            action = {"action": _spec(group.action_space, shape, _action_leaf)}
+            observation = {"observation": _spec(group.observation_space, shape, _observation_leaf)}
+            masks = {key: _flag_spec(shape) for key in ("mask", "present")}
+            reward = {"reward": Unbounded(shape=(*shape, 1), dtype=torch.float32)}
+            flags = {flag: _flag_spec((*shape, 1)) for flag in _FLAGS}
+            for whole, leaves in (
+                (actions, action),
+                (observations, observation | masks),
+                (rewards, reward),
+                (dones, flags),
+            ):
+                whole[name] = Composite(leaves, shape=shape)
+        for flag in _FLAGS:
+            dones[flag] = _flag_spec((n, 1))
+        if self._says_restarted:
+            observations["restarted"] = _flag_spec((n, 1))
+        if self.device is not None:
+            actions, observations, rewards, dones = (
+                whole.to(self.device) for whole in (actions, observations, rewards, dones)
+            )
+        self.action_spec, self.observation_spec = actions, observations
+        self.reward_spec, self.done_spec = rewards, dones
+
+    # -- what TorchRL calls ----------------------------------------------------------------------------------------
+
+    def _set_seed(self, seed: int | None) -> None:
+        self._seed = seed
+        self._unseeded[:] = seed is not None
+
+    def _reset(
+        self,
+        tensordict: TensorDictBase | None = None,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        ids = self._marked(mask)
+        if ids is not None and not ids and self._stepper.latest is not None:
+            return self._told(self._stepper.latest, np.zeros_like(self._ended)).clone()
+        chosen: Any = slice(None) if ids is None else ids
+        if seed is None and self._seed is not None:
+            seed = self._due_seed(range(self.env.num_envs) if ids is None else ids)
+        arrays = self._stepper.reset(seed, options, ids)
+        self._unseeded[chosen] = False
+        self._ended[chosen] = False
+        if mask is None:
+            self.infos = {}
+        for env_id, infos in arrays.infos.items():
+            self.infos[env_id] = {**self.infos.get(env_id, {}), **infos}
+        return self._told(arrays, np.zeros_like(self._ended))
+
+    def _due_seed(self, ids: Sequence[int]) -> int | list[int | None] | None:
+        """What these environments are to be reset with, of the seed that has been set."""
+        due = self._unseeded[[*ids]]
+        if due.all():
+            return self._seed
+        if not due.any() or self._seed is None:
+            return None
+        return [self._seed + env_id if is_due else None for env_id, is_due in zip(ids, due)]
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        ids = self._marked(tensordict.get("_step", None))
+        actions = [group.action(name, tensordict.get((name, "action"), None)) for name, group in self._groups.items()]
+        arrays = self._stepper.step(actions, ids)
+        self.infos = dict(arrays.infos)
+        told = self._told(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
+        rewards = arrays.rewards.astype(np.float32)
+        for name, group in self._groups.items():
+            told.get(name).set("reward", torch.from_numpy(rewards[:, group.places, None]))
+        if ids is None:
+            return told
+        for name in self._groups:
+            # `rollout(break_when_all_done=True)` leaves these behind, of some steps only, and cannot stack them then.
+            tensordict.get(name).pop("_neg_step", None)
+        stepped = torch.zeros(self.env.num_envs, dtype=torch.bool, device=told.device)
+        stepped[ids] = True
+        return told.where(stepped, self._skip_tensordict(tensordict))
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Close the environment; idempotent."""
+        self.is_closed = True
+        self._stepper.close()
+
+    def __del__(self) -> None:
+        """TorchRL's own closes, but the environment may be somebody else's; it closes itself when it is nobody's."""
+
+    # -- within ----------------------------------------------------------------------------------------------------
+
+    def _marked(self, mask: torch.Tensor | None) -> list[int] | None:
+        """The environments that a mask chooses; None where these are all."""
+        if mask is None or mask.all():
+            return None
+        chosen = mask.reshape(self.env.num_envs, -1).any(-1)
+        return [int(env_id) for env_id in chosen.nonzero()]
+
+    def _told(self, arrays: Arrays, own: NDArray[np.bool_]) -> TensorDictBase:
+        """Observations and flags.
+
+        Args:
+            arrays: What they are made of.
+            own: `(num_envs, agents)`: which agents have a flag of their own.
+        """
+        self._ended |= own
+        terminated = (arrays.terminations & own) | (arrays.terminated[:, None] & ~own)
+        truncated = (arrays.truncations & own) | (arrays.truncated[:, None] & ~own)
+        of_agents = dict(zip(_FLAGS, (terminated | truncated, terminated, truncated)))
+        roots = dict(zip(_FLAGS, (arrays.terminated | arrays.truncated, arrays.terminated, arrays.truncated)))
+        if self._says_restarted:
+            roots["restarted"] = np.zeros(self.env.num_envs, np.bool_)
+            roots["restarted"][[env_id for env_id, infos in arrays.infos.items() if _is_mark(infos.get(COMMON))]] = True
+        told: dict[str, Any] = {name: torch.from_numpy(root[:, None]) for name, root in roots.items()}
+        n = self.env.num_envs
+        for name, group in self._groups.items():
+            shape = n, len(group.agents)
+            of_group: dict[str, Any] = {
+                "observation": _tensors(arrays.observations[group.block], group.rows, shape),
+                "mask": torch.from_numpy(arrays.acting[:, group.places]),
+                "present": torch.from_numpy(arrays.present[:, group.places]),
+            }
+            for flag, flags in of_agents.items():
+                of_group[flag] = torch.from_numpy(flags[:, group.places, None])
+            told[name] = TensorDict(of_group, batch_size=shape, device=self.device)
+        return TensorDict(told, batch_size=(n,), device=self.device)
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+class _Group(NamedTuple):
+    """Agents that are stacked.
+
+    Attributes:
+        agents: Who.
+        places: Theirs among the possible agents.
+        block: Which of the arrays of observations theirs are in.
+        rows: Where in there; a slice where there is one.
+        observation_space: Each one's.
+        action_space: Likewise.
+    """
+
+    agents: tuple[AgentID, ...]
+    places: list[int]
+    block: int
+    rows: slice | list[int]
+    observation_space: Space[Any]
+    action_space: Space[Any]
+
+    @classmethod
+    def of(cls, agents: Sequence[AgentID], stepper: Stepper) -> _Group:
+        """Find them in the arrays."""
+        schema, batch = stepper.env._schema, stepper.batch
+        places = [batch.agents.index(agent) for agent in agents]
+        block = next(i for i, of in enumerate(batch.groups) if places[0] in of.positions)
+        rows = [batch.groups[block].positions.index(place) for place in places]
+        spaces_of = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
+        return cls(tuple(agents), places, block, evenly_spaced(rows) or rows, *spaces_of)
+
+    def action(self, name: str, value: Any) -> Stacked:
+        """The actions in a tensordict, as arrays."""
+        if value is None:
+            raise ValueError(f"no actions for the group {name!r}: there is no {(name, 'action')}")
+        return Stacked(self.agents, _arrays(self.action_space, value))
+
+
+def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None, env: ParallelEnv) -> GroupMap:
+    """Who is in which group; raises `ValueError` where that cannot be."""
+    agents, schema = env.possible_agents, env._schema
+    for kind, declared in (("observation", schema.observation_spaces), ("action", schema.action_spaces)):
+        for agent in agents:
+            if not _has_tensors(declared[agent]):
+                raise ValueError(f"agent {agent!r}: the {kind} space {declared[agent]} has no form in tensors")
+    both = {agent: spaces.Tuple((schema.observation_spaces[agent], schema.action_spaces[agent])) for agent in agents}
+    if group_map is None:
+        groups = _by_name(agents, both)
+    else:
+        given = group_map.get_group_map(agents) if isinstance(group_map, MarlGroupMapType) else group_map
+        groups = {str(name): list(members) for name, members in given.items()}
+    check_marl_grouping(groups, agents)
+    for name, members in groups.items():
+        kinds = alike(both, members)
+        if len(kinds) > 1:
+            told = "; ".join(
+                f"{[members[place] for place in of]} observe {schema.observation_spaces[members[of[0]]]} "
+                f"and act in {schema.action_spaces[members[of[0]]]}"
+                for _, of in kinds
+            )
+            raise ValueError(f"the agents of the group {name!r} cannot be stacked: {told}")
+    return groups
+
+
+def _by_name(agents: Sequence[AgentID], both: Mapping[AgentID, Space[Any]]) -> GroupMap:
+    """Agents named `name_0`, `name_1` and so on as `name`, parted where their spaces differ."""
+    named: GroupMap = {}
+    for agent in agents:
+        name, _, number = str(agent).rpartition("_")
+        named.setdefault(name if name and number.isdecimal() else str(agent), []).append(agent)
+    groups: GroupMap = {}
+    for name, members in named.items():
+        kinds = [[members[place] for place in of] for _, of in alike(both, members)]
+        groups.update({name: members} if len(kinds) == 1 else {str(kind[0]): kind for kind in kinds})
+    return groups
+
+
+def _is_mark(common: Any) -> bool:
+    return isinstance(common, dict) and common.get("restarted") is True
+
+
+# -- spaces and their values -------------------------------------------------------------------------------------------
+
+_Leaf = Callable[[Any], TensorSpec]
+
+
+def _children(space: Space[Any]) -> list[tuple[str, Any, Space[Any]]] | None:
+    """Of a space of several: names in tensordicts, keys in values, spaces; None for any other."""
+    if isinstance(space, spaces.Dict):
+        return [(str(key), key, child) for key, child in space.spaces.items()]
+    if isinstance(space, spaces.Tuple):
+        return [(str(place), place, child) for place, child in enumerate(space.spaces)]
+    return None
+
+
+def _has_tensors(space: Space[Any]) -> bool:
+    children = _children(space)
+    if children is not None:  # TorchRL loses those that are empty
+        return fits_block(space) and bool(children) and all(_has_tensors(child) for _, _, child in children)
+    # Torch knows larger unsigned integers by name only: it can neither compare nor draw them.
+    return fits_block(space) and space.dtype not in (np.uint16, np.uint32, np.uint64)
+
+
+def _spec(space: Space[Any], shape: tuple[int, ...], leaf: _Leaf) -> TensorSpec:
+    """The spec of a space for environments and agents of this shape."""
+    children = _children(space)
+    if children is not None:
+        return Composite({name: _spec(child, shape, leaf) for name, _, child in children}, shape=shape)
+    spec = leaf(space)
+    return spec.expand(*shape, *spec.shape)
+
+
+def _flag_spec(shape: tuple[int, ...]) -> TensorSpec:
+    return Categorical(2, shape=shape, dtype=torch.bool)
+
+
+def _bounded(low: Any, high: Any, dtype: Any) -> TensorSpec:
+    bounds = [torch.from_numpy(np.array(bound, dtype)) for bound in (low, high)]
+    limits = (-np.inf, np.inf) if np.dtype(dtype).kind == "f" else (0, 1)
+    if np.dtype(dtype).kind in "iu":
+        limits = np.iinfo(dtype).min, np.iinfo(dtype).max
+    shape, of_torch = bounds[0].shape, bounds[0].dtype
+    if (np.asarray(low) == limits[0]).all() and (np.asarray(high) == limits[1]).all() and of_torch != torch.bool:
+        return Unbounded(shape=shape, dtype=of_torch)
+    return Bounded(*bounds, shape=shape, dtype=of_torch)
+
+
+def _action_leaf(space: Any) -> TensorSpec:
+    if isinstance(space, spaces.Discrete):
+        return Categorical(int(space.n), dtype=torch.int64)
+    if isinstance(space, spaces.MultiDiscrete):
+        if space.nvec.ndim == 1:
+            return MultiCategorical(space.nvec, dtype=torch.int64)
+        return _bounded(np.zeros_like(space.nvec), space.nvec - 1, np.int64)
+    if isinstance(space, spaces.MultiBinary):
+        return Binary(space.shape[-1], shape=space.shape, dtype=torch.int8)
+    return _bounded(space.low, space.high, space.dtype)
+
+
+def _observation_leaf(space: Any) -> TensorSpec:
+    """With zeros, which the rows of absent agents are."""
+    if isinstance(space, spaces.MultiBinary):
+        return _action_leaf(space)
+    if isinstance(space, spaces.Discrete):
+        if space.start == 0:
+            return _action_leaf(space)
+        low, high, dtype = space.start, space.start + space.n - 1, np.dtype(np.int64)
+    elif isinstance(space, spaces.MultiDiscrete):
+        low, high, dtype = space.start, space.start + space.nvec - 1, space.dtype
+    else:
+        low, high, dtype = space.low, space.high, space.dtype
+    return _bounded(np.minimum(low, 0), np.maximum(high, 0), dtype)
+
+
+def _tensors(values: Any, rows: slice | list[int], shape: tuple[int, int]) -> Any:
+    """Some rows of stacked values; those of arrays share their memory where rows are a slice."""
+    if isinstance(values, np.ndarray):
+        return torch.from_numpy(values[:, rows])
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    return TensorDict({str(key): _tensors(value, rows, shape) for key, value in items}, batch_size=shape)
+
+
+def _arrays(space: Space[Any], value: Any) -> Any:
+    """The other way, for actions."""
+    children = _children(space)
+    if children is not None:
+        parts = {key: _arrays(child, value.get(name)) for name, key, child in children}
+        return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
+    array = value.numpy(force=True)
+    start = getattr(space, "start", None)
+    return array if start is None or not np.any(start) else array + np.asarray(start, array.dtype)

@@ -1,0 +1,643 @@
+"""`TorchRLEnv`: its tensors are the core's dicts, TorchRL's own loops and losses run on it, wrong use is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comparison import assert_same
+from environments import Hunt, Relay
+from gymnasium import spaces
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from mortal import WAYS, Fate, mortal
+from mpe2 import simple_spread_v3, simple_tag_v3
+from stackable import NO_TENSORS, DeclaredSkirmish, Herd, TensorZoo, spread
+from tensordict.nn import TensorDictModule
+from torchrl.collectors import Collector
+from torchrl.envs import PettingZooWrapper, RewardSum, TransformedEnv
+from torchrl.envs.utils import MarlGroupMapType, check_env_specs
+from torchrl.modules import MultiAgentMLP, ProbabilisticActor
+from torchrl.objectives import ClipPPOLoss, ValueEstimators
+from torchrl.objectives.value.functional import generalized_advantage_estimate
+from zoo import Zoo
+
+from marl_parallel import ParallelEnv
+from marl_parallel.runtime.columns import ArrayColumn, ScalarColumn
+from marl_parallel.vector import PettingZooVecEnv, TorchRLEnv
+
+ROOT = Path(__file__).parents[2]
+SETUPS = {
+    "serial": {"backend": "serial", "num_workers": 2},
+    "process": {"backend": "process", "num_workers": 2},
+    "pickled": {"backend": "process", "num_workers": 2, "shared_memory": False},
+    "checked": {"backend": "serial", "num_workers": 2, "check_actions": True},
+}
+
+
+SCENARIOS: dict[str, Callable[..., Any]] = {
+    "spread": spread,
+    "images and deaths": Hunt,
+    "dicts, deaths and births": DeclaredSkirmish,
+    "all spaces": TensorZoo,
+    "flags told again": Herd,
+}
+
+
+@pytest.fixture
+def parallel() -> Iterator[Callable[..., ParallelEnv]]:
+    """Makes a `ParallelEnv` of copies of one constructor, and closes it after the test."""
+    made: list[ParallelEnv] = []
+
+    def make(constructor: Callable[..., Any], count: int = 3, auto_reset: Any = False, **arguments: Any) -> ParallelEnv:
+        made.append(ParallelEnv([constructor] * count, auto_reset, **{**SETUPS["serial"], **arguments}))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close(terminate=True)
+
+
+# -- the core's dicts against tensors ----------------------------------------------------------------------------------
+
+
+def same_value(actual: Any, space: spaces.Space, place: tuple[int, int], value: Any, path: str) -> None:
+    """The value at one place of a tensordict or tensor is that of a dict; zeros where there is None."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        for key, child in items:
+            same_value(actual.get(str(key)), child, place, None if value is None else value[key], f"{path}[{key!r}]")
+        return
+    dtype = np.int64 if isinstance(space, spaces.Discrete) else space.dtype
+    expected = np.zeros(space.shape or (), dtype) if value is None else np.asarray(value, dtype)
+    assert_same(np.asarray(actual[place].numpy()), expected, path)
+
+
+def given(space: spaces.Space, value: Any, place: tuple[int, int]) -> Any:
+    """What an action of a tensordict is to the core."""
+    if isinstance(space, spaces.Dict):
+        return {key: given(child, value.get(str(key)), place) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(given(child, value.get(str(i)), place) for i, child in enumerate(space.spaces))
+    number = value[place].numpy()
+    if isinstance(space, spaces.Discrete):
+        return np.int64(number + space.start)
+    return number
+
+
+class Beside:
+    """A `TorchRLEnv` and the core, stepped with the same actions.
+
+    Attributes:
+        data: The latest tensordict.
+    """
+
+    def __init__(self, env: TorchRLEnv, core: ParallelEnv) -> None:
+        self.env, self.core = env, core
+        self.places = {a: (group, k) for group, agents in env.group_map.items() for k, a in enumerate(agents)}
+        self.ended: list[set[Any]] = [set() for _ in range(core.num_envs)]
+        self.deaths = self.ends = 0
+
+    def reset(self, **arguments: Any) -> None:
+        torch.manual_seed(7)
+        self.data = self.env.reset(**arguments)
+        observations, infos = self.core.reset(**arguments)
+        self.seen = [*observations]
+        self.check_observations(self.data)
+        self.check_infos(infos)
+
+    def actions(self, env_ids: Sequence[int]) -> list[dict[Any, Any]]:
+        chosen: list[dict[Any, Any]] = []
+        for i in env_ids:
+            chosen.append({})
+            for agent in self.core.acting[i]:
+                group, k = self.places[agent]
+                chosen[-1][agent] = given(self.core.action_space[agent], self.data.get((group, "action")), (i, k))
+        return chosen
+
+    def step(self) -> None:
+        everywhere = range(self.core.num_envs)
+        self.data = self.env.rand_action(self.data)
+        told = self.core.step(self.actions(everywhere))
+        data, following = self.env.step_and_maybe_reset(self.data.clone())
+        self.seen = [*told[0]]
+        self.check_observations(data["next"])
+        over = self.check_flags(data["next"], everywhere, told)
+        infos = [*told[4]]
+        if over:
+            for i, seen, more in zip(over, *self.core.reset(env_ids=over), strict=True):
+                self.seen[i], self.ended[i] = seen, set()
+                infos[i] = {**saying(infos[i]), **saying(more)}
+        self.check_infos(infos)
+        self.check_observations(following)
+        self.data = following
+
+    def check_observations(self, data: Any) -> None:
+        acting = self.core.acting
+        for agent, (group, k) in self.places.items():
+            of_group = data.get(group)
+            for i, seen in enumerate(self.seen):
+                space = self.core.observation_space[agent]
+                same_value(of_group.get("observation"), space, (i, k), seen.get(agent), f"{agent} in {i}")
+                assert of_group["mask"][i, k].item() is (agent in acting[i])
+                assert of_group["present"][i, k].item() is (agent in seen)
+
+    def check_flags(self, data: Any, env_ids: Sequence[int], told: Any) -> list[int]:
+        """Rewards and flags; returns where it is over."""
+        over = []
+        for i, rewards, terminateds, truncateds in zip(env_ids, *told[1:4], strict=True):
+            roots = terminateds["__all__"], truncateds["__all__"]
+            self.flags_are(data, i, *roots)
+            for agent, (group, k) in self.places.items():
+                reward = data.get((group, "reward"))
+                assert_same(reward[i, k].numpy(), np.array([rewards.get(agent, 0.0)], np.float32))
+                own = terminateds.get(agent, False), truncateds.get(agent, False)
+                died = any(own) and agent not in self.ended[i]
+                self.flags_are(data.get(group), (i, k), *(own if died else roots))
+                self.ended[i] |= {agent} if died else set()
+                self.deaths += died and not any(roots)
+            over += [i] if any(roots) else []
+        self.ends += len(over)
+        return over
+
+    @staticmethod
+    def flags_are(data: Any, place: Any, terminated: bool, truncated: bool) -> None:
+        flags = [data[name][place].tolist() for name in ("terminated", "truncated", "done")]
+        assert flags == [[bool(terminated)], [bool(truncated)], [bool(terminated or truncated)]]
+
+    def check_infos(self, infos: Sequence[Any]) -> None:
+        for i, expected in enumerate(infos):
+            assert_same(without_reports(self.env.infos.get(i, {})), without_reports(saying(expected)), f"infos of {i}")
+
+
+def saying(infos: dict[Any, Any]) -> dict[Any, Any]:
+    return {} if all(info == {} for info in infos.values()) else infos
+
+
+def without_reports(infos: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: {k: v for k, v in info.items() if k != "error"} for key, info in infos.items()}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_tensors_are_the_core_s_dicts(name, setup, parallel):
+    env, core = (parallel(SCENARIOS[name], **SETUPS[setup]) for _ in range(2))
+    beside = Beside(TorchRLEnv(env), core)
+    beside.reset()
+    for _ in range(14):
+        beside.step()
+    assert beside.ends >= 3
+    assert bool(beside.deaths) is (name not in ("spread", "all spaces"))
+
+
+@pytest.mark.parametrize(
+    "group_map",
+    [
+        MarlGroupMapType.ONE_GROUP_PER_AGENT,
+        MarlGroupMapType.ALL_IN_ONE_GROUP,
+        {"back": ["cow_4", "cow_2"], "even": ["cow_0", "cow_3", "cow_1"]},
+        {"odd": ["cow_1", "cow_3"], "even": ["cow_0", "cow_2", "cow_4"]},
+    ],
+    ids=["each", "all", "disorderly", "evenly spaced"],
+)
+def test_tensors_in_groups_of_all_kinds(group_map, parallel):
+    env, core = (parallel(lambda: Herd(5)) for _ in range(2))
+    beside = Beside(TorchRLEnv(env, group_map), core)
+    beside.reset()
+    for _ in range(20):
+        beside.step()
+    assert beside.ends >= 3
+    assert beside.deaths
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_tensors_are_not_written_again(copy, parallel):
+    """A rollout keeps those of every step until it stacks them."""
+    env = TorchRLEnv(parallel(Herd, copy=copy))
+    data = env.reset()
+    kept = []
+    for _ in range(4):
+        data = env.rand_action(data)
+        data, following = env.step_and_maybe_reset(data)
+        kept.append((data["next"], data["next"].clone()))
+        data = following
+    assert all((now == before).all() for now, before in kept)
+
+
+def test_observations_are_not_copied_again(parallel):
+    env = TorchRLEnv(parallel(lambda: Herd(4)), {"odd": ["cow_1", "cow_3"], "even": ["cow_0", "cow_2"]})
+    data = env.step(env.rand_action(env.reset()))["next"]
+    (array,) = env._stepper.latest.observations
+    for group in env.group_map:
+        assert np.shares_memory(data[group, "observation"].numpy(), array)
+
+
+@pytest.mark.parametrize("size", [3, 20])
+def test_agents_are_written_together(size, parallel, monkeypatch):
+    written = []
+    for column in (ArrayColumn, ScalarColumn):
+        method = column.write_stacked
+        monkeypatch.setattr(column, "write_stacked", lambda *args, m=method: (written.append(args[1]), m(*args))[1])
+    env = TorchRLEnv(parallel(lambda: Herd(size)))
+    env.step(env.rand_action(env.reset()))
+    assert written == [slice(0, size, 1)]
+
+
+# -- episodes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("setup", "way"), [("serial", "raise"), ("process", "sys.exit"), ("process", "SIGKILL")])
+@pytest.mark.parametrize("make", [Hunt, DeclaredSkirmish])
+def test_restarts(make, setup, way, parallel):
+    """In steps and in resets: what is interrupted ends, and the report is among the infos."""
+    fates = {(0, 0): Fate(way, after=3), (0, 1): Fate(way, after=2), (1, 0): Fate(way, "reset", 1)}
+    envs = [parallel(mortal(make, fates), 4, on_error="restart", **SETUPS[setup]) for _ in range(2)]
+    beside = Beside(TorchRLEnv(envs[0]), envs[1])
+    beside.reset()
+    reported = 0
+    for _ in range(20):
+        beside.step()
+        for infos in beside.env.infos.values():
+            if "__common__" in infos and "error" in infos["__common__"]:
+                assert WAYS[way].word in infos["__common__"]["error"]
+                reported += 1
+    assert envs[0].stats().restarts == envs[1].stats().restarts == reported >= 3
+
+
+def test_the_mark_of_a_restart(parallel):
+    env = TorchRLEnv(parallel(mortal(Herd, {(1, 0): Fate("raise", after=1)}), on_error="restart"))
+    data = env.reset()
+    for _ in range(30):
+        data, following = env.step_and_maybe_reset(env.rand_action(data))
+        if data["next", "restarted"].any():
+            break
+        data = following
+    assert data["next", "restarted"].tolist() == [[False], [True], [False]]
+    assert data["next", "truncated"][1].item()
+    assert data["next", "cow", "truncated"][1].all()
+    assert not data["next", "cow", "terminated"][1].any()
+    assert not following["restarted"].any()
+    assert following["cow", "mask"][1].all()
+    assert "bad terrain" in env.infos[1]["__common__"]["error"]  # though it has been reset since then
+    check_env_specs(env)
+
+
+def test_no_mark_where_errors_raise(parallel):
+    assert "restarted" not in TorchRLEnv(parallel(Herd)).reset()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_check_env_specs(name, parallel):
+    env = TorchRLEnv(parallel(SCENARIOS[name]))
+    check_env_specs(env, break_when_any_done="both")
+    check_env_specs(env, seed=0)
+    # Absent agents are within the specs, too.
+    rollout = env.rollout(12, break_when_any_done=False)
+    assert (~torch.cat([rollout["next", group, "present"].flatten() for group in env.group_map])).any() or (
+        name == "spread"
+    )
+    for step in rollout["next"].unbind(1):
+        assert env.observation_spec.contains(step.select(*env.observation_spec.keys(True, True)))
+
+
+def test_resets_of_some(parallel):
+    env, core = (parallel(Herd) for _ in range(2))
+    torch_env = TorchRLEnv(env)
+    data, (seen, _) = torch_env.reset(), core.reset()
+    data["_reset"] = torch.tensor([[False], [True], [False]])
+    following = torch_env.reset(data)
+    ((fresh,), _) = core.reset(env_ids=[1])
+    for i, expected in enumerate([seen[0], fresh, seen[2]]):
+        assert_same(following["cow", "observation"][i].numpy(), np.stack([*expected.values()]))
+    assert env.stats().resets == core.stats().resets == 4
+
+
+def test_resets_of_none(parallel):
+    env = TorchRLEnv(parallel(Herd))
+    data = env.reset()
+    before = data.clone()
+    data["_reset"] = torch.zeros(3, 1, dtype=torch.bool)
+    assert (env.reset(data) == before).all()
+    assert env.env.stats().resets == 3
+
+
+def test_steps_of_some(parallel):
+    env, core = (parallel(Hunt) for _ in range(2))
+    beside = Beside(TorchRLEnv(env), core)
+    beside.reset()
+    beside.step()
+    data = beside.env.rand_action(beside.data)
+    told = core.step(beside.actions([0, 2]), env_ids=[0, 2])
+    data["_step"] = torch.tensor([[True], [False], [True]])
+    following = beside.env.step(data)["next"]
+    assert env.get_attr("steps_ever") == core.get_attr("steps_ever") == (2, 1, 2)
+    beside.seen = [told[0][0], beside.seen[1], told[0][1]]
+    beside.check_observations(following)
+    beside.check_flags(following, [0, 2], told)
+    assert not following["wolf_0", "reward"][1].any()
+    assert not following["done"][1].any()
+
+
+def test_rollouts_until_all_have_ended(parallel):
+    env = TorchRLEnv(parallel(DeclaredSkirmish))
+    rollout = env.rollout(40, break_when_any_done=False, break_when_all_done=True)
+    done = rollout["next", "done"].squeeze(-1)
+    lengths = (~done).sum(1) + 1
+    assert tuple(lengths.tolist()) == env.env.get_attr("time")
+    assert len({*lengths.tolist()}) > 1
+    assert rollout.shape[1] == lengths.max()
+
+
+def test_seeds(parallel):
+    env, core = TorchRLEnv(parallel(Herd)), parallel(Herd)
+
+    def seen_by_core(seed: int | None) -> np.ndarray:
+        return np.stack([np.stack([*seen.values()]) for seen in core.reset(seed=seed)[0]])
+
+    assert env.set_seed(11) != 11
+    for seed in (11, None):
+        assert_same(env.reset()["cow", "observation"].numpy(), seen_by_core(seed))
+    assert_same(env.reset(seed=5)["cow", "observation"].numpy(), seen_by_core(5))
+    assert env.set_seed(8, static_seed=True) == 8
+    fresh = seen_by_core(8)
+    data = env.reset(seed=5)  # what is said last counts
+    env.set_seed(8)
+    for chosen in ([1], [0, 1, 2]):
+        data["_reset"] = torch.tensor([[i in chosen] for i in range(3)])
+        data = env.reset(data)
+        assert_same(data["cow", "observation"][chosen[0]].numpy(), fresh[chosen[0]])
+    assert_same(data["cow", "observation"][[0, 2]].numpy(), fresh[[0, 2]])
+    assert env.env.seed() == (8, 9, 10)
+
+
+def test_options(parallel):
+    env = TorchRLEnv(parallel(Hunt))
+    env.reset(options={"map": 3})
+    assert env.infos[0]["wolf_0"]["options"] == {"map": 3}
+
+
+def test_a_rollout_twice(parallel):
+    rollouts = []
+    for _ in range(2):
+        env = TorchRLEnv(parallel(Herd, num_workers=1))
+        torch.manual_seed(1)
+        env.set_seed(4)
+        rollouts.append(env.rollout(25, break_when_any_done=False))
+    assert (rollouts[0] == rollouts[1]).all()
+    assert rollouts[0]["next", "done"].any()
+
+
+def test_device(parallel):
+    """Torch's device for tensors without data stands for a GPU, as far as that goes."""
+    env = TorchRLEnv(parallel(Relay), device="meta")
+    devices = {tensor.device.type for tensor in env._reset().values(True, True)}
+    devices |= {spec.device.type for spec in env.specs.values(True, True)}
+    other = TorchRLEnv(parallel(Relay))
+    on_cpu = other.rand_action(other.reset())
+    following = env._step(on_cpu)
+    devices |= {tensor.device.type for tensor in following.values(True, True)}
+    assert devices == {"meta"}
+    assert following.device.type == following["mike"].device.type == "meta"
+    env = env.to("cpu")
+    assert env.device.type == "cpu"
+    rollout = env.rollout(3)
+    assert rollout.device.type == on_cpu.device.type == on_cpu["mike"].device.type == "cpu"
+    assert {tensor.device.type for tensor in rollout.values(True, True)} == {"cpu"}
+
+
+# -- learning ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def herd_rollout(parallel):
+    torch.manual_seed(3)
+    return TorchRLEnv(parallel(Herd)).rollout(40, break_when_any_done=False)
+
+
+def test_advantages_do_not_leak(herd_rollout):
+    """What comes after an agent's death, or a reset, has no say in what was before."""
+    of_group = herd_rollout["next", "cow"]
+    generator = torch.Generator().manual_seed(1)
+    done, terminated = of_group["done"], of_group["terminated"]
+    shape = of_group["reward"].shape
+
+    def advantages(value: torch.Tensor, reward: torch.Tensor) -> torch.Tensor:
+        following = torch.cat([value[:, 1:], value[:, :1]], 1)
+        return generalized_advantage_estimate(0.9, 0.9, value, following, reward, done, terminated, time_dim=1)[0]
+
+    value, reward = torch.rand(shape, generator=generator), of_group["reward"]
+    before = advantages(value, reward)
+    ends = done.squeeze(-1).nonzero().tolist()
+    assert any(not herd_rollout["next", "done"][i, t].item() for i, t, _ in ends)
+    assert done[herd_rollout["next", "done"].squeeze(-1)].all()
+    for i, t, k in ends:
+        if t + 2 >= shape[1]:
+            continue
+        other_value, other_reward = value.clone(), reward.clone()
+        other_value[i, t + 2 :, k] += 10  # the next one's is what a truncated episode goes on with
+        other_reward[i, t + 1 :, k] += 10
+        after = advantages(other_value, other_reward)
+        assert torch.equal(after[i, : t + 1, k], before[i, : t + 1, k])
+        assert not torch.equal(after[i, t + 1 :, k], before[i, t + 1 :, k])
+
+
+def mappo(env: TorchRLEnv | TransformedEnv, group: str, actions: int) -> tuple[Any, ClipPPOLoss]:
+    width, count = env.observation_spec[group, "observation"].shape[-1], len(env.group_map[group])
+    shared = {"n_agents": count, "share_params": True, "depth": 1, "num_cells": 16}
+    net = MultiAgentMLP(n_agent_inputs=width, n_agent_outputs=actions, centralized=False, **shared)
+    actor = ProbabilisticActor(
+        TensorDictModule(net, in_keys=[(group, "observation")], out_keys=[(group, "logits")]),
+        in_keys=[(group, "logits")],
+        out_keys=[(group, "action")],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+        log_prob_key=(group, "log_prob"),
+    )
+    critic = TensorDictModule(
+        MultiAgentMLP(n_agent_inputs=width, n_agent_outputs=1, centralized=True, **shared),
+        in_keys=[(group, "observation")],
+        out_keys=[(group, "state_value")],
+    )
+    loss = ClipPPOLoss(actor, critic)
+    loss.set_keys(
+        reward=(group, "reward"),
+        action=(group, "action"),
+        sample_log_prob=(group, "log_prob"),
+        value=(group, "state_value"),
+        done=(group, "done"),
+        terminated=(group, "terminated"),
+    )
+    loss.loss_mask_key = (group, "mask")
+    loss.make_value_estimator(ValueEstimators.GAE, gamma=0.9, lmbda=0.9)
+    return actor, loss
+
+
+@pytest.mark.parametrize(("make", "group", "actions"), [(spread, "agent", 5), (Herd, "cow", 3)])
+def test_a_collector_and_a_mappo_loss(make, group, actions, parallel):
+    torch.manual_seed(0)
+    env = TransformedEnv(
+        TorchRLEnv(parallel(make, 4, num_workers=2, backend="process")),
+        RewardSum(in_keys=[(group, "reward")], out_keys=[(group, "episode_reward")], reset_keys=["_reset"]),
+    )
+    actor, loss = mappo(env, group, actions)
+    collector = Collector(env, actor, frames_per_batch=80, total_frames=160)
+    batches = 0
+    for data in collector:
+        batches += 1
+        assert data.shape == (4, 20)
+        assert data["next", "done"].any()
+        assert (data["collector", "traj_ids"].unique().numel()) > 4
+        loss.value_estimator(data, params=loss.critic_network_params, target_params=loss.target_critic_network_params)
+        told = loss(data)
+        total = told["loss_objective"] + told["loss_critic"] + told["loss_entropy"]
+        assert total.isfinite()
+        total.backward()
+        assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in loss.parameters())
+        mask = data[group, "mask"]
+        assert mask.all().item() is (group == "agent")
+        data["advantage"][~mask] = torch.nan  # masked rows have no say
+        assert torch.equal(loss(data)["loss_objective"], told["loss_objective"])
+    collector.shutdown()
+    assert batches == 2
+    with pytest.raises(ClosedEnvironmentError):
+        env.base_env.env.step([{}] * 4)
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_by_default(parallel):
+    cases = {
+        Hunt: {"wolf_0": ["wolf_0", "wolf_1", "wolf_3"], "wolf_2": ["wolf_2"]},
+        Herd: {"cow": ["cow_0", "cow_1", "cow_2"]},
+        DeclaredSkirmish: {name: [name] for name in ("tank", "scout", "medic", "sniper")},
+    }
+    for make, groups in cases.items():
+        env = TorchRLEnv(parallel(make))
+        assert env.group_map == groups
+        for name, agents in groups.items():
+            assert env.reset()[name].batch_size == (3, len(agents))
+
+
+@pytest.mark.parametrize("task", [simple_spread_v3, simple_tag_v3])
+def test_groups_are_those_of_torchrl_s_own_wrapper(task, parallel):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about PettingZoo's version
+        own = PettingZooWrapper(task.parallel_env())
+    env = TorchRLEnv(parallel(task.parallel_env))
+    assert env.group_map == own.group_map
+    for key, spec in own.specs.items(True, True):
+        if key[-1] != "action":
+            assert env.specs[key].shape == (3, *spec.shape)
+            assert env.specs[key].dtype == spec.dtype
+    assert env.full_action_spec.rand().shape == (3,)
+    assert {env.specs[key].dtype for key in own.specs.keys(True, True) if key[-1] == "action"} == {torch.int64}
+
+
+def test_groups_that_cannot_be(parallel):
+    env = parallel(Hunt)
+    with pytest.raises(ValueError, match=r"'wolf_1', 'wolf_3'\] observe Box.*Discrete\(5\); \['wolf_2'\] .*Box\(-1\.0"):
+        TorchRLEnv(env, MarlGroupMapType.ALL_IN_ONE_GROUP)
+    with pytest.raises(ValueError, match="wolf_3 wasn't found in any group"):
+        TorchRLEnv(env, {"some": ["wolf_0", "wolf_1"], "other": ["wolf_2"]})
+
+
+@pytest.mark.parametrize("agent", NO_TENSORS)
+def test_spaces_that_tensors_have_no_form_for(agent, parallel):
+    with pytest.raises(ValueError, match=rf"'{agent}': the observation space .* has no form in tensors"):
+        TorchRLEnv(parallel(one_of_the_zoo(agent)))
+
+
+def one_of_the_zoo(agent: str) -> Callable[[int], Zoo]:
+    def make(seed: int) -> Zoo:
+        zoo = Zoo(seed, "shared")
+        zoo.possible_agents = [agent]
+        zoo.observation_space = zoo.action_space = spaces.Dict([(agent, zoo.observation_space[agent])])  # type: ignore[index]
+        return zoo
+
+    return make
+
+
+# -- wrong use ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [True, "NEXT_STEP"])
+def test_modes_that_are_not_served(mode, parallel):
+    with pytest.raises(ValueError, match="TorchRLEnv wants a ParallelEnv with auto_reset=False, got auto_reset="):
+        TorchRLEnv(parallel(Herd, auto_reset=mode))
+
+
+def test_no_parallel_env():
+    with pytest.raises(TypeError, match="TorchRLEnv is made of a ParallelEnv, got Herd"):
+        TorchRLEnv(Herd())
+
+
+def test_before_the_first_reset(parallel):
+    env = TorchRLEnv(parallel(Herd))
+    with pytest.raises(ResetNeeded):
+        env.step(env.rand_action(env.fake_tensordict().exclude("next")))
+    data = env.fake_tensordict().exclude("next")
+    data["_reset"] = torch.tensor([[True], [False], [False]])
+    with pytest.raises(ResetNeeded):
+        env.reset(data)
+
+
+def test_actions_that_are_not_there(parallel):
+    env = TorchRLEnv(parallel(Herd))
+    data = env.reset()
+    with pytest.raises(ValueError, match="no actions for the group 'cow'"):
+        env.step(data)
+    data["cow", "action"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"agents \['cow_0', 'cow_1', 'cow_2'\]: expected 3 x 3 integers.*float32"):
+        env.step(data)
+    data["cow", "action"] = torch.zeros(3, 3, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"expected 3 x 3 integers, got shape \(3, 3, 1\)"):
+        env.step(data)
+
+
+def test_two_facades(parallel):
+    core = parallel(Herd)
+    env, other = TorchRLEnv(core), PettingZooVecEnv(core)
+    other.reset()
+    with pytest.raises(RuntimeError, match="stepped by a PettingZooVecEnv already"):
+        env.reset()
+
+
+def test_closed(parallel):
+    env = TorchRLEnv(parallel(Herd))
+    data = env.rand_action(env.reset())
+    assert not env.is_closed
+    env.close()
+    env.close()
+    assert env.is_closed
+    with pytest.raises(ClosedEnvironmentError):
+        env.step(data)
+    with pytest.raises(ClosedEnvironmentError):
+        env.reset()
+    with pytest.raises(ClosedEnvironmentError):
+        TorchRLEnv(env.env)
+
+
+def test_nobody_s_facade_closes_nothing(parallel):
+    core = parallel(Herd)
+    TorchRLEnv(core).reset()
+    assert len(core.step([dict.fromkeys(acting, 5) for acting in core.acting])[0]) == 3
+
+
+def test_without_the_library():
+    program = "import sys; sys.modules['torch'] = None; from marl_parallel.vector import TorchRLEnv"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert 'ImportError: TorchRLEnv needs TorchRL: pip install "marl-parallel[torchrl]"' in done.stderr
+
+
+def test_the_example():
+    command = [sys.executable, "examples/torchrl_collect.py", "--num-envs", "2", "--batches", "1", "--steps", "25"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "per agent and episode, in 50 steps" in done.stdout
