@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from marl_parallel.vector.pettingzoo import PettingZooVecEnv
+    from marl_parallel.vector.rllib import ParallelMultiAgentEnvRunner, RLlibVectorMultiAgentEnv
 
 _WHERE = {
+    "ParallelMultiAgentEnvRunner": "rllib",
     "PettingZooVecEnv": "pettingzoo",
+    "RLlibVectorMultiAgentEnv": "rllib",
 }
 
-__all__ = ["PettingZooVecEnv"]
+__all__ = ["ParallelMultiAgentEnvRunner", "PettingZooVecEnv", "RLlibVectorMultiAgentEnv"]
 
 
 def __getattr__(name: str) -> Any:
