@@ -217,7 +217,7 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
 class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
     """RLlib's multi-agent env runner over a `ParallelEnv`: the environments of a runner step in worker processes.
 
-    `config.env` is what it always is: a name registered with `tune.register_env` or with Gymnasium, a class, or a
+    `config.env` is what it always is: a name registered with `ray.tune.register_env` or with Gymnasium, or a class or
     function of the `EnvContext`, whose `vector_index` says which copy it is for. Beside RLlib's own `MultiAgentEnv` it
     may make anything that `ParallelEnv` takes, such as a PettingZoo environment as it is. Arguments for `ParallelEnv`
     (`num_workers`, `on_error`, `step_timeout`, ...) are in `env_config["parallel_env"]`, which the environments do not
