@@ -13,18 +13,29 @@ if TYPE_CHECKING:
     from marl_parallel.vector.agilerl import AgileRLVecEnv
     from marl_parallel.vector.gymnasium import GymnasiumVectorEnv
     from marl_parallel.vector.pettingzoo import PettingZooVecEnv
+    from marl_parallel.vector.rllib import ParallelMultiAgentEnvRunner, RLlibVectorMultiAgentEnv
     from marl_parallel.vector.sb3 import SB3VecEnv
     from marl_parallel.vector.torchrl import TorchRLEnv
 
 _WHERE = {
     "AgileRLVecEnv": "agilerl",
     "GymnasiumVectorEnv": "gymnasium",
+    "ParallelMultiAgentEnvRunner": "rllib",
     "PettingZooVecEnv": "pettingzoo",
+    "RLlibVectorMultiAgentEnv": "rllib",
     "SB3VecEnv": "sb3",
     "TorchRLEnv": "torchrl",
 }
 
-__all__ = ["AgileRLVecEnv", "GymnasiumVectorEnv", "PettingZooVecEnv", "SB3VecEnv", "TorchRLEnv"]
+__all__ = [
+    "AgileRLVecEnv",
+    "GymnasiumVectorEnv",
+    "ParallelMultiAgentEnvRunner",
+    "PettingZooVecEnv",
+    "RLlibVectorMultiAgentEnv",
+    "SB3VecEnv",
+    "TorchRLEnv",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,58 @@ _steppers: weakref.WeakKeyDictionary[ParallelEnv, weakref.ref[object]] = weakref
 """Which facade steps an environment."""
 
 
-class Stepper:
+class Owner:
+    """The one facade that steps a `ParallelEnv`.
+
+    Args:
+        env: Which.
+        facade: Who steps; as long as it lives and is not closed, nobody else may.
+        modes: The auto-reset modes that it serves.
+
+    Attributes:
+        env: As given.
+        mode: The auto-reset mode.
+
+    Raises:
+        TypeError: It is no `ParallelEnv`.
+        ValueError: The mode is another one.
+        ClosedEnvironmentError: It has been closed.
+    """
+
+    def __init__(self, env: ParallelEnv, facade: object, *modes: AutoresetMode) -> None:
+        self._name = type(facade).__name__
+        if not isinstance(env, ParallelEnv):
+            raise TypeError(f"{self._name} is made of a ParallelEnv, got {type(env).__name__}")
+        env._crew.check_open()
+        self.env, self._facade = env, weakref.ref(facade)
+        self.mode = env._batch.mode
+        if self.mode not in modes:
+            served = " or ".join(f"auto_reset={_AUTO_RESET[mode]}" for mode in modes)
+            raise ValueError(f"{self._name} wants a ParallelEnv with {served}, got auto_reset={_AUTO_RESET[self.mode]}")
+
+    def claim(self) -> None:
+        """Note who steps.
+
+        Raises:
+            RuntimeError: Somebody else does.
+        """
+        known = _steppers.get(self.env)
+        other = known() if known is not None else None
+        mine = self._facade()
+        if other is not None and other is not mine:
+            raise RuntimeError(
+                f"this ParallelEnv is stepped by a {type(other).__name__} already; make a ParallelEnv for each facade"
+            )
+        if other is None and mine is not None:
+            _steppers[self.env] = self._facade
+
+    def close(self, **keywords: Any) -> None:
+        """Close the environment; nobody steps it any more."""
+        _steppers.pop(self.env, None)
+        self.env.close(**keywords)
+
+
+class Stepper(Owner):
     """Steps a `ParallelEnv` by arrays, for one facade.
 
     Args:
@@ -46,15 +97,7 @@ class Stepper:
     """
 
     def __init__(self, env: ParallelEnv, facade: object, *modes: AutoresetMode, copy: bool | None = None) -> None:
-        self._name = type(facade).__name__
-        if not isinstance(env, ParallelEnv):
-            raise TypeError(f"{self._name} is made of a ParallelEnv, got {type(env).__name__}")
-        env._crew.check_open()
-        self.env, self._facade = env, weakref.ref(facade)
-        self.mode = env._batch.mode
-        if self.mode not in modes:
-            served = " or ".join(f"auto_reset={_AUTO_RESET[mode]}" for mode in modes)
-            raise ValueError(f"{self._name} wants a ParallelEnv with {served}, got auto_reset={_AUTO_RESET[self.mode]}")
+        super().__init__(env, facade, *modes)
         self._check_spaces()
         self.batch = ArrayBatch(env._batch, copy=env._batch.copies if copy is None else copy)
         self.latest: Arrays | None = None
@@ -71,18 +114,6 @@ class Stepper:
                         f"{self._name} needs a space for everything, but {agent!r} declares no {kind} space"
                     )
 
-    def _claim(self) -> None:
-        """Note who steps; raise where somebody else does."""
-        known = _steppers.get(self.env)
-        other = known() if known is not None else None
-        mine = self._facade()
-        if other is not None and other is not mine:
-            raise RuntimeError(
-                f"this ParallelEnv is stepped by a {type(other).__name__} already; make a ParallelEnv for each facade"
-            )
-        if other is None and mine is not None:
-            _steppers[self.env] = self._facade
-
     def reset(
         self,
         seed: int | Sequence[int | None] | None = None,
@@ -96,7 +127,7 @@ class Stepper:
             ValueError: As of `ParallelEnv.reset`, or something has no place in an array.
             ResetNeeded: Some are to be reset where the others have never been.
         """
-        self._claim()
+        self.claim()
         if env_ids is not None and self.latest is None and len(env_ids) < self.env.num_envs:
             raise ResetNeeded("reset all environments before resetting some of them")
         ids, extras = self.env._reset(seed, options, env_ids)
@@ -186,13 +217,11 @@ class Stepper:
         return self.latest
 
     def _check_may_step(self, name: str) -> None:
-        self._claim()
+        self.claim()
         self.env._check_begun(self.env._all, name)
         if self._sent:
             raise AlreadyPendingCallError(f"{name}() while a step is on its way; step_wait() first", name)
 
     def close(self, **keywords: Any) -> None:
-        """Close the environment; nobody steps it any more."""
-        _steppers.pop(self.env, None)
         self._sent = False
-        self.env.close(**keywords)
+        super().close(**keywords)

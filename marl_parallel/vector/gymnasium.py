@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime.arrays import Arrays
+from marl_parallel.runtime.arrays import Arrays, Stacked
 from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.infos import vector_infos
-from marl_parallel.vector.rows import chosen, rows_of, split, still
+from marl_parallel.vector.rows import chosen, rows_of, stacked, still
 
 _OURS = ("final_obs", "reset_info")
 
@@ -73,6 +73,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         schema = env._schema
         self.agents = list(env.possible_agents if agents is None else agents)
         self._group, self._members = chosen(self._batch.groups, env.possible_agents, self.agents, schema.action_spaces)
+        self._row_agents = tuple(self.agents)
         self._places = [env.possible_agents.index(agent) for agent in self.agents]
         self._others = [agent for agent in env.possible_agents if agent not in self.agents]
         self._act = others or self._stand_still
@@ -122,11 +123,11 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
-        return self._told(self._stepper.step(self._by_agent(actions)))
+        return self._told(self._stepper.step(self._by_agents(actions)))
 
     def step_async(self, actions: Any) -> None:
         """Begin to step all copies and return; `step_wait` has the results. Arguments and errors as of `step`."""
-        self._stepper.send(self._by_agent(actions))
+        self._stepper.send(self._by_agents(actions))
 
     def step_wait(self) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         """The results of `step_async`; raises `NoAsyncCallError` where nothing is on its way."""
@@ -157,14 +158,14 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     # -- into the core ---------------------------------------------------------------------------------------------
 
-    def _by_agent(self, actions: Any) -> dict[AgentID, Any]:
-        of_rows = split(self.single_action_space, actions, self._copies, len(self.agents))
-        by_agent = dict(zip(self.agents, of_rows))
+    def _by_agents(self, actions: Any) -> list[Stacked]:
+        of_rows = stacked(self.single_action_space, actions, self._copies, len(self.agents))
+        by_agents = [Stacked(self._row_agents, of_rows)]
         if self._others:
             latest = self._stepper.latest
             seen = self._batch.by_agent(latest.observations) if latest is not None else {}
-            by_agent.update((agent, self._act(agent, seen.get(agent))) for agent in self._others)
-        return by_agent
+            by_agents += [Stacked((agent,), _one_more(self._act(agent, seen.get(agent)))) for agent in self._others]
+        return by_agents
 
     def _stand_still(self, agent: AgentID, _: Any) -> Any:
         return still(self.parallel_env._schema.action_spaces[agent], self._copies)
@@ -256,6 +257,13 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         else:  # the copy goes on without this agent
             final, on_top = _row(self.single_observation_space, observations, row), last
         rows[row] = {**on_top, "final_obs": final, "final_info": last}
+
+
+def _one_more(values: Any) -> Any:
+    """One agent's values, as those of several that are one."""
+    if isinstance(values, dict):
+        return {key: _one_more(child) for key, child in values.items()}
+    return tuple(map(_one_more, values)) if isinstance(values, tuple) else np.asarray(values)[:, None]
 
 
 def _row(space: Space[Any], stacked: Any, row: int) -> Any:

@@ -56,8 +56,8 @@ def rows_of(stacked: Any, places: Sequence[int] | None) -> Any:
     return tuple(rows) if rows.dtype == object else rows
 
 
-def split(space: Space[Any], rows: Any, copies: int, agents: int) -> list[Any]:
-    """Rows in the form of a batched space, by agent: for each, values of shape `(copies, ...)`.
+def stacked(space: Space[Any], rows: Any, copies: int, agents: int) -> Any:
+    """Rows in the form of a batched space as values `(copies, agents, ...)`: views, where they are arrays.
 
     Raises:
         ValueError: There are not `copies * agents` rows, or they are of another form.
@@ -65,13 +65,11 @@ def split(space: Space[Any], rows: Any, copies: int, agents: int) -> list[Any]:
     if isinstance(space, spaces.Dict):
         if not isinstance(rows, Mapping) or rows.keys() != space.spaces.keys():
             raise ValueError(f"expected actions as a dict with the keys {[*space.spaces]}, got {type(rows).__name__}")
-        children = {key: split(child, rows[key], copies, agents) for key, child in space.spaces.items()}
-        return [{key: parts[place] for key, parts in children.items()} for place in range(agents)]
+        return {key: stacked(child, rows[key], copies, agents) for key, child in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
         if not isinstance(rows, tuple) or len(rows) != len(space.spaces):
             raise ValueError(f"expected actions as a tuple of {len(space.spaces)}, got {type(rows).__name__}")
-        parts = [split(child, part, copies, agents) for child, part in zip(space.spaces, rows)]
-        return [tuple(part[place] for part in parts) for place in range(agents)]
+        return tuple(stacked(child, part, copies, agents) for child, part in zip(space.spaces, rows))
     if isinstance(rows, tuple) and space.shape is None:  # values that do not stack, one for each row
         array = np.full(len(rows), None, object)
         array[:] = rows
@@ -79,8 +77,7 @@ def split(space: Space[Any], rows: Any, copies: int, agents: int) -> list[Any]:
         array = np.asarray(rows)
     if array.shape[:1] != (copies * agents,):
         raise ValueError(f"expected actions for {copies * agents} rows, got shape {array.shape}")
-    apart = array.reshape(copies, agents, *array.shape[1:])
-    return [apart[:, place] for place in range(agents)]
+    return array.reshape(copies, agents, *array.shape[1:])
 
 
 def still(space: Space[Any], copies: int) -> Any:

@@ -1,0 +1,364 @@
+"""`RLlibVectorMultiAgentEnv`: the batch as RLlib's multi-agent env runner steps it, and a runner that makes one.
+
+Here live the facade, the stand-ins that show RLlib the spaces of each copy, and the runner. What RLlib's episodes are
+told and what not is in `cast.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.sharing import usable_cpus
+from marl_parallel.vector.cast import Cast
+from marl_parallel.vector.facade import Owner
+
+try:
+    from ray.rllib.callbacks.utils import make_callback
+    from ray.rllib.env.env_context import EnvContext
+    from ray.rllib.env.multi_agent_env import MultiAgentEnv
+    from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
+    from ray.rllib.env.utils import _gym_env_creator
+    from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
+    from ray.rllib.utils.error import ERR_MSG_INVALID_ENV_DESCRIPTOR, EnvError
+    from ray.rllib.utils.pre_checks.env import check_multiagent_environments
+    from ray.tune.registry import ENV_CREATOR, _global_registry
+except ImportError as error:
+    raise ImportError(
+        f'the facade for RLlib needs it: pip install "marl-parallel[rllib]" ({error})', name=error.name
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+OPTIONS = "parallel_env"
+"""Where in `env_config` the runner finds arguments for `ParallelEnv`."""
+
+_OURS = ("env_constructors", "auto_reset", "seed", "copy")
+
+Told = list[dict[Any, Any]]
+"""One dict for each copy."""
+
+
+class RLlibVectorMultiAgentEnv(VectorMultiAgentEnv):  # type: ignore[misc]
+    """Many copies of an environment as RLlib's `MultiAgentEnvRunner` steps them: lists of dicts in and out.
+
+    Usually made by `ParallelMultiAgentEnvRunner`. What the core's dicts say arrives unchanged, but for what RLlib's
+    episodes cannot take: entries of agents that are dead, and observations of agents whose turn it is not, are left
+    out; `infos[i]["__common__"]` is copied into the info of each agent that observes, as RLlib keeps no other. Where a
+    copy has been restarted (`on_error="restart"`), that is where `{"restarted": True, "error": ...}` is; its episode
+    is truncated, and every agent in it has a last observation to bootstrap from.
+
+    Args:
+        env: Made with `auto_reset="NEXT_STEP"` and `copy=True`, as RLlib keeps observations. Nobody else may step it.
+            Agents need not be known beforehand.
+
+    Attributes:
+        env: As given.
+        envs: A stand-in for each copy, a `MultiAgentEnv` with its spaces and agents. It cannot be stepped.
+        num_envs: How many copies.
+        single_observation_spaces: Of each agent that declares one; `single_observation_space` is their `Dict`.
+        single_action_spaces: Likewise, with `single_action_space`.
+        metadata: Of the first copy; `"autoreset_mode"` is there, too.
+        render_mode: Of the first copy.
+
+    Raises:
+        TypeError: `env` is no `ParallelEnv`.
+        ValueError: It has another auto-reset mode, or `copy=False`.
+        ClosedEnvironmentError: It has been closed.
+
+    Example:
+        >>> from mpe2 import simple_spread_v3
+        >>> from marl_parallel import ParallelEnv
+        >>> parallel = ParallelEnv([simple_spread_v3.parallel_env] * 4, auto_reset="NEXT_STEP", num_workers=2)
+        >>> env = RLlibVectorMultiAgentEnv(parallel)
+        >>> observations, infos = env.reset(seed=1)
+        >>> actions = [{agent: env.single_action_spaces[agent].sample() for agent in told} for told in observations]
+        >>> observations, rewards, terminateds, truncateds, infos = env.step(actions)
+        >>> len(observations), observations[0]["agent_0"].shape, truncateds[3]["__all__"]
+        (4, (18,), False)
+        >>> env.close()
+    """
+
+    def __init__(self, env: ParallelEnv) -> None:
+        self._owner = Owner(env, self, AutoresetMode.NEXT_STEP)
+        if not env._batch.copies:
+            raise ValueError("RLlib keeps observations, so it wants a ParallelEnv with copy=True, got copy=False")
+        self.env, self.num_envs = env, env.num_envs
+        self.metadata, self.render_mode = env.metadata, env.render_mode
+        self.single_observation_spaces = {**env._schema.observation_spaces}
+        self.single_action_spaces = {**env._schema.action_spaces}
+        self.single_observation_space = env.observation_space or spaces.Dict()
+        self.single_action_space = env.action_space or spaces.Dict()
+        self.envs = [StandIn(env, env_id) for env_id in range(env.num_envs)]
+        self._casts = [Cast(env._batch, env_id) for env_id in range(env.num_envs)]
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Told, Told]:
+        """Begin new episodes in all copies.
+
+        Args:
+            seed: As of `ParallelEnv.reset`: copy i gets `seed + i`, or its own of a sequence.
+            options: For each copy's own `reset`.
+
+        Returns:
+            Observations and infos, one dict by agent for each copy.
+
+        Raises:
+            RuntimeError: Another facade steps this environment.
+            ParallelEnvError: A fault, as in `ParallelEnv.reset`.
+        """
+        self._owner.claim()
+        observations, infos = self.env.reset(seed=seed, options=options)
+        told = [cast.begin(*dicts) for cast, dicts in zip(self._casts, zip(observations, infos))]
+        return [dicts[0] for dicts in told], [dicts[1] for dicts in told]
+
+    def step(self, actions: Sequence[Mapping[AgentID, Any]]) -> tuple[Told, Told, Told, Told, Told]:
+        """Step all copies; those whose episode is over begin the next one, and their actions are not looked at.
+
+        Args:
+            actions: One dict by agent for each copy.
+
+        Returns:
+            Observations, rewards, terminateds, truncateds, infos, one dict by agent for each copy; rewards are 0.0 and
+            flags False where an episode has begun. The flags also have `"__all__"`.
+
+        Raises:
+            RuntimeError: Another facade steps this environment.
+            ValueError: Actions are missing or are not what their space declares. Nothing has been stepped.
+            ResetNeeded: `reset` has not been called. Nothing has been stepped.
+            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+        """
+        self._owner.claim()
+        due = [*self.env._batch.over]
+        told = zip(*self.env.step(actions))
+        rows = [cast.step(was_over, dicts) for cast, was_over, dicts in zip(self._casts, due, told)]
+        observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
+        return observations, rewards, terminateds, truncateds, infos
+
+    def render(self) -> tuple[Any, ...] | None:
+        """One frame of each copy; None where `render_mode` is None."""
+        frames: tuple[Any, ...] | None = self.env.render()
+        return frames
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each copy; as `ParallelEnv.call`."""
+        return self.env.call(name, *args, **kwargs)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of each copy; as `ParallelEnv.get_attr`."""
+        return self.env.get_attr(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of each copy; as `ParallelEnv.set_attr`."""
+        self.env.set_attr(name, values)
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close the environment; called by `close`, once. Keywords are those of `ParallelEnv.close`."""
+        self._owner.close(**kwargs)
+
+    def __del__(self) -> None:
+        """Nothing: whoever holds the `ParallelEnv` may go on with it, and it closes when nobody does."""
+
+
+class StandIn(MultiAgentEnv):  # type: ignore[misc]
+    """What RLlib looks at of one copy: its agents and spaces. The copy itself lives in a worker.
+
+    Args:
+        env: All copies.
+        env_id: Which this one is.
+    """
+
+    def __init__(self, env: ParallelEnv, env_id: int) -> None:
+        super().__init__()
+        self._env, self._env_id = env, env_id
+        self.possible_agents, self.agents = env.possible_agents, env.possible_agents
+        self.observation_spaces = {**env._schema.observation_spaces}
+        self.action_spaces = {**env._schema.action_spaces}
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.metadata, self.render_mode = env.metadata, env.render_mode
+
+    def get_observation_space(self, agent_id: AgentID) -> Space[Any] | None:
+        """Of one agent; None where it declares none."""
+        return self.observation_spaces.get(agent_id)
+
+    def get_action_space(self, agent_id: AgentID) -> Space[Any] | None:
+        """Of one agent; None where it declares none."""
+        return self.action_spaces.get(agent_id)
+
+    def render(self) -> Any:
+        """A frame of this copy; None where `render_mode` is None."""
+        frames = self._env.render()
+        return None if frames is None else frames[self._env_id]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Raises RuntimeError."""
+        raise RuntimeError("a stand-in for one copy cannot be reset; reset the RLlibVectorMultiAgentEnv")
+
+    def step(self, action_dict: Any) -> Any:
+        """Raises RuntimeError."""
+        raise RuntimeError("a stand-in for one copy cannot be stepped; step the RLlibVectorMultiAgentEnv")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a stand-in for one copy has no attribute {name!r}; if the copy has it, get_attr({name!r}) of the "
+            "RLlibVectorMultiAgentEnv gives that of all copies"
+        )
+
+
+class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
+    """RLlib's multi-agent env runner over a `ParallelEnv`: the environments of a runner step in worker processes.
+
+    `config.env` is what it always is: a name registered with `ray.tune.register_env` or with Gymnasium, or a class or
+    function of the `EnvContext`, whose `vector_index` says which copy it is for. Beside RLlib's own `MultiAgentEnv` it
+    may make anything that `ParallelEnv` takes, such as a PettingZoo environment as it is. Arguments for `ParallelEnv`
+    (`num_workers`, `on_error`, `step_timeout`, ...) are in `env_config["parallel_env"]`, which the environments do not
+    see. By default the CPUs of the machine are shared evenly by the remote runners, or each uses
+    `num_cpus_per_env_runner` if that is more; a local runner uses all.
+
+    With `config.seed`, environment e of runner r is seeded with
+    `SeedSequence((config.seed, r, e, in_evaluation)).generate_state(1)[0] >> 1`, so that no two runners sample the
+    same episodes. RLlib's check of each environment takes place in its worker; `disable_env_checking` leaves it out.
+
+    A fault that `on_error="raise"` lets through is RLlib's business: with
+    `fault_tolerance(restart_failed_sub_environments=True)` it makes all environments of the runner anew and drops
+    their episodes; with `on_error="restart"` the failed one alone is made anew, and the others go on.
+
+    Raises:
+        ValueError: `env_config["parallel_env"]` has arguments that are RLlib's or the runner's to set.
+        TypeError: It has others that `ParallelEnv` does not know.
+        EnvError: An environment cannot be made (RLlib's), or its constructor raised (`marl_parallel`'s).
+
+    Example:
+        >>> from mpe2 import simple_spread_v3
+        >>> from ray.rllib.algorithms.ppo import PPOConfig
+        >>> config = (
+        ...     PPOConfig()
+        ...     .environment(lambda context: simple_spread_v3.parallel_env(), env_config={"parallel_env": {}})
+        ...     .multi_agent(policies={"shared"}, policy_mapping_fn=lambda agent, episode: "shared")
+        ...     .env_runners(env_runner_cls=ParallelMultiAgentEnvRunner, num_envs_per_env_runner=8)
+        ... )
+        >>> runner = config.env_runner_cls(config=config)
+        >>> episodes = runner.sample(num_timesteps=80)
+        >>> runner.num_envs, sum(len(episode) for episode in episodes)
+        (8, 80)
+        >>> runner.stop()
+    """
+
+    def make_env(self) -> None:
+        """Close the environment that is there and make a new one, as RLlib asks for at the start and after faults."""
+        self._close_old()
+        context, options = self._context_and_options()
+        check = not self.config.disable_env_checking
+        constructor = _constructor(_creator(self.config.env), context, check)
+        seeds = self._env_seeds()
+        parallel = ParallelEnv(
+            [constructor] * self.config.num_envs_per_env_runner,
+            AutoresetMode.NEXT_STEP,
+            None if seeds is None else seeds[0],
+            **{"num_workers": self._num_workers(), **options},
+        )
+        self.env: RLlibVectorMultiAgentEnv | None = RLlibVectorMultiAgentEnv(parallel)
+        self.num_envs = parallel.num_envs
+        self._needs_initial_reset = True
+        make_callback(
+            "on_environment_created",
+            callbacks_objects=self._callbacks,
+            callbacks_functions=self.config.callbacks_on_environment_created,
+            kwargs={
+                "env_runner": self,
+                "metrics_logger": self.metrics,
+                "env": self.env,
+                "env_context": context,
+            },
+        )
+
+    def _close_old(self) -> None:
+        try:
+            if self.env is not None:
+                self.env.close()
+        except Exception as error:
+            logger.warning("while closing the environments that are made anew: %s", error)
+        self.env = None
+
+    def _context_and_options(self) -> tuple[Any, dict[str, Any]]:
+        context = self.config.env_config
+        if not isinstance(context, EnvContext):
+            context = EnvContext(
+                context,
+                worker_index=self.worker_index,
+                num_workers=self.config.num_env_runners,
+                remote=self.config.remote_worker_envs,
+            )
+        context = context.copy_with_overrides()
+        options = dict(context.pop(OPTIONS, None) or {})
+        taken = [name for name in _OURS if name in options]
+        if taken:
+            raise ValueError(
+                f"env_config[{OPTIONS!r}] may not have {', '.join(taken)}: RLlib's config has the environment and the "
+                'seed, and the runner needs auto_reset="NEXT_STEP" and copy=True'
+            )
+        return context, options
+
+    def _num_workers(self) -> int:
+        workers = usable_cpus()
+        if self.worker_index:
+            workers = max(workers // max(self.config.num_env_runners, 1), int(self.config.num_cpus_per_env_runner), 1)
+        num_envs: int = self.config.num_envs_per_env_runner
+        return min(workers, num_envs)
+
+    def _env_seeds(self) -> list[int] | None:
+        if self.config.seed is None:
+            return None
+        who = self.config.seed, self.worker_index or 0
+        sources = [
+            np.random.SeedSequence((*who, env_id, int(self.config.in_evaluation)))
+            for env_id in range(self.config.num_envs_per_env_runner)
+        ]
+        return [int(source.generate_state(1)[0] >> 1) for source in sources]
+
+    def _try_env_reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        # RLlib's seed is the same for all of a runner's environments, and one more in the next runner.
+        return super()._try_env_reset(seed=None if seed is None else self._env_seeds(), options=options)
+
+
+def _creator(described: Any) -> Callable[[Any], Any]:
+    """What makes an environment of its context.
+
+    Raises:
+        ValueError: There is none.
+        EnvError: It is a name that nobody has registered.
+    """
+    if not described:
+        raise ValueError("config.env is not set: name the environment with config.environment(...)")
+    if isinstance(described, str):
+        if _global_registry.contains(ENV_CREATOR, described):
+            creator: Callable[[Any], Any] = _global_registry.get(ENV_CREATOR, described)
+            return creator
+        try:
+            # What it stands for, as workers know nothing of what this process has registered.
+            described = gymnasium.spec(described)
+        except gymnasium.error.Error:
+            raise EnvError(ERR_MSG_INVALID_ENV_DESCRIPTOR.format(described)) from None
+    return lambda context: _gym_env_creator(env_context=context, env_descriptor=described)
+
+
+def _constructor(create: Callable[[Any], Any], context: Any, check: bool) -> Callable[[int], Any]:
+    """What a worker calls for each of its environments."""
+
+    def constructor(env_id: int) -> Any:
+        env = create(context.copy_with_overrides(vector_index=env_id))
+        base = getattr(env, "unwrapped", env)
+        if check and isinstance(base, MultiAgentEnv):
+            check_multiagent_environments(base)
+        return env
+
+    return constructor
