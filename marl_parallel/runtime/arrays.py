@@ -78,7 +78,7 @@ class Stacked(NamedTuple):
     values: Any
 
 
-Actions: TypeAlias = Mapping[AgentID, Any] | Sequence[Stacked]
+Actions: TypeAlias = Mapping[Any, Any] | Sequence[Stacked]
 """By agent, stacked in the form of its space: arrays `(num_envs, ...)`, dicts and tuples of them, or one value for each
 environment; or of several agents at a time."""
 
@@ -256,7 +256,7 @@ class ArrayBatch:
             self._read_dicts(arrays, env_id, extras)
         return arrays
 
-    def by_agent(self, observations: list[Any]) -> dict[AgentID, Any]:
+    def by_agent(self, observations: list[Any]) -> dict[Any, Any]:
         """What each agent sees, of the arrays of all groups: views of shape `(num_envs, ...)`."""
         return {agent: _column(observations[group], row) for agent, (group, row) in self._ordered}
 

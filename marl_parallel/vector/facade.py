@@ -12,7 +12,6 @@ from typing import Any
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import check_one_for_each, checked_patience
 from marl_parallel.async_stepping import Options
 from marl_parallel.errors import ParallelEnvError
@@ -176,7 +175,7 @@ class Stepper(Owner):
         self.env._send(self.env._all, self.batch.write(actions))
         self._sent = True
 
-    def send_dicts(self, actions: Sequence[Mapping[AgentID, Any]]) -> None:
+    def send_dicts(self, actions: Sequence[Mapping[Any, Any]]) -> None:
         """Begin to step all environments and return.
 
         Args:

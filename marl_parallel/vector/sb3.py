@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import attributes
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime.arrays import Arrays
+from marl_parallel.runtime.arrays import Arrays, Stacked
 from marl_parallel.runtime.columns import fits_block, zeros
 from marl_parallel.vector.facade import Stepper
-from marl_parallel.vector.rows import chosen, rows_of, split
+from marl_parallel.vector.rows import chosen, rows_of, stacked
 
 try:
     from stable_baselines3.common.vec_env import VecEnv
@@ -132,8 +132,8 @@ class SB3VecEnv(VecEnv):
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             AlreadyPendingCallError: A step is on its way already.
         """
-        given = split(self.action_space, _whole(self.action_space, actions), self.env.num_envs, self._per_copy)
-        self._stepper.send(dict(zip(self.agents, given)))
+        given = stacked(self.action_space, _whole(self.action_space, actions), self.env.num_envs, self._per_copy)
+        self._stepper.send([Stacked(tuple(self.agents), given)])
         self._waiting = True
 
     def step_wait(self) -> tuple[Any, NDArray[np.float64], NDArray[np.bool_], list[dict[str, Any]]]:
