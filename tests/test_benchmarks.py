@@ -33,6 +33,13 @@ def async_stepping(synthetic):
     return async_stepping
 
 
+@pytest.fixture
+def compare_facades(synthetic):
+    import compare_facades
+
+    return compare_facades
+
+
 def run(script, *arguments):
     command = [sys.executable, str(BENCHMARKS / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=110)
@@ -82,7 +89,89 @@ def test_recovery(tmp_path):
     assert "| simple_spread_v3 | its worker is killed | 4 |" in shown
 
 
-@pytest.mark.parametrize("script", ["compare_workers.py", "async_stepping.py", "recovery.py"])
+def test_compare_facades(tmp_path):
+    result = run("compare_facades.py", "--quick", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "compare_facades.json").read_text())
+    results, missing = report["results"], report["missing"]
+    measured = {(one["environment"], one["ours"], one["against"]) for one in results}
+    assert measured >= {
+        (environment, ours, "ParallelEnv")
+        for environment in ("synthetic 0 µs, 3 x 18", "synthetic 0 µs, 20 x 128")
+        for ours in ("PettingZooVecEnv", "GymnasiumVectorEnv")
+    }
+    assert measured >= {
+        ("simple_spread_v3", "PettingZooVecEnv", "plain loop"),
+        ("simple_spread_v3", "GymnasiumVectorEnv", "plain loop"),
+        ("simple_spread_v3", "GymnasiumVectorEnv", "Gymnasium AsyncVectorEnv"),
+    }
+    assert all(one["steps_per_second"] > 0 and one["gain"] > 0 and one["run"] in report["runs"] for one in results)
+    who = {name for _, *both in measured for name in both}
+    assert {"SB3VecEnv", "TorchRLEnv", "RLlibVectorMultiAgentEnv", "AgileRLVecEnv", "SuperSuit"} <= who | {*missing}
+    assert not who & {*missing}
+    assert all(missing.values())
+    assert (tmp_path / "compare_facades.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "compare_facades.csv").read_text().splitlines()) == 1 + len(results)
+
+    shown = run("compare_facades.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert "| PettingZooVecEnv |" in shown
+    assert "| GymnasiumVectorEnv | Gymnasium AsyncVectorEnv |" in shown
+    assert all(name in shown for name in missing)
+    assert report["runs"]["a"]["machine"]["cpu"] in shown
+
+
+def test_results_of_several_environments(compare_facades, tmp_path):
+    """What has been measured again is replaced; all else stays, with its own run."""
+    made = {(pair.ours.name, pair.against.name): pair for pair in compare_facades.pairs()}
+
+    def measured(*names, rate, missing=()):
+        results = [compare_facades._result(made[both], [rate, rate], [100.0, 100.0]) for both in names]
+        run = compare_facades.Run({"day": rate}, 1.0, 2)
+        return compare_facades.Report({"a": run}, results, dict.fromkeys(missing, "not installed"))
+
+    def told(report):
+        return {(one.ours, one.against): (one.gain, report.runs[one.run].machine["day"]) for one in report.results}
+
+    loop, agile = ("PettingZooVecEnv", "plain loop"), ("AgileRLVecEnv", "AgileRL AsyncPettingZooVecEnv")
+    first = compare_facades.Report().updated(measured(loop, rate=200.0, missing=agile))
+    assert told(first) == {loop: (2.0, 200.0)}
+    assert first.missing == dict.fromkeys(agile, "not installed")
+    second = first.updated(measured(agile, rate=300.0, missing=["SB3VecEnv"]))
+    assert told(second) == {loop: (2.0, 200.0), agile: (3.0, 300.0)}
+    assert [*second.missing] == ["SB3VecEnv"]
+    third = second.updated(measured(loop, rate=400.0, missing=agile))
+    assert told(third) == {loop: (4.0, 400.0), agile: (3.0, 300.0)}
+    assert len(third.runs) == 2
+    compare_facades.write_json(third, tmp_path / "saved.json")
+    assert compare_facades.read_json(tmp_path / "saved.json") == third
+
+
+def test_resets_that_take_a_call_are_no_steps(compare_facades):
+    """Of a contender that resets in the next step; one of another mode has as many steps as calls."""
+    pair = next(pair for pair in compare_facades.pairs() if "GymnasiumVectorEnv / Gymnasium" in str(pair))
+    assert pair.case.episode_steps == 25
+    assert pair.ours.counted(pair.case) == pair.against.counted(pair.case) == pytest.approx(8 * 25 / 26)
+    assert compare_facades.peers.SUPERSUIT.counted(pair.case) == 8
+
+
+def test_who_cannot_be_started_is_left_out_with_the_reason(compare_facades):
+    def fails(case):
+        raise TypeError("no such argument\nand more")
+
+    peers = compare_facades.peers
+    case = compare_facades.synthetic(2, 3)
+    contenders = [peers.LOOP, peers.Contender("stranger", fails)]
+    rounds, missing = peers.measure(case, contenders, 0.001, 3, lambda text: None)
+    assert [*rounds] == ["plain loop"]
+    assert len(rounds["plain loop"]) == 3
+    assert missing == {"stranger": "TypeError: no such argument"}
+    gone = ImportError("cannot import name 'Env' from 'library' (/home/me/lib/library.py)")
+    assert peers.reason(gone) == "cannot import name 'Env' from 'library'"
+    with pytest.raises(TypeError, match="no such argument"):
+        peers.measure(case, [peers.Contender("ours", fails, ours=True)], 0.001, 1, lambda text: None)
+
+
+@pytest.mark.parametrize("script", ["compare_workers.py", "async_stepping.py", "recovery.py", "compare_facades.py"])
 def test_what_is_not_known_is_refused(script):
     assert "--only" in run(script, "--quick", "--only", "chess").stderr
 

@@ -1,0 +1,402 @@
+"""What each facade costs over `ParallelEnv`'s dicts; and each beside what other projects have in the same shape.
+
+    python benchmarks/compare_facades.py              two to four minutes; adds to results/compare_facades.*
+    python benchmarks/compare_facades.py --quick      a few seconds; writes only where --output says so
+    python benchmarks/compare_facades.py --markdown   the tables for the README, from the saved JSON
+
+Not all of these libraries fit one environment. So a run measures what is installed where it runs, and replaces in the
+results what it has measured; all else stays, with the machine and the versions of its own run. Whoever has not been
+measured anywhere is listed with the reason. Each comparison is within one run.
+
+The peers and their settings, and how turns are taken, are in `peers.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import facades
+import peers
+import typer
+from matplotlib.axes import Axes
+from mpe2 import simple_spread_v3
+from peers import Case, Contender
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from synthetic import Synthetic
+
+from marl_parallel.cli.machine import in_one_line, machine
+from marl_parallel.cli.measure import spread
+from marl_parallel.cli.plotting import COLOURS, GREY, PATCH, framed
+from marl_parallel.cli.report import progress, write_json, write_rows
+
+RESULTS = Path(__file__).parent / "results"
+NAME = "compare_facades"
+WORKERS = 2
+OVERHEAD, PEERS = "overhead", "peers"
+TARGET = 1.5
+
+
+FACADES = {
+    facades.PETTINGZOO: [peers.SUPERSUIT, peers.AGILERL],
+    facades.GYMNASIUM: [peers.SUPERSUIT, peers.GYMNASIUM],
+    facades.SB3: [peers.SUPERSUIT, peers.SB3],
+    facades.TORCHRL: [peers.TORCHRL, peers.TORCHRL_SERIAL],
+    facades.RLLIB: [peers.RLLIB],
+    facades.AGILERL: [peers.AGILERL],
+}
+"""Each facade, and whoever else serves the same training loops, beside the plain loop."""
+
+
+# -- the cases ---------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """Two that are compared."""
+
+    benchmark: str
+    case: Case
+    ours: Contender
+    against: Contender
+
+    def __str__(self) -> str:
+        return f"{self.benchmark}: {self.case.name}: {self.ours.name} / {self.against.name}"
+
+
+def synthetic(agents: int, size: int) -> Case:
+    made_as = functools.partial(Synthetic, num_agents=agents, observation_size=size)
+    return Case(f"synthetic 0 µs, {agents} x {size}", made_as, 32, WORKERS, episode_steps=100)
+
+
+def pairs() -> list[Pair]:
+    free = synthetic(3, 18), synthetic(20, 128)
+    spread_case = Case("simple_spread_v3", simple_spread_v3.parallel_env, 8, WORKERS, episode_steps=25)
+    return [
+        *(Pair(OVERHEAD, case, ours, facades.DICTS) for case in free for ours in FACADES),
+        *(
+            Pair(PEERS, spread_case, ours, against)
+            for ours, own_peers in FACADES.items()
+            for against in [*own_peers, peers.LOOP]
+        ),
+    ]
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a facade did against another in the same rounds.
+
+    Attributes:
+        benchmark: `OVERHEAD` or `PEERS`.
+        environment: Its name.
+        num_envs: How many copies of it were stepped.
+        ours: The facade.
+        against: `ParallelEnv` with its dicts, or a peer.
+        steps_per_second: The facade's environment steps (one copy, all of its agents) per second: the median.
+        against_steps_per_second: The other's.
+        spread: Half the distance between the facade's best and worst round, as a share of the median.
+        against_spread: The other's.
+        microseconds_per_step: The facade's wall time per environment step, from the median.
+        extra_us: Microseconds per environment step that it takes longer: the median of the rounds' differences.
+        gain: Times the other's throughput: the median of the ratios within each round.
+        run: The key of its `Run` in the report.
+        rounds: Environment steps per second in each round: the facade's, the other's.
+    """
+
+    benchmark: str
+    environment: str
+    num_envs: int
+    ours: str
+    against: str
+    steps_per_second: float
+    against_steps_per_second: float
+    spread: float
+    against_spread: float
+    microseconds_per_step: float
+    extra_us: float
+    gain: float
+    run: str
+    rounds: list[list[float]]
+
+    @property
+    def what(self) -> tuple[str, str, str, str]:
+        """What it is a result of; a later one of the same replaces it."""
+        return self.benchmark, self.environment, self.ours, self.against
+
+
+@dataclass(frozen=True)
+class Run:
+    """Under which circumstances something was measured."""
+
+    machine: dict[str, Any]
+    seconds: float
+    repeats: int
+
+    def __str__(self) -> str:
+        return f"medians of {self.repeats} rounds of {self.seconds:g} s; {in_one_line(self.machine)}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured where.
+
+    Attributes:
+        runs: By letter.
+        results: In the order of `pairs`.
+        missing: Who could not be measured, and why.
+    """
+
+    runs: dict[str, Run] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def updated(self, other: Report) -> Report:
+        """With another's results in the place of those of the same; runs of which nothing is left are dropped."""
+        letter = next(letter for letter in map(chr, itertools.count(ord("a"))) if letter not in self.runs)
+        order = {(p.benchmark, p.case.name, p.ours.name, p.against.name): i for i, p in enumerate(pairs())}
+        results = {one.what: one for one in self.results if one.what in order}
+        results |= {one.what: replace(one, run=letter) for one in other.results}
+        kept = sorted(results.values(), key=lambda one: order[one.what])
+        known = {name for one in kept for name in (one.ours, one.against)}
+        runs = self.runs | dict.fromkeys([letter], *other.runs.values())
+        return Report(
+            {letter: runs[letter] for letter in sorted({one.run for one in kept})},
+            kept,
+            {name: why for name, why in {**self.missing, **other.missing}.items() if name not in known},
+        )
+
+
+def run(chosen: Sequence[Pair], seconds: float, repeats: int) -> Report:
+    peers.one_thread_each()
+    by_case: dict[str, list[Pair]] = {}
+    for pair in chosen:
+        by_case.setdefault(pair.case.name, []).append(pair)
+    everyone = {
+        name: list(dict.fromkeys(who for pair in own for who in (pair.against, pair.ours)))
+        for name, own in by_case.items()
+    }
+    described, results, missing = machine(peers.DISTRIBUTIONS), [], {}
+    with progress(sum(peers.turns(who, repeats) for who in everyone.values())) as on_turn:
+        for name, own in by_case.items():
+            rounds, left_out = peers.measure(own[0].case, everyone[name], seconds, repeats, on_turn)
+            missing |= left_out
+            results += [
+                _result(pair, rounds[pair.ours.name], rounds[pair.against.name])
+                for pair in own
+                if pair.ours.name in rounds and pair.against.name in rounds
+            ]
+    return Report({"a": Run(described, seconds, repeats)}, results, missing)
+
+
+def _result(pair: Pair, ours: list[float], against: list[float]) -> Result:
+    both = list(zip(ours, against, strict=True))
+    return Result(
+        benchmark=pair.benchmark,
+        environment=pair.case.name,
+        num_envs=pair.case.num_envs,
+        ours=pair.ours.name,
+        against=pair.against.name,
+        steps_per_second=statistics.median(ours),
+        against_steps_per_second=statistics.median(against),
+        spread=spread(ours),
+        against_spread=spread(against),
+        microseconds_per_step=1e6 / statistics.median(ours),
+        extra_us=statistics.median(1e6 / own - 1e6 / other for own, other in both),
+        gain=statistics.median(own / other for own, other in both),
+        run="a",
+        rounds=[ours, against],
+    )
+
+
+# -- showing -----------------------------------------------------------------------------------------------------------
+
+
+TEXTS = ("facade", "peer", "run")
+"""Headings of columns that have no numbers."""
+
+
+def overhead_rows(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells: facades under the `ParallelEnv` of the same run."""
+    own = [one for one in report.results if one.benchmark == OVERHEAD]
+    environments = list(dict.fromkeys(one.environment for one in own))
+    rows = []
+    for letter in report.runs:
+        of_run = {(one.ours, one.environment): one for one in own if one.run == letter}
+        baseline = {one.environment: f"{1e6 / one.against_steps_per_second:.1f}" for one in of_run.values()}
+        if baseline:
+            rows.append(["ParallelEnv, dicts", *(baseline.get(name, "") for name in environments), letter])
+        for who in dict.fromkeys(ours for ours, _ in of_run):
+            rows.append([who, *(_overhead(of_run.get((who, name))) for name in environments), letter])
+    return ["facade", *environments, "run"], rows
+
+
+def _overhead(one: Result | None) -> str:
+    return f"{one.microseconds_per_step:.1f} ({one.extra_us:+.1f})" if one else ""
+
+
+def peer_rows(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells."""
+    own = [one for one in report.results if one.benchmark == PEERS]
+    rows = [
+        [
+            one.ours,
+            one.against,
+            f"{one.steps_per_second:,.0f} ± {100 * one.spread:.0f} %",
+            f"{one.against_steps_per_second:,.0f} ± {100 * one.against_spread:.0f} %",
+            f"{one.gain:.2f}x",
+            one.run,
+        ]
+        for one in own
+    ]
+    return ["facade", "peer", "facade, steps/s", "peer, steps/s", "gain", "run"], rows
+
+
+def notes(report: Report) -> list[str]:
+    """What the tables show, how the peers were run, where, and who is not there."""
+    shown = {one.against for one in report.results if one.benchmark == PEERS}
+    everybody = dict.fromkeys(peer for own in FACADES.values() for peer in [*own, peers.LOOP])
+    settings = [f"{p.name}: {p.setting.format(workers=WORKERS)}." for p in everybody if p.name in shown]
+    told = []
+    if any(one.benchmark == OVERHEAD for one in report.results):
+        told.append(
+            "Overhead: microseconds of wall time per environment step of a simulator that costs nothing, 32 copies, "
+            f"{WORKERS} workers; in brackets, how many more than `ParallelEnv` with dicts in the same rounds."
+        )
+    if settings:
+        told.append(
+            f"Peers: environment steps per second on simple_spread_v3, 8 copies, {WORKERS} workers, and how many "
+            "times the peer's throughput: the median of the ratios within each round. All begin new episodes by "
+            "themselves, take the same actions, and have one thread for numerical libraries in each process; calls "
+            "that only reset are not counted. " + " ".join(settings)
+        )
+    told += [f"{letter}: {run}." for letter, run in report.runs.items()]
+    if report.missing:
+        told.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
+    return told
+
+
+def show(report: Report) -> None:
+    console = Console()
+    for headings, rows in (overhead_rows(report), peer_rows(report)):
+        shown = Table(box=SIMPLE_HEAD)
+        for heading in headings:
+            shown.add_column(heading, justify="left" if heading in TEXTS else "right", no_wrap=heading == "facade")
+        for row in rows:
+            shown.add_row(*row)
+        if rows:
+            console.print(shown)
+    for note in notes(report):
+        console.print(f"[dim]{escape(note)}", highlight=False)
+
+
+def markdown(report: Report) -> str:
+    """A picture and two tables for the README."""
+    parts = [f"![Facades compared](benchmarks/results/{NAME}.png)"]
+    for headings, rows in (overhead_rows(report), peer_rows(report)):
+        if rows:
+            rule = "|".join("---" if heading in TEXTS else "---:" for heading in headings)
+            lines = [f"| {' | '.join(headings)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]
+            parts.append("\n".join(lines))
+    return "\n\n".join([*parts, *notes(report)])
+
+
+def save_plot(report: Report, path: Path) -> None:
+    """For each environment, microseconds per step beside what dicts take, or times the peers' throughput."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for one in report.results:
+        groups.setdefault((one.benchmark, one.environment), []).append(one)
+    figure = framed(5.2 * len(groups), 1.6 + 0.3 * max(map(len, groups.values())))
+    panels = figure.subplots(1, len(groups), squeeze=False)[0]
+    for panel, ((benchmark, environment), results) in zip(panels, groups.items(), strict=True):
+        (_draw_overhead if benchmark == OVERHEAD else _draw_gains)(panel, results)
+        panel.set_title(f"{environment}\n{results[0].num_envs} copies, {WORKERS} workers", fontsize=9)
+    footer = "\n".join(f"{letter}: {run}" for letter, run in report.runs.items())
+    figure.supxlabel(footer, x=0.995, ha="right", fontsize=4, color=GREY)  # unlike a text, it is given room
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_overhead(panel: Axes, results: Sequence[Result]) -> None:
+    took = [one.microseconds_per_step for one in results]
+    _draw_bars(panel, [one.ours for one in results], took, [f"{value:.1f}" for value in took])
+    _mark(panel, [1e6 / one.against_steps_per_second for one in results])
+    panel.set_xlabel("µs per step (dashed: ParallelEnv, dicts)", fontsize=8)
+
+
+def _draw_gains(panel: Axes, results: Sequence[Result]) -> None:
+    gains = [one.gain for one in results]
+    _draw_bars(panel, [f"{one.ours} / {one.against}" for one in results], gains, [f"{gain:.2f}" for gain in gains])
+    _mark(panel, [TARGET] * len(gains))
+    panel.set_xlabel(f"times the peer's throughput (dashed: target, {TARGET})", fontsize=8)
+
+
+def _draw_bars(panel: Axes, labels: list[str], values: list[float], numbers: list[str]) -> None:
+    bars = panel.barh(range(len(values)), values, 0.7, color=COLOURS["process"])
+    panel.bar_label(bars, numbers, fontsize=6, padding=2, bbox=PATCH)
+    panel.set_yticks(range(len(labels)), labels, fontsize=7)
+    panel.invert_yaxis()
+    panel.tick_params(axis="x", labelsize=7)
+    panel.margins(x=0.12)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _mark(panel: Axes, values: list[float]) -> None:
+    for place, value in enumerate(values):
+        panel.vlines(value, place - 0.45, place + 0.45, colors="black", linestyles="dashed", linewidth=1)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> Report:
+    if not path.is_file():
+        return Report()
+    saved = json.loads(path.read_text())
+    runs = {letter: Run(**values) for letter, values in saved["runs"].items()}
+    return Report(runs, [Result(**values) for values in saved["results"]], saved["missing"])
+
+
+def main(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few seconds, to see that it works: two short rounds.")
+    ] = False,
+    only: Annotated[str, typer.Option(help="Only comparisons that contain this in their name.")] = "",
+    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 7,
+    output: Annotated[Path | None, typer.Option(help="The directory for JSON, CSV and PNG.")] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print what is saved as Markdown tables; measure nothing.")
+    ] = False,
+) -> None:
+    """Measure facades against dicts and against their peers."""
+    if as_markdown:
+        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        return
+    chosen = [pair for pair in pairs() if only in str(pair)]
+    if not chosen:
+        raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
+    if quick:
+        seconds, repeats = 0.02, 2
+    directory = output or (None if quick else RESULTS)
+    report = run(chosen, seconds, repeats)
+    show(report)
+    if directory is not None:
+        merged = read_json(directory / f"{NAME}.json").updated(report)
+        write_json(merged, directory / f"{NAME}.json")
+        write_rows(merged.results, directory / f"{NAME}.csv")
+        save_plot(merged, directory / f"{NAME}.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

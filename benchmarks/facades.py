@@ -1,0 +1,63 @@
+"""`ParallelEnv` and its facades as contenders; a facade whose library is missing raises an ImportError when started."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from peers import SEED, Case, Contender, Step, stepping, torchrl_stepping
+
+import marl_parallel.vector
+from marl_parallel import ParallelEnv
+
+
+def parallel_env(case: Case, auto_reset: bool | str = True) -> ParallelEnv:
+    return ParallelEnv([case.constructor] * case.num_envs, auto_reset, SEED, num_workers=case.workers)
+
+
+@contextmanager
+def dicts(case: Case) -> Iterator[Step]:
+    with parallel_env(case) as env:
+        env.reset()
+        yield stepping(env.step, case.by_copy)
+
+
+@contextmanager
+def facade(case: Case, name: str, auto_reset: bool | str, actions: str) -> Iterator[Step]:
+    """One whose `step` takes actions in one of the forms that a case has."""
+    made_as = _found(name)
+    with parallel_env(case, auto_reset) as parallel:
+        env = made_as(parallel)
+        env.reset()
+        yield stepping(env.step, getattr(case, actions))
+
+
+@contextmanager
+def torchrl(case: Case) -> Iterator[Step]:
+    made_as = _found("TorchRLEnv")
+    with parallel_env(case, auto_reset=False) as parallel:
+        env = made_as(parallel)
+        yield torchrl_stepping(env, env.group_map, case)
+
+
+def _found(name: str) -> Any:
+    try:
+        return getattr(marl_parallel.vector, name)
+    except AttributeError as error:
+        raise ImportError(str(error)) from None
+
+
+def _contender(name: str, auto_reset: bool | str, actions: str) -> Contender:
+    start = functools.partial(facade, name=name, auto_reset=auto_reset, actions=actions)
+    return Contender(name, start, next_step=auto_reset == "NEXT_STEP", ours=True)
+
+
+DICTS = Contender("ParallelEnv", dicts, ours=True)
+PETTINGZOO = _contender("PettingZooVecEnv", True, "by_agent")
+GYMNASIUM = _contender("GymnasiumVectorEnv", "NEXT_STEP", "rows")
+SB3 = _contender("SB3VecEnv", True, "rows")
+TORCHRL = Contender("TorchRLEnv", torchrl, ours=True)
+RLLIB = _contender("RLlibVectorMultiAgentEnv", "NEXT_STEP", "by_copy")
+AGILERL = _contender("AgileRLVecEnv", True, "by_agent")
