@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +59,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="all",
         help="few: of a test that is repeated on many setups, only those with two workers and shared memory",
     )
+
+
+def pytest_configure() -> None:
+    """What a shell script puts into the background begins with Ctrl-C ignored; it is tested there all the same."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
