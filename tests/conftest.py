@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import itertools
 import os
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +89,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="all",
         help="few: for trying other releases of libraries; what depends on none of them runs less or not at all",
     )
+
+
+def pytest_configure() -> None:
+    """What a shell script puts into the background begins with Ctrl-C ignored; it is tested there all the same."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,13 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import paced
 import psutil
 import pytest
 from conftest import Setup
 from environments import Hunt
 from faults import Fragile, SimulatorError, raising
 from gymnasium.error import ClosedEnvironmentError
-from liveness import workers
+from liveness import wait_for, workers
 
 from marl_parallel import EnvError, ParallelEnv
 
@@ -123,22 +124,22 @@ def test_terminate_does_not_ask(processes, build, tmp_path):
     assert gone(workers(tmp_path))
 
 
-def test_threads_that_are_idle_end_at_once(build, tmp_path, caplog):
-    """Only the one that is in the middle of something is left behind, and told of."""
-    nap = functools.partial(Fragile, {"step": functools.partial(time.sleep, 2.0)}, tmp_path)
-    env = build([nap, *fleet(tmp_path, 3)], Setup("thread", True, 4))
+@pytest.mark.parametrize("busy", [[], [0]], ids=["all idle", "one busy"])
+def test_threads_that_are_idle_end_at_once(busy, build, tmp_path, caplog):
+    """Only what is in the middle of something is left behind, and told of."""
+    env = build(paced.fleet(tmp_path, 4), Setup("thread", True, 4))
     env.reset()
+    paced.hold(tmp_path, *busy)
+    env.send(paced.acts(1, 2, 3, 4))
+    wait_for(lambda: all(f"step {env_id}" in paced.trace(tmp_path) for env_id in range(4)))
+    env.recv(min_envs=4 - len(busy))
     began = time.monotonic()
     env.close(terminate=True)
     assert time.monotonic() - began < 1.0
-    assert not caplog.records
-    env = build([nap, *fleet(tmp_path, 3)], Setup("thread", True, 4))
-    env.reset()
-    env.send([{"a": 0, "b": 0}] * 4)
-    env.recv(min_envs=3)
-    env.close(terminate=True)
-    (record,) = caplog.records
-    assert "worker 0 could not be ended" in record.getMessage()
+    paced.release(tmp_path, *busy)
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        f"worker {worker} could not be ended" for worker in busy
+    ]
 
 
 def test_close_from_another_thread(processes, build, tmp_path):
