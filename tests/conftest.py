@@ -78,10 +78,6 @@ class OptionalLibraries:
         return True if any(importlib.util.find_spec(library) is None for library in wanted) else None
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(OptionalLibraries())
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--setups",
@@ -91,8 +87,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
-    """What a shell script puts into the background begins with Ctrl-C ignored; it is tested there all the same."""
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(OptionalLibraries())
+    # What a shell script puts into the background begins with Ctrl-C ignored; it is tested there all the same.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
