@@ -3,7 +3,7 @@
     python examples/agilerl_train.py
     python examples/agilerl_train.py --smoke
 
-It needs `pip install -e ".[mpe,agilerl]" peft`. AgileRL's function takes the environment as if it were its own, trains
+It needs `pip install -e ".[mpe,agilerl]"`. AgileRL's function takes the environment as if it were its own, trains
 all agents with one pair of networks, and closes it.
 """
 
@@ -47,6 +47,7 @@ algorithm = IPPO(
     agent_ids=env.agents,
     learn_step=learn_step,
     batch_size=learn_step // 4,
+    update_epochs=10,
     lr=1e-3,
     gamma=0.95,
     net_config={"encoder_config": {"hidden_size": [64]}, "head_config": {"hidden_size": [64]}, "latent_dim": 64},
