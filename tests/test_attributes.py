@@ -165,3 +165,20 @@ def test_declared_seed_where_there_is_none_or_asking_fails():
 
     assert attributes.declared_seed(Track()) is None
     assert attributes.declared_seed(Grumpy()) is None
+
+
+def test_whether_there_is_one_is_told_without_calling_it():
+    env = Forwarding(Slotted(Track()))
+    assert attributes.has(env, "scaled")
+    assert attributes.has(env, "gear") is False
+    assert attributes.has(env, "speed")
+
+
+def test_wrappers_are_known_by_name_and_by_what_they_are_derived_from():
+    class Slow(TimeLimit):
+        pass
+
+    env = Slow(gymnasium.make("CartPole-v1"), 5)
+    for kind, there in [(Slow, True), (TimeLimit, True), (gymnasium.Wrapper, True), (Track, False)]:
+        assert attributes.is_wrapped(env, (kind.__module__, kind.__qualname__)) is there
+    assert not attributes.is_wrapped(env, ("elsewhere", "TimeLimit"))

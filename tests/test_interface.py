@@ -204,6 +204,18 @@ def test_attributes_reach_the_simulator(packed, build):
     assert_same(env.get_attr("received"), tuple({"seed": 42 + i, "env_id": i} for i in range(4)))
 
 
+def test_attributes_of_some(packed, build):
+    env = build([Hunt] * 4, packed)
+    env.set_attr("gravity", [3.0, 2.0], env_ids=[3, 1])
+    assert_same(env.get_attr("gravity"), (1.0, 2.0, 1.0, 3.0))
+    env.set_attr("gravity", 4.0, env_ids=[0])
+    assert_same(env.get_attr("gravity"), (4.0, 2.0, 1.0, 3.0))
+    for values, env_ids in [([1.0] * 4, [0, 1]), (1.0, [4]), (1.0, [2, 2])]:
+        with pytest.raises(ValueError):  # noqa: PT011  # too many values; unknown; doubled
+            env.set_attr("gravity", values, env_ids=env_ids)
+    assert_same(env.get_attr("gravity"), (4.0, 2.0, 1.0, 3.0))
+
+
 def test_attributes_are_copies(packed, build):
     """Neither side sees what the other does to a value."""
     env = build([Hunt] * 2, packed)

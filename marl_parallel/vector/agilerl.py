@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError('AgileRLVecEnv needs AgileRL: pip install "marl-parallel[agilerl]"') from error
 
-ByAgent = dict[str, Any]
+ByAgent = dict[Any, Any]
 _FORCED = "env_defined_actions"
 _OURS = ("final_obs", "reset_info")
 

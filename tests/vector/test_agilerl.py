@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from agilerl.components.replay_buffer import ReplayBuffer
 from agilerl.training.train_multi_agent_off_policy import train_multi_agent_off_policy
 from agilerl.training.train_multi_agent_on_policy import train_multi_agent_on_policy
 from agilerl.vector import AsyncPettingZooVecEnv, PettingZooVecEnv
-from agilerl.wrappers.agent import AsyncAgentsWrapper
+from flock import Chooser, Flock, Line, Slow
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector.utils import batch_space
@@ -31,19 +32,6 @@ from marl_parallel.vector import AgileRLVecEnv
 
 COPIES = 3
 ROOT = Path(__file__).parents[2]
-
-
-class Flock(Herd):
-    """Observes what AgileRL's own can hold: a dict of arrays and numbers; acts by arrays and numbers."""
-
-    def observation_space(self, agent: str) -> spaces.Space:
-        return spaces.Dict(count=spaces.Discrete(100), view=SPACE["view"])
-
-    def action_space(self, agent: str) -> spaces.Space:
-        return ACTION["move"] if agent == "b" else ACTION["jump"]
-
-    def seen(self) -> Any:
-        return {"count": int(self.rng.integers(100)), "view": self.rng.normal(size=(2, 3)).astype(np.float32)}
 
 
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -238,6 +226,11 @@ NETWORKS: dict[str, Any] = {
 QUIET = {"verbose": False, "eval_loop": 1}
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
 def declared(env: AgileRLVecEnv) -> dict[str, Any]:
     return {
         "observation_spaces": [env.single_observation_space(agent) for agent in env.agents],
@@ -251,41 +244,51 @@ def weights(algorithm: Any) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten().clone() for parameter in algorithm.actors.parameters()])
 
 
-def test_on_policy_training():
-    env = made(MAKERS["spread"], num_workers=2, backend="process")
-    algorithm = IPPO(**declared(env), learn_step=64, batch_size=32, update_epochs=1)
+def trained(env: Any, train: Callable[..., Any], make: Callable[..., Any], **arguments: Any) -> tuple[Any, Any]:
+    """The weights before and after, where everything that is drawn is seeded."""
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(1)
+    env.reset(seed=42)
+    algorithm = make(**declared(env))
     before = weights(algorithm)
-    (trained,), fitnesses = train_multi_agent_on_policy(
-        env, "spread", "IPPO", [algorithm], max_steps=400, evo_steps=200, **QUIET
-    )
+    (after,), fitnesses = train(env, "name", algorithm.algo, [algorithm], **arguments, **QUIET)
     assert np.isfinite(fitnesses).all()
-    assert not torch.equal(weights(trained), before)
     assert env.closed
-    with pytest.raises(ClosedEnvironmentError):
-        env.env.reset()
+    return before, weights(after)
 
 
-def test_off_policy_training():
-    env = made(MAKERS["tag"])
-    algorithm = MADDPG(**declared(env), vect_noise_dim=COPIES, batch_size=16, learn_step=8)
-    before = weights(algorithm)
-    memory = ReplayBuffer(max_size=1000)
-    (trained,), fitnesses = train_multi_agent_off_policy(
-        env, "tag", "MADDPG", [algorithm], memory, max_steps=240, evo_steps=120, **QUIET
-    )
-    assert np.isfinite(fitnesses).all()
-    assert not torch.equal(weights(trained), before)
-    assert len(memory) >= 200
+@pytest.mark.parametrize("policy", ["on", "off"])
+def test_training_comes_to_the_same_as_with_agilerls_own(policy):
+    """To the bit: AgileRL's functions cannot tell the two apart."""
+    come_to = []
+    for own in (False, True):
+        constructors = [MAKERS["spread"]] * COPIES
+        env = AsyncPettingZooVecEnv(constructors, context="fork") if own else made(MAKERS["spread"], num_workers=2)
+        if policy == "on":
+            make = functools.partial(IPPO, learn_step=64, batch_size=32, update_epochs=1, lr=1e-2)
+            told = trained(env, train_multi_agent_on_policy, make, max_steps=400, evo_steps=200)
+        else:
+            make = functools.partial(MADDPG, vect_noise_dim=COPIES, batch_size=16, learn_step=8)
+            memory = ReplayBuffer(max_size=1000)
+            told = trained(env, train_multi_agent_off_policy, make, memory=memory, max_steps=240, evo_steps=120)
+        come_to.append(told)
+    (before, after), (_, after_own) = come_to
+    assert not torch.equal(before, after)
+    assert torch.equal(after, after_own)
 
 
 def test_training_with_agents_that_die():
-    """As AgileRL has it for them: by its wrapper that leaves out who is NaN."""
-    env = made(MAKERS["plain herd"])
-    algorithm = AsyncAgentsWrapper(IPPO(**declared(env), learn_step=64, batch_size=32, update_epochs=1))
-    _, fitnesses = train_multi_agent_on_policy(
-        env, "herd", "IPPO", [algorithm], max_steps=200, evo_steps=200, eval_steps=20, **QUIET
+    """NaN is what AgileRL takes for who is absent: it puts a value of its own in its place, and takes it for done."""
+    env = made(Line)
+    algorithm = MADDPG(**declared(env), vect_noise_dim=COPIES, batch_size=16, learn_step=8)
+    before, memory = weights(algorithm), ReplayBuffer(max_size=1000)
+    (trained,), fitnesses = train_multi_agent_off_policy(
+        env, "line", "MADDPG", [algorithm], memory, max_steps=240, evo_steps=120, **QUIET
     )
     assert np.isfinite(fitnesses).all()
+    assert torch.isfinite(weights(trained)).all()
+    assert not torch.equal(weights(trained), before)
+    assert torch.isnan(memory.sample(200)["obs"]["a"]).any()
 
 
 def test_the_example():
@@ -345,25 +348,6 @@ def test_arrays_are_ones_own():
     env.close()
 
 
-class Chooser(Herd):
-    """Chooses for agent a itself, now and then, and says so; in copy 2 never."""
-
-    def __init__(self, seed: int | None = None, env_id: int | None = None) -> None:
-        super().__init__(seed, env_id, plain=True)
-
-    def chosen(self) -> dict[str, Any]:
-        own = {"env_defined_actions": 2 if (self.time + self.env_id) % 2 else None}
-        return {agent: own if agent == "a" and self.env_id < 2 else {} for agent in self.agents}
-
-    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
-        observations, _ = super().reset(seed, options)
-        return observations, self.chosen()
-
-    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
-        told = super().step(actions)
-        return (*told[:4], self.chosen())
-
-
 def test_actions_defined_by_simulators():
     env = made(Chooser)
     observations, infos = env.reset(seed=1)
@@ -381,10 +365,9 @@ def test_single_numbers_with_an_axis_and_tensors(env):
     env.reset(seed=1)
     loose = {"a": torch.tensor([[1], [2], [0]]), "b": torch.zeros(3, 1, 2), "c": np.array([0.0, 1.0, 2.0])}
     rewards = env.step(loose)[1]
-    with made() as other:
-        other.reset(seed=1)
-        strict = {"a": np.array([1, 2, 0]), "b": np.zeros((3, 2), np.float32), "c": np.array([0, 1, 2])}
-        assert all(map(same, rewards.values(), other.step(strict)[1].values()))
+    env.reset(seed=1)
+    strict = {"a": np.array([1, 2, 0]), "b": np.zeros((3, 2), np.float32), "c": np.array([0, 1, 2])}
+    assert all(map(same, rewards.values(), env.step(strict)[1].values()))
 
 
 def test_actions_that_are_nan_are_none():
@@ -405,6 +388,13 @@ def test_actions_that_are_nan_are_none():
 
 
 # Wrong use
+
+
+def test_it_says_what_to_install():
+    program = "import sys; sys.modules['agilerl'] = None; from marl_parallel import vector; vector.AgileRLVecEnv"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "ImportError: AgileRLVecEnv needs" in done.stderr
+    assert 'pip install "marl-parallel[agilerl]"' in done.stderr
 
 
 @pytest.mark.parametrize(("mode", "got"), [(False, "auto_reset=False"), ("NEXT_STEP", 'auto_reset="NEXT_STEP"')])
@@ -456,17 +446,6 @@ def test_actions(wrong, env):
     with pytest.raises(TypeError, match="list with a dict"):
         env.step_async(drawn(env))
     assert env.get_attr("time") == (0,) * COPIES
-
-
-class Slow(Herd):
-    """Waits in its step for a file."""
-
-    gate: Any = None
-
-    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
-        while self.gate and not Path(self.gate).exists():
-            pass
-        return super().step(actions)
 
 
 def test_a_timeout_loses_nothing(tmp_path):

@@ -523,6 +523,13 @@ def test_observations_must_be_arrays():
         SB3VecEnv(parallel)
 
 
+def test_it_says_what_to_install():
+    program = "import sys; sys.modules['stable_baselines3'] = None; from marl_parallel import vector; vector.SB3VecEnv"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "ImportError: SB3VecEnv needs" in done.stderr
+    assert 'pip install "marl-parallel[sb3]"' in done.stderr
+
+
 @pytest.mark.parametrize(("mode", "got"), [(False, "auto_reset=False"), ("NEXT_STEP", 'auto_reset="NEXT_STEP"')])
 def test_another_mode(mode, got):
     parallel = ParallelEnv([Herd], mode, backend="serial")
