@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import warnings
@@ -373,6 +374,7 @@ def test_seeds(parallel):
         data = env.reset(data)
         assert_same(data["cow", "observation"][chosen[0]].numpy(), fresh[chosen[0]])
     assert_same(data["cow", "observation"][[0, 2]].numpy(), fresh[[0, 2]])
+    assert not np.array_equal(data["cow", "observation"][1].numpy(), fresh[1])  # it has had its seed
     assert env.env.seed() == (8, 9, 10)
 
 
@@ -627,6 +629,7 @@ def test_closed(parallel):
 def test_nobody_s_facade_closes_nothing(parallel):
     core = parallel(Herd)
     TorchRLEnv(core).reset()
+    gc.collect()
     assert len(core.step([dict.fromkeys(acting, 5) for acting in core.acting])[0]) == 3
 
 
