@@ -70,3 +70,9 @@ class Haunts(Fades):
 
     def told(self) -> list[str]:
         return self.agents
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        told = super().step(actions)
+        if self.time == 6:
+            told[4]["z"]["__common__"] = "its own"
+        return told

@@ -7,10 +7,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 from fading import Fades, Haunts
+from mpe2 import simple_spread_v3
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode
+from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
 from ray.rllib.examples.rl_modules.classes.random_rlm import RandomRLModule
 
 from marl_parallel.vector import ParallelMultiAgentEnvRunner
@@ -72,6 +74,13 @@ class Drawn(Fading):
 
     def render(self) -> np.ndarray:  # type: ignore[override]
         return np.full((2, 2, 3), self.time, np.uint8)
+
+
+class Spread(ParallelPettingZooEnv):
+    """PettingZoo's, through the wrapper that RLlib has for it."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(simple_spread_v3.parallel_env(max_cycles=6))
 
 
 class Wrapped(gymnasium.Wrapper):

@@ -58,7 +58,7 @@ class Cast:
         infos = _with_common(infos, observations)
         if any(terminateds.values()) or any(truncateds.values()):
             self._dead.update(_flagged(terminateds), _flagged(truncateds))
-            if over or self._seen.keys() <= self._dead:
+            if self._seen.keys() <= self._dead:
                 self._forget()
                 return observations, rewards, terminateds, truncateds, infos
         self._seen.update(observations)

@@ -26,7 +26,6 @@ try:
     from ray.rllib.env.env_context import EnvContext
     from ray.rllib.env.multi_agent_env import MultiAgentEnv
     from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
-    from ray.rllib.env.utils import _gym_env_creator
     from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
     from ray.rllib.utils.error import ERR_MSG_INVALID_ENV_DESCRIPTOR, EnvError
     from ray.rllib.utils.pre_checks.env import check_multiagent_environments
@@ -339,16 +338,18 @@ def _creator(described: Any) -> Callable[[Any], Any]:
     """
     if not described:
         raise ValueError("config.env is not set: name the environment with config.environment(...)")
-    if isinstance(described, str):
-        if _global_registry.contains(ENV_CREATOR, described):
-            creator: Callable[[Any], Any] = _global_registry.get(ENV_CREATOR, described)
-            return creator
-        try:
-            # What it stands for, as workers know nothing of what this process has registered.
-            described = gymnasium.spec(described)
-        except gymnasium.error.Error:
-            raise EnvError(ERR_MSG_INVALID_ENV_DESCRIPTOR.format(described)) from None
-    return lambda context: _gym_env_creator(env_context=context, env_descriptor=described)
+    if callable(described):
+        called: Callable[[Any], Any] = described
+        return called
+    if _global_registry.contains(ENV_CREATOR, described):
+        registered: Callable[[Any], Any] = _global_registry.get(ENV_CREATOR, described)
+        return registered
+    try:
+        # What the name stands for, as workers know nothing of what this process has registered.
+        spec = gymnasium.spec(described)
+    except gymnasium.error.Error:
+        raise EnvError(ERR_MSG_INVALID_ENV_DESCRIPTOR.format(described)) from None
+    return lambda context: gymnasium.make(spec, **context)
 
 
 def _constructor(create: Callable[[Any], Any], context: Any, check: bool) -> Callable[[int], Any]:

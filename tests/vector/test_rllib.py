@@ -32,10 +32,9 @@ from ray.rllib.env.env_context import EnvContext
 from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
-from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
 from ray.rllib.utils.error import EnvError as RLlibEnvError
 from ray.tune import register_env
-from rllib import Drawn, Duel, Fading, Haunted, Reborn, Silent, at_random, config_for, story
+from rllib import Drawn, Duel, Fading, Haunted, Reborn, Silent, Spread, at_random, config_for, story
 from survival import OFTEN
 from zoo import draw
 
@@ -237,7 +236,11 @@ def test_what_is_dropped_closes_nothing(build):
     del env
     gc.collect()
     assert PettingZooVecEnv(build([Hunt], SETUPS[0], "NEXT_STEP")).num_envs == 1
-    assert RLlibVectorMultiAgentEnv(core).reset()[0][0].keys() == {"x", "y", "z"}
+    env, other = RLlibVectorMultiAgentEnv(core), RLlibVectorMultiAgentEnv(core)
+    assert env.reset()[0][0].keys() == {"x", "y", "z"}
+    for method in (other.reset, lambda: other.step([{}])):
+        with pytest.raises(RuntimeError, match="stepped by a RLlibVectorMultiAgentEnv already"):
+            method()
 
 
 def test_without_rllib():
@@ -282,7 +285,7 @@ def one_more_each(runner: Any) -> list[int]:
     [
         (Fading, {"num_workers": 2}),
         (Reborn, {"backend": "serial"}),
-        (lambda context: ParallelPettingZooEnv(simple_spread_v3.parallel_env(max_cycles=6)), {"backend": "serial"}),
+        (Spread, {"backend": "serial"}),
     ],
     ids=["fading", "reborn", "spread"],
 )
@@ -485,7 +488,7 @@ def test_faults_that_are_raised(again, runner_of, tmp_path):
     else:
         with pytest.raises(RuntimeError) as raised:
             runner.sample(num_episodes=4)
-        assert isinstance(raised.value.__cause__, EnvError)
+        assert EnvError in {type(raised.value), type(raised.value.__cause__)}  # older releases do not wrap it
     with pytest.raises(ClosedEnvironmentError):
         first.step([{}] * 4)
 
