@@ -66,7 +66,6 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     """
 
     def __init__(self, env: ParallelEnv, agents: Sequence[AgentID] | None = None, others: Others | None = None) -> None:
-        self.closed = True  # until all is well: `__del__` would close what has not been made
         self._stepper = Stepper(env, self, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
         self._batch = self._stepper.batch
         self.parallel_env, self._copies = env, env.num_envs
@@ -84,7 +83,6 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
-        self.closed = False
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -155,6 +153,9 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environment; keywords as of `ParallelEnv.close`."""
         self._stepper.close(**kwargs)
+
+    def __del__(self) -> None:
+        """Nothing: whoever holds the `ParallelEnv` may go on with it, and it closes when nobody does."""
 
     # -- into the core ---------------------------------------------------------------------------------------------
 

@@ -370,6 +370,13 @@ def test_what_failed_to_be_made_is_collected_in_silence():
     gc.collect()
 
 
+def test_the_environment_outlives_the_facade():
+    with ParallelEnv([Herd], backend="serial") as parallel:
+        GymnasiumVectorEnv(parallel).reset()
+        gc.collect()
+        assert len(parallel.reset()) == 2
+
+
 def test_out_of_order(env):
     with pytest.raises(ResetNeeded):
         env.step(env.action_space.sample())
