@@ -51,7 +51,10 @@ class Herd(PettingZooEnv):
             self.rng = np.random.default_rng(seed)
         self.options = options
         self.agents, self.time, self.total = AGENTS[:], 0, 0.0
-        self.death = {"a": int(self.rng.integers(2, 8)), "b": 4 if self.rng.random() < 0.5 else LENGTH, "c": 99}
+        self.received: dict = {}
+        self.death = {"a": int(self.rng.integers(2, 8))}
+        # All that are left may die together, or be cut off.
+        self.death |= {agent: int(self.rng.choice([4, LENGTH, LENGTH, 99])) for agent in ("b", "c")}
         return self.observe(), {agent: {"born": self.death["a"]} if agent == "a" else {} for agent in self.agents}
 
     def observe(self) -> dict[str, Any]:
@@ -66,6 +69,7 @@ class Herd(PettingZooEnv):
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         assert actions.keys() == set(self.agents), f"{[*actions]} given, {self.agents} are to act"
         self.time += 1
+        self.received = actions
         self.total += sum(weight(action) for action in actions.values()) / 8
         acted = self.agents
         terminated = {agent: self.time == self.death[agent] for agent in acted}

@@ -121,10 +121,11 @@ def test_rows_are_the_dicts_of_the_core(how, name, mode):
 
 @MODES
 @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
+@pytest.mark.parametrize("name", ["spread", "herd"])
 @pytest.mark.parametrize("way", ["raise", "SIGKILL"])
-def test_a_restart_in_the_middle(way, mode):
+def test_a_restart_in_the_middle(way, name, mode):
     def constructors() -> list[Any]:
-        return [mortal(Herd, {(1, 0): Fate(way, "step", 3)})] * COPIES
+        return [mortal(MAKERS[name], {(1, 0): Fate(way, "step", 3)})] * COPIES
 
     how = {"num_workers": 3, "on_error": "restart"}
     facade = PettingZooVecEnv(ParallelEnv(constructors(), mode, **how))
@@ -208,6 +209,14 @@ def test_attributes_calls_frames_state():
         assert env.state().tolist() == [[1.0, 0.0], [2.0, 0.0], [4.0, 0.0]]
         assert [frame[0, 0, 0] for frame in env.render()] == [0, 10, 20]
         assert env.render_mode == "rgb_array"
+
+
+def test_actions_keep_their_type():
+    with PettingZooVecEnv(ParallelEnv([functools.partial(Herd, plain=True)] * 2, backend="serial")) as env:
+        env.reset()
+        env.step({"a": np.ones(2, np.int32), "b": np.ones(2, np.int64), "c": np.ones(2, np.uint8)})
+        for received in env.get_attr("received"):
+            assert [type(action) for action in received.values()] == [np.int32, np.int64, np.uint8]
 
 
 def test_infos_are_vectors():

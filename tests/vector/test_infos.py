@@ -1,0 +1,55 @@
+"""Infos of many rows in one dict: arrays where they fit, whoever comes first; objects where they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from marl_parallel.vector.infos import vector_infos
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([1, 2], np.int64),
+        ([1, 2.5], np.float64),
+        ([True, False], np.bool_),
+        ([np.float32(1), np.float32(2)], np.float32),
+        ([np.int8(1), 2.5], np.float64),
+        ([np.zeros(2, np.int8), np.ones(2)], np.float64),
+        (["a", 1], object),
+        ([None, 1], object),
+        ([np.zeros(2), np.zeros(3)], object),
+        ([np.zeros(()), 1.0], object),
+        ([{"x": 1}, 1], object),
+        ([[1], [1, 2]], object),
+        ([2**70, 1], object),
+    ],
+)
+def test_kinds(values, dtype, order):
+    values = values[::order]
+    told = vector_infos([(3, {"key": values[0]}), (1, {"key": values[1]})], 4)
+    assert told["key"].dtype == dtype
+    assert told["_key"].tolist() == [False, True, False, True]
+    for row, value in ((3, values[0]), (1, values[1])):
+        assert np.array_equal(told["key"][row], value)
+    if dtype is not object:
+        assert not told["key"][[0, 2]].any()
+
+
+def test_dicts_within():
+    told: Any = vector_infos([(0, {"deep": {"x": 1}}), (2, {"deep": {"y": "z"}})], 3)
+    assert told["_deep"].tolist() == [True, False, True]
+    assert told["deep"]["x"].tolist() == [1, 0, 0]
+    assert told["deep"]["_x"].tolist() == [True, False, False]
+    assert told["deep"]["y"].tolist() == [None, None, "z"]
+
+
+def test_last_observations_are_taken_one_by_one():
+    told = vector_infos([(1, {"final_obs": np.ones(2)}), (2, {"final_obs": {"x": 1}})], 3)
+    assert told["final_obs"].dtype == object
+    assert told["final_obs"][1].tolist() == [1.0, 1.0]
+    assert told["final_obs"][2] == {"x": 1}
