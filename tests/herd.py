@@ -52,9 +52,12 @@ class Herd(PettingZooEnv):
         self.options = options
         self.agents, self.time, self.total = AGENTS[:], 0, 0.0
         self.received: dict = {}
-        self.death = {"a": int(self.rng.integers(2, 8))}
-        # All that are left may die together, or be cut off.
-        self.death |= {agent: int(self.rng.choice([4, LENGTH, LENGTH, 99])) for agent in ("b", "c")}
+        # All that are left at the end die together, or are cut off.
+        self.death = {
+            "a": int(self.rng.integers(2, 8)),
+            "b": int(self.rng.choice([4, LENGTH])),
+            "c": int(self.rng.choice([LENGTH, 99])),
+        }
         return self.observe(), {agent: {"born": self.death["a"]} if agent == "a" else {} for agent in self.agents}
 
     def observe(self) -> dict[str, Any]:
