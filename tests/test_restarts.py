@@ -75,9 +75,11 @@ def test_simulators_that_die(name, num_workers, shared_memory, mode, build):
 @each_mode
 @pytest.mark.parametrize("way", [*RAISED, *DEADLY])
 @pytest.mark.parametrize("place", ["step", "reset", "constructor"])
-def test_every_way_in_every_place(place, way, mode, processes, build):
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_every_way_in_every_place(num_workers, place, way, mode, build):
+    """All in one worker, and one in each."""
     fates = {(1, 0): Fate("raise", "step", 2), (1, 1): Fate(way, place, 0), (2, 0): Fate(way, "reset", 1)}
-    play(build, processes, "hunt", mode, fates, steps=14)
+    play(build, Setup("process", True, num_workers), "hunt", mode, fates, steps=14)
 
 
 @each_mode
