@@ -104,7 +104,7 @@ class Ledger:
         ints = self._ints
         ints[0] = ints[1] = 0
         self._waited += now - self._changed
-        self._floats[6] = self._waited
+        self._floats[self._WAITING] = self._waited
         self._changed = now
 
     def lay_down(self) -> float:
@@ -114,7 +114,7 @@ class Ledger:
         if (env := ints[0]) < 0:
             ints[0] = _SETTLED - env
         self._busy += now - self._changed
-        _SUMS.pack_into(self._view, 32, self._inside, self._busy, self._waited, *self._ended)
+        _SUMS.pack_into(self._view, 8 * self._SIMULATOR, self._inside, self._busy, self._waited, *self._ended)
         self._changed = now
         return now
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays
-from marl_parallel.vector.facade import Stepper
+from marl_parallel.vector.facade import Inquiries, Stepper
 from marl_parallel.vector.infos import vector_infos
 
 try:
@@ -28,7 +28,7 @@ _FORCED = "env_defined_actions"
 _OURS = ("final_obs", "reset_info")
 
 
-class AgileRLVecEnv(PettingZooVecEnv):
+class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
     """A vector environment that AgileRL's multi-agent training functions take as it is.
 
     Everything is a dict by agent of arrays over all copies, for all possible agents at all times. Rewards are float64
@@ -168,23 +168,6 @@ class AgileRLVecEnv(PettingZooVecEnv):
         )
 
     # -- the rest --------------------------------------------------------------------------------------------------
-
-    def render(self) -> tuple[Any, ...] | None:
-        """One frame of each copy; None where `render_mode` is None."""
-        frames: tuple[Any, ...] | None = self.env.render()
-        return frames
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each copy; as `ParallelEnv.call`."""
-        return self.env.call(name, *args, **kwargs)
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of each copy; as `ParallelEnv.get_attr`."""
-        return self.env.get_attr(name)
-
-    def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of each copy; as `ParallelEnv.set_attr`."""
-        self.env.set_attr(name, values)
 
     def close_extras(self, *, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """Close the environment; arguments as of `ParallelEnv.close`. What is on its way is dropped."""

@@ -1,4 +1,4 @@
-"""What all facades have in common: they step a `ParallelEnv` by arrays, and step it alone.
+"""What facades have in common: they step a `ParallelEnv` by arrays, step it alone, and hand on what it is asked.
 
 Nothing here is about any library's shapes; what the arrays mean is in `runtime/arrays.py`.
 """
@@ -24,7 +24,7 @@ _steppers: weakref.WeakKeyDictionary[ParallelEnv, weakref.ref[object]] = weakref
 """Which facade steps an environment."""
 
 
-class Owner:
+class Holder:
     """The one facade that steps a `ParallelEnv`.
 
     Args:
@@ -75,7 +75,7 @@ class Owner:
         self.env.close(**keywords)
 
 
-class Stepper(Owner):
+class Stepper(Holder):
     """Steps a `ParallelEnv` by arrays, for one facade.
 
     Args:
@@ -224,3 +224,26 @@ class Stepper(Owner):
     def close(self, **keywords: Any) -> None:
         self._sent = False
         super().close(**keywords)
+
+
+class Inquiries:
+    """What a facade hands on to its environment as it is asked."""
+
+    env: ParallelEnv
+
+    def render(self) -> tuple[Any, ...] | None:
+        """One frame of each copy; None where `render_mode` is None."""
+        frames: tuple[Any, ...] | None = self.env.render()
+        return frames
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each copy; as `ParallelEnv.call`."""
+        return self.env.call(name, *args, **kwargs)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of each copy; as `ParallelEnv.get_attr`."""
+        return self.env.get_attr(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of each copy; as `ParallelEnv.set_attr`."""
+        self.env.set_attr(name, values)

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays
-from marl_parallel.vector.facade import Stepper
+from marl_parallel.vector.facade import Inquiries, Stepper
 from marl_parallel.vector.infos import vector_infos
 from marl_parallel.vector.single import SingleEnv
 
 ByAgent = dict[AgentID, Any]
 
 
-class PettingZooVecEnv:
+class PettingZooVecEnv(Inquiries):
     """Many copies of an environment as one, of which everything is a dict by agent of arrays over all copies.
 
     Observations are in the form of the agent's batched space: an array `(num_envs, ...)`, or dicts and tuples of them.
@@ -206,23 +206,6 @@ class PettingZooVecEnv:
     def state(self) -> NDArray[Any]:
         """The global states, `(num_envs, *state_space.shape)`; raises as `ParallelEnv.state`."""
         return self.env.state()
-
-    def render(self) -> tuple[Any, ...] | None:
-        """One frame of each copy; None where `render_mode` is None."""
-        frames: tuple[Any, ...] | None = self.env.render()
-        return frames
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each copy; as `ParallelEnv.call`."""
-        return self.env.call(name, *args, **kwargs)
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of each copy; as `ParallelEnv.get_attr`."""
-        return self.env.get_attr(name)
-
-    def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of each copy; as `ParallelEnv.set_attr`."""
-        self.env.set_attr(name, values)
 
     def close(self) -> None:
         """Close the environment; idempotent."""

@@ -19,7 +19,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.sharing import usable_cpus
 from marl_parallel.vector.cast import Cast
-from marl_parallel.vector.facade import Owner
+from marl_parallel.vector.facade import Holder, Inquiries
 
 try:
     from ray.rllib.callbacks.utils import make_callback
@@ -46,7 +46,7 @@ Told = list[dict[Any, Any]]
 """One dict for each copy."""
 
 
-class RLlibVectorMultiAgentEnv(VectorMultiAgentEnv):  # type: ignore[misc]
+class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[misc]
     """Many copies of an environment as RLlib's `MultiAgentEnvRunner` steps them: lists of dicts in and out.
 
     Usually made by `ParallelMultiAgentEnvRunner`. What the core's dicts say arrives unchanged, but for what RLlib's
@@ -87,7 +87,7 @@ class RLlibVectorMultiAgentEnv(VectorMultiAgentEnv):  # type: ignore[misc]
     """
 
     def __init__(self, env: ParallelEnv) -> None:
-        self._owner = Owner(env, self, AutoresetMode.NEXT_STEP)
+        self._holder = Holder(env, self, AutoresetMode.NEXT_STEP)
         if not env._batch.copies:
             raise ValueError("RLlib keeps observations, so it wants a ParallelEnv with copy=True, got copy=False")
         self.env, self.num_envs = env, env.num_envs
@@ -115,7 +115,7 @@ class RLlibVectorMultiAgentEnv(VectorMultiAgentEnv):  # type: ignore[misc]
             RuntimeError: Another facade steps this environment.
             ParallelEnvError: A fault, as in `ParallelEnv.reset`.
         """
-        self._owner.claim()
+        self._holder.claim()
         observations, infos = self.env.reset(seed=seed, options=options)
         told = [cast.begin(*dicts) for cast, dicts in zip(self._casts, zip(observations, infos))]
         return [dicts[0] for dicts in told], [dicts[1] for dicts in told]
@@ -136,33 +136,16 @@ class RLlibVectorMultiAgentEnv(VectorMultiAgentEnv):  # type: ignore[misc]
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
-        self._owner.claim()
+        self._holder.claim()
         due = [*self.env._batch.over]
         told = zip(*self.env.step(actions))
         rows = [cast.step(was_over, dicts) for cast, was_over, dicts in zip(self._casts, due, told)]
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
         return observations, rewards, terminateds, truncateds, infos
 
-    def render(self) -> tuple[Any, ...] | None:
-        """One frame of each copy; None where `render_mode` is None."""
-        frames: tuple[Any, ...] | None = self.env.render()
-        return frames
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each copy; as `ParallelEnv.call`."""
-        return self.env.call(name, *args, **kwargs)
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of each copy; as `ParallelEnv.get_attr`."""
-        return self.env.get_attr(name)
-
-    def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of each copy; as `ParallelEnv.set_attr`."""
-        self.env.set_attr(name, values)
-
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environment; called by `close`, once. Keywords are those of `ParallelEnv.close`."""
-        self._owner.close(**kwargs)
+        self._holder.close(**kwargs)
 
     def __del__(self) -> None:
         """Nothing: whoever holds the `ParallelEnv` may go on with it, and it closes when nobody does."""

@@ -378,12 +378,13 @@ def _action_leaf(space: Any) -> TensorSpec:
 
 def _observation_leaf(space: Any) -> TensorSpec:
     """With zeros, which the rows of absent agents are."""
+    dtype: Any
     if isinstance(space, spaces.MultiBinary):
         return _action_leaf(space)
     if isinstance(space, spaces.Discrete):
         if space.start == 0:
             return _action_leaf(space)
-        low, high, dtype = space.start, space.start + space.n - 1, np.dtype(np.int64)
+        low, high, dtype = space.start, space.start + space.n - 1, np.int64
     elif isinstance(space, spaces.MultiDiscrete):
         low, high, dtype = space.start, space.start + space.nvec - 1, space.dtype
     else:
