@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import sys
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +51,7 @@ def test_an_unknown_mode(mode, each, build):
         build([Hunt] * 2, each, mode)
 
 
-def test_an_unpicklable_constructor_is_named(processes, build):
+def test_an_unpicklable_constructor_is_named(killable, build):
     lock = threading.Lock()
 
     def locked() -> Any:
@@ -56,7 +59,7 @@ def test_an_unpicklable_constructor_is_named(processes, build):
             return Hunt()
 
     with pytest.raises(Exception, match="2") as caught:
-        build([Hunt, Hunt, locked, Hunt], processes)
+        build([Hunt, Hunt, locked, Hunt], killable)
     assert isinstance(caught.value, TypeError | ValueError) or "Pickling" in type(caught.value).__name__
 
 
@@ -193,3 +196,20 @@ def test_the_first_of_several_that_are_none_is_named(each, build):
     for _ in range(3):
         with pytest.raises(TypeError, match=r"^environment 1: "):
             build([Hunt, dict, dict, dict], each)
+
+
+class Elsewhere:
+    """What it is made of cannot be had without its module, not even by value."""
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, ("only_here",)
+
+
+def test_a_module_that_workers_cannot_have(each, build, monkeypatch):
+    monkeypatch.setitem(sys.modules, "only_here", types.ModuleType("only_here"))
+    constructor = functools.partial(lambda _: Hunt(), Elsewhere())
+    if each.backend in ("serial", "thread"):
+        build([constructor] * 2, each).reset()
+        return
+    with pytest.raises(ModuleNotFoundError, match=r"environment 0 needs the module 'only_here'"):
+        build([constructor] * 2, each)

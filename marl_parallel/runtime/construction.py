@@ -62,16 +62,17 @@ def construct(
             else:
                 described[env_id] = result
         # Some modules exist in this process only, such as a test's that was loaded from its file, or a notebook's.
+        tried = [*by_value]
         for env_id, name in unknown.items():
-            if sys.modules.get(name) in by_value:
-                continue
-            if name not in sys.modules:
+            module = sys.modules.get(name)
+            if module is None or module in tried:  # or what it has would not be found there by value either
                 raise ModuleNotFoundError(
                     f"the constructor of environment {env_id} needs the module {name!r}, "
                     "which cannot be imported in the worker",
                     name=name,
                 )
-            by_value.append(sys.modules[name])
+            if module not in by_value:
+                by_value.append(module)
         pickled.update(_pickle(constructors, unknown, by_value))
     plan = Plan(pickled, dict(enumerate(seeds)), mode, adapter, restarts)
     return [described[env_id] for env_id in range(len(constructors))], plan
