@@ -3,6 +3,8 @@
 `ParallelEnv` takes constructors and gives batches of dicts; `make` does so from the name of a module.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import MultiAgentEnv, Rules
@@ -14,6 +16,9 @@ from marl_parallel.runtime.restarts import RestartPolicy
 from marl_parallel.stats import Stats, WorkerStats
 from marl_parallel.step_batch import StepBatch
 
+if TYPE_CHECKING:
+    from marl_parallel.backends.ray_backend import RayBackend
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -23,6 +28,7 @@ __all__ = [
     "MultiAgentEnv",
     "ParallelEnv",
     "ParallelEnvError",
+    "RayBackend",
     "RestartLimitExceeded",
     "RestartPolicy",
     "Rules",
@@ -33,3 +39,11 @@ __all__ = [
     "WorkerTimeout",
     "make",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RayBackend":  # only with Ray, which is not imported unless it is wanted
+        from marl_parallel.backends.ray_backend import RayBackend
+
+        return RayBackend
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

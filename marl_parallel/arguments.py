@@ -15,7 +15,6 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.adapters import adapter_function
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.restarts import RestartPolicy
-from marl_parallel.runtime.sharing import usable_cpus
 
 
 def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
@@ -152,7 +151,7 @@ def pickled_adapter(adapter: Any) -> bytes:
         raise TypeError(f"adapter={adapter!r} cannot be pickled, so the workers cannot be told: {error}") from error
 
 
-def workers_for(num_envs: int, num_workers: int | None, backend: str | Backend) -> int:
+def workers_for(num_envs: int, num_workers: int | None, backend: Backend) -> int:
     """How many workers there will be: at most one for each environment.
 
     Warns:
@@ -161,11 +160,11 @@ def workers_for(num_envs: int, num_workers: int | None, backend: str | Backend) 
     Raises:
         ValueError: There would be none.
     """
-    available = usable_cpus()
-    if num_workers is None:
+    workers = None if num_workers is None else min(at_least_one(num_workers, "num_workers"), num_envs)
+    available = backend.capacity()
+    if workers is None:
         return min(num_envs, available)
-    workers = min(at_least_one(num_workers, "num_workers"), num_envs)
-    if workers > available and backend != "serial":
+    if workers > available and backend.side_by_side:
         warnings.warn(
             f"{workers} workers share {available} CPUs; more workers than CPUs slow each other down, "
             "unless their simulators mostly wait",

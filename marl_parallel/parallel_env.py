@@ -87,8 +87,9 @@ class ParallelEnv(AsyncStepping):
             `NEXT_STEP` with the next, False or `DISABLED` leaves it to you. Names of modes will do.
         seed: Environment i is seeded with `seed + i`; None draws a base seed.
         num_workers: How many workers share the environments evenly; at most one for each environment is used. None:
-            one for each environment up to the number of CPUs that this process may use.
-        backend: Where the workers live: `"process"`, `"thread"`, `"serial"` or a `Backend`.
+            one for each environment up to the number of CPUs that this process may use, or the cluster has.
+        backend: Where the workers live: `"process"`, `"thread"`, `"serial"`, `"ray"` for actors of a Ray cluster, or
+            a `Backend`, such as a `RayBackend` that says which cluster and how much of it.
         adapter: How the simulator is understood where it is not recognised rightly: `"dict"`, `"pettingzoo"`,
             `"aec"`, `"gymnasium"`, `"rllib"`, or what makes a `MultiAgentEnv` of it.
         shared_memory: False sends all values pickled.
@@ -160,7 +161,6 @@ class ParallelEnv(AsyncStepping):
         self._num_envs = len(constructors)
         self._base_seed = base_seed(seed)
         seeds = [self._base_seed + env_id for env_id in range(self._num_envs)]
-        shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, backend))
         hosts = open_backend(backend, context=context, worker_threads=worker_threads)
         passed = {"step_timeout": step_timeout, "reset_timeout": reset_timeout}
         if start_timeout != START_TIMEOUT_S:
@@ -170,18 +170,19 @@ class ParallelEnv(AsyncStepping):
             warnings.warn(
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
+        shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, hosts))
         self._crew = Crew(hosts, shares, limits)
         _live.add(self._crew)
         self._finalizer = weakref.finalize(self, self._crew.shut)
         self._plain_steps = {worker: Request(Message.STEP) for worker in range(len(shares))}
         started = False
         try:
-            hosts.start(len(shares), 2 * len(shares[0]) + _MORE_REQUESTS)
+            hosts.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
             started = True
             described, plan = construct(self._crew, constructors, seeds, self._mode, how_adapted, survive)
             schema = common_schema(described)
             layout = Layout(schema, self._num_envs, arrays=shared_memory)
-            block = hosts.allocate(layout.nbytes)
+            block = hosts.allocate(layout)
             attach = Request(Message.ATTACH, None, (self._num_envs, shared_memory))
             self._crew.run(dict.fromkeys(range(len(shares)), attach))
             self._batch = Batch(layout, block, described[0].rules, self._mode, copy=copy, check_actions=check_actions)

@@ -1,6 +1,7 @@
 """Fixtures: what tests are repeated on, and what they get that is closed or removed after them.
 
 pytest                 everything
+pytest --setups=ray    of the tests that are repeated on many setups, those on Ray; it must be installed
 pytest --setups=few    each test that is repeated on many setups runs on two workers and shared memory only, and those
                        of processes alone, to which no library's release makes a difference, do not run
 CI=true pytest         a test that is skipped makes the run fail
@@ -25,11 +26,12 @@ import pytest
 import ways
 
 if TYPE_CHECKING:
+    from clusters import Grounds
     from launch_stage import Stage
 
     from marl_parallel import ParallelEnv
 
-BACKENDS = ("serial", "thread", "process")
+BACKENDS = ("serial", "thread", "process", *(["ray"] if importlib.util.find_spec("ray") else []))
 OF_PROCESSES = {
     "test_async_faults", "test_benchmarks", "test_chaos", "test_closing", "test_contexts", "test_in_flight",
     "test_launching", "test_leaks", "test_notices", "test_orphans", "test_parents", "test_policy", "test_portable",
@@ -58,8 +60,9 @@ class Setup(NamedTuple):
 ALL_SETUPS = [Setup(*setup) for setup in itertools.product(BACKENDS, (True, False), (1, 2, 4))]
 PACKED_SETUPS = [setup for setup in ALL_SETUPS if setup.num_workers == 2]
 BACKEND_SETUPS = [setup for setup in PACKED_SETUPS if setup.shared_memory]
-BESIDE_SETUPS = [Setup(backend, True, 2) for backend in ("thread", "process", "portable")]
+BESIDE_SETUPS = [Setup(backend, True, 2) for backend in (*BACKENDS[1:], "portable")]
 PROCESS_SETUPS = [setup for setup in ALL_SETUPS if setup.backend == "process" and setup.shared_memory]
+KILLABLE_SETUPS = [setup for setup in ALL_SETUPS if setup.backend in ("process", "ray") and setup.shared_memory]
 
 
 WANTED = {
@@ -68,8 +71,9 @@ WANTED = {
     "rllib": ("ray", "tree", "torch"),
     "agilerl": ("agilerl",),
     "videos": ("moviepy",),
+    **dict.fromkeys(["ray_backend", "ray_cluster"], ("ray",)),
 }
-"""The libraries without which `vector/<name>.py` and `test_<name>.py` cannot even be imported."""
+"""The libraries without which `<name>.py` and `test_<name>.py` cannot even be imported."""
 
 
 class OptionalLibraries:
@@ -83,7 +87,7 @@ class OptionalLibraries:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--setups",
-        choices=["all", "few"],
+        choices=["all", "few", "ray"],
         default="all",
         help="few: for trying other releases of libraries; what depends on none of them runs less or not at all",
     )
@@ -97,15 +101,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--setups") == "all":
+    chosen = config.getoption("--setups")
+    if chosen == "all":
         return
-    left_out = [
-        item
-        for item in items
-        if item.path.stem in OF_PROCESSES or _setup_of(item) not in (None, *BACKEND_SETUPS, *BESIDE_SETUPS)
-    ]
+    left_out = [item for item in items if not (_is_on_ray(item) if chosen == "ray" else _is_one_of_few(item))]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def _is_one_of_few(item: pytest.Item) -> bool:
+    return item.path.stem not in OF_PROCESSES and _setup_of(item) in (None, *BACKEND_SETUPS, *BESIDE_SETUPS)
+
+
+def _is_on_ray(item: pytest.Item) -> bool:
+    setup = _setup_of(item)
+    return setup is not None and setup.backend == "ray"
 
 
 def _setup_of(item: pytest.Item) -> Setup | None:
@@ -154,18 +164,35 @@ def beside(request: pytest.FixtureRequest) -> Setup:
 
 @pytest.fixture(params=PROCESS_SETUPS, ids=str)
 def processes(request: pytest.FixtureRequest) -> Setup:
-    """Worker processes in three packings: for what only a process can do."""
+    """Worker processes in three packings: for how they do it."""
     return request.param
 
 
+@pytest.fixture(params=KILLABLE_SETUPS, ids=str)
+def killable(request: pytest.FixtureRequest) -> Setup:
+    """Processes of whichever backend, in three packings: for what only a process can do."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def grounds() -> Iterator[Grounds]:
+    """Where Ray runs."""
+    from clusters import Grounds
+
+    with contextlib.closing(Grounds()) as grounds:
+        yield grounds
+
+
 @pytest.fixture
-def build() -> Iterator[Callable[..., ParallelEnv]]:
+def build(request: pytest.FixtureRequest) -> Iterator[Callable[..., ParallelEnv]]:
     """Makes a `ParallelEnv` on a setup and closes it after the test."""
     from marl_parallel import ParallelEnv
 
     made: list[ParallelEnv] = []
 
     def make(constructors: Sequence[Any], setup: Setup, mode: Any = True, seed: Any = 42, **more: Any) -> ParallelEnv:
+        if setup.backend == "ray":
+            request.getfixturevalue("grounds").one_node()
         backend = ways.arguments("portable") if setup.backend == "portable" else {}
         arguments = {**setup._asdict(), **backend, **more}
         arguments["num_workers"] = min(arguments["num_workers"], max(len(constructors), 1))

@@ -91,8 +91,8 @@ def test_views_hold_until_the_environment_is_sent_to(name, each, build):
     tandem.check_latest()
 
 
-def test_views_are_views(build, processes):
-    env = build([Hunt] * 4, processes, copy=False)
+def test_views_are_views(build, killable):
+    env = build([Hunt] * 4, killable, copy=False)
     env.reset_async()
     assert not any(array.flags.owndata for one in env.recv().observations for array in one.values())
 

@@ -114,9 +114,9 @@ def test_results_outlive_the_environment(packed, build):
         assert all((one[agent] == other[agent]).all() for agent in other)
 
 
-def test_terminate_does_not_ask(processes, build, tmp_path):
+def test_terminate_does_not_ask(killable, build, tmp_path):
     """An environment whose `close` takes for ever does not hold it up."""
-    env = build(fleet(tmp_path, close=functools.partial(time.sleep, 60)), processes)
+    env = build(fleet(tmp_path, close=functools.partial(time.sleep, 60)), killable)
     env.reset()
     began = time.monotonic()
     env.close(terminate=True)
@@ -142,9 +142,9 @@ def test_threads_that_are_idle_end_at_once(busy, build, tmp_path, caplog):
     ]
 
 
-def test_close_from_another_thread(processes, build, tmp_path):
+def test_close_from_another_thread(killable, build, tmp_path):
     """The blocked call ends with `ClosedEnvironmentError`; only a process can be taken from what it is doing."""
-    env = build(fleet(tmp_path, step=functools.partial(time.sleep, 60)), processes)
+    env = build(fleet(tmp_path, step=functools.partial(time.sleep, 60)), killable)
     env.reset()
     timer = threading.Timer(0.5, lambda: env.close(terminate=True))
     timer.start()
@@ -175,9 +175,9 @@ def test_close_in_a_signal_handler(how, backend, tmp_path):
     assert gone(workers(tmp_path))
 
 
-def test_close_interrupted(build, processes, tmp_path):
+def test_close_interrupted(build, killable, tmp_path):
     """Ctrl-C while simulators close themselves: what is left is ended then and there."""
-    env = build(fleet(tmp_path, close=functools.partial(time.sleep, 60)), processes)
+    env = build(fleet(tmp_path, close=functools.partial(time.sleep, 60)), killable)
     env.reset()
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):

@@ -93,8 +93,8 @@ def test_views_hold_until_the_next_step(name, packed, build):
             assert_same(actual, expected, f"after close, environment {env_id}")
 
 
-def test_views_are_views(build, processes):
-    env = build([Hunt] * 4, processes, copy=False)
+def test_views_are_views(build, killable):
+    env = build([Hunt] * 4, killable, copy=False)
     observations, _ = env.reset()
     assert not any(array.flags.owndata for one in observations for array in one.values())
 

@@ -209,8 +209,8 @@ def unpicklable() -> Any:
     return threading.Lock()
 
 
-def test_infos_that_do_not_travel(processes, build, tmp_path):
-    env = build(fleet(tmp_path, {"step": unpicklable}), processes)
+def test_infos_that_do_not_travel(killable, build, tmp_path):
+    env = build(fleet(tmp_path, {"step": unpicklable}), killable)
     env.reset()
     with pytest.raises(EnvError, match="infos") as caught:
         steps(env, 1)
@@ -226,8 +226,8 @@ class Haunted(Fragile):
         return {**observations, **({"ghost": threading.Lock()} if self.env_id == 2 else {})}, *others
 
 
-def test_observations_that_do_not_travel(processes, build, tmp_path):
-    env = build([functools.partial(Haunted, {}, tmp_path)] * 4, processes)
+def test_observations_that_do_not_travel(killable, build, tmp_path):
+    env = build([functools.partial(Haunted, {}, tmp_path)] * 4, killable)
     env.reset()
     with pytest.raises(EnvError, match=r"the observations entry of 'ghost' .*lock.* cannot be pickled") as caught:
         steps(env, 1)
@@ -266,18 +266,18 @@ def test_a_worker_that_dies(place, fault, exitcode, word, processes, build, tmp_
         env.close()
 
 
-def test_the_others_are_closed_in_an_orderly_way(build, processes, tmp_path):
+def test_the_others_are_closed_in_an_orderly_way(build, killable, tmp_path):
     """Environments in workers that live are asked to close; only the dead worker's cannot be."""
-    env = build(fleet(tmp_path, {"step": hard_exit}), processes)
+    env = build(fleet(tmp_path, {"step": hard_exit}), killable)
     env.reset()
     with pytest.raises(WorkerCrashed):
         steps(env, 1)
-    assert told(tmp_path, "closed") >= {1: set(), 2: {0, 1}, 4: {0, 1, 3}}[processes.num_workers]
+    assert told(tmp_path, "closed") >= {1: set(), 2: {0, 1}, 4: {0, 1, 3}}[killable.num_workers]
 
 
 @pytest.mark.parametrize("idle", ["before the first reset", "between steps"])
-def test_a_worker_killed_while_idle(idle, processes, build, tmp_path):
-    env = build(fleet(tmp_path, {}), processes)
+def test_a_worker_killed_while_idle(idle, killable, build, tmp_path):
+    env = build(fleet(tmp_path, {}), killable)
     if idle == "between steps":
         env.reset()
         steps(env, 1)
@@ -287,7 +287,7 @@ def test_a_worker_killed_while_idle(idle, processes, build, tmp_path):
             env.reset()
         steps(env, 1)
     assert caught.value.exitcode == -signal.SIGKILL
-    assert caught.value.worker == processes.num_workers - 1
+    assert caught.value.worker == killable.num_workers - 1
     assert gone(workers(tmp_path))
     with pytest.raises(ClosedEnvironmentError):
         steps(env, 1)
@@ -298,12 +298,12 @@ def forever() -> None:
         time.sleep(0.1)
 
 
-def test_a_constructor_that_never_returns(processes, build, tmp_path):
+def test_a_constructor_that_never_returns(killable, build, tmp_path):
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="start_timeout") as caught:
-        build(fleet(tmp_path, {"constructor": forever}), processes, start_timeout=2.0)
+        build(fleet(tmp_path, {"constructor": forever}), killable, start_timeout=2.0)
     assert isinstance(caught.value, ParallelEnvError)
-    assert caught.value.env_ids == (2,) or processes.num_workers < 4
+    assert caught.value.env_ids == (2,) or killable.num_workers < 4
     assert time.monotonic() - began < 10.0
     assert gone(workers(tmp_path))
 
@@ -322,14 +322,14 @@ class Detailed(Fragile):
         return {"slow": Slow()}
 
 
-def test_start_timeout_does_not_pass_between_constructors(build, processes, tmp_path):
+def test_start_timeout_does_not_pass_between_constructors(build, killable, tmp_path):
     """A worker that tells of one environment before it builds the next is not late."""
     constructors = [functools.partial(Detailed, {}, tmp_path)] * 6
-    build(constructors, processes._replace(num_workers=1), start_timeout=0.9).reset()
+    build(constructors, killable._replace(num_workers=1), start_timeout=0.9).reset()
 
 
-def test_start_timeout_is_per_constructor(build, processes, tmp_path):
+def test_start_timeout_is_per_constructor(build, killable, tmp_path):
     """Four constructors of half a second each, one after the other, are not two seconds to one."""
     constructors = fleet(tmp_path, {"constructor": functools.partial(time.sleep, 0.5)}, faulty=range(4))
-    env = build(constructors, processes._replace(num_workers=1), start_timeout=1.4)
+    env = build(constructors, killable._replace(num_workers=1), start_timeout=1.4)
     env.reset()

@@ -30,7 +30,7 @@ TESTS = str(Path(__file__).parent)
 @pytest.fixture
 def portable() -> Iterator[PortableProcessBackend]:
     backend = PortableProcessBackend()
-    backend.start(2, 8)
+    backend.start([range(1), range(1, 2)], 8)
     yield backend
     assert backend.stop(0.0) == []
 
@@ -78,7 +78,7 @@ def test_worker_that_cannot_start(monkeypatch, capfd):
     monkeypatch.setattr(portable_process, "command", lambda _: [sys.executable, "-c", "import no_such_module"])
     backend = PortableProcessBackend()
     with pytest.raises(RuntimeError, match="worker 0 ended with exit code 1"):
-        backend.start(2, 8)
+        backend.start([range(1), range(1, 2)], 8)
     assert "no_such_module" in capfd.readouterr().err
     backend.post({1: Request(Message.CLOSE)})
     assert backend.wait(1.0) == [(1, Lost(None, ""))]
@@ -89,7 +89,7 @@ def test_worker_that_does_not_start_in_time(monkeypatch):
     monkeypatch.setattr(portable_process, "command", lambda _: [sys.executable, "-c", "import time; time.sleep(60)"])
     monkeypatch.setattr("marl_parallel.backends.portable._STARTED_WITHIN_S", 0.2)
     with pytest.raises(TimeoutError, match="worker 0"):
-        PortableProcessBackend().start(2, 8)
+        PortableProcessBackend().start([range(1), range(1, 2)], 8)
 
 
 def test_clearing_away_what_is_being_added_to(short_folder):

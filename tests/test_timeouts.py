@@ -43,14 +43,14 @@ def caught_in_time(act) -> WorkerTimeout:
         ("call", "step_timeout", lambda env: env.call("act_up")),
     ],
 )
-def test_each_method_has_its_limit(place, limit, act, processes, build, tmp_path):
+def test_each_method_has_its_limit(place, limit, act, killable, build, tmp_path):
     """It is named with the environment, and the line of the simulator that it hangs in."""
-    env = build(fleet(tmp_path, {place: forever}), processes, **{limit: 0.5})
+    env = build(fleet(tmp_path, {place: forever}), killable, **{limit: 0.5})
     if place != "reset":
         env.reset()
     error = caught_in_time(lambda: act(env))
     assert error.env_ids == (2,)
-    assert error.worker == {1: 0, 2: 1, 4: 2}[processes.num_workers]
+    assert error.worker == {1: 0, 2: 1, 4: 2}[killable.num_workers]
     assert error.method == place
     assert "mortal.py" in error.stack
     assert "in forever" in error.stack
@@ -62,9 +62,9 @@ def test_each_method_has_its_limit(place, limit, act, processes, build, tmp_path
         env.reset()
 
 
-def test_automatic_resets_have_the_limit_of_resets(processes, build, tmp_path):
+def test_automatic_resets_have_the_limit_of_resets(killable, build, tmp_path):
     constructors = fleet(tmp_path, {"reset": forever}, after=1, length=2)
-    env = build(constructors, processes, step_timeout=60.0, reset_timeout=0.5)
+    env = build(constructors, killable, step_timeout=60.0, reset_timeout=0.5)
     env.reset()
     env.step(ACTIONS)
     error = caught_in_time(lambda: env.step(ACTIONS))
@@ -73,10 +73,8 @@ def test_automatic_resets_have_the_limit_of_resets(processes, build, tmp_path):
 
 
 @pytest.mark.parametrize("way", HANGING)
-def test_processes_that_stop_or_loop(way, processes, build, tmp_path):
-    env = build(
-        [mortal(functools.partial(Fragile, {}, tmp_path), {(2, 0): Fate(way)})] * 4, processes, step_timeout=0.5
-    )
+def test_processes_that_stop_or_loop(way, killable, build, tmp_path):
+    env = build([mortal(functools.partial(Fragile, {}, tmp_path), {(2, 0): Fate(way)})] * 4, killable, step_timeout=0.5)
     env.reset()
     error = caught_in_time(lambda: env.step(ACTIONS))
     assert (error.env_ids, error.method) == ((2,), "step")
@@ -101,8 +99,8 @@ def test_without_a_limit_nobody_is_late(build, tmp_path):
     env.step(ACTIONS)
 
 
-def test_recv_raises_it_and_send_does_not(processes, build, tmp_path):
-    env = build(fleet(tmp_path, {"step": forever}), processes, step_timeout=0.5)
+def test_recv_raises_it_and_send_does_not(killable, build, tmp_path):
+    env = build(fleet(tmp_path, {"step": forever}), killable, step_timeout=0.5)
     env.reset()
     env.send(ACTIONS)
     assert caught_in_time(env.recv).env_ids == (2,)
@@ -152,9 +150,9 @@ def test_serial_says_nothing_of_limits_nobody_set(tmp_path):
 
 
 @pytest.mark.parametrize("fault", [forever, functools.partial(time.sleep, 60)], ids=["loop", "sleep"])
-def test_close_takes_no_longer_than_it_may(fault, processes, build, tmp_path):
+def test_close_takes_no_longer_than_it_may(fault, killable, build, tmp_path):
     """Its timeout and a second, whatever simulators do when they are closed."""
-    env = build(fleet(tmp_path, {"close": fault}, faulty=range(4)), processes)
+    env = build(fleet(tmp_path, {"close": fault}, faulty=range(4)), killable)
     env.reset()
     began = time.monotonic()
     env.close(timeout=1.0)

@@ -11,7 +11,7 @@ from marl_parallel.backends.serial import SerialBackend
 from marl_parallel.backends.thread import ThreadBackend
 from marl_parallel.runtime.backend import Backend
 
-NAMES = ("process", "serial", "thread")
+NAMES = ("process", "serial", "thread", "ray")
 CONTEXTS = ("forkserver", "spawn", "fork")
 
 
@@ -42,6 +42,10 @@ def open_backend(backend: str | Backend, *, context: str | None, worker_threads:
         return ThreadBackend()
     if backend == "serial":
         return SerialBackend()
+    if backend == "ray":
+        from marl_parallel.backends.ray_backend import RayBackend
+
+        return RayBackend(num_threads=worker_threads)
     raise ValueError(f"there is no backend {backend!r}; there are {', '.join(NAMES)}")
 
 

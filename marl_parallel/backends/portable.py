@@ -30,13 +30,14 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe, connection
 from typing import TYPE_CHECKING, Any
 
 from marl_parallel.backends import portable_ends
 from marl_parallel.backends.portable_process import KILL, PortableProcess, await_ends
 from marl_parallel.runtime.backend import Backend
+from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.ledger import Ledger
 from marl_parallel.runtime.messages import Lost, Message, Reply, Request
 
@@ -68,11 +69,11 @@ class PortableProcessBackend(Backend):
         self._looked = 0.0  # when deaths were last looked for
         self._folder = ""
 
-    def start(self, num_workers: int, most_requests: int) -> None:
-        self._before = [deque() for _ in range(num_workers)]
-        self._lost = dict.fromkeys(range(num_workers), Lost(None, ""))  # until they are there
+    def start(self, shares: Sequence[range], most_requests: int) -> None:
+        self._before = [deque() for _ in shares]
+        self._lost = dict.fromkeys(range(len(shares)), Lost(None, ""))  # until they are there
         try:
-            self._start(num_workers)
+            self._start(len(shares))
         except BaseException:
             self.stop(0.0)
             raise
@@ -123,8 +124,8 @@ class PortableProcessBackend(Backend):
                 self._remove_folder()
         del self._lost[worker]
 
-    def allocate(self, nbytes: int) -> Any:
-        return self._memory[1].map(nbytes)
+    def allocate(self, layout: Layout) -> Any:
+        return self._memory[1].map(layout.nbytes)
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         for worker, request in requests.items():

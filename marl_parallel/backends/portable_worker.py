@@ -46,7 +46,9 @@ def _serve(start: Start, requests: SimpleQueue[Request]) -> None:
         for name, fd in zip(("board", "records"), start.memory or (None, None), strict=True)
     )
     ledgers = memoryview(board.map(start.num_workers * Ledger.NBYTES))
-    worker = Worker(Ledger(ledgers[start.worker * Ledger.NBYTES :]), records.map, own_process=True)
+    worker = Worker(
+        Ledger(ledgers[start.worker * Ledger.NBYTES :]), lambda layout: records.map(layout.nbytes), own_process=True
+    )
     with Listener(start.address, authkey=start.key) as listener:
         connection = listener.accept()
     with connection:

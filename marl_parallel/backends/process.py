@@ -20,7 +20,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marl_parallel.backends import control
@@ -30,6 +30,7 @@ from marl_parallel.backends.launching import Launcher
 from marl_parallel.backends.memory import Block, anonymous_file
 from marl_parallel.backends.semaphores import available
 from marl_parallel.runtime.backend import Backend
+from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.messages import Lost, Message, Reply, Request
 from marl_parallel.runtime.sharing import span_of, usable_cpus
 
@@ -59,12 +60,13 @@ class ProcessBackend(Backend):
         self._interrupted = False
         self._records_fd = -1
 
-    def start(self, num_workers: int, most_requests: int) -> None:
+    def start(self, shares: Sequence[range], most_requests: int) -> None:
         if not available():
             raise OSError(
                 'backend="process" needs process-shared semaphores, which this platform lacks; '
                 'use backend="thread" or "serial"'
             )
+        num_workers = len(shares)
         self._board = Block.create(control.control_nbytes(num_workers, most_requests))
         control.initialise(self._board.buffer, num_workers, most_requests)
         self._capacity = most_requests
@@ -107,9 +109,9 @@ class ProcessBackend(Backend):
         del self._lost[worker]
         self._channels[worker], self._pids[worker] = self._launch(worker)
 
-    def allocate(self, nbytes: int) -> Any:
-        os.ftruncate(self._records_fd, nbytes)
-        return Block(os.dup(self._records_fd), nbytes).buffer
+    def allocate(self, layout: Layout) -> Any:
+        os.ftruncate(self._records_fd, layout.nbytes)
+        return Block(os.dup(self._records_fd), layout.nbytes).buffer
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         self._armed = together

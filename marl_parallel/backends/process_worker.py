@@ -9,7 +9,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from marl_parallel.backends import control
 from marl_parallel.backends.channel import Channel
@@ -38,7 +37,7 @@ def main(index: int, fds: Sequence[int]) -> None:
     channel = Channel(socket.socket(fileno=connection), alive=lambda: True)
     spin, capacity = channel.receive()
     desk, bell = control.Desk(board.buffer, index, capacity), control.Bell(board.buffer)
-    worker = Worker(desk.ledger, lambda nbytes: _attach(records_fd, nbytes), own_process=True)
+    worker = Worker(desk.ledger, lambda layout: Block.attach(records_fd, layout.nbytes).buffer, own_process=True)
     send, spin_s = _sender(desk, bell, channel), _SPIN_S if spin else 0.0
     while True:
         _take(desk.asked.signal, spin_s)
@@ -83,7 +82,3 @@ def _requested(note: int, channel: Channel) -> Request:
         return Request(Message.STEP, control.env_ids_of(note), each=each, prompt=prompt)
     request: Request = channel.receive()
     return request
-
-
-def _attach(fd: int, nbytes: int) -> Any:
-    return Block.attach(fd, nbytes).buffer

@@ -6,10 +6,11 @@ The backend to debug with: breakpoints work, and a Ctrl-C is the caller's.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marl_parallel.runtime.backend import Backend
+from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.ledger import Ledger
 from marl_parallel.runtime.messages import Lost, Reply, Request
 from marl_parallel.runtime.worker import Worker
@@ -20,17 +21,18 @@ class SerialBackend(Backend):
 
     enforces_timeouts = False
     can_kill = False
+    side_by_side = False
 
-    def start(self, num_workers: int, most_requests: int) -> None:
-        self.ledgers = [Ledger(bytearray(Ledger.NBYTES)) for _ in range(num_workers)]
+    def start(self, shares: Sequence[range], most_requests: int) -> None:
+        self.ledgers = [Ledger(bytearray(Ledger.NBYTES)) for _ in shares]
         self._workers = [Worker(ledger, self._attach, in_line=True) for ledger in self.ledgers]
         self._replies: list[tuple[int, Reply | Lost]] = []
 
-    def allocate(self, nbytes: int) -> Any:
-        self._block = mmap.mmap(-1, nbytes)
+    def allocate(self, layout: Layout) -> Any:
+        self._block = mmap.mmap(-1, layout.nbytes)
         return self._block
 
-    def _attach(self, nbytes: int) -> Any:
+    def _attach(self, layout: Layout) -> Any:
         return self._block
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:

@@ -49,7 +49,7 @@ class CrashFile:
             return ""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACK_SIGNAL)
-            if _state(pid) == "T":
+            if state_of(pid) == "T":
                 os.kill(pid, signal.SIGCONT)
             if self._await_rest(start, timeout):
                 text = self._read(start)
@@ -89,7 +89,7 @@ class CrashFile:
         return data.decode(errors="surrogateescape")
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
     """The state letter in `/proc/PID/stat`, "" if the process is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")

@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from marl_parallel.runtime.backend import Backend
+from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.ledger import Ledger
 from marl_parallel.runtime.messages import Lost, Message, Reply, Request
 from marl_parallel.runtime.worker import Worker
@@ -28,13 +29,13 @@ class ThreadBackend(Backend):
 
     can_kill = False
 
-    def start(self, num_workers: int, most_requests: int) -> None:
-        self.ledgers = [Ledger(bytearray(Ledger.NBYTES)) for _ in range(num_workers)]
-        self._requests: list[SimpleQueue[Request | None]] = [SimpleQueue() for _ in range(num_workers)]
+    def start(self, shares: Sequence[range], most_requests: int) -> None:
+        self.ledgers = [Ledger(bytearray(Ledger.NBYTES)) for _ in shares]
+        self._requests: list[SimpleQueue[Request | None]] = [SimpleQueue() for _ in shares]
         self._replies: SimpleQueue[tuple[int, Reply | Lost] | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, args=(worker,), name=f"marl_parallel-{worker}", daemon=True)
-            for worker in range(num_workers)
+            for worker in range(len(shares))
         ]
         for thread in self._threads:
             thread.start()
@@ -53,11 +54,11 @@ class ThreadBackend(Backend):
             if request.message is Message.CLOSE:
                 return
 
-    def allocate(self, nbytes: int) -> Any:
-        self._block = mmap.mmap(-1, nbytes)
+    def allocate(self, layout: Layout) -> Any:
+        self._block = mmap.mmap(-1, layout.nbytes)
         return self._block
 
-    def _attach(self, nbytes: int) -> Any:
+    def _attach(self, layout: Layout) -> Any:
         return self._block
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:

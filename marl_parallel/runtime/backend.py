@@ -7,11 +7,13 @@ workers to live (another machine, another runtime) writes one subclass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.ledger import Ledger
 from marl_parallel.runtime.messages import Lost, Reply, Request
+from marl_parallel.runtime.sharing import usable_cpus
 
 
 class Backend(ABC):
@@ -21,10 +23,12 @@ class Backend(ABC):
         ledgers: What each worker is doing and has done; readable at any time.
         enforces_timeouts: Whether `wait` returns while a worker is busy, so that timeouts can be seen to pass.
         can_kill: Whether `stop` ends workers, and what they have started, whatever they are doing.
+        side_by_side: Whether workers want a CPU each.
     """
 
     enforces_timeouts: ClassVar[bool] = True
     can_kill: ClassVar[bool] = True
+    side_by_side: ClassVar[bool] = True
     _claimed = False
 
     def claim(self) -> None:
@@ -39,21 +43,25 @@ class Backend(ABC):
 
     ledgers: list[Ledger]
 
+    def capacity(self) -> int:
+        """How many workers can run side by side; asked before `start`."""
+        return usable_cpus()
+
     @abstractmethod
-    def start(self, num_workers: int, most_requests: int) -> None:
+    def start(self, shares: Sequence[range], most_requests: int) -> None:
         """Start the workers; need not wait until they are up.
 
         Args:
-            num_workers: How many.
+            shares: The environments of each worker.
             most_requests: How many requests and replies there will be at most before one worker, or from it.
         """
 
     @abstractmethod
-    def allocate(self, nbytes: int) -> Any:
+    def allocate(self, layout: Layout) -> Any:
         """Make the block that all workers will attach to; called once, before the first request that uses it.
 
         Args:
-            nbytes: Its size.
+            layout: What will lie in it, and so its size.
 
         Returns:
             Zeroed, writable memory. It stays readable for as long as anything refers to it, also after `stop`.
@@ -95,6 +103,14 @@ class Backend(ABC):
         Args:
             worker: Which; alive or lost.
         """
+
+    def salvage(self, worker: int) -> Sequence[Reply]:
+        """Before a worker that hangs is replaced: bring what it has written so far within reach.
+
+        Returns:
+            What it has said and `wait` has not returned; nothing where memory is shared and messages are sent at once.
+        """
+        return ()
 
     @abstractmethod
     def interrupt(self) -> None:

@@ -206,6 +206,8 @@ class Layout:
 
     Attributes:
         nbytes: Size of the block.
+        stride: Bytes from one record to the next.
+        rare: Where, in a record, that part begins which most steps leave alone: final observations and state.
         agents: The agents with a row in the heads of the records.
         actions, observations, final_observations: Columns of the agents whose values lie in the block.
         state: The global state; None where there is none, or where it travels pickled.
@@ -220,12 +222,13 @@ class Layout:
         self.actions = AgentColumns(schema.action_spaces, self.agents, place)
         self.transition_head = place(8 + 12 * n + 2)  # see records.py
         self.observations = AgentColumns(schema.observation_spaces, self.agents, place)
+        self.rare = _aligned(self._record_nbytes, COLUMN_ALIGNMENT)
         self.final_observations = AgentColumns(schema.observation_spaces, self.agents, place)
         self.state: ArrayColumn | None = None
         if arrays and schema.state_space is not None and fits_block(schema.state_space):
             column = column_for(schema.state_space, 1, place)
             self.state = column if isinstance(column, ArrayColumn) else None
-        stride = _aligned(self._record_nbytes, RECORD_ALIGNMENT)
+        self.stride = stride = _aligned(self._record_nbytes, RECORD_ALIGNMENT)
         self.nbytes = stride * num_records
         self.starts = [stride * record for record in range(num_records)]
 

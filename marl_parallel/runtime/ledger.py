@@ -122,6 +122,18 @@ class Ledger:
         """The parent's: from now on nothing is to be begun but a CLOSE; nobody waits for what is discarded."""
         self._ints[self._DISCARDED] = 1
 
+    def mirror(self, told: bytes, ahead: float) -> None:
+        """Become what another machine's ledger was; what is the parent's to write stays.
+
+        Args:
+            told: The other's bytes.
+            ahead: Seconds that this machine's clock is ahead of that one's.
+        """
+        discarded = self._ints[self._DISCARDED]
+        self._view[:] = told
+        self._floats[self._SINCE] += ahead
+        self._ints[self._DISCARDED] = discarded
+
     @property
     def discarded(self) -> bool:
         """Whether the parent has said so."""

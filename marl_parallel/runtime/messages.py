@@ -104,7 +104,9 @@ class Lost(NamedTuple):
     Attributes:
         exitcode: Its exit code, minus the signal's number where a signal ended it; None where unknown.
         stack: The stack at a native crash, empty where there is none.
+        reason: How it came to that where somebody knows better than the exit code tells, else empty.
     """
 
     exitcode: int | None
     stack: str
+    reason: str = ""

@@ -337,6 +337,11 @@ class TransitionRecords:
         )
 
 
+def with_finals(codes: NDArray[np.uint8]) -> bool:
+    """Whether any of these heads has last observations beside it: `(records, 8)`, the bytes of their codes."""
+    return bool((np.ascontiguousarray(codes).view(np.uint64) & np.uint64(_FINAL)).any())
+
+
 def _reward_tag(rewards: Sequence[Any]) -> int | None:
     """The tag of the one type that all these numbers have; None where a double would not hold them exactly."""
     kinds = {*map(type, rewards)}

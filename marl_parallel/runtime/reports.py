@@ -81,7 +81,7 @@ def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | No
             advice = ""
     where = _place(lost.stack)
     at = f", at {where}" if where else ""
-    manner, to_do = _manner_of_death(lost.exitcode)
+    manner, to_do = _manner_of_death(lost)
     stack = f"\n\nIts stack:\n{lost.stack}" if lost.stack else ""
     return WorkerCrashed(
         f"worker {worker} ({_environments(share)}) died{during}{at}: {manner}\n\nWhat to do: {to_do}{advice}.{stack}",
@@ -139,9 +139,11 @@ def _environments(env_ids: Sequence[int]) -> str:
 _NATIVE = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"})
 
 
-def _manner_of_death(exitcode: int | None) -> tuple[str, str]:
+def _manner_of_death(lost: Lost) -> tuple[str, str]:
     """How a process died, and what there is to be done about it."""
-    alone = 'run that environment alone, with backend="serial"'
+    alone, exitcode = 'run that environment alone, with backend="serial"', lost.exitcode
+    if lost.reason:
+        return lost.reason, "see why, and whether it will happen again"
     if exitcode is None:
         return "how is not known", alone
     if exitcode >= 0:

@@ -217,12 +217,16 @@ class Crew(Owner):
         for worker, reply in self.backend.wait(patience, expected):
             if isinstance(reply, Lost):
                 self._lost(worker, reply)
-            elif reply.answers is Message.REBUILD:
-                self._rebuilt(worker, reply)
             else:
-                self._arrive(worker, reply)
+                self._hear(worker, reply)
         for worker in self._watch.late():
             self._late(worker)
+
+    def _hear(self, worker: int, reply: Reply) -> None:
+        if reply.answers is Message.REBUILD:
+            self._rebuilt(worker, reply)
+        else:
+            self._arrive(worker, reply)
 
     def _arrive(self, worker: int, reply: Reply) -> None:
         for env_id in sorted(reply.failures):
@@ -302,6 +306,8 @@ class Crew(Owner):
 
     def _late(self, worker: int) -> ParallelEnvError:
         """A worker hangs."""
+        for reply in self.backend.salvage(worker):
+            self._hear(worker, reply)
         running, doing, limit = self._watch.overrun(worker)
         assert limit is not None
         stack = self.backend.stack(worker)

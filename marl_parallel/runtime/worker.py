@@ -101,7 +101,7 @@ class Worker:
 
     Args:
         ledger: Where it notes what it is doing.
-        attach: Gives the memory of the block once it is told that there is one; called with its size in bytes.
+        attach: Gives the memory of the block once it is told that there is one, and what lies in it.
         own_process: Whether it may seed the process-wide generators before each constructor.
         in_line: Whether it runs in the caller's own thread, where a KeyboardInterrupt is the caller's.
     """
@@ -109,7 +109,7 @@ class Worker:
     def __init__(
         self,
         ledger: Ledger,
-        attach: Callable[[int], Any],
+        attach: Callable[[Layout], Any],
         *,
         own_process: bool = False,
         in_line: bool = False,
@@ -216,7 +216,7 @@ class Worker:
             return  # one block for all environments
         num_records, arrays = payload
         self._layout = Layout(Schema.of(self._episodes[env_id].env), num_records, arrays=arrays)
-        buffer = self._attach(self._layout.nbytes)
+        buffer = self._attach(self._layout)
         self._layout.bind(buffer)
         self._actions = ActionRecords(self._layout, buffer)
         self._transitions = TransitionRecords(self._layout, buffer)

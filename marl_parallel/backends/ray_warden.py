@@ -1,0 +1,146 @@
+"""What runs beside the workers of one node: looks at them from outside, and keeps what they leave behind.
+
+A worker that computes, hangs or is stopped cannot be asked, and one that died has nothing to say; their files can be
+read all the same, and what they have started can be ended. On a system without `/proc`, nothing is known of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from marl_parallel.backends import descendants
+from marl_parallel.backends.memory import Block
+from marl_parallel.backends.ray_worker import Files, Greeting
+from marl_parallel.backends.stacks import CrashFile, state_of
+from marl_parallel.runtime.ledger import Ledger
+
+_STACK_WITHIN_S = 1.0
+_DEAD_WITHIN_S = 2.0
+
+# From <linux/pidfd.h>: struct pidfd_info in its first size, which ends with the exit code.
+_PIDFD_INFO_NBYTES = 64
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO_NBYTES << 16 | 0xFF << 8 | 11
+
+
+class Remains(NamedTuple):
+    """Of a worker that has died, or is about to be ended.
+
+    Attributes:
+        ledger: Its bytes.
+        records: The whole records of its environments; empty where there was no block yet.
+        said: What `ray_worker.what_was_said` reads.
+        stack: The stack at a native crash, empty where there is none.
+        exitcode: As of `Lost`; None where it lives, or the kernel does not tell.
+    """
+
+    ledger: bytes
+    records: bytes
+    said: bytes
+    stack: str
+    exitcode: int | None
+
+
+class _Held:
+    """One worker, seen from outside."""
+
+    def __init__(self, greeting: Greeting) -> None:
+        self.pid, self.marker = greeting.pid, greeting.marker
+        self.handle = os.pidfd_open(greeting.pid)
+        opened = (os.open(f"/proc/{greeting.pid}/fd/{fd}", os.O_RDWR) for fd in greeting.files)
+        self.files = Files(*opened)
+        self.memory = Block(os.dup(self.files.ledger), Ledger.NBYTES)
+        self.crash = CrashFile(self.files.crash)
+
+    def end(self) -> None:
+        """Kill it, with its process group and whatever else carries its mark."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.handle, signal.SIGKILL)
+            select.select([self.handle], [], [], _DEAD_WITHIN_S)
+        # The number of its group is nobody else's while somebody is in it; that of a process may be.
+        if state_of(self.pid) in ("", "Z"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        descendants.kill_marked(self.marker)
+
+    def exitcode(self) -> int | None:
+        """How it ended, once it has: others than its parent are told by Linux 6.15 and later."""
+        import fcntl  # not on Windows, where nobody comes here
+
+        told = bytearray(_PIDFD_INFO_NBYTES)
+        struct.pack_into("=Q", told, 0, _PIDFD_INFO_EXIT)
+        try:
+            fcntl.ioctl(self.handle, _PIDFD_GET_INFO, told)
+        except OSError:
+            return None
+        (mask,), (status,) = struct.unpack_from("=Q", told), struct.unpack_from("=i", told, _PIDFD_INFO_NBYTES - 4)
+        return os.waitstatus_to_exitcode(status) if mask & _PIDFD_INFO_EXIT else None
+
+    def let_go(self) -> None:
+        for fd in (self.handle, *self.files):
+            os.close(fd)
+
+
+class RayWarden:
+    """The actor. Workers are known to it by keys of the driver's."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, _Held] = {}
+
+    def hold(self, key: int, greeting: Greeting) -> bool:
+        """Get hold of a worker; says whether that could be done."""
+        try:
+            self._held[key] = _Held(greeting)
+        except (OSError, AttributeError):  # it is gone already, or this system has no such things
+            return False
+        return True
+
+    def look(self, keys: Iterable[int]) -> tuple[float, dict[int, bytes]]:
+        """This machine's clock, and the ledgers of workers as they are right now."""
+        return time.monotonic(), {key: bytes(self._held[key].memory.buffer) for key in keys if key in self._held}
+
+    def discard(self, key: int) -> None:
+        """Tell a worker that nobody waits for what it has not begun yet."""
+        if key in self._held:
+            Ledger(self._held[key].memory.buffer).discard()
+
+    def stack(self, key: int) -> str:
+        """The Python stack of a worker as it is right now, empty where it cannot be had."""
+        return self._held[key].crash.stack(self._held[key].pid, _STACK_WITHIN_S) if key in self._held else ""
+
+    def remains(self, key: int, places: tuple[int, int] | None, *, dead: bool) -> Remains | None:
+        """What a worker has left behind, or leaves if it ends now.
+
+        Args:
+            key: Which.
+            places: Where the records of its environments begin and end; None where there is no block yet.
+            dead: Whether it has ended, or is just ending.
+
+        Returns:
+            None where nothing is known of it.
+        """
+        if key not in self._held:
+            return None
+        held, (start, stop) = self._held[key], places or (0, 0)
+        if dead:
+            select.select([held.handle], [], [], _DEAD_WITHIN_S)
+        return Remains(
+            bytes(held.memory.buffer),
+            os.pread(held.files.block, stop - start, start),
+            os.pread(held.files.said, os.fstat(held.files.said).st_size, 0),
+            held.crash.text(),
+            held.exitcode() if dead else None,
+        )
+
+    def end(self, keys: Sequence[int]) -> None:
+        """End workers with all that they have started, and forget them."""
+        for held in [self._held.pop(key) for key in keys if key in self._held]:
+            held.end()
+            held.let_go()

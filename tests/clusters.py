@@ -1,0 +1,62 @@
+"""Ray clusters on this machine: one node that most tests share, or several, and at most one of the two at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from marl_parallel.backends.ray_cluster import Connection
+
+NODES, CPUS_EACH = 3, 2
+_QUIET = {"prestart_worker_first_driver": False}
+_DEATHS_SEEN_SOON = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 300,
+    "health_check_timeout_ms": 3000,
+    "health_check_failure_threshold": 2,
+}
+
+
+class Grounds:
+    """What is there, and connected to, is left as it is until something else is asked for."""
+
+    def __init__(self) -> None:
+        self._connection: Connection | None = None
+        self._cluster: Any = None
+
+    def one_node(self) -> None:
+        """A node with eight CPUs."""
+        if self._connection is None or not ray.is_initialized():
+            self.nothing()
+            ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, _system_config=_QUIET)
+            self._connection = Connection(None)  # so that its wardens stay, too
+
+    def three_nodes(self) -> Any:
+        """A cluster of three nodes, and a head that takes no actors."""
+        if self._cluster is None:
+            self.nothing()
+            config = {**_QUIET, **_DEATHS_SEEN_SOON}
+            self._cluster = Cluster(
+                initialize_head=True,
+                head_node_args={"num_cpus": 0, "_system_config": config, "include_dashboard": False},
+            )
+        if not ray.is_initialized():
+            ray.init(address=self._cluster.address, log_to_driver=False)
+        for _ in range(NODES - len(self._cluster.worker_nodes)):  # a test may have removed one
+            self._cluster.add_node(num_cpus=CPUS_EACH)
+        self._cluster.wait_for_nodes()
+        return self._cluster
+
+    def nothing(self) -> None:
+        """Nothing at all."""
+        if self._connection is not None:
+            self._connection.release()
+            self._connection = None
+        ray.shutdown()
+        if self._cluster is not None:
+            self._cluster.shutdown()
+            self._cluster = None
+
+    close = nothing
