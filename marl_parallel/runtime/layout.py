@@ -158,6 +158,12 @@ class AgentColumns:
         column, row = self._row[agent]
         return column.read(record, row, copy)
 
+    def read_some(self, record: int, agents: Sequence[AgentID], copy: bool) -> list[Any]:
+        """The values of some of `agents`, in this order."""
+        if agents == self.agents:
+            return self.whole.read_all(record, copy)
+        return [self.read(record, agent, copy) for agent in agents]
+
     def write_stacked(self, values: Mapping[AgentID, Any]) -> None:
         """Write the values of some of `agents` in every record.
 
