@@ -23,6 +23,9 @@ from marl_parallel.runtime.transition import ALL, is_empty_info
 _IN_INFOS = {"infos", "reset_infos"}
 """What may travel pickled of a transition without that anything but its infos is missing in the block."""
 
+_OBSERVED, _REWARDED = BITS["observations"], BITS["rewards"]
+_MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED], np.uint8)
+
 _ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
@@ -231,13 +234,12 @@ class ArrayBatch:
     def _from_block(self) -> Arrays:
         """All but the infos, as the block has it."""
         transitions, n = self._batch.transitions, len(self.agents)
-        flags, presence = transitions.all_flags(), transitions.all_presence()
-        observed, rewarded, acting = [presence & BITS[name] != 0 for name in ("observations", "rewards", "acting")]
+        flags, (present, acting, observed, rewarded) = transitions.all_flags(), transitions.all_presence(_MASKS)
         observations = self._all_observations()
         self._clear_unobserved(observations, observed)
         return Arrays(
             observations, transitions.all_rewards(), flags[:, 0, :n], flags[:, 1, :n], flags[:, 0, n], flags[:, 1, n],
-            observed | rewarded, acting, {}, observed, rewarded,
+            present, acting, {}, observed, rewarded,
         )  # fmt: skip
 
     def _clear_unobserved(self, observations: list[Any], observed: NDArray[np.bool_]) -> None:
@@ -363,7 +365,7 @@ def _column(stacked: Any, row: int) -> Any:
         return {key: _column(child, row) for key, child in stacked.items()}
     if isinstance(stacked, tuple):
         return tuple(_column(child, row) for child in stacked)
-    return tuple(stacked[:, row]) if stacked.dtype == object else stacked[:, row]
+    return tuple(stacked[:, row]) if stacked.dtype.hasobject else stacked[:, row]
 
 
 def _copied(stacked: Any) -> Any:

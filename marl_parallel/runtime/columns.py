@@ -66,24 +66,27 @@ def conform(space: Space[Any], value: Any) -> Any:
 
 def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     """Turn one value into an array of exactly this dtype and shape, or raise `Mismatch`."""
-    expected = f"expected an array of shape {shape} and dtype {dtype}"
     try:
         array = np.asarray(value)
     except (ValueError, TypeError) as error:
-        raise Mismatch(f"{expected}, got {type(value).__name__} ({error})") from error
+        raise _mismatch(dtype, shape, f"{type(value).__name__} ({error})") from error
     if array.shape != shape:
-        raise Mismatch(f"{expected}, got shape {array.shape}")
+        raise _mismatch(dtype, shape, f"shape {array.shape}")
     if array.dtype == dtype:
         return array
     if array.dtype.kind in "bui" and dtype.kind in "bui":
         # NumPy would wrap some integers round and refuse others; what counts is that the numbers stay the same.
         cast = array.astype(dtype)
         if not np.array_equal(cast, array):
-            raise Mismatch(f"{expected}, got {array.dtype} values that {dtype} cannot hold")
+            raise _mismatch(dtype, shape, f"{array.dtype} values that {dtype} cannot hold")
         return cast
     if not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise Mismatch(f"{expected}, got dtype {array.dtype}, which cannot be cast to it")
+        raise _mismatch(dtype, shape, f"dtype {array.dtype}, which cannot be cast to it")
     return array.astype(dtype)
+
+
+def _mismatch(dtype: np.dtype[Any], shape: tuple[int, ...], got: str) -> Mismatch:
+    return Mismatch(f"expected an array of shape {shape} and dtype {dtype}, got {got}")
 
 
 def over_records(buffer: Any, starts: Sequence[int], offset: int, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:

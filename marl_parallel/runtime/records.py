@@ -258,9 +258,9 @@ class TransitionRecords:
         flags: NDArray[np.bool_] = (self._flag_rows & 1).view(np.bool_)
         return flags
 
-    def all_presence(self) -> NDArray[np.uint8]:
-        """The bits of all agents in all records: `(records, agents)`, a copy; see `heads.py`."""
-        presence: NDArray[np.uint8] = self._presence_rows.copy()
+    def all_presence(self, masks: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Who has any of the bits of each mask, in all records: `(masks, records, agents)`; for bits see `heads.py`."""
+        presence: NDArray[np.bool_] = (self._presence_rows & masks[:, None, None]) != 0
         return presence
 
     def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
