@@ -131,7 +131,7 @@ ENDS: list[tuple[dict, ...]] = [
     ({}, {}, LEAVE, STAY, {}),
     (SEEN, {"c": 2}, STAY, LEAVE, NO_NEWS),
     (SEEN, PAID, {"b": True, "__all__": True}, {"__all__": False}, {"b": {}}),
-    (SEEN, PAID, STAY, {**LEAVE, "a": np.True_, "b": 0}, {"b": {"last": 1}}),
+    (SEEN, PAID, STAY, {**LEAVE, "a": np.True_, "b": 1}, {"b": {"last": 1}}),
     (SEEN, {**PAID, "b": 2**60}, LEAVE, STAY, {**NO_NEWS, "c": {"last": np.arange(3)}, "__common__": {"x": "y"}}),
     ({agent: SEEN[agent] for agent in "cab"}, {agent: PAID[agent] for agent in "bca"}, LEAVE, LEAVE, NO_NEWS),
 ]
@@ -141,7 +141,8 @@ def ending(env_id: int) -> Any:
     """Ends with every other step, in all of these ways; each copy begins with another."""
     views = spaces.Dict({agent: spaces.Box(-9, 9, (2,), np.float32) for agent in AGENTS})
     acts = spaces.Dict(dict.fromkeys(AGENTS, spaces.Discrete(2)))
-    between = ({"b": SEEN["b"]} if env_id == 1 else SEEN, PAID, STAY, STAY, NO_NEWS)
+    stay = dict.fromkeys(STAY, np.False_) if env_id == 0 else STAY
+    between = ({"b": SEEN["b"]} if env_id == 1 else SEEN, PAID, stay, stay, NO_NEWS)
     steps = [step for end in [*ENDS[env_id:], *ENDS[:env_id]] for step in (between, end)]
     return Scripted(views, acts, (SEEN, {"a": {"first": env_id}} if env_id == 2 else NO_NEWS), steps, AGENTS)
 
