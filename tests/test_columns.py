@@ -112,6 +112,46 @@ def test_arrays_of_another_dtype():
     assert_same(columns.read_span(range(1), True), [np.array([0.5, 1, 0], np.float32), ones, ones])
 
 
+def write_all(columns: Any, values: list[Any]) -> None:
+    columns.write_all(0, values)
+
+
+def write_span(columns: Any, values: list[Any]) -> None:
+    columns.write_span(range(1), values)
+
+
+def write_each(columns: Any, values: list[Any]) -> None:
+    for row, value in enumerate(values):
+        columns.write(0, row, value)
+
+
+ALL_DTYPES = ["?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], "O", "U1", "m8[s]"]
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex")
+@pytest.mark.parametrize("write", [write_all, write_span, write_each])
+@pytest.mark.parametrize("given", ALL_DTYPES)
+@pytest.mark.parametrize("declared", [np.float16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64])
+def test_casts(declared, given, write):
+    """However it is written: between integers nothing but the number counts, and else it is NumPy's "same kind"."""
+    columns = whole([spaces.Box(0, 1, (3,), declared)] * 2)
+    values = [np.array([0, 1, 1]).astype(given), np.array([1, 0, 1], declared)]
+    integers = np.dtype(given).kind in "bui" and np.dtype(declared).kind in "ui"
+    if integers or np.can_cast(given, declared, "same_kind"):
+        write(columns, values)
+        assert_same(columns.read_all(0, True), [np.array([0, 1, 1], declared), np.array([1, 0, 1], declared)])
+    else:
+        with pytest.raises(Mismatch, match=f"expected an array of shape .* and dtype {np.dtype(declared)}, got"):
+            write(columns, values)
+
+
+@pytest.mark.parametrize("write", [write_all, write_span, write_each])
+def test_integers_are_never_wrapped_round(write):
+    columns = whole([spaces.MultiBinary(2)] * 2)
+    with pytest.raises(Mismatch, match="int64 values that int8 cannot hold"):
+        write(columns, [np.array([0, 1]), np.array([0, 257])])
+
+
 @pytest.mark.parametrize("kind", [int, bool, float, np.float32, np.int8])
 def test_numbers_of(kind):
     numbers = numbers_of(np.array([[0, 1], [1, 0]], np.float64), kind)

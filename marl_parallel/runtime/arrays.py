@@ -1,12 +1,12 @@
 """The batch as arrays over all environments: the other view, beside dicts, of what lies in the block.
 
-Facades are made of it. Usual transitions, and all actions, cross between the block and arrays whole, with no loop over
-environments; the others are taken from their dicts, so that what they mean is said in one place.
+Facades are made of it. Actions, and what lies in the block of transitions, cross between the block and arrays whole,
+with no loop over environments; transitions of which more travels pickled than infos are taken from their dicts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,8 +16,15 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.runtime.batch import Batch
 from marl_parallel.runtime.columns import Column, Mismatch
+from marl_parallel.runtime.heads import BITS
 from marl_parallel.runtime.layout import alike
 from marl_parallel.runtime.transition import ALL, is_empty_info
+
+_IN_INFOS = {"infos", "reset_infos"}
+"""What may travel pickled of a transition without that anything but its infos is missing in the block."""
+
+_OBSERVED, _REWARDED = BITS["observations"], BITS["rewards"]
+_MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED], np.uint8)
 
 _ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
 
@@ -112,6 +119,7 @@ class ArrayBatch:
         self._actions_in_block = bool(layout.agents) and layout.actions.agents == self.agents and not batch.checks
         self._num_envs = layout.num_records
         self._shape = self._num_envs, len(self.agents)
+        self._everybody, self._nobody = np.ones(self._shape, np.bool_), np.zeros(self._shape, np.bool_)
         self._observations: list[Any] = [None] * len(self.groups)
         self._row_agents: tuple[tuple[AgentID, ...], ...] | None = None
         self._row_places: list[tuple[Column, slice]] | None = None
@@ -198,33 +206,47 @@ class ArrayBatch:
         Raises:
             ValueError: Something has no place in an array, such as a vector of rewards or an agent that is unknown.
         """
-        batch, shape = self._batch, self._shape
-        arrays = Arrays(
-            self._all_observations(),
-            batch.transitions.all_rewards() if self._in_block else np.zeros(shape),
-            np.zeros(shape, np.bool_),
-            np.zeros(shape, np.bool_),
-            np.zeros(self._num_envs, np.bool_),
-            np.zeros(self._num_envs, np.bool_),
-            np.ones(shape, np.bool_),
-            np.ones(shape, np.bool_),
-            {},
-            np.ones(shape, np.bool_),
-            np.ones(shape, np.bool_),
-        )
-        others: Iterable[int] = range(self._num_envs)
-        if self._in_block:
-            plain = batch.transitions.plain()
-            if not extras and plain.all():
-                batch.note_quiet(range(self._num_envs))
-                return arrays
-            plain[[*extras]] = False
-            for env_id in np.flatnonzero(plain).tolist():
-                batch.note_quiet(range(env_id, env_id + 1))
-            others = np.flatnonzero(~plain).tolist()
-        for env_id in others:
-            self._read_dicts(arrays, env_id, extras)
+        if not self._in_block:
+            observations = [_zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
+            arrays = self._unflagged(observations, np.zeros(self._shape), self._nobody)
+        elif not extras and self._batch.transitions.all_quiet():
+            self._batch.note_quiet(range(self._num_envs))
+            return self._unflagged(self._all_observations(), self._batch.transitions.all_rewards(), self._everybody)
+        else:
+            arrays = self._from_block()
+        for env_id in range(self._num_envs):
+            more = extras.get(env_id)
+            if self._in_block and (more is None or (type(more) is dict and more.keys() <= _IN_INFOS)):
+                self._note_infos(arrays, env_id, self._batch.read_rest(env_id, more))
+            else:
+                self._read_dicts(arrays, env_id, extras)
         return arrays
+
+    def _unflagged(self, observations: list[Any], rewards: NDArray[np.float64], there: NDArray[np.bool_]) -> Arrays:
+        """With these agents there and acting, and no flag set."""
+        no = self._nobody
+        of_all = no[:, 0]
+        return Arrays(
+            observations, rewards, no.copy(), no.copy(), of_all.copy(), of_all.copy(),
+            there.copy(), there.copy(), {}, there.copy(), there.copy(),
+        )  # fmt: skip
+
+    def _from_block(self) -> Arrays:
+        """All but the infos, as the block has it."""
+        transitions, n = self._batch.transitions, len(self.agents)
+        flags, (present, acting, observed, rewarded) = transitions.all_flags(), transitions.all_presence(_MASKS)
+        observations = self._all_observations()
+        self._clear_unobserved(observations, observed)
+        return Arrays(
+            observations, transitions.all_rewards(), flags[:, 0, :n], flags[:, 1, :n], flags[:, 0, n], flags[:, 1, n],
+            present, acting, {}, observed, rewarded,
+        )  # fmt: skip
+
+    def _clear_unobserved(self, observations: list[Any], observed: NDArray[np.bool_]) -> None:
+        """Put zeros where the block still has what was observed once."""
+        if not observed.all():
+            for stacked, (_, positions) in zip(observations, self.groups):
+                _clear(stacked, ~observed[:, positions])
 
     def read_some(self, env_ids: Sequence[int], extras: Mapping[int, Any], before: Arrays) -> Arrays:
         """The transitions of some environments, among the observations of all.
@@ -235,23 +257,13 @@ class ArrayBatch:
             before: What was read last.
         """
         observations = self._all_observations() if self._in_block else [_copied(one) for one in before.observations]
-        arrays = Arrays(
-            observations,
-            np.zeros(self._shape),
-            np.zeros(self._shape, np.bool_),
-            np.zeros(self._shape, np.bool_),
-            np.zeros(self._num_envs, np.bool_),
-            np.zeros(self._num_envs, np.bool_),
-            before.present.copy(),
-            before.acting.copy(),
-            {},
-            before.observed.copy(),
-            np.zeros(self._shape, np.bool_),
-        )
         if self._in_block:
-            for env_id, agent in zip(*np.nonzero(~before.observed)):
-                group, row = self._rows[self.agents[agent]]
-                _clear(observations[group], (env_id, row))
+            self._clear_unobserved(observations, before.observed)
+        arrays = self._unflagged(observations, np.zeros(self._shape), self._nobody)._replace(
+            present=before.present.copy(),
+            acting=before.acting.copy(),
+            observed=before.observed.copy(),
+        )
         for env_id in env_ids:
             self._read_dicts(arrays, env_id, extras)
         return arrays
@@ -261,19 +273,17 @@ class ArrayBatch:
         return {agent: _column(observations[group], row) for agent, (group, row) in self._ordered}
 
     def _all_observations(self) -> list[Any]:
-        if self._in_block:
-            observations = [column.copied(out) for column, out in zip(self._columns, self._observations)]
-        else:
-            observations = [_zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
+        """Everybody's, as they lie in the block."""
+        observations = [column.copied(out) for column, out in zip(self._columns, self._observations)]
         if not self._copy:
             self._observations = observations
         return observations
 
     def _read_dicts(self, arrays: Arrays, env_id: int, extras: Mapping[int, Any]) -> None:
         (seen,), (rewards,), (terminateds,), (truncateds,), (infos,) = self._batch.read((env_id,), extras)
-        masks = arrays.present, arrays.acting, arrays.observed, arrays.rewarded
-        for array in (arrays.rewards, *masks, *arrays.observations):
-            _clear(array, env_id)
+        for part in arrays:
+            if part is not arrays.infos:
+                _clear(part, env_id)
         for agent, observation in seen.items():
             group, row = self._rows[self._known(env_id, agent)]
             _put(arrays.observations[group], (env_id, row), observation, f"environment {env_id}: agent {agent!r}")
@@ -298,6 +308,10 @@ class ArrayBatch:
                 else:
                     of_agents[env_id, self._column[self._known(env_id, agent)]] = flag
         arrays.acting[env_id, [self._column[agent] for agent in self._batch.acting[env_id]]] = True
+        self._note_infos(arrays, env_id, infos)
+
+    @staticmethod
+    def _note_infos(arrays: Arrays, env_id: int, infos: dict[Any, Any]) -> None:
         if not all(map(is_empty_info, infos.values())):
             arrays.infos[env_id] = infos
 
@@ -351,7 +365,7 @@ def _column(stacked: Any, row: int) -> Any:
         return {key: _column(child, row) for key, child in stacked.items()}
     if isinstance(stacked, tuple):
         return tuple(_column(child, row) for child in stacked)
-    return tuple(stacked[:, row]) if stacked.dtype == object else stacked[:, row]
+    return tuple(stacked[:, row]) if stacked.dtype.hasobject else stacked[:, row]
 
 
 def _copied(stacked: Any) -> Any:

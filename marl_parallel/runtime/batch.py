@@ -196,6 +196,12 @@ class Batch:
         observations, rewards, terminateds, truncateds, infos = zip(*rows)
         return observations, rewards, terminateds, truncateds, infos
 
+    def read_rest(self, env_id: int, extras: Any) -> dict[Any, Any]:
+        """The infos of one environment of which nothing else travelled pickled; all else is read from the block."""
+        infos, self.acting[env_id], self.alive[env_id], ended = self.transitions.read_rest(env_id, extras or {})
+        self.over[env_id] = ended and self.mode is not AutoresetMode.SAME_STEP
+        return infos
+
     def note_quiet(self, span: range) -> None:
         """Note that in these environments everybody acts next and nothing is over."""
         everyone = [self.transitions.agents] * len(span)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -66,24 +66,27 @@ def conform(space: Space[Any], value: Any) -> Any:
 
 def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     """Turn one value into an array of exactly this dtype and shape, or raise `Mismatch`."""
-    expected = f"expected an array of shape {shape} and dtype {dtype}"
     try:
         array = np.asarray(value)
     except (ValueError, TypeError) as error:
-        raise Mismatch(f"{expected}, got {type(value).__name__} ({error})") from error
+        raise _mismatch(dtype, shape, f"{type(value).__name__} ({error})") from error
     if array.shape != shape:
-        raise Mismatch(f"{expected}, got shape {array.shape}")
+        raise _mismatch(dtype, shape, f"shape {array.shape}")
     if array.dtype == dtype:
         return array
     if array.dtype.kind in "bui" and dtype.kind in "bui":
         # NumPy would wrap some integers round and refuse others; what counts is that the numbers stay the same.
         cast = array.astype(dtype)
         if not np.array_equal(cast, array):
-            raise Mismatch(f"{expected}, got {array.dtype} values that {dtype} cannot hold")
+            raise _mismatch(dtype, shape, f"{array.dtype} values that {dtype} cannot hold")
         return cast
     if not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise Mismatch(f"{expected}, got dtype {array.dtype}, which cannot be cast to it")
+        raise _mismatch(dtype, shape, f"dtype {array.dtype}, which cannot be cast to it")
     return array.astype(dtype)
+
+
+def _mismatch(dtype: np.dtype[Any], shape: tuple[int, ...], got: str) -> Mismatch:
+    return Mismatch(f"expected an array of shape {shape} and dtype {dtype}, got {got}")
 
 
 def over_records(buffer: Any, starts: Sequence[int], offset: int, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -180,6 +183,8 @@ class ArrayColumn(Column):
         self.rows, self.dtype, self.shape = rows, dtype, shape
         self.offset = place(rows * dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
         self._lengths = [shape[0] if shape else 0] * rows
+        # What `as_array` does with numbers of another dtype; integers want a look at each.
+        self._casting: Literal["same_kind", "equiv"] = "same_kind" if dtype.kind in "fc" else "equiv"
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         self._all = over_records(buffer, starts, self.offset, self.dtype, (self.rows, *self.shape))
@@ -193,10 +198,10 @@ class ArrayColumn(Column):
         try:
             # The other dimensions are compared by NumPy.
             if self._flat and [*map(len, values)] == self._lengths:
-                np.concatenate(values, out=self._flat[record], casting="equiv")
+                np.concatenate(values, out=self._flat[record], casting=self._casting)
                 return
         except (TypeError, ValueError):
-            pass  # not arrays, or of another dtype: one by one, which converts or says which is wrong
+            pass  # not arrays, or of a dtype that needs a look: one by one, which converts or says which is wrong
         for row, value in enumerate(values):
             self.write(record, row, value)
 
@@ -208,7 +213,7 @@ class ArrayColumn(Column):
     def write_span(self, span: range, values: Sequence[Any]) -> None:
         try:
             if self._flat and [*map(len, values)] == self._lengths * len(span):
-                end_to_end = np.concatenate(values, casting="equiv", dtype=self.dtype)
+                end_to_end = np.concatenate(values, casting=self._casting, dtype=self.dtype)
                 if end_to_end.shape[1:] == self.shape[1:]:
                     self._all[span.start : span.stop] = end_to_end.reshape(len(span), self.rows, *self.shape)
                     return

@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
 from marl_parallel.runtime.ledger import Activity, Ledger
-from marl_parallel.runtime.transition import ALL, COMMON, Transition, Usual, is_empty_info
+from marl_parallel.runtime.transition import ALL, COMMON, Transition, Usual, is_empty_info, kept
 
 _RESET, _STEP = int(Activity.RESET), int(Activity.STEP)  # a member of an Enum costs a look-up each time
 _NOT_ENDED = (False, False)
@@ -123,7 +123,7 @@ class Episode:
             return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, acting)
         self.ended_for_now = True
         # Simulators that use the same arrays and dicts again would overwrite them with the next episode's.
-        observations, rewards, terminateds, truncateds, infos = _kept(
+        observations, rewards, terminateds, truncateds, infos = kept(
             (observations, rewards, terminateds, truncateds, infos)
         )
         return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, ())
@@ -184,14 +184,6 @@ class Episode:
             return _NOT_ENDED
         terminated = all(terminateds.get(agent, False) for agent in before)
         return terminated, not terminated
-
-
-def _kept(values: Any) -> Any:
-    try:
-        return copy.deepcopy(values)
-    except Exception:
-        # What cannot be copied cannot be pickled either; that is found, and told, when it is to be sent.
-        return values
 
 
 def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:

@@ -158,6 +158,12 @@ class AgentColumns:
         column, row = self._row[agent]
         return column.read(record, row, copy)
 
+    def read_some(self, record: int, agents: Sequence[AgentID], copy: bool) -> list[Any]:
+        """The values of some of `agents`, in this order."""
+        if agents == self.agents:
+            return self.whole.read_all(record, copy)
+        return [self.read(record, agent, copy) for agent in agents]
+
     def write_stacked(self, values: Mapping[AgentID, Any]) -> None:
         """Write the values of some of `agents` in every record.
 
@@ -178,10 +184,11 @@ class AgentColumns:
     @staticmethod
     def _write_together(column: Column, values: Sequence[Any]) -> bool:
         """Write all rows of a column at once; says whether it could, as it can where they are arrays of one dtype."""
-        if any(type(value) is not np.ndarray for value in values) or len({value.dtype for value in values}) > 1:
+        if {*map(type, values)} != {np.ndarray} or len({value.dtype for value in values}) > 1:
             return False
         try:
-            column.write_stacked(slice(None), np.stack(values, axis=1))
+            # `np.stack` would cost more than all the rest.
+            column.write_stacked(slice(None), np.array(values).swapaxes(0, 1))
         except (ValueError, Mismatch):
             return False  # one by one finds which
         return True

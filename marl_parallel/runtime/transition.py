@@ -1,17 +1,18 @@
-"""A transition as it is told: the dicts of one step of one environment, and what is usual about them.
+"""A transition as it is told: the dicts of one step of one environment, what is usual about them, and how to keep them.
 
 What a transition means is decided in `episode.py`; how it travels is the business of `records.py`.
 """
 
 from __future__ import annotations
 
+import copy
 import marshal
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from marl_parallel.adapters.protocol import AgentID
+from marl_parallel.adapters.protocol import AgentID, Dicts
 
 ALL = "__all__"
 """The key of the flags that speak for the whole episode."""
@@ -22,6 +23,8 @@ COMMON = "__common__"
 FLOATS: tuple[type, ...] = (float, np.float64, np.float32, np.float16)
 """The types of rewards that a double holds exactly, whatever the number."""
 
+_NUMPY_SCALARS = (np.dtype(code).type for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"])
+_IMMUTABLE = frozenset({type(None), bool, int, float, complex, str, bytes, *_NUMPY_SCALARS})
 _WITHOUT_REFERENCES = 2  # a version of the format: what is equal always marshals alike
 
 
@@ -106,3 +109,38 @@ class Usual:
 def is_empty_info(info: Any) -> bool:
     """Whether an info is `{}` and nothing else; comparing would trip over arrays and take other empty things for it."""
     return type(info) is dict and not info
+
+
+def kept(dicts: Dicts) -> Dicts:
+    """The five dicts of a step in memory of our own, whatever the simulator does to its own afterwards.
+
+    What is one object in several places is one in the copies, too; what cannot be copied stays as it is.
+
+    Example:
+        >>> seen = np.zeros(2)
+        >>> (ours, *_) = kept(({"a": seen, "b": seen}, {}, {}, {}, {}))
+        >>> ours["a"] is seen, ours["a"] is ours["b"]
+        (False, True)
+    """
+    *others, infos = dicts
+    memo: dict[int, Any] = {}
+    try:
+        observations, rewards, terminateds, truncateds = [_copied(part, memo) for part in others]
+        # The only one of which the type is told, too.
+        told = _copied(infos, memo) if type(infos) is dict else copy.deepcopy(infos, memo)
+    except Exception:
+        # What cannot be copied cannot be pickled either; that is found, and told, when it is to be sent.
+        return dicts
+    return observations, rewards, terminateds, truncateds, told
+
+
+def _copied(values: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
+    """What `copy.deepcopy` makes of a dict, at a third of its price where what is in it is plain."""
+    kinds = {*map(type, values.values())}
+    if kinds <= _IMMUTABLE:
+        return {**values}
+    if kinds == {np.ndarray}:
+        return {key: memo.setdefault(id(array), array.__deepcopy__(memo)) for key, array in values.items()}
+    if kinds == {dict} and not any(values.values()):
+        return {key: memo.setdefault(id(empty), {}) for key, empty in values.items()}
+    return copy.deepcopy(values, memo)

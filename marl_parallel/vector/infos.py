@@ -48,7 +48,7 @@ def _joined(key: Any, rows: Sequence[int], values: Sequence[Any], num_rows: int)
         array = _of_numbers(rows, values, num_rows)
         if array is not None:
             return array
-    objects = np.full(num_rows, None, object)
+    objects = np.empty(num_rows, object)  # of None
     for row, value in zip(rows, values):
         objects[row] = value
     return objects

@@ -70,8 +70,7 @@ class PettingZooVecEnv(Inquiries):
             {agent: batch_space(declared[agent], self.num_envs) for agent in self.possible_agents}
             for declared in self._single
         )
-        self.present: ByAgent = self._by_agent(np.zeros((self.num_envs, len(self.possible_agents)), np.bool_))
-        self.acting: ByAgent = self._by_agent(np.zeros((self.num_envs, len(self.possible_agents)), np.bool_))
+        self._present = self._acting = np.zeros((self.num_envs, len(self.possible_agents)), np.bool_)
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -95,6 +94,16 @@ class PettingZooVecEnv(Inquiries):
     def render_mode(self) -> str | None:
         """The render mode of the first copy."""
         return self.env.render_mode
+
+    @property
+    def present(self) -> ByAgent:
+        """By agent, in which copies its rows are data: `(num_envs,)`, bool."""
+        return self._by_agent(self._present)
+
+    @property
+    def acting(self) -> ByAgent:
+        """By agent, in which copies it should act next: `(num_envs,)`, bool."""
+        return self._by_agent(self._acting)
 
     @property
     def over(self) -> NDArray[np.bool_]:
@@ -170,7 +179,7 @@ class PettingZooVecEnv(Inquiries):
         return self._told(self._stepper.receive())
 
     def _told(self, arrays: Arrays) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
-        self.present, self.acting = self._by_agent(arrays.present), self._by_agent(arrays.acting)
+        self._present, self._acting = arrays.present, arrays.acting
         return (
             self._batch.by_agent(arrays.observations),
             self._by_agent(arrays.rewards),

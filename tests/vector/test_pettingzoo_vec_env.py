@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from environments import Scripted
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector.utils import batch_space
@@ -117,6 +118,46 @@ def test_rows_are_the_dicts_of_the_core(how, name, mode):
                     if env_id not in env_ids:
                         assert all(facade.present[a][env_id] == before[a][env_id] for a in before)
                         assert all(same(at(observations[a], env_id), at(told[0][a], env_id)) for a in before)
+
+
+SEEN = {agent: np.array([place, -place], np.float32) for place, agent in enumerate(AGENTS, 1)}
+PAID = {"a": 1.0, "b": 0.5, "c": 0.0}
+STAY, LEAVE = ({**dict.fromkeys(AGENTS, flag), "__all__": flag} for flag in (False, True))
+NO_NEWS: dict[str, dict[str, Any]] = {agent: {} for agent in AGENTS}
+ENDS: list[tuple[dict, ...]] = [
+    (SEEN, PAID, STAY, LEAVE, NO_NEWS),
+    (SEEN, PAID, LEAVE, STAY, NO_NEWS),
+    ({"a": SEEN["a"]}, PAID, STAY, LEAVE, NO_NEWS),
+    ({}, {}, LEAVE, STAY, {}),
+    (SEEN, {"c": 2}, STAY, LEAVE, NO_NEWS),
+    (SEEN, PAID, {"b": True, "__all__": True}, {"__all__": False}, {"b": {}}),
+    (SEEN, PAID, STAY, {**LEAVE, "a": np.True_, "b": 1}, {"b": {"last": 1}}),
+    (SEEN, {**PAID, "b": 2**60}, LEAVE, STAY, {**NO_NEWS, "c": {"last": np.arange(3)}, "__common__": {"x": "y"}}),
+    ({agent: SEEN[agent] for agent in "cab"}, {agent: PAID[agent] for agent in "bca"}, LEAVE, LEAVE, NO_NEWS),
+]
+
+
+def ending(env_id: int) -> Any:
+    """Ends with every other step, in all of these ways; each copy begins with another."""
+    views = spaces.Dict({agent: spaces.Box(-9, 9, (2,), np.float32) for agent in AGENTS})
+    acts = spaces.Dict(dict.fromkeys(AGENTS, spaces.Discrete(2)))
+    stay = dict.fromkeys(STAY, np.False_) if env_id == 0 else STAY
+    between = ({"b": SEEN["b"]} if env_id == 1 else SEEN, PAID, stay, stay, NO_NEWS)
+    steps = [step for end in [*ENDS[env_id:], *ENDS[:env_id]] for step in (between, end)]
+    return Scripted(views, acts, (SEEN, {"a": {"first": env_id}} if env_id == 2 else NO_NEWS), steps, AGENTS)
+
+
+@MODES
+@pytest.mark.parametrize("how", HOWS)
+def test_ends_of_every_kind(how, mode):
+    facade, plain = both(ending, mode, **HOWS[how])
+    with facade, plain:
+        facade.reset()
+        plain.reset()
+        for _ in range(4 * len(ENDS)):
+            actions = drawn(facade, facade.possible_agents)
+            dicts = plain.step(as_dicts(actions, plain.acting))
+            assert_rows(facade.step(actions), dicts, facade, plain)
 
 
 @MODES
