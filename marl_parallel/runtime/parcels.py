@@ -61,6 +61,10 @@ class Parcels:
         """Write what `results` of the other end gave, for the same records."""
         self._put(env_ids, self._layout.transition_head, parcel)
 
+    def places(self, env_ids: range) -> tuple[int, int]:
+        """Where the whole records of neighbours begin and end in a block, in bytes."""
+        return env_ids.start * self._layout.stride, env_ids.stop * self._layout.stride
+
     def put_records(self, env_ids: Sequence[int], records: bytes) -> None:
         """Write what a worker has written into some records, from these whole records of its block."""
         whole = np.frombuffer(records, np.uint8).reshape(len(env_ids), self._layout.stride)
