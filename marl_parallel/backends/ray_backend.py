@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from marl_parallel.backends.ray_cluster import Connection, NoCluster, Room
 from marl_parallel.backends.ray_host import RayHost, end, look
-from marl_parallel.backends.ray_worker import Parcel, RayWorker
+from marl_parallel.backends.ray_worker import Packed, RayWorker
 from marl_parallel.errors import ParallelEnvError
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.layout import Layout
@@ -214,13 +214,13 @@ class RayBackend(Backend):
 
     def _taken(self, workers: Sequence[int]) -> Iterator[tuple[int, Reply | Lost]]:
         """What workers say, of each of which something is there."""
-        parcels: dict[int, Parcel] = {}
+        told: dict[int, Packed] = {}
         whole = [worker for worker in workers if self._hosts[worker].parcel_to_come]
         if len(whole) > 1:  # all at once is quicker
             with contextlib.suppress(RayError):  # one by one finds whose
-                parcels = dict(zip(whole, ray.get([self._hosts[worker].next for worker in whole])))
+                told = dict(zip(whole, ray.get([self._hosts[worker].next for worker in whole])))
         for worker in workers:
-            for said in self._hosts[worker].take(self._parcels, parcels.get(worker)):
+            for said in self._hosts[worker].take(self._parcels, told.get(worker)):
                 yield worker, said
 
     def interrupt(self) -> None:

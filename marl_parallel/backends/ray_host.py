@@ -5,6 +5,7 @@ Which workers there are, and waiting for any of them, is the business of `ray_ba
 
 from __future__ import annotations
 
+import pickle
 import re
 import secrets
 import time
@@ -18,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from marl_parallel.backends.ray_cluster import Connection
 from marl_parallel.backends.ray_warden import Remains
-from marl_parallel.backends.ray_worker import Greeting, Parcel, what_was_said
+from marl_parallel.backends.ray_worker import Greeting, Packed, Parcel, unpacked, what_was_said
 from marl_parallel.runtime.ledger import Ledger
 from marl_parallel.runtime.messages import Lost, Message, Reply, Request
 from marl_parallel.runtime.parcels import WITH_ACTIONS, Parcels
@@ -107,22 +108,23 @@ class RayHost:
             actions = parcels.actions(self._of(request))
         self._count += 1
         method = self.actor.each.options(num_returns="streaming") if request.each else self.actor.execute
-        self._asked.append(Asked(self._count, request, method.remote(self._count, request, actions)))
+        order = pickle.dumps((self._count, request, actions), pickle.HIGHEST_PROTOCOL)
+        self._asked.append(Asked(self._count, request, method.remote(order)))
 
-    def take(self, parcels: Parcels | None, parcel: Parcel | None = None) -> list[Reply | Lost]:
+    def take(self, parcels: Parcels | None, told: Packed | None = None) -> list[Reply | Lost]:
         """What it says, of which something is there.
 
         Args:
             parcels: This end's block; None where there is none yet.
-            parcel: What `next` has turned out to be, where that is known.
+            told: What `next` has turned out to be, where that is known.
         """
         try:
             if self._arriving is not None:
                 self.arrive(parcels)
                 return []
             asked = self._asked[0]
-            if parcel is None:
-                parcel = ray.get(next(asked.answer) if asked.request.each else asked.answer)
+            if told is None:
+                told = ray.get(next(asked.answer) if asked.request.each else asked.answer)
         except StopIteration:  # the rest is discarded
             self._asked.popleft()
             return []
@@ -130,7 +132,7 @@ class RayHost:
             raise
         except RayError as error:
             return self._bury(error, parcels)
-        return [*self._unpacked(asked, parcel, parcels)]
+        return [*self._unpacked(asked, unpacked(told), parcels)]
 
     def arrive(self, parcels: Parcels | None) -> None:
         """Take the next of what must come before it can be asked.

@@ -14,7 +14,7 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -26,6 +26,8 @@ from marl_parallel.runtime.ledger import Ledger
 from marl_parallel.runtime.messages import Reply, Request
 from marl_parallel.runtime.parcels import WITH_ACTIONS, WITH_RESULTS, Parcels
 from marl_parallel.runtime.worker import Worker
+
+_LARGE = 1 << 20
 
 
 class Files(NamedTuple):
@@ -76,6 +78,24 @@ class Parcel(NamedTuple):
     results: NDArray[Any] | None
 
 
+Packed: TypeAlias = bytes | tuple[bytes, NDArray[Any]]
+
+
+def packed(parcel: Parcel) -> Packed:
+    """A parcel as Ray carries it fastest: all in one string of bytes, or what is large beside it, without a copy."""
+    if parcel.results is None or parcel.results.nbytes < _LARGE:
+        return pickle.dumps(tuple(parcel), pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps((parcel.replies, parcel.ledger), pickle.HIGHEST_PROTOCOL), parcel.results
+
+
+def unpacked(told: Packed) -> Parcel:
+    """What was `packed`."""
+    if isinstance(told, bytes):
+        return Parcel(*pickle.loads(told))
+    replies, ledger = pickle.loads(told[0])
+    return Parcel(replies, ledger, told[1])
+
+
 class RayWorker:
     """The actor.
 
@@ -110,14 +130,14 @@ class RayWorker:
             ray.get_runtime_context().get_node_id(), time.monotonic(), os.getpid(), self._marker, self._files
         )
 
-    def execute(self, number: int, request: Request, actions: NDArray[Any] | None) -> Parcel:
+    def execute(self, order: bytes) -> Packed:
         """Carry out a request whose replies may come together.
 
         Args:
-            number: Of the request.
-            request: What to do.
-            actions: As of `Parcels.actions`; None where the request goes without.
+            order: The request's number among all that the worker has had, the request, and the actions, as of
+                `Parcels.actions`, or None; pickled, since Ray itself would take several times as long over it.
         """
+        number, request, actions = pickle.loads(order)
         replies: list[Reply] = []
         said = False
 
@@ -132,8 +152,9 @@ class RayWorker:
         self._worker.execute(request, send)
         return self._packed(request, replies)
 
-    def each(self, number: int, request: Request, actions: NDArray[Any] | None) -> Iterator[Parcel]:
+    def each(self, order: bytes) -> Iterator[Packed]:
         """Carry out a request that each environment is to be replied for as soon as it is done; as `execute`."""
+        number, request, actions = pickle.loads(order)
         self._unpack(request, actions)
         env_ids = self._of(request)
         for place, env_id in enumerate(env_ids):
@@ -160,11 +181,11 @@ class RayWorker:
         if actions is not None and self._parcels is not None and request.message in WITH_ACTIONS:
             self._parcels.put_actions(self._of(request), actions)
 
-    def _packed(self, request: Request, replies: list[Reply]) -> Parcel:
+    def _packed(self, request: Request, replies: list[Reply]) -> Packed:
         results = None
         if self._parcels is not None and request.message in WITH_RESULTS:
             results = self._parcels.results(self._of(request), request.message)
-        return Parcel(replies, bytes(self._memory.buffer), results)
+        return packed(Parcel(replies, bytes(self._memory.buffer), results))
 
     def _say(self, replies: list[Reply], number: int, *, begin: bool) -> None:
         """Leave what is said where it is found if this process dies before it is heard."""
