@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from marl_parallel.cli.bench import bench
+from marl_parallel.cli.check import check
 
 app = typer.Typer(
     name="marl-parallel",
@@ -21,3 +22,4 @@ def marl_parallel() -> None:
 
 
 app.command()(bench)
+app.command()(check)

@@ -14,27 +14,20 @@ from marl_parallel.cli import report as reporting
 from marl_parallel.cli.failures import CommandError, told_briefly
 from marl_parallel.cli.machine import machine
 from marl_parallel.cli.measure import contenders, measure, turns
+from marl_parallel.cli.options import Debug, EnvArgument, EnvKwargs, backend_names, whole_numbers
 from marl_parallel.cli.report import Report
 from marl_parallel.cli.target import constructor_of, distributions_of
 
 
 def bench(
-    env: Annotated[
-        str,
-        typer.Argument(
-            metavar="ENV",
-            help="module\\[:attribute] or path/to/file.py\\[:function]. Without an attribute: parallel_env, "
-            "else env, else raw_env.",
-            show_default=False,
-        ),
-    ],
+    env: EnvArgument,
     num_envs: Annotated[int, typer.Option(min=1, help="Copies of the environment.")] = 8,
     workers: Annotated[str, typer.Option(help="Numbers of workers, with commas between.")] = "1,2,4",
     backends: Annotated[
         str,
         typer.Option("--backends", "--backend", help=f"Of {', '.join(NAMES)}; with commas between."),
     ] = "process",
-    env_kwargs: Annotated[str, typer.Option(help="Keywords for the environment, as JSON.")] = "{}",
+    env_kwargs: EnvKwargs = "{}",
     seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save everything here.")] = None,
@@ -42,7 +35,7 @@ def bench(
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Save a picture here (.png, .svg, .pdf).")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Measure how fast copies of ENV are stepped, in parallel and in a plain loop.
 
@@ -53,7 +46,7 @@ def bench(
     """
     with told_briefly(debug):
         constructor = constructor_of(env, env_kwargs)
-        against = contenders(_names(backends), _counts(workers), num_envs)
+        against = contenders(backend_names(backends), whole_numbers("--workers", workers), num_envs)
         outputs = _outputs(json_file, csv_file, plot_file)
         described = machine(distributions_of(env))
         with reporting.progress(turns(len(against), repeats)) as on_turn:
@@ -87,21 +80,3 @@ def _outputs(
         if path.is_dir():
             raise CommandError(f"{path} is a directory", "name a file")
     return outputs
-
-
-def _names(backends: str) -> list[str]:
-    names = [name.strip() for name in backends.split(",")]
-    for name in names:
-        if name not in NAMES:
-            raise CommandError(f"there is no backend {name!r}", f"there are {', '.join(NAMES)}")
-    return names
-
-
-def _counts(workers: str) -> list[int]:
-    try:
-        counts = [int(count) for count in workers.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise CommandError(f"--workers {workers} is no list of numbers of workers", "such as --workers 1,2,4")
-    return counts

@@ -136,7 +136,7 @@ def measure(
         on_turn(str(everyone[0]))
         envs = []
         for env_id in range(num_envs):
-            envs.append(_build(constructor, env_id))
+            envs.append(build(constructor, env_id, 42 + env_id))
             stack.callback(getattr(envs[-1], "close", lambda: None))
         traits = _traits(envs[0])
         pool = draw_actions(traits.action_spaces, num_envs)
@@ -244,14 +244,14 @@ def draw_actions(action_spaces: Mapping[Any, spaces.Space[Any]], num_envs: int) 
     return [[{agent: space.sample() for agent, space in own.items()} for _ in range(num_envs)] for _ in range(BATCHES)]
 
 
-def _build(constructor: Constructor, env_id: int) -> Any:
+def build(constructor: Constructor, env_id: int, seed: int) -> Any:
     """One copy, given its seed and number if it asks for them as `ParallelEnv` would give them."""
     try:
         named = inspect.signature(constructor).parameters
     except (TypeError, ValueError):
         return constructor()
     bound = constructor.keywords if isinstance(constructor, functools.partial) else {}
-    offered = {"seed": 42 + env_id, "env_id": env_id}
+    offered = {"seed": seed, "env_id": env_id}
     return constructor(**{k: v for k, v in offered.items() if k in named and k not in bound})
 
 
