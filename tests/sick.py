@@ -155,6 +155,17 @@ class SeedIgnored(Healthy):
         return super().reset()
 
 
+class NoSeed(Healthy):
+    """The same, but there is no way to give it one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+    def reset(self):
+        return super().reset()
+
+
 class SharedState(Healthy):
     """Copies in the same process count together."""
 
@@ -174,7 +185,7 @@ class SharedState(Healthy):
 class LeavesAProcess(Healthy):
     def __init__(self) -> None:
         super().__init__()
-        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(611)"])
 
 
 class CrashesInReset(Healthy):
@@ -224,6 +235,25 @@ class NoActionSpace(Healthy):
     def __init__(self) -> None:
         super().__init__()
         del self.action_spaces["agent_1"]
+
+
+class Slow(gymnasium.Env):
+    """Dict rules, but never says `__all__` while an episode goes on; waits a known time."""
+
+    possible_agents = ["agent_0"]  # noqa: RUF012
+    observation_space = spaces.Dict(agent_0=spaces.Discrete(2))
+    action_space = spaces.Dict(agent_0=spaces.Discrete(2))
+
+    def reset(self, *, seed=None, options=None):
+        time.sleep(20e-3)
+        self.time = 0
+        return {"agent_0": 0}, {}
+
+    def step(self, actions):
+        time.sleep(2e-3)
+        self.time += 1
+        over = {"__all__": True} if self.time == 5 else {}
+        return {"agent_0": 1}, {"agent_0": 0.0}, {"agent_0": False, **over}, {"agent_0": False}, {}
 
 
 def nothing() -> None:
