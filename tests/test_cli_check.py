@@ -295,6 +295,9 @@ def test_what_is_equal_to_the_bit():
     values = [1, 1.0, True, "1", np.float64(1), np.float32(1), np.ones(1), [1], (1,), None, {1: 1}, -0.0, 0.0, math.nan]
     assert len({*map(fingerprint, values)}) == len(values)
     assert fingerprint(math.nan) == fingerprint(math.nan)
+    parts = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
+    assert fingerprint({"a": 0, "b": 1}, parts) == fingerprint({"b": 1, "a": 0}, parts)
+    assert fingerprint({"a": 0, "b": 1}) != fingerprint({"b": 1, "a": 0})
     box = spaces.Box(0, 1, (1,), np.float32)
     assert fingerprint(np.ones(1), box) == fingerprint(np.ones(1, np.float32), box)
 

@@ -286,7 +286,7 @@ def _provoke(constructor: Constructor, job: Job, notebook: Notebook) -> None:
         solo = _solo(constructor, job, notebook, 2)
         actions = dict.fromkeys(solo.env.possible_agents, object())
         if reset:
-            solo.reset()
+            solo.reset(job.seed)
         with notebook.watch(doing, Question.PICKLING):
             try:
                 solo.env.step(actions)

@@ -198,7 +198,8 @@ def _bytes_of(value: Any, space: Space[Any] | None, depth: int = 0) -> Iterator[
     yield f"{type(value).__name__}(".encode()
     if isinstance(value, Mapping):
         children = space.spaces if isinstance(space, spaces.Dict) else {}
-        for key in value:
+        # The order of keys is the space's, where there is one; else it counts.
+        for key in dict.fromkeys([*(key for key in children if key in value), *value]):
             yield repr(key).encode()
             yield from _bytes_of(value[key], children.get(key), depth + 1)
     elif isinstance(value, list | tuple | np.ndarray):
