@@ -17,6 +17,7 @@ from marl_parallel.cli.measure import contenders, measure, turns
 from marl_parallel.cli.options import Debug, EnvArgument, EnvKwargs, backend_names, whole_numbers
 from marl_parallel.cli.report import Report
 from marl_parallel.cli.target import constructor_of, distributions_of
+from marl_parallel.cli.ways import ASYNC, FACADES, STEP
 
 
 def bench(
@@ -27,6 +28,12 @@ def bench(
         str,
         typer.Option("--backends", "--backend", help=f"Of {', '.join(NAMES)}; with commas between."),
     ] = "process",
+    stepped_async: Annotated[
+        bool, typer.Option("--async", help="Also by send and recv: half of the copies go on while the others step.")
+    ] = False,
+    facade: Annotated[
+        str, typer.Option(help=f"Also through a facade: {', '.join(FACADES)}; with commas between.")
+    ] = "",
     env_kwargs: EnvKwargs = "{}",
     seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 5,
@@ -42,11 +49,13 @@ def bench(
     Everyone steps the same copies with the same random actions, in turns. Efficiency is throughput as a share of
     min(workers, CPUs) times the plain loop's.
 
-    [bold]Example[/bold]:  marl-parallel bench mpe2.simple_spread_v3 --num-envs 8 --workers 1,2,4
+    [bold]Example[/bold]:  marl-parallel bench mpe2.simple_spread_v3 --num-envs 8 --workers 1,2,4 --async
     """
     with told_briefly(debug):
         constructor = constructor_of(env, env_kwargs)
-        against = contenders(backend_names(backends), whole_numbers("--workers", workers), num_envs)
+        against = contenders(
+            backend_names(backends), whole_numbers("--workers", workers), num_envs, _ways(stepped_async, facade)
+        )
         outputs = _outputs(json_file, csv_file, plot_file)
         described = machine(distributions_of(env))
         with reporting.progress(turns(len(against), repeats)) as on_turn:
@@ -59,6 +68,14 @@ def bench(
         for path, write in outputs:
             write(result, path)
             typer.echo(f"wrote {path}", err=True)
+
+
+def _ways(stepped_async: bool, facade: str) -> list[str]:
+    facades = list(dict.fromkeys(name.strip() for name in facade.split(","))) if facade else []
+    for name in facades:
+        if name not in FACADES:
+            raise CommandError(f"there is no facade {name!r} to measure", f"there are {', '.join(FACADES)}")
+    return [STEP, *([ASYNC] if stepped_async else []), *facades]
 
 
 def _outputs(

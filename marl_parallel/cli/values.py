@@ -40,7 +40,7 @@ def misfit(value: Any, space: Space[Any]) -> Misfit | None:
         >>> misfit(np.zeros(3, np.float32), spaces.Box(0, 1, (4,), np.float32)).what
         'has shape (3,), but its space says (4,)'
         >>> misfit({"ammo": 7}, spaces.Dict(ammo=spaces.Discrete(5))).what
-        "['ammo'] is 7, which is not in Discrete(5)"
+        "['ammo'] is 7 (int), which is not in Discrete(5)"
     """
     if isinstance(space, spaces.Dict):
         return _misfit_of_dict(value, space)
