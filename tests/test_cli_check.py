@@ -28,7 +28,7 @@ from marl_parallel.cli.rollout import Actor
 from marl_parallel.cli.values import fingerprint, is_flag, misfit, odd_reward, pickling_error
 
 SICK = Path(__file__).with_name("sick.py")
-BRIEF = {"timeout": 10.0, "seconds": 0.05, "steps": 25}
+BRIEF = {"timeout": 8.0, "seconds": 0.05, "steps": 25}
 PROBLEM, REMARK = Severity.PROBLEM, Severity.REMARK
 
 
@@ -53,7 +53,7 @@ ALONE = {
     "CrashesInReset": (Question.RUNS, PROBLEM, "reset ends the process, at line", 'on_error="restart"'),
     "ExitsInStep": (Question.RUNS, PROBLEM, "step ends the process: exit code 0", "os._exit"),
     "RaisesInStep": (Question.RUNS, PROBLEM, "CollisionError: agent_0 at 7.0", "mend that line"),
-    "HangsInStep": (Question.RUNS, PROBLEM, "step has not come to its end within 10 s; it is at line", "--timeout"),
+    "HangsInStep": (Question.RUNS, PROBLEM, "step has not come to its end within 8 s; it is at line", "--timeout"),
     "HangsInConstructor": (Question.RUNS, PROBLEM, "the constructor has not come to its end within", "--timeout"),
     "FourValues": (Question.API, PROBLEM, "must return five dicts", "let step return that"),
     "NoActionSpace": (Question.API, PROBLEM, "'agent_1' declares no action space", "a space for each of them"),

@@ -6,6 +6,7 @@ import typer
 
 from marl_parallel.cli.bench import bench
 from marl_parallel.cli.check import check
+from marl_parallel.cli.tune import tune
 
 app = typer.Typer(
     name="marl-parallel",
@@ -23,3 +24,4 @@ def marl_parallel() -> None:
 
 app.command()(bench)
 app.command()(check)
+app.command()(tune)
