@@ -198,6 +198,13 @@ class ExitsInStep(Healthy):
         os._exit(0)
 
 
+class AbortsAtNonsense(Healthy):
+    def step(self, actions):
+        if not all(self.action_spaces[agent].contains(action) for agent, action in actions.items()):
+            os.abort()
+        return super().step(actions)
+
+
 class RaisesInStep(Healthy):
     def step(self, actions):
         raise CollisionError("agent_0", 7.0)

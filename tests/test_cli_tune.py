@@ -128,7 +128,7 @@ def test_rounds_take_turns():
 
 def test_the_best_of_what_is_known(tune, tmp_path):
     """Three workers, on however many CPUs, of four copies each."""
-    workers, envs = (1, 3, 6), (1, 4, 8)
+    workers, envs = (1, 3, 6), (1, 4)
     arguments = ["--workers", ",".join(map(str, workers)), "--envs-per-worker", ",".join(map(str, envs))]
     kwargs = json.dumps({"folder": str(tmp_path)})
     result = tune(
@@ -147,7 +147,7 @@ def test_the_best_of_what_is_known(tune, tmp_path):
 
 
 def test_send_and_recv_where_steps_are_uneven(tune):
-    result = tune(f"{TUNABLE}:Uneven", "--workers", "2", "--envs-per-worker", "1", "--seconds", "0.3")
+    result = tune(f"{TUNABLE}:Uneven", "--workers", "2", "--envs-per-worker", "1", "--seconds", "0.2")
     assert result.exit_code == 0, result.output
     (line,) = (line for line in result.stdout.splitlines() if "proposed" in line)
     assert "send, recv" in line

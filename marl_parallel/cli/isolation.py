@@ -146,15 +146,22 @@ class Notebook:
         self._write("end", None)
 
     @contextlib.contextmanager
-    def watch(self, doing: str, question: Question | None = None, seconds: float = 0.0) -> Iterator[None]:
+    def watch(
+        self,
+        doing: str,
+        question: Question | None = None,
+        seconds: float = 0.0,
+        severity: Severity = Severity.PROBLEM,
+    ) -> Iterator[None]:
         """End this process, with the stack on file, where this takes longer than the timeout.
 
         Args:
             doing: What is done, for the finding.
             question: What a crash or a hang would be an answer to; None for the job's own.
             seconds: How much longer it may take.
+            severity: How bad a crash or a hang would be.
         """
-        doing_now = (doing, (question or self._job.question).name, self._job.timeout + seconds)
+        doing_now = (doing, (question or self._job.question).name, self._job.timeout + seconds, severity.value)
         if doing_now != self._doing:
             self._doing = doing_now
             self._write("doing", doing_now)
@@ -298,7 +305,8 @@ class Probe:
         Raises:
             CommandError: There is no such environment, or it cannot be imported.
         """
-        result, doing, complete = Outcome(), ("starting", self.job.question.name, self.job.timeout), False
+        result, complete = Outcome(), False
+        doing = ("starting", self.job.question.name, self.job.timeout, Severity.PROBLEM.value)
         for event, value in map(json.loads, self._read(_EVENTS).splitlines()):
             if event == "finding":
                 result.findings.append(Finding(Question[value[0]], Severity(value[1]), *value[2:]))
@@ -318,20 +326,20 @@ class Probe:
             result.findings.append(self._end(*doing))
         return result
 
-    def _end(self, doing: str, question: str, limit: float) -> Finding:
+    def _end(self, doing: str, question: str, limit: float, severity: str) -> Finding:
         stack = self._read(_STACK)
         where = place(stack)
         if self._silent or "Timeout (" in stack:
             return Finding(
                 Question[question],
-                Severity.PROBLEM,
+                Severity(severity),
                 f"{doing} has not come to its end within {limit:g} s" + (f"; it is at {where}" if where else ""),
                 "if it needs longer, raise --timeout; else mend what hangs there",
             )
         manner, _ = manner_of_death(self._process.returncode)
         return Finding(
             Question[question],
-            Severity.PROBLEM,
+            Severity(severity),
             f"{doing} ends the process" + (f", at {where}" if where else "") + f": {manner}",
             "find what ends it, native code or os._exit, and mend it; until then, workers in processes with "
             'on_error="restart" survive it',

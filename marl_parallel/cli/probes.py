@@ -287,7 +287,7 @@ def _provoke(constructor: Constructor, job: Job, notebook: Notebook) -> None:
         actions = dict.fromkeys(solo.env.possible_agents, object())
         if reset:
             solo.reset(job.seed)
-        with notebook.watch(doing, Question.PICKLING):
+        with notebook.watch(doing, Question.API, severity=_REMARK):
             try:
                 solo.env.step(actions)
             except (Exception, SystemExit) as error:
