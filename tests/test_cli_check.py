@@ -52,7 +52,7 @@ ALONE = {
     "LeavesAProcess": (Question.PROCESSES, PROBLEM, "leaves 1 process behind: ", "end them in `close`"),
     "CrashesInReset": (Question.RUNS, PROBLEM, "reset ends the process, at line", 'on_error="restart"'),
     "ExitsInStep": (Question.RUNS, PROBLEM, "step ends the process: exit code 0", "os._exit"),
-    "AbortsAtNonsense": (Question.API, REMARK, "a step before the first reset ends the process, at line", "native code"),
+    "AbortsAtNonsense": (Question.API, REMARK, "first reset ends the process, at line", "native code"),
     "RaisesInStep": (Question.RUNS, PROBLEM, "CollisionError: agent_0 at 7.0", "mend that line"),
     "HangsInStep": (Question.RUNS, PROBLEM, "step has not come to its end within 8 s; it is at line", "--timeout"),
     "HangsInConstructor": (Question.RUNS, PROBLEM, "the constructor has not come to its end within", "--timeout"),
