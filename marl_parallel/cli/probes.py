@@ -15,30 +15,26 @@ import os
 import random
 import re
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import gymnasium
 import numpy as np
-from gymnasium.utils.env_checker import check_env
-from pettingzoo import AECEnv, ParallelEnv  # type: ignore[import-untyped]
 
 import marl_parallel
 from marl_parallel.adapters import MultiAgentEnv, NotAnEnvironment, adapt
-from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.backends import descendants
 from marl_parallel.cli.findings import Question, Severity
 from marl_parallel.cli.inspection import Inspector
 from marl_parallel.cli.isolation import ON_LINUX, Job, Notebook, Stopped
 from marl_parallel.cli.measure import build
+from marl_parallel.cli.official import take, tests_for
 from marl_parallel.cli.rollout import Actor, Solo, Trace, parting, run_alone, run_copies
 from marl_parallel.cli.target import constructor_of
-from marl_parallel.cli.values import fingerprint, in_brief, pickling_error
+from marl_parallel.cli.values import fingerprint, pickling_error
 from marl_parallel.errors import ParallelEnvError
 from marl_parallel.parallel_env import START_TIMEOUT_S
-from marl_parallel.runtime.reports import first_line, place
+from marl_parallel.runtime.reports import first_line
 
 Constructor = Callable[..., Any]
 
@@ -86,9 +82,9 @@ def official(job: Job, notebook: Notebook) -> None:
     """The tests that the environment's own project has for it; dict environments have none."""
     constructor = _imported(job, notebook)
     solo = _solo(constructor, job, notebook)
-    tests = _tests_for(solo.env, constructor, job.cycles)
+    tests = tests_for(solo.env, lambda: build(constructor, 0, job.seed), job.cycles)
     for one in tests:
-        _pass_test(one, job, notebook)
+        take(one, notebook, 20 * job.seconds)
     notebook.fact(tests=[one.name for one in tests])
     notebook.checked(Question.API)
 
@@ -322,64 +318,3 @@ def _named(pids: set[int]) -> dict[int, str]:
         if not any(own in command for own in _ITS_OWN):
             found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()[:80]
     return found
-
-
-# -- the tests of others -----------------------------------------------------------------------------------------------
-
-
-class _Test(NamedTuple):
-    """One that belongs to another project; `run` raises where it fails."""
-
-    name: str
-    question: Question
-    run: Callable[[], object]
-
-
-def _tests_for(env: MultiAgentEnv, constructor: Constructor, cycles: int) -> list[_Test]:
-    source, api, seeds = env.source, Question.API, Question.DETERMINISM
-    if isinstance(env, GymnasiumEnv) and isinstance(source, gymnasium.Env):
-        raw = source.unwrapped
-        return [_Test("gymnasium.utils.env_checker.check_env", api, lambda: check_env(raw, skip_render_check=True))]
-    if not isinstance(source, AECEnv | ParallelEnv):
-        return []
-    from pettingzoo import test  # here: it imports pygame, which catches signals
-
-    if isinstance(source, AECEnv):
-        return [
-            _Test("pettingzoo.test.api_test", api, lambda: test.api_test(source, cycles)),
-            _Test("pettingzoo.test.seed_test", seeds, lambda: test.seed_test(constructor, cycles)),
-        ]
-    return [
-        _Test("pettingzoo.test.parallel_api_test", api, lambda: test.parallel_api_test(source, cycles)),
-        _Test("pettingzoo.test.parallel_seed_test", seeds, lambda: test.parallel_seed_test(constructor, cycles)),
-    ]
-
-
-def _pass_test(test: _Test, job: Job, notebook: Notebook) -> None:
-    name, question, run = test
-    short = name.rpartition(".")[2]
-    advice = f"run {name} by itself, with a debugger, and see what it asks for"
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        with notebook.watch(name, question, seconds=20 * job.seconds):
-            try:
-                run()
-            except (Exception, SystemExit) as error:
-                where = place(traceback.format_exc()) if not isinstance(error, AssertionError) else ""
-                at = f", at {where}" if where else ""
-                notebook.find(question, _PROBLEM, f"{short} fails{at}: {_reason(error)}", advice)
-    texts = dict.fromkeys(_plain(str(one.message)) for one in warned if issubclass(one.category, UserWarning))
-    if texts:
-        notebook.find(question, _REMARK, f"{short} warns: {'; '.join(texts)}", advice)
-
-
-def _reason(error: BaseException) -> str:
-    """What an error says; of an assertion without words, the assertion."""
-    if isinstance(error, AssertionError) and not str(error):
-        return str(traceback.extract_tb(error.__traceback__)[-1].line)
-    return in_brief(error)
-
-
-def _plain(warning: str) -> str:
-    """Without Gymnasium's colours."""
-    return warning.removeprefix("\x1b[33m").removesuffix("\x1b[0m").removeprefix("WARN: ")
