@@ -149,6 +149,7 @@ def test_a_bug_that_only_comparing_shows(name, question, what, advice):
     own = [one for one in found.findings if one.question is question and what in one.what]
     assert len(own) == 1
     assert advice in own[0].advice
+    assert not [one for one in found.findings if one.question is Question.DETERMINISM and one.severity is REMARK]
 
 
 def test_the_tests_of_others_are_those_of_its_kind():

@@ -49,7 +49,7 @@ def check(
     with told_briefly(debug):
         job = Job("alone", env, env_kwargs, timeout=timeout, seconds=seconds, steps=steps)
         names = backend_names(backends)
-        with progress(4 + len(names), "checking") as on_start:
+        with progress(3 + len(names), "checking") as on_start:
             found = examine(job, names, on_start)
         if as_json:
             typer.echo(json.dumps(found.as_json(), indent=2))
@@ -90,9 +90,10 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
     if again is not None:
         found.checked.add(Question.DETERMINISM)
         differ = _about_determinism(job, first.traces, again, found.facts)
-        found.add(differ)
-        if differ:  # then comparing more says nothing
+        if differ:  # then comparing more says nothing, nor does what was compared before
             traces = {}
+            found.drop(Question.DETERMINISM, Severity.REMARK)
+        found.add(differ)
     for backend, run in traces.items():
         found.add(_about_copies(backend, first.traces, run))
         found.checked.add(Question.of_backend(backend))

@@ -93,6 +93,10 @@ class Examination:
             key=lambda finding: (finding.severity is not Severity.PROBLEM, list(Question).index(finding.question)),
         )
 
+    def drop(self, question: Question, severity: Severity) -> None:
+        """Forget what says no more than another finding does."""
+        self.findings = [one for one in self.findings if (one.question, one.severity) != (question, severity)]
+
     def merged(self) -> list[tuple[Finding, list[str]]]:
         """The findings in their order, those that are the same with several backends once; and with which."""
         backends: dict[Finding, list[str]] = {}
