@@ -88,6 +88,7 @@ def test_what_has_one_bug_has_no_other(name, alone):
 
 def test_nothing_is_found_of_what_is_well(alone):
     assert not alone["Healthy"].findings
+    assert (alone["Healthy"].facts["reward_types"], alone["Healthy"].facts["flag_types"]) == (["float"], ["bool"])
     assert alone["Healthy"].checked >= {Question.RUNS, Question.SPACES, Question.PICKLING, Question.PROCESSES}
 
 
@@ -180,7 +181,15 @@ def test_a_healthy_one_passes(check):
     for question in Question:
         (line,) = (line for line in result.stdout.splitlines() if question.value in line)
         assert " yes" in line, line
-    for text in ("step", "reset", "(median)", "(p99)", "parallel_api_test", "parallel_seed_test"):
+    for text in (
+        "rewards float; flags bool",
+        "step",
+        "reset",
+        "(median)",
+        "(p99)",
+        "parallel_api_test",
+        "parallel_seed_test",
+    ):
         assert text in result.stdout
     assert "problem" not in result.stdout
 

@@ -197,6 +197,9 @@ def show(found: Examination) -> None:
     console.print(table)
     if "step" in found.facts:
         console.print(_costs(found.facts), highlight=False, soft_wrap=True)
+    if "reward_types" in found.facts:
+        rewards, flags = (", ".join(found.facts[f"{what}_types"]) for what in ("reward", "flag"))
+        console.print(f"Types: rewards {rewards}; flags {flags}", highlight=False, soft_wrap=True)
     if found.facts.get("tests"):
         console.print(f"Tests run: {', '.join(found.facts['tests'])}", highlight=False, soft_wrap=True)
     for one, backends in found.merged():

@@ -23,11 +23,17 @@ class Inspector:
     Args:
         env: The copy.
         notebook: Where.
+
+    Attributes:
+        reward_types: The names of the types that rewards were of.
+        flag_types: Likewise, of both flags.
     """
 
     def __init__(self, env: MultiAgentEnv, notebook: Notebook) -> None:
         self._env, self._notebook = env, notebook
         self._steps = 0
+        self.reward_types: set[str] = set()
+        self.flag_types: set[str] = set()
 
     def __call__(self, told: tuple[dict[Any, Any], ...]) -> None:
         observations, *rest, infos = told
@@ -70,6 +76,7 @@ class Inspector:
 
     def _look_at_rewards(self, rewards: Mapping[Any, Any]) -> None:
         for agent, reward in rewards.items():
+            self.reward_types.add(type(reward).__name__)
             found = odd_reward(reward)
             if found is not None:
                 self._note(Question.API, Severity.PROBLEM, f"the reward of {agent} {found.what}", found.advice)
@@ -82,6 +89,7 @@ class Inspector:
 
     def _look_at_flags(self, name: str, flags: Mapping[Any, Any]) -> None:
         for agent, flag in flags.items():
+            self.flag_types.add(type(flag).__name__)
             if not is_flag(flag):
                 self._note(
                     Question.API,

@@ -57,6 +57,7 @@ def alone(job: Job, notebook: Notebook) -> None:
     inspector = Inspector(solo.env, notebook)
     trace = run_alone(solo, job.seed, job.steps, job.seconds, inspector)
     notebook.trace(0, trace)
+    notebook.fact(reward_types=sorted(inspector.reward_types), flag_types=sorted(inspector.flag_types))
     notebook.checked(Question.SPACES)
     _check_second_reset(solo, job, trace, notebook)
     beginnings = _beginnings(solo, job)
