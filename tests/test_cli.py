@@ -8,22 +8,27 @@ import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from typing import ClassVar
 
 import gymnasium
 import pytest
 from environments import Hunt, Relay, Skirmish
+from sick import Healthy
 from typer.testing import CliRunner
 
 from marl_parallel import __version__
+from marl_parallel.adapters import Rules
 from marl_parallel.cli.app import app
-from marl_parallel.cli.measure import Contender, contenders, measure, turns
+from marl_parallel.cli.measure import Contender, contenders, draw_actions, measure, turns
 from marl_parallel.cli.report import read_json
 from marl_parallel.cli.target import constructor_of
+from marl_parallel.cli.ways import stepping
 from marl_parallel.runtime.sharing import usable_cpus
 
 SPREAD = "mpe2.simple_spread_v3"
 BRIEF = ["--num-envs", "2", "--workers", "1,2", "--seconds", "0.01", "--repeats", "2"]
+MIXED = f"{Path(__file__).with_name('environments.py')}:Hunt"
 FILE = """
     from mpe2 import simple_spread_v3
     import helper
@@ -88,15 +93,29 @@ def test_bench_saves_what_it_measured(bench, tmp_path):
         *("--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["png"])),
     )
     assert result.exit_code == 0, result.output
-    who = [("loop", 1), ("serial", 1), ("thread", 1), ("thread", 2)]
+    who = [Contender("loop"), Contender("serial"), Contender("thread", 1), Contender("thread", 2)]
     report = read_json(files["json"])
     assert [one.contender for one in report.measurements] == who
     assert all(len(one.rounds) == 2 and min(one.rounds) > 0 for one in report.measurements)
     assert report.settings["env_kwargs"] == {"N": 2}
     assert report.machine["versions"]["mpe2"]
     rows = list(csv.DictReader(files["csv"].read_text().splitlines()))
-    assert [(row["backend"], int(row["workers"])) for row in rows] == who
+    assert [Contender(row["backend"], int(row["workers"]), row["way"]) for row in rows] == who
     assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_in_every_way(bench, tmp_path):
+    path = tmp_path / "result.json"
+    plot = tmp_path / "result.svg"
+    more = ("--async", "--facade", "pettingzoo,gymnasium", "--backends", "thread")
+    result = bench(SPREAD, *BRIEF, *more, "--json", str(path), "--plot", str(plot))
+    assert result.exit_code == 0, result.output
+    ways = ("step", "async", "pettingzoo", "gymnasium")
+    who = [Contender("loop"), *(Contender("thread", workers, way) for workers in (1, 2) for way in ways)]
+    assert [one.contender for one in read_json(path).measurements] == who
+    for name in ("thread x 2, async", "thread x 1, gymnasium"):
+        assert name in result.stdout
+    assert "thread, pettingzoo" in plot.read_text()
 
 
 def test_bench_of_a_function_in_a_file(bench, file):
@@ -133,6 +152,8 @@ def test_the_working_directory_is_on_the_path(file, tmp_path):
         ([SPREAD, "--workers", "1,two"], ["--workers"]),
         ([SPREAD, "--workers", "0"], ["--workers"]),
         ([SPREAD, "--backends", "process,greenlet"], ["greenlet", "thread"]),
+        ([SPREAD, "--facade", "sb3"], ["sb3", "gymnasium"]),
+        ([MIXED, *BRIEF, "--facade", "gymnasium"], ["rows must be alike", "--facade pettingzoo"]),
         ([SPREAD, "--plot", "plot.docx"], ["docx", ".png"]),
         ([SPREAD, "--json", "."], ["directory"]),
         (["pettingzoo.classic.connect_four_v3"], ["turns", "parallel_env"]),
@@ -242,6 +263,27 @@ class Logged(Hunt):
     def step(self, actions):
         self.log.append(str({agent: actions[agent] for agent in sorted(actions)}))
         return super().step(actions)
+
+
+class Listed(Healthy):
+    """Keeps the actions that its copies are given."""
+
+    seen: ClassVar[list[dict]] = []
+
+    def step(self, actions):
+        self.seen.append(actions)
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("way", ["step", "async", "pettingzoo", "gymnasium"])
+def test_a_run_counts_the_steps_it_takes(way):
+    """Of a way: what it says it took is what the copies have seen, with everything that was sent received."""
+    pool = draw_actions(Listed().action_spaces, 3)
+    going = iter([True] * 20 + [False])
+    with stepping([Listed] * 3, pool, Rules.PETTINGZOO, way, backend="thread") as run:
+        Listed.seen.clear()
+        assert run(lambda: next(going)) == len(Listed.seen) >= 21
+    assert all(Listed().action_space(agent).contains(own) for acts in Listed.seen for agent, own in acts.items())
 
 
 def test_everyone_steps_copies_with_the_same_seeds_and_actions():

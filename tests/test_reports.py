@@ -47,20 +47,20 @@ BELOW = (OURS, 9, "_advance")
 )
 def test_the_line_that_is_shown_is_the_simulators(frames, place, written):
     """The innermost that is neither Python's nor of an installed library; nothing where our own code is to blame."""
-    assert reports._place(written(*frames)) == place
+    assert reports.place(written(*frames)) == place
 
 
 def test_the_thread_that_is_shown_is_the_workers():
     theirs = "Thread 0x01 (most recent call first):\n" + dumped(("/sim/reader.py", 1, "poll"))
     main = "Current thread 0x02 (most recent call first):\n" + dumped(STEP, BELOW)
     for stack in (theirs + "\n" + main, main + "\n" + theirs, "Fatal Python error: Aborted\n\n" + main):
-        assert reports._place(stack) == "line 12 of /sim/road.py"
+        assert reports.place(stack) == "line 12 of /sim/road.py"
 
 
 def test_the_last_of_several_tracebacks_counts():
     cause = traced(("/sim/cause.py", 1, "load"))
     text = f"{cause}\nThe above exception was the direct cause of the following exception:\n\n{traced(STEP)}"
-    assert reports._place(text) == "line 12 of /sim/road.py"
+    assert reports.place(text) == "line 12 of /sim/road.py"
 
 
 def test_an_exception():

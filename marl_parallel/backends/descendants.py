@@ -7,6 +7,7 @@ decided by the launchers and the fork server.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ MARKER = "MARL_PARALLEL_WORKER"
 # A process that was killed may still fork or show its environment while it ends; it is looked for again.
 _SWEEPS = 20
 _PAUSE = 0.005
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def marker_value(token: str, pid: int) -> str:
@@ -65,10 +67,34 @@ def kill_marked(value: str) -> None:
         time.sleep(_PAUSE)
 
 
+def adopt_orphans() -> None:
+    """Have those descendants handed to this process whose own parents have ended; Linux only.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError("cannot adopt the orphans of workers (PR_SET_CHILD_SUBREAPER)")
+
+
+def below(ancestor: int) -> list[int]:
+    """The processes alive that `ancestor` has started, and those that these have started; Linux only.
+
+    Example:
+        >>> os.getpid() in below(os.getppid())
+        True
+    """
+    parents = {pid: _parent(pid, but_for=b"Z") for pid in _processes()}
+    found = [ancestor]
+    for one in found:  # grows while it is walked through
+        found += [pid for pid, parent in parents.items() if parent == one]
+    return found[1:]
+
+
 def kill_children(timeout: float) -> None:
     """Kill and reap children of this process until none is left.
 
-    Where orphans are handed to this process (`PR_SET_CHILD_SUBREAPER`), that ends all its descendants.
+    Where orphans are handed to this process (`adopt_orphans`), that ends all its descendants.
     """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -119,10 +145,12 @@ def _is_marked(pid: int, mark: bytes) -> bool:
     return b"\0" + mark in b"\0" + environ
 
 
-def _parent(pid: int) -> int | None:
+def _parent(pid: int, but_for: bytes = b"") -> int | None:
+    """The process that a process is a child of; None where it has gone, or is in a state that does not count."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             stat = file.read()
     except OSError:  # gone
         return None
-    return int(stat.rpartition(b")")[2].split()[1])
+    state, parent = stat.rpartition(b")")[2].split()[:2]
+    return None if state == but_for else int(parent)

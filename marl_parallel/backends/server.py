@@ -7,7 +7,6 @@ Here lives what runs inside it, and the replies it gives. Who starts it and asks
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -27,7 +26,6 @@ from marl_parallel.backends.semaphores import Semaphore
 MOST_FDS = 240
 """How many descriptors a worker can be given; the kernel takes 253 in one message."""
 
-_PR_SET_CHILD_SUBREAPER = 36
 _ENDED_WITHIN = 5.0
 
 
@@ -90,8 +88,7 @@ class _Server:
         self.socket = socket.socket(fileno=connection)
         self.block = Block.attach(wake.fd, wake.nbytes) if wake else None
         self.wake = Semaphore(self.block.buffer, wake.offset) if self.block and wake else None
-        if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-            raise OSError("cannot adopt the orphans of workers (PR_SET_CHILD_SUBREAPER)")
+        descendants.adopt_orphans()
         self.child_died, child_died_end = os.pipe()
         for fd in (self.child_died, child_died_end):
             os.set_blocking(fd, False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from marl_parallel.cli.bench import bench
+from marl_parallel.cli.check import check
+from marl_parallel.cli.tune import tune
 
 app = typer.Typer(
     name="marl-parallel",
@@ -21,3 +23,5 @@ def marl_parallel() -> None:
 
 
 app.command()(bench)
+app.command()(check)
+app.command()(tune)

@@ -14,27 +14,27 @@ from marl_parallel.cli import report as reporting
 from marl_parallel.cli.failures import CommandError, told_briefly
 from marl_parallel.cli.machine import machine
 from marl_parallel.cli.measure import contenders, measure, turns
+from marl_parallel.cli.options import Debug, EnvArgument, EnvKwargs, backend_names, whole_numbers
 from marl_parallel.cli.report import Report
 from marl_parallel.cli.target import constructor_of, distributions_of
+from marl_parallel.cli.ways import ASYNC, FACADES, STEP
 
 
 def bench(
-    env: Annotated[
-        str,
-        typer.Argument(
-            metavar="ENV",
-            help="module\\[:attribute] or path/to/file.py\\[:function]. Without an attribute: parallel_env, "
-            "else env, else raw_env.",
-            show_default=False,
-        ),
-    ],
+    env: EnvArgument,
     num_envs: Annotated[int, typer.Option(min=1, help="Copies of the environment.")] = 8,
     workers: Annotated[str, typer.Option(help="Numbers of workers, with commas between.")] = "1,2,4",
     backends: Annotated[
         str,
         typer.Option("--backends", "--backend", help=f"Of {', '.join(NAMES)}; with commas between."),
     ] = "process",
-    env_kwargs: Annotated[str, typer.Option(help="Keywords for the environment, as JSON.")] = "{}",
+    stepped_async: Annotated[
+        bool, typer.Option("--async", help="Also by send and recv: half of the copies go on while the others step.")
+    ] = False,
+    facade: Annotated[
+        str, typer.Option(help=f"Also through a facade: {', '.join(FACADES)}; with commas between.")
+    ] = "",
+    env_kwargs: EnvKwargs = "{}",
     seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save everything here.")] = None,
@@ -42,18 +42,20 @@ def bench(
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Save a picture here (.png, .svg, .pdf).")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Measure how fast copies of ENV are stepped, in parallel and in a plain loop.
 
     Everyone steps the same copies with the same random actions, in turns. Efficiency is throughput as a share of
     min(workers, CPUs) times the plain loop's.
 
-    [bold]Example[/bold]:  marl-parallel bench mpe2.simple_spread_v3 --num-envs 8 --workers 1,2,4
+    [bold]Example[/bold]:  marl-parallel bench mpe2.simple_spread_v3 --num-envs 8 --workers 1,2,4 --async
     """
     with told_briefly(debug):
         constructor = constructor_of(env, env_kwargs)
-        against = contenders(_names(backends), _counts(workers), num_envs)
+        against = contenders(
+            backend_names(backends), whole_numbers("--workers", workers), num_envs, _ways(stepped_async, facade)
+        )
         outputs = _outputs(json_file, csv_file, plot_file)
         described = machine(distributions_of(env))
         with reporting.progress(turns(len(against), repeats)) as on_turn:
@@ -66,6 +68,14 @@ def bench(
         for path, write in outputs:
             write(result, path)
             typer.echo(f"wrote {path}", err=True)
+
+
+def _ways(stepped_async: bool, facade: str) -> list[str]:
+    facades = list(dict.fromkeys(name.strip() for name in facade.split(","))) if facade else []
+    for name in facades:
+        if name not in FACADES:
+            raise CommandError(f"there is no facade {name!r} to measure", f"there are {', '.join(FACADES)}")
+    return [STEP, *([ASYNC] if stepped_async else []), *facades]
 
 
 def _outputs(
@@ -87,21 +97,3 @@ def _outputs(
         if path.is_dir():
             raise CommandError(f"{path} is a directory", "name a file")
     return outputs
-
-
-def _names(backends: str) -> list[str]:
-    names = [name.strip() for name in backends.split(",")]
-    for name in names:
-        if name not in NAMES:
-            raise CommandError(f"there is no backend {name!r}", f"there are {', '.join(NAMES)}")
-    return names
-
-
-def _counts(workers: str) -> list[int]:
-    try:
-        counts = [int(count) for count in workers.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise CommandError(f"--workers {workers} is no list of numbers of workers", "such as --workers 1,2,4")
-    return counts

@@ -1,7 +1,8 @@
 """Measuring: a plain loop over bare environments against `ParallelEnv`, in turns, round after round.
 
-Here live the loop, the contenders and what comes out, a list of `Measurement`. How that is shown or saved is in
-`report.py`. The plain loops share no code with the package: they are what a user writes without it.
+Here live the loop, the contenders and what comes out, a list of `Measurement`. How `ParallelEnv` is stepped is in
+`ways.py`, how results are shown or saved in `report.py`. The plain loops share no code with the package: they are what
+a user writes without it.
 
 Contenders take turns, so that a machine that slows down or gets busy hits all of them alike, and each is compared
 with the loop's turn of the same round.
@@ -12,12 +13,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,11 +26,9 @@ from pettingzoo import AECEnv  # type: ignore[import-untyped]
 from marl_parallel.adapters import MultiAgentEnv, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.cli.failures import CommandError
-from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.cli.ways import STEP, Actions, Constructor, Run, repeatedly, stepping
 from marl_parallel.runtime.sharing import usable_cpus
 
-Constructor = Callable[..., Any]
-Actions = dict[Any, Any]
 StepAll = Callable[[Sequence[Actions]], object]
 """Steps every environment once, each with its own actions, and begins a new episode where one is over."""
 
@@ -41,15 +38,16 @@ BATCHES = 64
 
 
 class Contender(NamedTuple):
-    """A backend of `ParallelEnv` with a number of workers; or the plain loop."""
+    """A backend of `ParallelEnv` with a number of workers, and how it is stepped; or the plain loop."""
 
     backend: str
     workers: int = 1
+    way: str = STEP
 
     def __str__(self) -> str:
-        if self.backend in (LOOP, "serial"):
-            return {LOOP: "plain loop", "serial": "serial"}[self.backend]
-        return f"{self.backend} x {self.workers}"
+        alone = {LOOP: "plain loop", "serial": "serial"}
+        who = alone.get(self.backend) or f"{self.backend} x {self.workers}"
+        return who if self.way == STEP else f"{who}, {self.way}"
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,7 @@ class Measurement:
         speedup: Over the plain loop: the median of the ratios within each round.
         efficiency: The speedup as a share of the ideal, which is min(workers, CPUs).
         rounds: Environment steps per second in each round.
+        way: How it was stepped: `"step"`, `"async"`, or the name of a facade.
     """
 
     environment: str
@@ -79,23 +78,36 @@ class Measurement:
     speedup: float
     efficiency: float
     rounds: list[float]
+    way: str = STEP
 
     @property
     def contender(self) -> Contender:
         """Who it was."""
-        return Contender(self.backend, self.workers)
+        return Contender(self.backend, self.workers, self.way)
+
+    @property
+    def kind(self) -> str:
+        """The backend, and the way where it is not the usual one."""
+        return self.backend if self.way == STEP else f"{self.backend}, {self.way}"
 
 
-def contenders(backends: Sequence[str], workers: Sequence[int], num_envs: int) -> list[Contender]:
-    """Every backend with every number of workers that makes a difference to it.
+def contenders(
+    backends: Sequence[str], workers: Sequence[int], num_envs: int, ways: Sequence[str] = (STEP,)
+) -> list[Contender]:
+    """Every backend with every number of workers that makes a difference to it, in every way.
 
     Example:
-        >>> contenders(["serial", "process"], [1, 2, 16], num_envs=8)
-        [Contender(backend='serial', workers=1), Contender(backend='process', workers=1), \
-Contender(backend='process', workers=2), Contender(backend='process', workers=8)]
+        >>> [*map(str, contenders(["serial", "process"], [1, 2, 16], num_envs=8, ways=["step", "async"]))]
+        ['serial', 'serial, async', 'process x 1', 'process x 1, async', 'process x 2', 'process x 2, async', \
+'process x 8', 'process x 8, async']
     """
     counts = sorted({min(count, num_envs) for count in workers})
-    return [Contender(b, n) for b in dict.fromkeys(backends) for n in ([1] if b == "serial" else counts)]
+    return [
+        Contender(backend, number, way)
+        for backend in dict.fromkeys(backends)
+        for number in ([1] if backend == "serial" else counts)
+        for way in ways
+    ]
 
 
 def turns(num_contenders: int, repeats: int) -> int:
@@ -136,19 +148,21 @@ def measure(
         on_turn(str(everyone[0]))
         envs = []
         for env_id in range(num_envs):
-            envs.append(_build(constructor, env_id))
+            envs.append(build(constructor, env_id, 42 + env_id))
             stack.callback(getattr(envs[-1], "close", lambda: None))
-        traits = _traits(envs[0])
+        traits = traits_of(envs[0])
         pool = draw_actions(traits.action_spaces, num_envs)
-        step_all = {everyone[0]: plain_loop(envs, traits)}
-        _rate(step_all[everyone[0]], pool, seconds / 4)
+        runs = {everyone[0]: repeatedly(plain_loop(envs, traits), pool, num_envs)}
+        rate(runs[everyone[0]], seconds / 4)
         for contender in against:
             on_turn(str(contender))
-            step_all[contender] = stack.enter_context(_parallel([constructor] * num_envs, contender, traits.rules))
-            _rate(step_all[contender], pool, seconds / 4)  # what is slow the first time only is not measured
+            backend, workers, way = contender
+            made = stepping([constructor] * num_envs, pool, traits.rules, way, backend=backend, num_workers=workers)
+            runs[contender] = stack.enter_context(made)
+            rate(runs[contender], seconds / 4)  # what is slow the first time only is not measured
         for contender in everyone * repeats:
             on_turn(str(contender))
-            rounds[contender].append(_rate(step_all[contender], pool, seconds))
+            rounds[contender].append(rate(runs[contender], seconds))
     loop = rounds[everyone[0]]
     return [_measurement(environment, num_envs, who, rates, loop) for who, rates in rounds.items()]
 
@@ -169,6 +183,7 @@ def _measurement(
         speedup=speedup,
         efficiency=speedup / min(contender.workers, usable_cpus()),
         rounds=rates,
+        way=contender.way,
     )
 
 
@@ -177,29 +192,27 @@ def spread(rates: Sequence[float]) -> float:
     return (max(rates) - min(rates)) / 2 / statistics.median(rates)
 
 
-def _rate(step_all: StepAll, pool: Sequence[Sequence[Actions]], seconds: float) -> float:
+def rate(run: Run, seconds: float) -> float:
     """Environment steps per second, over at least so many seconds and at least one batch."""
-    batches = itertools.cycle(pool)
-    count = 0
-    begun = now = time.perf_counter()
-    while now < begun + seconds or not count:
-        step_all(next(batches))
-        count += 1
-        now = time.perf_counter()
-    return count * len(pool[0]) / (now - begun)
+    begun = time.perf_counter()
+    deadline = begun + seconds
+    steps = run(lambda: time.perf_counter() < deadline)
+    return steps / (time.perf_counter() - begun)
 
 
 # -- what is stepped ---------------------------------------------------------------------------------------------------
 
 
-class _Traits(NamedTuple):
+class Traits(NamedTuple):
+    """What has to be known of an environment in order to step it."""
+
     rules: Rules
     single_agent: bool
     action_spaces: Mapping[Any, spaces.Space[Any]]
     seeded: bool
 
 
-def _traits(env: Any) -> _Traits:
+def traits_of(env: Any) -> Traits:
     """What has to be known of an environment in order to step it.
 
     Raises:
@@ -228,7 +241,7 @@ def _traits(env: Any) -> _Traits:
             "some agents declare no action space, so no actions can be drawn for them",
             "let the environment have `possible_agents` and an action space for each of them",
         )
-    return _Traits(
+    return Traits(
         adapted.rules,
         isinstance(adapted, GymnasiumEnv),
         adapted.action_spaces,
@@ -244,21 +257,21 @@ def draw_actions(action_spaces: Mapping[Any, spaces.Space[Any]], num_envs: int) 
     return [[{agent: space.sample() for agent, space in own.items()} for _ in range(num_envs)] for _ in range(BATCHES)]
 
 
-def _build(constructor: Constructor, env_id: int) -> Any:
+def build(constructor: Constructor, env_id: int, seed: int) -> Any:
     """One copy, given its seed and number if it asks for them as `ParallelEnv` would give them."""
     try:
         named = inspect.signature(constructor).parameters
     except (TypeError, ValueError):
         return constructor()
     bound = constructor.keywords if isinstance(constructor, functools.partial) else {}
-    offered = {"seed": 42 + env_id, "env_id": env_id}
+    offered = {"seed": seed, "env_id": env_id}
     return constructor(**{k: v for k, v in offered.items() if k in named and k not in bound})
 
 
 # -- the loops ---------------------------------------------------------------------------------------------------------
 
 
-def plain_loop(envs: Sequence[Any], traits: _Traits) -> StepAll:
+def plain_loop(envs: Sequence[Any], traits: Traits) -> StepAll:
     """The loop a user would write for this kind of environment, after its first reset."""
     first = [env.reset(**({"seed": 42 + i} if traits.seeded else {})) for i, env in enumerate(envs)]
     if traits.single_agent:
@@ -293,25 +306,3 @@ def _step_dicts(envs: Sequence[Any], acting: list[list[Any]], batch: Sequence[Ac
             acting[i] = list(observations)
         else:
             acting[i] = [a for a in observations if not (terminateds.get(a) or truncateds.get(a))]
-
-
-@contextmanager
-def _parallel(constructors: Sequence[Constructor], contender: Contender, rules: Rules) -> Iterator[StepAll]:
-    """A `ParallelEnv` with auto-reset, after its first reset."""
-    with warnings.catch_warnings():
-        # More workers than CPUs, where they are asked for, are what is to be measured.
-        warnings.simplefilter("ignore", ResourceWarning)
-        env = ParallelEnv(constructors, num_workers=contender.workers, backend=contender.backend)
-    with env:
-        env.reset()
-
-        def step_those_who_act(batch: Sequence[Actions]) -> None:
-            env.step(
-                [
-                    {agent: actions[agent] for agent in acting if agent in actions}
-                    for acting, actions in zip(env.acting, batch, strict=True)
-                ]
-            )
-
-        # Under PettingZoo's rules, actions of those who are not acting are dropped.
-        yield env.step if rules is Rules.PETTINGZOO else step_those_who_act

@@ -82,9 +82,9 @@ def _legend(figure: Figure) -> None:
 
 
 def _colours(measurements: Sequence[Measurement]) -> dict[str, str]:
-    present = dict.fromkeys(m.backend for m in measurements if m.backend != LOOP)
+    present = dict.fromkeys(m.kind for m in measurements if m.backend != LOOP)
     others = iter(OTHER_COLOURS * len(present))
-    return {backend: COLOURS.get(backend) or next(others) for backend in present}
+    return {kind: COLOURS.get(kind) or next(others) for kind in present}
 
 
 def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, colours: dict[str, str]) -> None:
@@ -102,8 +102,8 @@ def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, colours: 
                 0.92 * width,
                 yerr=one.spread * one.steps_per_second,
                 error_kw={"elinewidth": 0.8, "ecolor": GREY},
-                color=colours[one.backend],
-                label=one.backend,
+                color=colours[one.kind],
+                label=one.kind,
             )
             panel.bar_label(bar, [in_microseconds(one)], fontsize=6, padding=2, color=GREY, bbox=PATCH)
         ideal = loop.steps_per_second * min(count, cpus)

@@ -39,7 +39,7 @@ def limit_name(activity: Activity) -> str:
 
 def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> EnvError:
     """The error of an environment that raised, with the original exception as its cause where that pickles."""
-    where = _place(failure.traceback)
+    where = place(failure.traceback)
     at = f", at {where}" if where else ""
     if failure.method in _NOT_RESTARTED:
         advice = ""
@@ -79,9 +79,9 @@ def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | No
         env_ids, during = (running.env_id,), f" in {running.activity.method} of environment {running.env_id}"
         if running.activity.method in _NOT_RESTARTED:
             advice = ""
-    where = _place(lost.stack)
+    where = place(lost.stack)
     at = f", at {where}" if where else ""
-    manner, to_do = _manner_of_death(lost)
+    manner, to_do = manner_of_death(lost)
     stack = f"\n\nIts stack:\n{lost.stack}" if lost.stack else ""
     return WorkerCrashed(
         f"worker {worker} ({_environments(share)}) died{during}{at}: {manner}\n\nWhat to do: {to_do}{advice}.{stack}",
@@ -108,7 +108,7 @@ def timed_out(
         env_ids, who = (running.env_id,), f"environment {running.env_id} (worker {worker})"
     if doing.method in _NOT_RESTARTED:
         advice = ""
-    where = _place(stack)
+    where = place(stack)
     at = f"; it is at {where}" if where else ""
     hangs = "mend what hangs there" if where else "see where it hangs"
     shown = f"\n\nIt was here:\n{stack}" if stack else ""
@@ -139,7 +139,7 @@ def _environments(env_ids: Sequence[int]) -> str:
 _NATIVE = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"})
 
 
-def _manner_of_death(lost: Lost) -> tuple[str, str]:
+def manner_of_death(lost: Lost) -> tuple[str, str]:
     """How a process died, and what there is to be done about it."""
     alone, exitcode = 'run that environment alone, with backend="serial"', lost.exitcode
     if lost.reason:
@@ -163,16 +163,16 @@ def _manner_of_death(lost: Lost) -> tuple[str, str]:
     return manner, f"see who sent that signal; {alone}"
 
 
-def _place(stack: str) -> str:
+def place(stack: str) -> str:
     r"""The line of the simulator's that a stack comes from, in words; nothing where there is none.
 
     Args:
         stack: A traceback, or what `faulthandler` writes of all threads.
 
     Example:
-        >>> _place('  File "track.py", line 7, in reset\n  File "track.py", line 12, in _load')
+        >>> place('  File "track.py", line 7, in reset\n  File "track.py", line 12, in _load')
         'line 12 of track.py'
-        >>> _place('Current thread 0x7f (most recent call first):\n  File "track.py", line 12 in _load')
+        >>> place('Current thread 0x7f (most recent call first):\n  File "track.py", line 12 in _load')
         'line 12 of track.py'
     """
     latest = stack.rpartition("Traceback (most recent call last):")[2]

@@ -1,0 +1,193 @@
+"""Runs of a simulator with drawn actions, alone and as copies in a `ParallelEnv`, and where two of them part.
+
+A run leaves a trace: of each reset and step, a fingerprint of everything each agent was told. Runs of the same seed
+draw the same actions.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from gymnasium import Space
+
+from marl_parallel.adapters import AgentID, MultiAgentEnv, Rules
+from marl_parallel.cli.values import fingerprint
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.transition import ALL
+
+Trace: TypeAlias = list[dict[str, dict[str, str]]]
+"""By reset or step, by part (`PARTS`), by agent: a fingerprint."""
+
+Calling: TypeAlias = Callable[[str], AbstractContextManager[None]]
+"""Entered around each call of the simulator, with the name of the method."""
+
+Look: TypeAlias = Callable[[tuple[dict[Any, Any], ...]], None]
+"""Is shown the five dicts of each step, and the two of each reset."""
+
+PARTS = ("observation", "reward", "termination", "truncation", "info")
+
+
+class Actor:
+    """Draws the actions of one copy, heeding action masks.
+
+    Args:
+        action_spaces: By agent.
+        seed: The same seed draws the same actions.
+    """
+
+    def __init__(self, action_spaces: Mapping[Any, Space[Any]], seed: int) -> None:
+        self._spaces = {agent: copy.deepcopy(space) for agent, space in action_spaces.items()}
+        for place, space in enumerate(self._spaces.values()):
+            space.seed(seed + place)
+
+    def __call__(self, acting: Sequence[AgentID], observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> Any:
+        return {
+            agent: space.sample(_mask(observations.get(agent), infos.get(agent)))
+            for agent, space in self._spaces.items()
+            if agent in acting
+        }
+
+
+def _mask(observation: Any, info: Any) -> Any:
+    for told in (observation, info):
+        if isinstance(told, Mapping) and "action_mask" in told:
+            return told["action_mask"]
+    return None
+
+
+class Solo:
+    """One copy, by itself: no worker, no shared memory, nothing of what makes a `ParallelEnv`.
+
+    Args:
+        env: The simulator behind its adapter.
+        calling: Entered around each call.
+    """
+
+    def __init__(self, env: MultiAgentEnv, calling: Calling) -> None:
+        self.env, self._calling = env, calling
+        self.acting: list[AgentID] = []
+        self.over = True
+
+    def reset(self, seed: int | None = None) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        """Begin an episode; the seed is passed on where the simulator takes one."""
+        keywords = {"seed": seed} if seed is not None and "seed" in self.env.reset_keywords else {}
+        with self._calling("reset"):
+            observations, infos = self.env.reset(**keywords)
+        self.note(observations)
+        return observations, infos
+
+    def step(self, actions: dict[Any, Any]) -> tuple[dict[Any, Any], ...]:
+        """Step once."""
+        with self._calling("step"):
+            result = self.env.step(actions)
+        self.note(result[0], result[2], result[3])
+        return result
+
+    def note(
+        self,
+        observations: Mapping[Any, Any],
+        terminateds: Mapping[Any, Any] = MappingProxyType({}),
+        truncateds: Mapping[Any, Any] = MappingProxyType({}),
+    ) -> None:
+        """Find out who acts next, and whether the episode is over."""
+        self.acting = [a for a in observations if not (terminateds.get(a) or truncateds.get(a))]
+        left, turn = self.env.agents_left(), self.env.turn()
+        if left is not None:
+            self.acting = [agent for agent in self.acting if agent in left]
+        if turn is not None:
+            self.acting = [turn]
+        said = bool(terminateds.get(ALL) or truncateds.get(ALL))
+        self.over = said if self.env.rules is Rules.DICT else not self.acting
+
+
+def run_alone(solo: Solo, seed: int, steps: int, seconds: float, look: Look = lambda told: None) -> Trace:
+    """Step one copy from a reset with this seed, through as many episodes as there are.
+
+    Args:
+        solo: The copy.
+        seed: Of the first reset, and of the actions.
+        steps: How many steps at most.
+        seconds: How long at most; less than a step makes no sense, so one is taken.
+        look: Is shown everything.
+    """
+    actor, space_of = Actor(solo.env.action_spaces, seed), solo.env.observation_spaces
+    deadline = time.monotonic() + seconds
+    observations, infos = solo.reset(seed)
+    look((observations, infos))
+    trace = [_entry(space_of, observations, infos=infos)]
+    for _ in range(steps):
+        told = solo.step(actor(solo.acting, observations, infos))
+        look(told)
+        observations, *_, infos = told
+        trace.append(_entry(space_of, *told))
+        if solo.over:
+            observations, infos = solo.reset()
+            look((observations, infos))
+            trace.append(_entry(space_of, observations, infos=infos))
+        if time.monotonic() > deadline:
+            break
+    return trace
+
+
+def run_copies(env: ParallelEnv, seed: int, steps: int, seconds: float) -> list[Trace]:
+    """Step copies side by side; they have been made with this seed, and with `auto_reset=False`."""
+    assert env.action_space is not None
+    actors = [Actor(env.action_space.spaces, seed + env_id) for env_id in range(env.num_envs)]
+    space_of = {} if env.observation_space is None else dict(env.observation_space.items())
+    deadline = time.monotonic() + seconds
+    latest, infos = map(list, env.reset())
+    traces = [[_entry(space_of, seen, infos=told)] for seen, told in zip(latest, infos)]
+    for _ in range(steps):
+        actions = [act(*known) for act, known in zip(actors, zip(env.acting, latest, infos))]
+        told = env.step(actions)
+        for trace, own in zip(traces, zip(*told)):
+            trace.append(_entry(space_of, *own))
+        latest, infos = list(told[0]), list(told[4])
+        over = [env_id for env_id in range(env.num_envs) if told[2][env_id][ALL] or told[3][env_id][ALL]]
+        if over:
+            begun = env.reset(env_ids=over)
+            for env_id, observations, own_infos in zip(over, *begun):
+                latest[env_id], infos[env_id] = observations, own_infos
+                traces[env_id].append(_entry(space_of, observations, infos=own_infos))
+        if time.monotonic() > deadline:
+            break
+    return traces
+
+
+def _entry(
+    space_of: Mapping[Any, Space[Any]],
+    observations: Mapping[Any, Any],
+    rewards: Mapping[Any, Any] | None = None,
+    terminateds: Mapping[Any, Any] | None = None,
+    truncateds: Mapping[Any, Any] | None = None,
+    infos: Mapping[Any, Any] | None = None,
+) -> dict[str, dict[str, str]]:
+    entry = {"observation": {str(key): fingerprint(value, space_of.get(key)) for key, value in observations.items()}}
+    for part, values in zip(PARTS[1:], (rewards, terminateds, truncateds, infos)):
+        entry[part] = {str(key): fingerprint(value) for key, value in (values or {}).items() if key != ALL}
+    return entry
+
+
+def parting(one: Trace, other: Trace) -> str | None:
+    """Where two runs of the same actions first differ, in words; None where the shorter one agrees with the other.
+
+    Example:
+        >>> parting([{"reward": {"a": "0f"}}], [{"reward": {"a": "0f"}}, {}])
+        >>> parting([{"reward": {"a": "0f"}}], [{"reward": {"a": "1e"}}])
+        'the reward of a, in step 1'
+    """
+    steps = resets = 0
+    for mine, theirs in zip(one, other):
+        is_step = bool(mine.get("termination") or mine.get("reward"))
+        steps, resets = steps + is_step, resets + (not is_step)
+        when = f"in step {steps}" if is_step else f"in reset {resets}"
+        for part, told in mine.items():
+            for agent in dict.fromkeys([*told, *theirs.get(part, {})]):
+                if told.get(agent) != theirs.get(part, {}).get(agent):
+                    return f"the {part} of {agent}, {when}"
+    return None

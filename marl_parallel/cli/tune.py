@@ -1,0 +1,249 @@
+"""`marl-parallel tune`: how many workers, how many copies in each, `step` or `send` and `recv`?
+
+Here live the command, the turn of a setting, and what is shown. Which settings have turns is decided in `search.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from marl_parallel.backends import descendants
+from marl_parallel.cli.failures import CommandError, told_briefly
+from marl_parallel.cli.isolation import ON_LINUX
+from marl_parallel.cli.machine import in_one_line, machine
+from marl_parallel.cli.measure import Traits, build, draw_actions, rate, spread, traits_of
+from marl_parallel.cli.memory import available, in_size, parsed_size, used_by
+from marl_parallel.cli.options import AsJson, Debug, EnvArgument, EnvKwargs, whole_numbers
+from marl_parallel.cli.report import progress
+from marl_parallel.cli.search import RUNGS, Axes, Search, Shape, Trial, Turn
+from marl_parallel.cli.target import constructor_of, distributions_of
+from marl_parallel.cli.ways import ASYNC, STEP, Constructor, run_of
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.sharing import usable_cpus
+
+ENVS_PER_WORKER = (1, 2, 4, 8)
+_ENVS_PER_CPU = 16
+
+
+def tune(
+    env: EnvArgument,
+    env_kwargs: EnvKwargs = "{}",
+    memory: Annotated[
+        str, typer.Option(help="What all worker processes may use together, such as 2GB.", show_default="what is free")
+    ] = "",
+    workers: Annotated[
+        str,
+        typer.Option(help="Numbers of workers, with commas between.", show_default="up to twice the CPUs, or more"),
+    ] = "",
+    envs_per_worker: Annotated[
+        str, typer.Option(help="Numbers of copies in each, with commas between.", show_default="1,2,4,8, or more")
+    ] = "",
+    max_envs: Annotated[
+        int,
+        typer.Option(min=0, help="How many copies there may be; 0: 16 for each CPU.", show_default="16 for each CPU"),
+    ] = 0,
+    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 0.5,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Find the number of workers and of copies in each that step ENV fastest, by measuring.
+
+    Every setting is measured once, the better half of them twice more, the best quarter three times more. Of those that
+    are as good as the best, to 2 %, the one with the fewest copies is proposed.
+
+    [bold]Example[/bold]:  marl-parallel tune mpe2.simple_spread_v3 --memory 2GB
+    """
+    with told_briefly(debug):
+        axes = _axes(workers, envs_per_worker, max_envs or _ENVS_PER_CPU * usable_cpus())
+        limit = _limit(memory)
+        constructor = constructor_of(env, env_kwargs)
+        traits = _traits(constructor)
+        described = machine(distributions_of(env))
+        with progress(_most_turns(axes), "tuning") as on_turn:
+            search = Search(axes, Turns(constructor, traits, seconds, on_turn), limit)
+            best = search.run()
+        found = Tuning(env, json.loads(env_kwargs), described, limit, list(search.trials.values()), best)
+        if as_json:
+            typer.echo(json.dumps(found.as_json(), indent=2))
+        else:
+            show(found)
+
+
+def _axes(workers: str, envs_per_worker: str, most_envs: int) -> Axes:
+    cpus = usable_cpus()
+    usual = sorted({*(2**n for n in range(cpus.bit_length())), cpus, 2 * cpus})
+    return Axes(
+        sorted(whole_numbers("--workers", workers)) if workers else usual,
+        sorted(whole_numbers("--envs-per-worker", envs_per_worker)) if envs_per_worker else ENVS_PER_WORKER,
+        most_envs=most_envs,
+        grow=not workers and not envs_per_worker,
+    )
+
+
+def _limit(memory: str) -> int | None:
+    if not memory:
+        return available()
+    if not ON_LINUX:
+        raise CommandError("--memory needs Linux, whose /proc tells what processes use", "leave it out")
+    return parsed_size(memory)
+
+
+def _traits(constructor: Constructor) -> Traits:
+    env = build(constructor, 0, 42)
+    traits = traits_of(env)
+    getattr(env, "close", lambda: None)()
+    return traits
+
+
+def _most_turns(axes: Axes) -> int:
+    shapes = len(axes.shapes())
+    return sum(rounds * max(1, round(share * shapes)) for share, rounds in RUNGS)
+
+
+class Turns:
+    """Measures shapes, each with processes of its own.
+
+    Args:
+        constructor: Makes a copy.
+        traits: Of a copy.
+        seconds: How long each way is measured.
+        on_turn: Told who is up.
+    """
+
+    def __init__(
+        self, constructor: Constructor, traits: Traits, seconds: float, on_turn: Callable[[str], None]
+    ) -> None:
+        self._constructor, self._traits, self._seconds, self._on_turn = constructor, traits, seconds, on_turn
+
+    def __call__(self, shape: Shape, ways: Sequence[str]) -> Turn:
+        self._on_turn(f"{shape.workers} workers x {shape.envs_per_worker}")
+        others = {*descendants.below(os.getpid())} if ON_LINUX else set()
+        pool = draw_actions(self._traits.action_spaces, shape.num_envs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs may be what is best
+            env = ParallelEnv([self._constructor] * shape.num_envs, num_workers=shape.workers)
+        with env:
+            rates = {}
+            for way in ways:
+                run = run_of(env, pool, self._traits.rules, way)
+                rate(run, self._seconds / 4)  # what is slow the first time only is not measured
+                rates[way] = rate(run, self._seconds)
+            memory = used_by({*descendants.below(os.getpid())} - others) if ON_LINUX else None
+        return Turn(rates, memory)
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured, and what is proposed.
+
+    Attributes:
+        environment: As it was named.
+        env_kwargs: Its keywords.
+        machine: What it was measured on.
+        limit: Bytes of memory for all processes; None for no limit.
+        trials: All that was measured.
+        best: The one that is proposed.
+    """
+
+    environment: str
+    env_kwargs: dict[str, Any]
+    machine: dict[str, Any]
+    limit: int | None
+    trials: list[Trial]
+    best: Trial
+
+    @property
+    def ranked(self) -> list[Trial]:
+        """The fastest first, those that do not keep within the limit last."""
+        return sorted(self.trials, key=lambda trial: (not trial.fits, -trial.steps_per_second))
+
+    @property
+    def code(self) -> str:
+        """The line to paste, and how to step what it makes."""
+        shape, way = self.best.setting
+        arguments = [f'"{_importable(self.environment)}"', f"num_envs={shape.num_envs}", f"num_workers={shape.workers}"]
+        if self.env_kwargs:
+            arguments.insert(2, f"env_kwargs={self.env_kwargs!r}")
+        line = f"env = marl_parallel.make({', '.join(arguments)})"
+        if way == ASYNC:
+            line += f"  # env.send(actions), then again and again env.recv(min_envs={max(1, shape.num_envs // 2)})"
+        return line
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, in what JSON knows."""
+        return {
+            "environment": self.environment,
+            "env_kwargs": self.env_kwargs,
+            "machine": self.machine,
+            "memory_limit": self.limit,
+            "best": _as_json(self.best),
+            "code": self.code,
+            "trials": [_as_json(trial) for trial in self.ranked],
+        }
+
+
+def _as_json(trial: Trial) -> dict[str, Any]:
+    shape, way = trial.setting
+    return {
+        "num_workers": shape.workers,
+        "envs_per_worker": shape.envs_per_worker,
+        "num_envs": shape.num_envs,
+        "way": way,
+        "steps_per_second": trial.steps_per_second,
+        "memory": trial.memory,
+        "fits": trial.fits,
+        "rounds": trial.rounds,
+    }
+
+
+def _importable(target: str) -> str:
+    """A file by its module's name: what is pasted is to run beside it.
+
+    Example:
+        >>> _importable("path/to/simulators.py:make_env"), _importable("mpe2.simple_spread_v3")
+        ('simulators:make_env', 'mpe2.simple_spread_v3')
+    """
+    path, colon, attribute = target.partition(":")
+    return f"{Path(path).stem}{colon}{attribute}" if path.endswith(".py") else target
+
+
+def show(found: Tuning) -> None:
+    """Print what was measured, the fastest first, and the line to paste."""
+    console = Console()
+    table = Table(title=found.environment, title_justify="left", title_style="bold")
+    for heading in ("workers", "copies in each", "copies"):
+        table.add_column(heading, justify="right")
+    table.add_column("by")
+    for heading in ("steps/s", "± %", "rounds", "memory"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for trial in found.ranked:
+        shape, way = trial.setting
+        table.add_row(
+            f"{shape.workers}",
+            f"{shape.envs_per_worker}",
+            f"{shape.num_envs}",
+            {STEP: "step", ASYNC: "send, recv"}[way],
+            f"{trial.steps_per_second:,.0f}",
+            f"{100 * spread(trial.rounds):.0f}" if len(trial.rounds) > 1 else "",
+            f"{len(trial.rounds)}",
+            "" if trial.memory is None else in_size(trial.memory),
+            "proposed" if trial is found.best else "" if trial.fits else "too much memory",
+            style="bold green" if trial is found.best else None if trial.fits else "dim",
+        )
+    console.print(table)
+    console.print(f"[dim]{in_one_line(found.machine)}", highlight=False)
+    console.print(f"\n{found.code}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,194 @@
+"""`marl-parallel tune`: what it proposes is what is best, within the memory that is allowed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from tunable import steps_per_second
+from typer.testing import CliRunner
+
+from marl_parallel.cli.app import app
+from marl_parallel.cli.failures import CommandError
+from marl_parallel.cli.search import Axes, Search, Setting, Shape, Turn
+from marl_parallel.cli.ways import ASYNC, STEP
+
+TUNABLE = Path(__file__).with_name("tunable.py")
+
+
+@pytest.fixture
+def tune(monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return lambda *arguments: runner.invoke(app, ["tune", *arguments])
+
+
+def proposed(result):
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["best"]
+
+
+# -- the search, on landscapes that are known --------------------------------------------------------------------------
+
+
+class Landscape:
+    """Throughput and memory by formula; what is measured is off by a few per cent, as on a real machine."""
+
+    def __init__(self, seed: int, noise: float = 0.02) -> None:
+        self.rng, self.noise = random.Random(seed), noise
+        self.best_workers, self.best_envs = self.rng.choice([1, 2, 4, 8]), self.rng.choice([1, 2, 4, 8])
+        self.slopes = [self.rng.uniform(0.1, 0.6) for _ in range(2)]
+        self.gain = self.rng.choice([0.8, 1.2])
+        self.asked: list[Shape] = []
+
+    def rate(self, shape: Shape, way: str) -> float:
+        away = abs(shape.workers - self.best_workers), abs(shape.envs_per_worker - self.best_envs)
+        penalty = 1 + sum(slope * distance for slope, distance in zip(self.slopes, away))
+        return 1000 / penalty * (self.gain if way == ASYNC else 1)
+
+    def __call__(self, shape, ways):
+        self.asked.append(shape)
+        return Turn({w: self.rate(shape, w) * self.rng.gauss(1, self.noise) for w in ways}, shape.num_envs * 10)
+
+
+AXES = Axes((1, 2, 4, 8), (1, 2, 4, 8))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_never_much_worse_than_the_best_of_an_exhaustive_sweep(seed):
+    landscape = Landscape(seed)
+    best = Search(AXES, landscape).run()
+    most = max(landscape.rate(shape, way) for shape in AXES.shapes() for way in AXES.ways if shape.num_envs > 1)
+    assert landscape.rate(*best.setting) >= 0.95 * most
+
+
+def test_of_those_that_are_as_good_the_smallest_is_taken():
+    def measure(shape, ways):
+        return Turn({way: 100.0 + shape.num_envs / 4 + (way == ASYNC) / 4 for way in ways}, None)
+
+    def best(envs, ways=(STEP,)):
+        return Search(Axes((1,), envs, ways), measure).run().setting
+
+    assert best((1, 2, 4)) == Setting(Shape(1, 1), STEP)
+    assert best((1, 20)) == Setting(Shape(1, 20), STEP)
+    assert best((2,), (STEP, ASYNC)) == Setting(Shape(1, 2), STEP)
+
+
+def test_what_exceeds_the_limit_is_not_taken_and_nothing_larger_is_measured():
+    landscape = Landscape(0, noise=0.0)
+    landscape.rate = lambda shape, way: float(shape.num_envs)
+    search = Search(AXES, landscape, limit=80)
+    best = search.run()
+    assert best.setting.shape.num_envs == 8
+    too_large = {trial.setting.shape for trial in search.trials.values() if not trial.fits}
+    assert too_large == {Shape(2, 8), Shape(4, 4), Shape(8, 2)}
+    assert not any(asked.exceeds(large) for asked in landscape.asked for large in too_large)
+
+
+def test_nothing_keeps_within_the_limit():
+    with pytest.raises(CommandError, match="the least that was tried uses 200 MB"):
+        Search(AXES, lambda shape, ways: Turn(dict.fromkeys(ways, 1.0), 200_000_000), limit=5).run()
+
+
+def test_there_is_nothing_to_try():
+    with pytest.raises(CommandError, match="nothing to try"):
+        Search(Axes((4,), (4,), most_envs=8), Landscape(0)).run()
+
+
+def test_beyond_an_edge_that_is_best_more_is_tried():
+    def measure(shape, ways):
+        return Turn(dict.fromkeys(ways, 100.0 * min(shape.workers, 16)), None)
+
+    search = Search(Axes((1, 2), (1, 2), grow=True, most_envs=64), measure)
+    assert search.run().setting == Setting(Shape(16, 1), STEP)
+    assert max(setting.shape.workers for setting in search.trials) == 32
+    assert max(setting.shape.envs_per_worker for setting in search.trials) == 2
+    assert max(setting.shape.num_envs for setting in search.trials) == 64
+    fixed = Search(Axes((1, 2), (1, 2)), measure)
+    assert fixed.run().setting == Setting(Shape(2, 1), STEP)
+
+
+def test_rounds_take_turns():
+    """Whoever is measured again is measured in rounds: no shape twice before all others of its rung."""
+    landscape = Landscape(3, noise=0.0)
+    Search(AXES, landscape).run()
+    first, again = landscape.asked[:16], landscape.asked[16:]
+    assert len({*first}) == 16
+    rounds = [again[: len({*again})], again[len({*again}) : 2 * len({*again})]]
+    assert {*rounds[0]} == {*rounds[1]} == {*again}
+    assert len(again) < 5 * len(first)
+
+
+# -- the command, on simulators that wait ------------------------------------------------------------------------------
+
+
+def test_the_best_of_what_is_known(tune, tmp_path):
+    """Three workers, on however many CPUs, of four copies each."""
+    workers, envs = (1, 3, 6), (1, 4)
+    arguments = ["--workers", ",".join(map(str, workers)), "--envs-per-worker", ",".join(map(str, envs))]
+    kwargs = json.dumps({"folder": str(tmp_path)})
+    result = tune(
+        f"{TUNABLE}:Licensed", "--env-kwargs", kwargs, *arguments, "--max-envs", "48", "--seconds", "0.06", "--json"
+    )
+    best = proposed(result)
+    most = max(itertools.starmap(steps_per_second, itertools.product(workers, envs)))
+    assert steps_per_second(best["num_workers"], best["envs_per_worker"]) >= 0.95 * most
+    report = json.loads(result.stdout)
+    assert len(report["trials"]) == 2 * len(workers) * len(envs) - 1  # a single copy by `step` only
+    assert len(best["rounds"]) == 6
+    assert report["code"] == (
+        f"env = marl_parallel.make(\"tunable:Licensed\", num_envs=12, env_kwargs={{'folder': {str(tmp_path)!r}}}, "
+        f"num_workers=3)" + (report["code"].partition("num_workers=3)")[2])
+    )
+
+
+def test_send_and_recv_where_steps_are_uneven(tune):
+    result = tune(f"{TUNABLE}:Uneven", "--workers", "2", "--envs-per-worker", "1", "--seconds", "0.2")
+    assert result.exit_code == 0, result.output
+    (line,) = (line for line in result.stdout.splitlines() if "proposed" in line)
+    assert "send, recv" in line
+    code = result.stdout.strip().splitlines()[-1]
+    assert code.startswith('env = marl_parallel.make("tunable:Uneven", num_envs=2, num_workers=2)')
+    assert code.endswith("env.recv(min_envs=1)")
+
+
+def test_memory_is_measured_and_kept_within(tune):
+    arguments = ["--workers", "1,2", "--envs-per-worker", "1,2,4", "--seconds", "0.05", "--json"]
+    result = tune(f"{TUNABLE}:Heavy", *arguments, "--memory", "190MB")
+    best = proposed(result)
+    assert best["num_workers"] == 2
+    trials = json.loads(result.stdout)["trials"]
+    for trial in trials:
+        assert trial["memory"] >= 50_000_000 * trial["num_envs"]
+        assert trial["fits"] == (trial["memory"] <= 190_000_000)
+    assert best["memory"] <= 190_000_000 < max(trial["memory"] for trial in trials)
+    assert 8 not in {trial["num_envs"] for trial in trials}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["mpe2.simple_spred_v3"], ["mpe2.simple_spred_v3"]),
+        (["mpe2.simple_spread_v3", "--memory", "much"], ["'much'", "2GB"]),
+        (["mpe2.simple_spread_v3", "--workers", "0"], ["--workers"]),
+        (["mpe2.simple_spread_v3", "--envs-per-worker", "a"], ["--envs-per-worker"]),
+        (["mpe2.simple_spread_v3", "--workers", "2", "--max-envs", "1"], ["nothing to try", "--max-envs"]),
+        (["mpe2.simple_spread_v3", "--workers", "1", "--memory", "1MB", "--seconds", "0.01"], ["1 MB", "--workers"]),
+    ],
+    ids=lambda value: " ".join(value)[-20:] if isinstance(value, list) else None,
+)
+def test_what_cannot_be_done_is_told_in_a_line_and_a_hint(tune, arguments, words):
+    result = tune(*arguments)
+    assert result.exit_code == 1
+    error, hint = result.stderr.strip().splitlines()
+    assert error.startswith("error: ")
+    assert hint.startswith("hint: ")
+    assert any(word in result.stderr for word in words)
+
+
+def test_help_has_an_example(tune):
+    assert "marl-parallel tune mpe2.simple_spread_v3" in tune("--help").stdout
