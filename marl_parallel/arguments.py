@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -121,6 +123,21 @@ def checked_timeout(seconds: Any, name: str) -> float | None:
     if not value > 0:
         raise ValueError(f"{name} must be positive, got {seconds}; None stands for no limit")
     return value
+
+
+def checked_trace(path: Any) -> Path:
+    """Where a trace is to be written.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: There can be no file there.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"trace must be the path of a file to be written, or None; got {path!r}")
+    file = Path(path)
+    if file.is_dir() or not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"trace={str(path)!r}: no file can be written there")
+    return file
 
 
 def survives(on_error: Any, restart_policy: Any) -> bool:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import copy as copying
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gymnasium import Space, spaces
@@ -14,12 +16,13 @@ from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.arguments import checked_ids
+from marl_parallel.arguments import checked_ids, checked_trace
 from marl_parallel.runtime.batch import Batch
 from marl_parallel.runtime.layout import Schema
-from marl_parallel.runtime.messages import Message
+from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.pickling import sendable
 from marl_parallel.runtime.supervision import Crew
+from marl_parallel.runtime.tracing import Tracer
 from marl_parallel.runtime.worker import Refusal
 from marl_parallel.stats import Stats
 from marl_parallel.tiling import tile as tiled
@@ -196,6 +199,59 @@ class Inquiries:
         frames = tuple(rendered[env_id] for env_id in self._all)
         return tiled(frames) if tile else frames
 
+    def start_trace(self, path: str | os.PathLike[str]) -> None:
+        """Keep a timeline of what workers and this process do, until `stop_trace` or `close`.
+
+        While one is kept, a step takes a microsecond or so longer, and each lane keeps up to a million slices of time.
+        What a worker had kept when it died is lost.
+
+        Args:
+            path: Of the file: JSON that https://ui.perfetto.dev and `chrome://tracing` show.
+
+        Raises:
+            ValueError: No file can be written there.
+            RuntimeError: One is being kept already.
+        """
+        self._check_idle("start_trace")
+        if self._crew.tracer is not None:
+            raise RuntimeError(f"a trace is being kept already, for {self._crew.tracer.path}: call stop_trace first")
+        tracer = Tracer(checked_trace(path), self._crew.shares)
+        self._tell_workers_to_trace(True)
+        self._crew.tracer = tracer
+        tracer.watch(self._crew, "run", lambda requests: f"wait for {_kind_of(requests)}")
+        tracer.watch(self._crew, "send", lambda message, *_: f"send {message.name.lower()}")
+        tracer.watch(self._crew, "receive", lambda *_: "wait")
+        tracer.watch(self._batch, "write_actions", lambda *_: "write actions")
+        tracer.watch(self._batch, "read", lambda *_: "read results")
+
+    def stop_trace(self) -> Path:
+        """Write the trace that `start_trace` began, or the argument `trace`.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            RuntimeError: None is being kept.
+            OSError: The file cannot be written.
+        """
+        self._check_idle("stop_trace")
+        if self._crew.tracer is None:
+            raise RuntimeError("no trace is being kept: call start_trace first, or pass trace=")
+        tracer = self._crew.tracer
+        kept = self._tell_workers_to_trace(False)
+        self._crew.tracer = None
+        for worker, share in enumerate(self._crew.shares):
+            if share[0] in kept:
+                tracer.add(worker, kept[share[0]], self._crew.backend.ahead(worker))
+        tracer.finish()
+        return tracer.path
+
+    def _tell_workers_to_trace(self, on: bool) -> dict[int, Any]:
+        if self._crew.restarts is not None:
+            self._crew.restarts.traced = on
+        shares = enumerate(self._crew.shares)
+        return self._crew.run({worker: Request(Message.TRACE, (share[0],), on) for worker, share in shares})
+
     def stats(self) -> Stats:
         """What has been done so far, and where the time went; of each worker and summed up."""
         return self._crew.stats()
@@ -227,3 +283,7 @@ def _raise_refused(results: Mapping[int, Any]) -> None:
     for env_id in sorted(results):
         if isinstance(results[env_id], Refusal):
             raise results[env_id].kind(f"environment {env_id}: {results[env_id].text}")
+
+
+def _kind_of(requests: Mapping[int, Request]) -> str:
+    return next(iter(requests.values())).message.name.lower()

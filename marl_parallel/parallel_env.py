@@ -38,6 +38,7 @@ from marl_parallel.arguments import (
     check_one_for_each,
     checked_constructors,
     checked_timeout,
+    checked_trace,
     pickled_adapter,
     survives,
     workers_for,
@@ -106,6 +107,7 @@ class ParallelEnv(AsyncStepping):
         reset_timeout: Seconds that each reset may take, automatic ones too; None for no limit.
         start_timeout: Seconds that each constructor may take; None for no limit.
         worker_threads: Threads of BLAS, OpenMP and torch in each worker process; None leaves them alone.
+        trace: Path of a timeline that is written when all is closed, or by `stop_trace`; see `start_trace`.
 
     Raises:
         TypeError: Something is no callable or cannot be pickled, or a constructor returned no environment.
@@ -146,6 +148,7 @@ class ParallelEnv(AsyncStepping):
         reset_timeout: float | None = None,
         start_timeout: float | None = START_TIMEOUT_S,
         worker_threads: int | None = 1,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         constructors = checked_constructors(env_constructors)
         self._mode = autoreset_mode(auto_reset)
@@ -157,6 +160,8 @@ class ParallelEnv(AsyncStepping):
         survive = survives(on_error, restart_policy)
         if worker_threads is not None:
             worker_threads = at_least_one(worker_threads, "worker_threads")
+        if trace is not None:
+            checked_trace(trace)
         how_adapted = pickled_adapter(adapter)
         self._num_envs = len(constructors)
         self._base_seed = base_seed(seed)
@@ -196,6 +201,8 @@ class ParallelEnv(AsyncStepping):
             self._metadata = {**described[0].metadata, "autoreset_mode": self._mode}
             self._render_mode = described[0].render_mode
             self._seeds_used = tuple(seeds)
+            if trace is not None:
+                self.start_trace(trace)
         except BaseException:
             # Whatever went wrong, Ctrl-C included, nothing may be left behind.
             self._finalizer.detach()

@@ -240,6 +240,9 @@ class RayBackend(Backend):
     def salvage(self, worker: int) -> list[Reply]:
         return self._hosts[worker].salvage(self._parcels)[0]
 
+    def ahead(self, worker: int) -> float:
+        return self._hosts[worker].ahead
+
     def stop(self, timeout: float) -> list[int]:
         hosts, self._hosts = self._hosts, []
         room, self._room = self._room, None

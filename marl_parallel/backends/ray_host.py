@@ -58,6 +58,7 @@ class RayHost:
         ledger: What it was doing when it was last heard of, or looked at.
         lost: How it ended, once it has.
         closed: Whether it has closed its environments.
+        ahead: Seconds that this machine's clock is ahead of its own, at most.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class RayHost:
         self._waiting: list[Request] = []
         self._asked: deque[Asked] = deque()
         self._count = 0
-        self._ahead = 0.0  # seconds that this machine's clock is ahead of its own, at most
+        self.ahead = 0.0
 
     @property
     def next(self) -> Any:
@@ -142,7 +143,7 @@ class RayHost:
         """
         if self._warden is None:
             greeting: Greeting = ray.get(self._arriving)
-            self._ahead = time.monotonic() - greeting.now
+            self.ahead = time.monotonic() - greeting.now
             self._warden = self._connection.warden_of(greeting.node, self._runtime_env)
             self._arriving = self._warden.hold.remote(self._key, greeting)
             return
@@ -162,8 +163,8 @@ class RayHost:
         if parcel.results is not None and parcels is not None:
             about = replies[-1].env_ids if asked.request.each else asked.request.env_ids
             parcels.put_results(self._share if about is None else about, parcel.results)
-        self._ahead = min(self._ahead, time.monotonic() - replies[-1].completed)
-        self.ledger.mirror(parcel.ledger, self._ahead)
+        self.ahead = min(self.ahead, time.monotonic() - replies[-1].completed)
+        self.ledger.mirror(parcel.ledger, self.ahead)
         asked.heard += len(replies)
         if replies[-1].last:
             self._asked.popleft()
@@ -175,7 +176,7 @@ class RayHost:
 
     def _here(self, reply: Reply) -> Reply:
         """The same by this machine's clock."""
-        return reply._replace(completed=reply.completed + self._ahead)
+        return reply._replace(completed=reply.completed + self.ahead)
 
     # -- looking, and ending ---------------------------------------------------------------------------------------
 
@@ -191,7 +192,7 @@ class RayHost:
             remains = told_by_warden(self._warden.remains.remote(self._key, places, dead=dead))
         if remains is None:
             return [], None
-        self.ledger.mirror(remains.ledger, self._ahead)
+        self.ledger.mirror(remains.ledger, self.ahead)
         if parcels is not None and remains.records:
             parcels.put_records(self._share, remains.records)
         number, said = what_was_said(remains.said)
@@ -223,8 +224,8 @@ def look(hosts: Iterable[RayHost]) -> None:
         if (seen := told_by_warden(answer)) is not None:
             moment, ledgers = seen
             for key, ledger in ledgers.items():
-                busy[key]._ahead = min(busy[key]._ahead, time.monotonic() - moment)
-                busy[key].ledger.mirror(ledger, busy[key]._ahead)
+                busy[key].ahead = min(busy[key].ahead, time.monotonic() - moment)
+                busy[key].ledger.mirror(ledger, busy[key].ahead)
 
 
 def end(hosts: Iterable[RayHost]) -> None:

@@ -112,6 +112,10 @@ class Backend(ABC):
         """
         return ()
 
+    def ahead(self, worker: int) -> float:
+        """Seconds that this clock is ahead of a worker's; 0 where they are the same."""
+        return 0.0
+
     @abstractmethod
     def interrupt(self) -> None:
         """Make a `wait` in another thread return soon, with whatever is there."""

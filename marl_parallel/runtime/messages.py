@@ -36,9 +36,11 @@ class Message(Enum):
     """Close the environments; the last request a worker gets."""
     REBUILD = 11
     """Close the environment, if it is still there, and construct it anew."""
-    RESULT = 12
+    TRACE = 12
+    """Keep slices of time from now on, or keep no more and tell them."""
+    RESULT = 13
     """The request was carried out in every environment it names."""
-    EXCEPTION = 13
+    EXCEPTION = 14
     """The request failed in at least one environment."""
 
 

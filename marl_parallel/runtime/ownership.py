@@ -16,6 +16,7 @@ from marl_parallel.runtime import reports
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.messages import Failure, Lost, Message, Request
 from marl_parallel.runtime.reports import logger
+from marl_parallel.runtime.tracing import LAST_WORDS, Tracer
 
 
 class Owner:
@@ -27,11 +28,13 @@ class Owner:
 
     Attributes:
         closed: Whether everything has been freed, or is just being freed.
+        tracer: Of the trace that is being kept, if one is.
     """
 
     def __init__(self, backend: Backend, shares: Sequence[range]) -> None:
         self.backend, self.shares = backend, shares
         self.closed = False
+        self.tracer: Tracer | None = None
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
         self._lock = threading.RLock()
 
@@ -63,12 +66,21 @@ class Owner:
                 left = self.backend.stop(patience)
                 # A signal handler may have closed in the middle of a call: its `wait` must not go on for ever.
                 self.backend.interrupt()
+            self._finish_trace()
             for worker in left:
                 logger.warning(
                     "worker %d could not be ended, it is left behind: a thread cannot be killed. It runs\n%s",
                     worker, self.backend.stack(worker),
                 )  # fmt: skip
             return error
+
+    def _finish_trace(self) -> None:
+        if self.tracer is not None:
+            tracer, self.tracer = self.tracer, None
+            try:
+                tracer.finish()
+            except OSError as error:  # closing goes on
+                logger.warning("the trace could not be written to %s: %s", tracer.path, error)
 
     def abandon(self) -> None:
         """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
@@ -109,6 +121,8 @@ class Owner:
                     continue
                 if reply.answers is Message.CLOSE:  # what was still in flight before it is discarded
                     pending.discard(worker)
+                    if self.tracer is not None and LAST_WORDS in reply.results:
+                        self.tracer.add(worker, reply.results[LAST_WORDS], self.backend.ahead(worker))
                     failures.update((env_id, (worker, failure)) for env_id, failure in reply.failures.items())
         if pending:
             logger.warning(

@@ -109,6 +109,7 @@ class Restarts:
             ours any more.
         kept: Likewise of a last step whose automatic reset has not ended yet.
         resets: By environment, the keywords of a reset that was asked for and has not ended yet, pickled.
+        traced: Whether workers keep a trace.
         unborn: Those that have been built anew and have said nothing since: nobody is alive in them.
     """
 
@@ -130,6 +131,7 @@ class Restarts:
         self.resets: dict[int, bytes] = {}
         self.unborn: set[int] = set()
         self.kept: dict[int, bytes] = {}
+        self.traced = False
         self.counts = [0] * len(plan.constructors)
         self._blamed = [0] * len(plan.constructors)
         self._lately: list[deque[float]] = [deque() for _ in plan.constructors]
@@ -183,7 +185,9 @@ class Restarts:
         self.counts[env_id] += 1
         source = np.random.SeedSequence((self.base_seed, env_id, self.counts[env_id]))
         seed = int(source.generate_state(1)[0] >> 1)
-        plan = self._plan._replace(constructors={env_id: self._plan.constructors[env_id]}, seeds={env_id: seed})
+        plan = self._plan._replace(
+            traced=self.traced, constructors={env_id: self._plan.constructors[env_id]}, seeds={env_id: seed}
+        )
         return Rebuild(plan, self._block, reset=self._at_once(env_id), keywords=self.resets.get(env_id))
 
     def _at_once(self, env_id: int) -> bool:

@@ -339,6 +339,8 @@ class Crew(Owner):
         self._watch.forget(worker)
         self._past[worker] = self._stats_of(worker)
         self.backend.replace(worker)
+        if self.tracer is not None:
+            self.tracer.mark(worker, "replaced")
         self._rebuild(worker, self.shares[worker])
         return error
 

@@ -25,6 +25,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import AgentID, NotAnEnvironment, Rules, adapt
 from marl_parallel.adapters import attributes as lookup
+from marl_parallel.runtime import tracing
 from marl_parallel.runtime.actions import ActionRecords
 from marl_parallel.runtime.columns import Unfit, as_array
 from marl_parallel.runtime.episode import Episode
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
         mode: When episodes begin anew.
         adapter: Pickled by value: None, a name, or what makes a `MultiAgentEnv` of a simulator.
         restarts: Whether what fails is built anew, so that what was said before it must not be lost.
+        traced: Whether the worker is to keep a trace, where it does not do so yet.
     """
 
     constructors: Mapping[int, bytes]
@@ -53,6 +55,7 @@ class Plan(NamedTuple):
     mode: AutoresetMode
     adapter: bytes
     restarts: bool = False
+    traced: bool = False
 
 
 class Rebuild(NamedTuple):
@@ -171,7 +174,10 @@ class Worker:
             if prompt and (results or failures):
                 send(Reply(_kind(failures), message, (env_id,), results, failures, time.monotonic(), last=False))
                 results, failures = {}, {}
-        send(Reply(_kind(failures), message, env_ids, results, failures, self._ledger.lay_down(), last))
+        moment = self._ledger.lay_down()
+        if message is Message.CLOSE and (slices := tracing.end(self._ledger)) is not None:
+            results[tracing.LAST_WORDS] = slices
+        send(Reply(_kind(failures), message, env_ids, results, failures, moment, last))
 
     # -- one handler for each request; each takes an environment's id and the payload ----------------------------------
 
@@ -193,6 +199,8 @@ class Worker:
                 if isinstance(error, NotAnEnvironment):
                     return Refusal(TypeError, str(error))
                 raise
+        if plan.traced:
+            tracing.begin(self._ledger)
         self._episodes[env_id] = Episode(env, env_id, plan.mode, self._ledger)
         self._share = span_of([*self._seeds])
         self._restarts = plan.restarts
@@ -332,6 +340,10 @@ class Worker:
                 return Refusal(AttributeError, str(error))
         return None
 
+    def _trace(self, env_id: int, on: bool) -> Any:
+        """Of the whole worker, whichever environment is named."""
+        return tracing.begin(self._ledger) if on else tracing.end(self._ledger)
+
     def _close(self, env_id: int, _: Any) -> None:
         episode = self._episodes.get(env_id)
         if episode is not None:
@@ -351,6 +363,7 @@ _HANDLERS: dict[Message, Callable[[Worker, int, Any], Any]] = {
     Message.ASSIGN: Worker._assign,
     Message.CLOSE: Worker._close,
     Message.REBUILD: Worker._rebuild,
+    Message.TRACE: Worker._trace,
 }
 
 
