@@ -4,40 +4,32 @@
     python benchmarks/compare_facades.py --quick      a few seconds; writes only where --output says so
     python benchmarks/compare_facades.py --markdown   the tables for the README, from the saved JSON
 
-Not all of these libraries fit one environment. So a run measures what is installed where it runs, and replaces in the
-results what it has measured; all else stays, with the machine and the versions of its own run. Whoever has not been
-measured anywhere is listed with the reason. Each comparison is within one run.
-
-The peers and their settings, and how turns are taken, are in `peers.py`.
+The peers and their settings are in `peers.py`, how turns are taken in `contest.py`. Not all of these libraries fit one
+environment: run it in each of them; `merged.py` says how results come together.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import json
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import facades
 import peers
 import typer
+from contest import Case
 from matplotlib.axes import Axes
+from merged import Pair, Report, Result, read_json, run
 from mpe2 import simple_spread_v3
-from peers import Case, Contender
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from synthetic import Synthetic
 
-from marl_parallel.cli.machine import in_one_line, machine
-from marl_parallel.cli.measure import spread
 from marl_parallel.cli.plotting import COLOURS, GREY, PATCH, framed
-from marl_parallel.cli.report import progress, write_json, write_rows
+from marl_parallel.cli.report import write_json, write_rows
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "compare_facades"
@@ -60,18 +52,6 @@ FACADES = {
 # -- the cases ---------------------------------------------------------------------------------------------------------
 
 
-class Pair(NamedTuple):
-    """Two that are compared."""
-
-    benchmark: str
-    case: Case
-    ours: Contender
-    against: Contender
-
-    def __str__(self) -> str:
-        return f"{self.benchmark}: {self.case.name}: {self.ours.name} / {self.against.name}"
-
-
 def synthetic(agents: int, size: int) -> Case:
     made_as = functools.partial(Synthetic, num_agents=agents, observation_size=size)
     return Case(f"synthetic 0 µs, {agents} x {size}", made_as, 32, WORKERS, episode_steps=100)
@@ -88,135 +68,6 @@ def pairs() -> list[Pair]:
             for against in [*own_peers, peers.LOOP]
         ),
     ]
-
-
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a facade did against another in the same rounds.
-
-    Attributes:
-        benchmark: `OVERHEAD` or `PEERS`.
-        environment: Its name.
-        num_envs: How many copies of it were stepped.
-        ours: The facade.
-        against: `ParallelEnv` with its dicts, or a peer.
-        steps_per_second: The facade's environment steps (one copy, all of its agents) per second: the median.
-        against_steps_per_second: The other's.
-        spread: Half the distance between the facade's best and worst round, as a share of the median.
-        against_spread: The other's.
-        microseconds_per_step: The facade's wall time per environment step, from the median.
-        extra_us: Microseconds per environment step that it takes longer: the median of the rounds' differences.
-        gain: Times the other's throughput: the median of the ratios within each round.
-        run: The key of its `Run` in the report.
-        rounds: Environment steps per second in each round: the facade's, the other's.
-    """
-
-    benchmark: str
-    environment: str
-    num_envs: int
-    ours: str
-    against: str
-    steps_per_second: float
-    against_steps_per_second: float
-    spread: float
-    against_spread: float
-    microseconds_per_step: float
-    extra_us: float
-    gain: float
-    run: str
-    rounds: list[list[float]]
-
-    @property
-    def what(self) -> tuple[str, str, str, str]:
-        """What it is a result of; a later one of the same replaces it."""
-        return self.benchmark, self.environment, self.ours, self.against
-
-
-@dataclass(frozen=True)
-class Run:
-    """Under which circumstances something was measured."""
-
-    machine: dict[str, Any]
-    seconds: float
-    repeats: int
-
-    def __str__(self) -> str:
-        return f"medians of {self.repeats} rounds of {self.seconds:g} s; {in_one_line(self.machine)}"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What was measured where.
-
-    Attributes:
-        runs: By letter.
-        results: In the order of `pairs`.
-        missing: Who could not be measured, and why.
-    """
-
-    runs: dict[str, Run] = field(default_factory=dict)
-    results: list[Result] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-
-    def updated(self, other: Report) -> Report:
-        """With another's results in the place of those of the same; runs of which nothing is left are dropped."""
-        letter = next(letter for letter in map(chr, itertools.count(ord("a"))) if letter not in self.runs)
-        order = {(p.benchmark, p.case.name, p.ours.name, p.against.name): i for i, p in enumerate(pairs())}
-        results = {one.what: one for one in self.results if one.what in order}
-        results |= {one.what: replace(one, run=letter) for one in other.results}
-        kept = sorted(results.values(), key=lambda one: order[one.what])
-        known = {name for one in kept for name in (one.ours, one.against)}
-        runs = self.runs | dict.fromkeys([letter], *other.runs.values())
-        return Report(
-            {letter: runs[letter] for letter in sorted({one.run for one in kept})},
-            kept,
-            {name: why for name, why in {**self.missing, **other.missing}.items() if name not in known},
-        )
-
-
-def run(chosen: Sequence[Pair], seconds: float, repeats: int) -> Report:
-    peers.one_thread_each()
-    by_case: dict[str, list[Pair]] = {}
-    for pair in chosen:
-        by_case.setdefault(pair.case.name, []).append(pair)
-    everyone = {
-        name: list(dict.fromkeys(who for pair in own for who in (pair.against, pair.ours)))
-        for name, own in by_case.items()
-    }
-    described, results, missing = machine(peers.DISTRIBUTIONS), [], {}
-    with progress(sum(peers.turns(who, repeats) for who in everyone.values())) as on_turn:
-        for name, own in by_case.items():
-            rounds, left_out = peers.measure(own[0].case, everyone[name], seconds, repeats, on_turn)
-            missing |= left_out
-            results += [
-                _result(pair, rounds[pair.ours.name], rounds[pair.against.name])
-                for pair in own
-                if pair.ours.name in rounds and pair.against.name in rounds
-            ]
-    return Report({"a": Run(described, seconds, repeats)}, results, missing)
-
-
-def _result(pair: Pair, ours: list[float], against: list[float]) -> Result:
-    both = list(zip(ours, against, strict=True))
-    return Result(
-        benchmark=pair.benchmark,
-        environment=pair.case.name,
-        num_envs=pair.case.num_envs,
-        ours=pair.ours.name,
-        against=pair.against.name,
-        steps_per_second=statistics.median(ours),
-        against_steps_per_second=statistics.median(against),
-        spread=spread(ours),
-        against_spread=spread(against),
-        microseconds_per_step=1e6 / statistics.median(ours),
-        extra_us=statistics.median(1e6 / own - 1e6 / other for own, other in both),
-        gain=statistics.median(own / other for own, other in both),
-        run="a",
-        rounds=[ours, against],
-    )
 
 
 # -- showing -----------------------------------------------------------------------------------------------------------
@@ -359,14 +210,6 @@ def _mark(panel: Axes, values: list[float]) -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def read_json(path: Path) -> Report:
-    if not path.is_file():
-        return Report()
-    saved = json.loads(path.read_text())
-    runs = {letter: Run(**values) for letter, values in saved["runs"].items()}
-    return Report(runs, [Result(**values) for values in saved["results"]], saved["missing"])
-
-
 def main(
     quick: Annotated[
         bool, typer.Option("--quick", help="A few seconds, to see that it works: two short rounds.")
@@ -392,7 +235,7 @@ def main(
     report = run(chosen, seconds, repeats)
     show(report)
     if directory is not None:
-        merged = read_json(directory / f"{NAME}.json").updated(report)
+        merged = read_json(directory / f"{NAME}.json").updated(report, pairs())
         write_json(merged, directory / f"{NAME}.json")
         write_rows(merged.results, directory / f"{NAME}.csv")
         save_plot(merged, directory / f"{NAME}.png")

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from peers import SEED, Case, Contender, Step, stepping, torchrl_stepping
+from contest import SEED, Case, Contender, Step, stepping
+from peers import torchrl_stepping
 
 import marl_parallel.vector
 from marl_parallel import ParallelEnv

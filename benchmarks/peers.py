@@ -1,179 +1,18 @@
-"""Who else steps many copies of a simulator, each in its best setting; and how contenders are measured in turns.
-
-A contender steps all copies once with each call, the same random actions for all of them, and begins a new episode
-where one is over. Libraries are imported when they are started: not all of them fit one environment. Whoever cannot be
-started is left out with the reason.
-
-Contenders stay open while others are measured, and take turns in rounds, so that a machine that slows down or gets busy
-hits all of them alike. Between its turns each of them waits for its next call, and uses no CPU.
-"""
+"""Who else steps many copies of a simulator, each in its best setting. How they are measured is in `contest.py`."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import os
-import re
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pettingzoo
+from contest import SEED, Actions, Case, Contender, Step, stepping
 from gymnasium.vector.utils import batch_space
-
-from marl_parallel.backends import threads
-from marl_parallel.cli.measure import Actions, draw_actions
-
-SEED = 42
-DISTRIBUTIONS = ("mpe2", "SuperSuit", "stable-baselines3", "torch", "torchrl", "tensordict", "ray", "agilerl")
-"""Whose versions matter, where they are installed."""
-
-Step = Callable[[], object]
-"""Steps all copies once, with the next actions."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is stepped: a PettingZoo environment whose agents are alike and live as long as their episode.
-
-    Attributes:
-        name: The environment's.
-        constructor: Makes one copy.
-        num_envs: How many copies.
-        workers: How many processes share them, where a contender lets one choose.
-        episode_steps: Steps in an episode.
-    """
-
-    name: str
-    constructor: Callable[[], Any]
-    num_envs: int
-    workers: int
-    episode_steps: int
-
-    @functools.cached_property
-    def agents(self) -> list[str]:
-        return list(self._action_spaces)
-
-    @functools.cached_property
-    def by_copy(self) -> list[list[Actions]]:
-        """Batches of actions, as dicts by agent, one for each copy."""
-        return draw_actions(self._action_spaces, self.num_envs)
-
-    @functools.cached_property
-    def joint(self) -> list[np.ndarray]:
-        """The same as arrays `(copies, agents, ...)`."""
-        return [np.array([[acts[agent] for agent in self.agents] for acts in batch]) for batch in self.by_copy]
-
-    @property
-    def rows(self) -> list[np.ndarray]:
-        """The same as arrays `(copies * agents, ...)`."""
-        return [batch.reshape(-1, *batch.shape[2:]) for batch in self.joint]
-
-    @property
-    def by_agent(self) -> list[dict[str, np.ndarray]]:
-        """The same as arrays `(copies, ...)`, by agent."""
-        return [{agent: batch[:, place].copy() for place, agent in enumerate(self.agents)} for batch in self.joint]
-
-    @functools.cached_property
-    def _action_spaces(self) -> dict[str, Any]:
-        with closing(self.constructor()) as env:
-            return {agent: env.action_space(agent) for agent in env.possible_agents}
-
-
-@dataclass(frozen=True)
-class Contender:
-    """Who steps.
-
-    Attributes:
-        name: In tables.
-        start: Makes it ready, its first reset included; closed when the context ends.
-        setting: How it is run, for a note.
-        next_step: Whether its resets take a call of their own, which is not counted as a step.
-        ours: Whether it is of this package: then errors are not put up with.
-    """
-
-    name: str
-    start: Callable[[Case], AbstractContextManager[Step]]
-    setting: str = ""
-    next_step: bool = False
-    ours: bool = False
-
-    def counted(self, case: Case) -> float:
-        """The environment steps in a call."""
-        share = case.episode_steps / (case.episode_steps + 1) if self.next_step else 1.0
-        return case.num_envs * share
-
-
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
-
-def turns(contenders: Sequence[Contender], repeats: int) -> int:
-    """How often `measure` reports progress."""
-    return len(contenders) * (1 + repeats)
-
-
-def measure(
-    case: Case, contenders: Sequence[Contender], seconds: float, repeats: int, on_turn: Callable[[str], None]
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Measure in turns, after a turn of each that does not count.
-
-    Returns:
-        By contender, environment steps per second in each round; and of those who could not be started, why.
-    """
-    rounds: dict[str, list[float]] = {}
-    missing: dict[str, str] = {}
-    with ExitStack() as stack:
-        ready: list[tuple[Contender, Step]] = []
-        for one in contenders:
-            on_turn(f"{case.name}: {one.name} starts")
-            try:
-                ready.append((one, stack.enter_context(one.start(case))))
-            except Exception as error:
-                if one.ours and not isinstance(error, ImportError):
-                    raise
-                missing[one.name] = reason(error)
-            else:
-                _calls_per_second(ready[-1][1], seconds / 4)
-        for one, step in ready * repeats:
-            on_turn(f"{case.name}: {one.name}")
-            rounds.setdefault(one.name, []).append(one.counted(case) * _calls_per_second(step, seconds))
-    return rounds, missing
-
-
-def reason(error: Exception) -> str:
-    """In one line, without this machine's paths."""
-    said = re.sub(r" \([^()]*[/\\][^()]*\)", "", str(error).strip().partition("\n")[0])
-    return said if isinstance(error, ImportError) else f"{type(error).__name__}: {said}"
-
-
-def _calls_per_second(step: Step, seconds: float) -> float:
-    count = 0
-    begun = now = time.perf_counter()
-    while now < begun + seconds or not count:
-        step()
-        count += 1
-        now = time.perf_counter()
-    return count / (now - begun)
-
-
-def one_thread_each() -> None:
-    """Numerical libraries get one thread, here and in all processes started from here: processes share the CPUs."""
-    os.environ.update(threads.variables(1))
-    threads.set_loaded(1)
-
-
-def stepping(step: Callable[[Any], object], batches: Iterable[Any]) -> Step:
-    """Batches of actions, over and over."""
-    endless = itertools.cycle(batches)
-    return lambda: step(next(endless))
-
-
-# -- the peers ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -321,6 +160,111 @@ def rllib_sync(case: Case) -> Iterator[Step]:
         yield stepping(env.step, case.by_copy)
 
 
+class WithAll(gymnasium.Env):  # type: ignore[type-arg]
+    """A PettingZoo environment whose flags have `__all__`, as SMARTS asks for."""
+
+    def __init__(self, constructor: Callable[[], pettingzoo.ParallelEnv]) -> None:
+        self._env = constructor()
+        agents = self._env.possible_agents
+        self.observation_space = gymnasium.spaces.Dict([(a, self._env.observation_space(a)) for a in agents])
+        self.action_space = gymnasium.spaces.Dict([(a, self._env.action_space(a)) for a in agents])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        observations, infos = self._env.reset(seed=seed, options=options)
+        return observations, dict(infos)
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        observations, rewards, terminations, truncations, infos = self._env.step(actions)
+        over = not self._env.agents
+        # Its ParallelEnv looks at one of the two only.
+        return observations, rewards, {**terminations, "__all__": over}, {**truncations, "__all__": over}, dict(infos)
+
+    def close(self) -> None:
+        self._env.close()
+
+
+@contextmanager
+def smarts_parallel(case: Case) -> Iterator[Step]:
+    from smarts.env.gymnasium.wrappers.parallel_env import ParallelEnv
+
+    def constructor(seed: int) -> WithAll:
+        env = WithAll(case.constructor)
+        env.reset(seed=seed)
+        return env
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # it has no other way than one process for each copy
+        env = ParallelEnv([constructor] * case.num_envs, auto_reset=True, seed=SEED)
+    try:
+        env.reset()
+        yield stepping(env.step, case.by_copy)
+    finally:
+        env.close(terminate=True)
+
+
+@contextmanager
+def pufferlib_multiprocessing(case: Case) -> Iterator[Step]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import pufferlib.emulation
+        import pufferlib.vector
+
+    creator = functools.partial(pufferlib.emulation.PettingZooPufferEnv, env_creator=case.constructor)
+    kind = pufferlib.vector.Multiprocessing
+    with closing(pufferlib.vector.make(creator, backend=kind, num_envs=case.num_envs, num_workers=case.workers)) as env:
+        env.reset(seed=SEED)
+        yield stepping(env.step, case.rows)
+
+
+@contextmanager
+def tianshou_subproc(case: Case) -> Iterator[Step]:
+    from tianshou.env import SubprocVectorEnv
+
+    constructors = [functools.partial(Joint, case.constructor)] * case.num_envs
+    with closing(SubprocVectorEnv(constructors, share_memory=True)) as env:
+        env.reset(seed=SEED)
+
+        def step(actions: Any) -> None:
+            _, _, terminated, truncated, _ = env.step(actions)
+            if (over := np.flatnonzero(terminated | truncated)).size:
+                env.reset(over)
+
+        yield stepping(step, case.joint)
+
+
+class PlainActor:
+    """What one writes first with Ray: an actor for each copy, dicts there and back."""
+
+    def __init__(self, constructor: Callable[[], Any]) -> None:
+        self._env = constructor()
+
+    def reset(self, seed: int) -> Any:
+        return self._env.reset(seed=seed)
+
+    def step(self, actions: Any) -> Any:
+        result = self._env.step(actions)
+        return result if self._env.agents else (self._env.reset()[0], *result[1:])
+
+
+@contextmanager
+def ray_actors(case: Case) -> Iterator[Step]:
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address="local", include_dashboard=False, log_to_driver=False)
+    actors = [ray.remote(PlainActor).options(num_cpus=0).remote(case.constructor) for _ in range(case.num_envs)]
+    try:
+        ray.get([actor.reset.remote(SEED + place) for place, actor in enumerate(actors)])
+
+        def step(batch: Sequence[Actions]) -> None:
+            ray.get([actor.step.remote(actions) for actor, actions in zip(actors, batch, strict=True)])
+
+        yield stepping(step, case.by_copy)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
 LOOP = Contender("plain loop", plain_loop, "over bare environments, in one process")
 SUPERSUIT = Contender(
     "SuperSuit", supersuit, "`pettingzoo_env_to_vec_env_v1`, then `concat_vec_envs_v1(num_cpus={workers})`"
@@ -354,3 +298,18 @@ RLLIB = Contender(
     "of `ParallelPettingZooEnv`s, `copy=False`; one process, as RLlib has no other way for multi-agent environments",
     next_step=True,
 )
+SMARTS = Contender("SMARTS ParallelEnv", smarts_parallel, "as it comes; one process per copy, as it has no other way")
+PUFFERLIB = Contender(
+    "PufferLib Multiprocessing",
+    pufferlib_multiprocessing,
+    "`PettingZooPufferEnv`, `num_workers={workers}`, its buffers in shared memory; the newest release that installs "
+    "without downloading anything while it is built, 1.0.1",
+    next_step=True,
+)
+TIANSHOU = Contender(
+    "Tianshou SubprocVectorEnv",
+    tianshou_subproc,
+    "the same joint environment, `share_memory=True`; one process per copy, as it has no other way; its resets are the "
+    "caller's",
+)
+RAY_ACTORS = Contender("Ray, an actor per copy", ray_actors, "dicts there and back, all calls at once")

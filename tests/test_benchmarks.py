@@ -122,28 +122,31 @@ def test_compare_facades(tmp_path):
 
 def test_results_of_several_environments(compare_facades, tmp_path):
     """What has been measured again is replaced; all else stays, with its own run."""
-    made = {(pair.ours.name, pair.against.name): pair for pair in compare_facades.pairs()}
+    import merged
+
+    everything = compare_facades.pairs()
+    made = {(pair.ours.name, pair.against.name): pair for pair in everything}
 
     def measured(*names, rate, missing=()):
-        results = [compare_facades._result(made[both], [rate, rate], [100.0, 100.0]) for both in names]
-        run = compare_facades.Run({"day": rate}, 1.0, 2)
-        return compare_facades.Report({"a": run}, results, dict.fromkeys(missing, "not installed"))
+        results = [merged.result(made[both], [rate, rate], [100.0, 100.0]) for both in names]
+        run = merged.Run({"day": rate}, 1.0, 2)
+        return merged.Report({"a": run}, results, dict.fromkeys(missing, "not installed"))
 
     def told(report):
         return {(one.ours, one.against): (one.gain, report.runs[one.run].machine["day"]) for one in report.results}
 
     loop, agile = ("PettingZooVecEnv", "plain loop"), ("AgileRLVecEnv", "AgileRL AsyncPettingZooVecEnv")
-    first = compare_facades.Report().updated(measured(loop, rate=200.0, missing=agile))
+    first = merged.Report().updated(measured(loop, rate=200.0, missing=agile), everything)
     assert told(first) == {loop: (2.0, 200.0)}
     assert first.missing == dict.fromkeys(agile, "not installed")
-    second = first.updated(measured(agile, rate=300.0, missing=["SB3VecEnv"]))
+    second = first.updated(measured(agile, rate=300.0, missing=["SB3VecEnv"]), everything)
     assert told(second) == {loop: (2.0, 200.0), agile: (3.0, 300.0)}
     assert [*second.missing] == ["SB3VecEnv"]
-    third = second.updated(measured(loop, rate=400.0, missing=agile))
+    third = second.updated(measured(loop, rate=400.0, missing=agile), everything)
     assert told(third) == {loop: (4.0, 400.0), agile: (3.0, 300.0)}
     assert len(third.runs) == 2
     compare_facades.write_json(third, tmp_path / "saved.json")
-    assert compare_facades.read_json(tmp_path / "saved.json") == third
+    assert merged.read_json(tmp_path / "saved.json") == third
 
 
 def test_resets_that_take_a_call_are_no_steps(compare_facades):
@@ -158,20 +161,54 @@ def test_who_cannot_be_started_is_left_out_with_the_reason(compare_facades):
     def fails(case):
         raise TypeError("no such argument\nand more")
 
-    peers = compare_facades.peers
+    import contest
+
     case = compare_facades.synthetic(2, 3)
-    contenders = [peers.LOOP, peers.Contender("stranger", fails)]
-    rounds, missing = peers.measure(case, contenders, 0.001, 3, lambda text: None)
+    contenders = [compare_facades.peers.LOOP, contest.Contender("stranger", fails)]
+    rounds, missing = contest.measure(case, contenders, 0.001, 3, lambda text: None)
     assert [*rounds] == ["plain loop"]
     assert len(rounds["plain loop"]) == 3
     assert missing == {"stranger": "TypeError: no such argument"}
     gone = ImportError("cannot import name 'Env' from 'library' (/home/me/lib/library.py)")
-    assert peers.reason(gone) == "cannot import name 'Env' from 'library'"
+    assert contest.reason(gone) == "cannot import name 'Env' from 'library'"
     with pytest.raises(TypeError, match="no such argument"):
-        peers.measure(case, [peers.Contender("ours", fails, ours=True)], 0.001, 1, lambda text: None)
+        contest.measure(case, [contest.Contender("ours", fails, ours=True)], 0.001, 1, lambda text: None)
 
 
-@pytest.mark.parametrize("script", ["compare_workers.py", "async_stepping.py", "recovery.py", "compare_facades.py"])
+def test_compare_peers(tmp_path):
+    """Whoever is not installed is listed; the others are measured on each simulator."""
+    run("compare_peers.py", "--quick", "--output", str(tmp_path))
+    report = json.loads((tmp_path / "compare_peers.json").read_text())
+    measured = {(one["environment"], one["against"]) for one in report["results"]}
+    assert measured >= {("simple_spread_v3", "plain loop"), ("synthetic 0 µs", "plain loop")}
+    everybody = {"SMARTS ParallelEnv", "SuperSuit", "PufferLib Multiprocessing", "Tianshou SubprocVectorEnv"}
+    assert everybody <= {name for _, name in measured} | {*report["missing"]}
+    assert (tmp_path / "compare_peers.png").read_bytes().startswith(b"\x89PNG")
+    shown = run("compare_peers.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert "| marl_parallel, dicts |" in shown
+    assert all(name in shown for name in report["missing"])
+
+
+def test_who_fails_on_one_simulator_only_is_said_so(compare_facades):
+    import contest
+    import merged
+
+    def fails(case):
+        if "2 x" in case.name:
+            raise TypeError("no such space")
+        return compare_facades.peers.plain_loop(case)
+
+    ours, moody = compare_facades.peers.LOOP, contest.Contender("moody", fails)
+    chosen = [merged.Pair("part", compare_facades.synthetic(n, 3), ours, moody) for n in (2, 3)]
+    report = merged.Report().updated(merged.run(chosen, 0.001, 2), chosen)
+    assert report.missing == {"moody on synthetic 0 µs, 2 x 3": "TypeError: no such space"}
+    assert [one.environment for one in report.results] == ["synthetic 0 µs, 3 x 3"]
+
+
+SCRIPTS = ["compare_workers.py", "async_stepping.py", "recovery.py", "compare_facades.py", "compare_peers.py"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_what_is_not_known_is_refused(script):
     assert "--only" in run(script, "--quick", "--only", "chess").stderr
 

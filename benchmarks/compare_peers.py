@@ -1,0 +1,194 @@
+"""This package beside all others that step many copies of a simulator, on several simulators.
+
+    python benchmarks/compare_peers.py              some fifteen minutes; adds to results/compare_peers.*
+    python benchmarks/compare_peers.py --quick      half a minute; writes only where --output says so
+    python benchmarks/compare_peers.py --markdown   the table for the README, from the saved JSON
+
+Each in its best setting, which `peers.py` states; `contest.py` has them take turns. Not all of these libraries fit one
+environment: run it in each of them; `merged.py` says how results come together.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Annotated
+
+import facades
+import peers
+import typer
+from contest import Case, Contender
+from merged import Pair, Report, Result, read_json, run
+from mpe2 import simple_spread_v3
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from synthetic import Synthetic, rounds_per_microsecond
+
+from marl_parallel.cli.plotting import COLOURS, GREY, framed
+from marl_parallel.cli.report import write_json, write_rows
+
+RESULTS = Path(__file__).parent / "results"
+NAME = "compare_peers"
+COPIES, WORKERS = 8, 2
+PART = "peers"
+PEERS = [
+    peers.LOOP,
+    peers.SMARTS,
+    peers.SUPERSUIT,
+    peers.AGILERL,
+    peers.PUFFERLIB,
+    peers.TORCHRL,
+    peers.TORCHRL_SERIAL,
+    peers.TIANSHOU,
+    peers.RAY_ACTORS,
+]
+
+
+def multiwalker() -> object:
+    from pettingzoo.sisl import multiwalker_v9
+
+    return multiwalker_v9.parallel_env()
+
+
+def pistonball() -> object:
+    from pettingzoo.butterfly import pistonball_v6
+
+    return pistonball_v6.parallel_env()
+
+
+def cases() -> list[Case]:
+    per_us = rounds_per_microsecond()
+    made = [
+        Case(f"synthetic {cost} µs", functools.partial(Synthetic, cost, rounds_per_us=per_us), COPIES, WORKERS, 100)
+        for cost in (0, 50, 200)
+    ]
+    return [
+        Case("simple_spread_v3", simple_spread_v3.parallel_env, COPIES, WORKERS, 25),
+        Case("multiwalker_v9", multiwalker, COPIES, WORKERS, 500),
+        Case("pistonball_v6", pistonball, COPIES, WORKERS, 125),
+        *made,
+    ]
+
+
+def pairs() -> list[Pair]:
+    return [Pair(PART, case, ours, peer) for case in cases() for ours in OURS for peer in PEERS]
+
+
+OURS: list[Contender] = [facades.DICTS]
+
+
+# -- showing -----------------------------------------------------------------------------------------------------------
+
+
+def table(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells: a row for each contender, a column for each simulator."""
+    environments = list(dict.fromkeys(one.environment for one in report.results))
+    cells = {(one.against, one.environment): f"{_took(one)} ({one.gain:.2f}x, {one.run})" for one in report.results}
+    own: dict[str, list[str]] = {}
+    for one in report.results:
+        own.setdefault(one.environment, []).append(f"{one.microseconds_per_step:,.1f} ({one.run})")
+    rows = [[peer.name, *(cells.get((peer.name, name), "") for name in environments)] for peer in PEERS]
+    ours = ["marl_parallel, dicts", *(", ".join(dict.fromkeys(own[name])) for name in environments)]
+    return ["", *environments], [ours, *(row for row in rows if any(row[1:]))]
+
+
+def _took(one: Result) -> str:
+    microseconds = 1e6 / one.against_steps_per_second
+    return f"{microseconds:,.0f}" if microseconds >= 100 else f"{microseconds:.1f}"
+
+
+def notes(report: Report) -> list[str]:
+    shown = {one.against for one in report.results}
+    settings = [f"{peer.name}: {peer.setting.format(workers=WORKERS)}." for peer in PEERS if peer.name in shown]
+    told = [
+        f"Microseconds of wall time per environment step, {COPIES} copies, {WORKERS} workers where they can be chosen; "
+        "in brackets, how many times this package's throughput is that of the row, the median of the ratios within the "
+        "rounds, and the run. " + " ".join(settings),
+        *(f"{letter}: {run}." for letter, run in report.runs.items()),
+    ]
+    if report.missing:
+        told.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
+    return told
+
+
+def show(report: Report) -> None:
+    console, (headings, rows) = Console(), table(report)
+    shown = Table(box=SIMPLE_HEAD)
+    for heading in headings:
+        shown.add_column(heading, justify="right" if heading else "left")
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+    for note in notes(report):
+        console.print(note, style="dim", highlight=False, markup=False)
+
+
+def markdown(report: Report) -> str:
+    headings, rows = table(report)
+    lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    picture = f"![Throughput beside that of others](benchmarks/results/{NAME}.png)"
+    return "\n\n".join([picture, "\n".join(lines), *notes(report)])
+
+
+def save_plot(report: Report, path: Path) -> None:
+    """For each simulator, how many times each peer's throughput."""
+    environments = list(dict.fromkeys(one.environment for one in report.results))
+    figure = framed(3.4 * len(environments), 1.2 + 0.28 * len(PEERS))
+    panels = figure.subplots(1, len(environments), squeeze=False, sharey=True)[0]
+    names = [peer.name for peer in PEERS if any(one.against == peer.name for one in report.results)]
+    for panel, environment in zip(panels, environments, strict=True):
+        gains = {one.against: one.gain for one in report.results if one.environment == environment}
+        there = [place for place, name in enumerate(names) if name in gains]
+        bars = panel.barh(there, [gains[names[place]] for place in there], 0.7, color=COLOURS["process"])
+        panel.bar_label(bars, [f"{gains[names[place]]:.2f}" for place in there], fontsize=6, padding=2)
+        panel.axvline(1, color="black", linestyle="dashed", linewidth=0.8)
+        panel.set_yticks(range(len(names)), names, fontsize=7)
+        panel.set_title(environment, fontsize=8)
+        panel.tick_params(axis="x", labelsize=6)
+        panel.margins(x=0.2)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].invert_yaxis()
+    footer = "\n".join(f"{letter}: {run}" for letter, run in report.runs.items())
+    figure.supxlabel(f"times the peer's throughput\n{footer}", fontsize=5, color=GREY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="Half a minute, to see that it works.")] = False,
+    only: Annotated[str, typer.Option(help="Only comparisons that contain this in their name.")] = "",
+    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="The directory for JSON, CSV and PNG.")] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print what is saved as a Markdown table; measure nothing.")
+    ] = False,
+) -> None:
+    """Measure this package beside its peers."""
+    if as_markdown:
+        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        return
+    everything = pairs()
+    chosen = [pair for pair in everything if only in str(pair)]
+    if not chosen:
+        raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
+    if quick:
+        seconds, repeats = 0.02, 2
+        chosen = [pair for pair in chosen if only or pair.case.name in ("simple_spread_v3", "synthetic 0 µs")]
+    report = run(chosen, seconds, repeats)
+    show(report)
+    directory = output or (None if quick else RESULTS)
+    if directory is not None:
+        merged = read_json(directory / f"{NAME}.json").updated(report, everything)
+        write_json(merged, directory / f"{NAME}.json")
+        write_rows(merged.results, directory / f"{NAME}.csv")
+        save_plot(merged, directory / f"{NAME}.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

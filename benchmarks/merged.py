@@ -1,0 +1,189 @@
+"""What is compared two by two, measured in several environments of libraries, and merged into one report.
+
+Not all libraries fit one environment. So a run measures what is installed where it runs, and replaces in the report
+what it has measured; all else stays, with the machine and the versions of its own run. Whoever has not been measured
+anywhere is listed with the reason. How turns are taken is in `contest.py`, what is compared and shown in the scripts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import contest
+from contest import Case, Contender
+
+from marl_parallel.cli.machine import in_one_line, machine
+from marl_parallel.cli.measure import spread
+from marl_parallel.cli.report import progress
+
+
+class Pair(NamedTuple):
+    """Two that are compared."""
+
+    benchmark: str
+    case: Case
+    ours: Contender
+    against: Contender
+
+    def __str__(self) -> str:
+        return f"{self.benchmark}: {self.case.name}: {self.ours.name} / {self.against.name}"
+
+    @property
+    def what(self) -> tuple[str, str, str, str]:
+        """What its result is a result of."""
+        return self.benchmark, self.case.name, self.ours.name, self.against.name
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a facade did against another in the same rounds.
+
+    Attributes:
+        benchmark: Of which part.
+        environment: Its name.
+        num_envs: How many copies of it were stepped.
+        ours: The facade.
+        against: `ParallelEnv` with its dicts, or a peer.
+        steps_per_second: The facade's environment steps (one copy, all of its agents) per second: the median.
+        against_steps_per_second: The other's.
+        spread: Half the distance between the facade's best and worst round, as a share of the median.
+        against_spread: The other's.
+        microseconds_per_step: The facade's wall time per environment step, from the median.
+        extra_us: Microseconds per environment step that it takes longer: the median of the rounds' differences.
+        gain: Times the other's throughput: the median of the ratios within each round.
+        run: The key of its `Run` in the report.
+        rounds: Environment steps per second in each round: the facade's, the other's.
+    """
+
+    benchmark: str
+    environment: str
+    num_envs: int
+    ours: str
+    against: str
+    steps_per_second: float
+    against_steps_per_second: float
+    spread: float
+    against_spread: float
+    microseconds_per_step: float
+    extra_us: float
+    gain: float
+    run: str
+    rounds: list[list[float]]
+
+    @property
+    def what(self) -> tuple[str, str, str, str]:
+        """What it is a result of; a later one of the same replaces it."""
+        return self.benchmark, self.environment, self.ours, self.against
+
+
+@dataclass(frozen=True)
+class Run:
+    """Under which circumstances something was measured."""
+
+    machine: dict[str, Any]
+    seconds: float
+    repeats: int
+
+    def __str__(self) -> str:
+        return f"medians of {self.repeats} rounds of {self.seconds:g} s; {in_one_line(self.machine)}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured where.
+
+    Attributes:
+        runs: By letter.
+        results: In the order of what is compared.
+        missing: Who could not be measured, and why; of who could be elsewhere, on what.
+    """
+
+    runs: dict[str, Run] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def updated(self, other: Report, known: Sequence[Pair]) -> Report:
+        """With another's results in the place of those of the same; runs of which nothing is left are dropped.
+
+        Args:
+            other: The newer one.
+            known: All that is compared, in their order; what is not among them any more is dropped, too.
+        """
+        letter = next(letter for letter in map(chr, itertools.count(ord("a"))) if letter not in self.runs)
+        order = {pair.what: place for place, pair in enumerate(known)}
+        results = {one.what: one for one in self.results if one.what in order}
+        results |= {one.what: replace(one, run=letter) for one in other.results}
+        kept = sorted(results.values(), key=lambda one: order[one.what])
+        shown = {name for one in kept for name in (one.ours, one.against)}
+        shown |= {f"{name} on {one.environment}" for one in kept for name in (one.ours, one.against)}
+        runs = self.runs | dict.fromkeys([letter], *other.runs.values())
+        return Report(
+            {letter: runs[letter] for letter in sorted({one.run for one in kept})},
+            kept,
+            {name: why for name, why in {**self.missing, **other.missing}.items() if name not in shown},
+        )
+
+
+def run(chosen: Sequence[Pair], seconds: float, repeats: int) -> Report:
+    contest.one_thread_each()
+    by_case: dict[str, list[Pair]] = {}
+    for pair in chosen:
+        by_case.setdefault(pair.case.name, []).append(pair)
+    everyone = {
+        name: list(dict.fromkeys(who for pair in own for who in (pair.against, pair.ours)))
+        for name, own in by_case.items()
+    }
+    described, results = machine(contest.DISTRIBUTIONS), []
+    missing: dict[str, dict[str, str]] = {}  # by contender and simulator, why
+    with progress(sum(contest.turns(who, repeats) for who in everyone.values())) as on_turn:
+        for name, own in by_case.items():
+            rounds, left_out = contest.measure(own[0].case, everyone[name], seconds, repeats, on_turn)
+            for who, why in left_out.items():
+                missing.setdefault(who, {})[name] = why
+            results += [
+                result(pair, rounds[pair.ours.name], rounds[pair.against.name])
+                for pair in own
+                if pair.ours.name in rounds and pair.against.name in rounds
+            ]
+    reasons: dict[str, str] = {}
+    for who, by_name in missing.items():
+        everywhere = len(by_name) == len([name for name, own in everyone.items() if who in {one.name for one in own}])
+        if everywhere and len({*by_name.values()}) == 1:
+            reasons[who] = next(iter(by_name.values()))
+        else:
+            reasons |= {f"{who} on {name}": why for name, why in by_name.items()}
+    return Report({"a": Run(described, seconds, repeats)}, results, reasons)
+
+
+def result(pair: Pair, ours: list[float], against: list[float]) -> Result:
+    both = list(zip(ours, against, strict=True))
+    return Result(
+        benchmark=pair.benchmark,
+        environment=pair.case.name,
+        num_envs=pair.case.num_envs,
+        ours=pair.ours.name,
+        against=pair.against.name,
+        steps_per_second=statistics.median(ours),
+        against_steps_per_second=statistics.median(against),
+        spread=spread(ours),
+        against_spread=spread(against),
+        microseconds_per_step=1e6 / statistics.median(ours),
+        extra_us=statistics.median(1e6 / own - 1e6 / other for own, other in both),
+        gain=statistics.median(own / other for own, other in both),
+        run="a",
+        rounds=[ours, against],
+    )
+
+
+def read_json(path: Path) -> Report:
+    if not path.is_file():
+        return Report()
+    saved = json.loads(path.read_text())
+    runs = {letter: Run(**values) for letter, values in saved["runs"].items()}
+    return Report(runs, [Result(**values) for values in saved["results"]], saved["missing"])

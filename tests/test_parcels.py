@@ -1,0 +1,118 @@
+"""What of the block travels where its ends share no memory: it arrives, and nothing else is touched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from marl_parallel.runtime.actions import ActionRecords
+from marl_parallel.runtime.layout import Layout, Schema
+from marl_parallel.runtime.ledger import Activity, Ledger
+from marl_parallel.runtime.messages import Message
+from marl_parallel.runtime.parcels import Parcels
+from marl_parallel.runtime.records import TransitionRecords
+from marl_parallel.runtime.transition import Transition
+
+AGENTS = ["a", "b"]
+BOX = spaces.Box(-1.0, 1.0, (3,), np.float32)
+SCHEMA = Schema(AGENTS, dict.fromkeys(AGENTS, BOX), dict.fromkeys(AGENTS, spaces.Discrete(9)), BOX)
+ID_SETS = [range(4), (1, 2), (3, 0), (2,)]
+
+
+class End:
+    """A block and what reads and writes it."""
+
+    def __init__(self) -> None:
+        self.layout = Layout(SCHEMA, 4)
+        self.buffer = bytearray(self.layout.nbytes)
+        self.layout.bind(self.buffer)
+        self.actions = ActionRecords(self.layout, self.buffer)
+        self.transitions = TransitionRecords(self.layout, self.buffer)
+        self.parcels = Parcels(self.layout, self.buffer)
+
+
+def told(number: int, *, last: bool = False) -> Transition:
+    observations = {agent: np.full(3, number / 10 + place / 100, np.float32) for place, agent in enumerate(AGENTS)}
+    no = {**dict.fromkeys(AGENTS, False), "__all__": False}
+    flags = {**dict.fromkeys(AGENTS, last), "__all__": last}
+    final = {agent: -value for agent, value in observations.items()} if last else None
+    rewards = dict.fromkeys(AGENTS, float(number))
+    infos: dict = {agent: {} for agent in AGENTS}
+    return Transition(observations, rewards, no, flags, infos, AGENTS, AGENTS, None, final, {} if last else None)
+
+
+@pytest.mark.parametrize("env_ids", ID_SETS, ids=str)
+def test_actions_arrive(env_ids):
+    here, there = End(), End()
+    for env_id in range(4):
+        here.actions.write(env_id, {agent: env_id + place for place, agent in enumerate(AGENTS)})
+    before = bytes(there.buffer)
+    there.parcels.put_actions(env_ids, here.parcels.actions(env_ids))
+    for env_id in env_ids:
+        assert there.actions.read(env_id, None) == {"a": env_id, "b": env_id + 1}
+    untouched = [env_id for env_id in range(4) if env_id not in env_ids]
+    stride = there.layout.stride
+    for env_id in untouched:
+        assert there.buffer[env_id * stride : (env_id + 1) * stride] == before[env_id * stride : (env_id + 1) * stride]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("env_ids", ID_SETS, ids=str)
+def test_results_arrive(env_ids, last):
+    """With last observations where there are any, and without the room for them where there are none."""
+    here, there = End(), End()
+    for env_id in range(4):
+        assert here.transitions.write(env_id, told(env_id, last=last and env_id == 2)) is None
+    parcel = here.parcels.results(env_ids, Message.STEP)
+    head, rare = here.layout.transition_head, here.layout.rare
+    whole = last and 2 in env_ids
+    assert parcel.shape == (len(env_ids), (here.layout.stride if whole else rare) - head)
+    assert parcel.flags.c_contiguous
+    there.parcels.put_results(env_ids, parcel)
+    for env_id in env_ids:
+        ours, theirs = here.transitions.read(env_id, None), there.transitions.read(env_id, None)
+        for one, other in zip(ours[0], theirs[0], strict=True):
+            np.testing.assert_equal(other, one)
+        assert theirs[1:] == ours[1:]
+        assert ("final_obs" in theirs[0][4].get("a", {})) == (last and env_id == 2)
+
+
+def test_states_arrive():
+    here, there = End(), End()
+    assert here.layout.state is not None
+    assert there.layout.state is not None
+    here.layout.state.write(1, 0, np.array([0.1, 0.2, 0.3], np.float32))
+    there.parcels.put_results((1,), here.parcels.results((1,), Message.STATE))
+    np.testing.assert_array_equal(there.layout.state.records[1][0], here.layout.state.records[1][0])
+
+
+def test_whole_records_arrive_but_for_their_actions():
+    here, there = End(), End()
+    for env_id in range(4):
+        here.transitions.write(env_id, told(env_id, last=env_id == 1))
+        here.actions.write(env_id, dict.fromkeys(AGENTS, 7))
+        there.actions.write(env_id, dict.fromkeys(AGENTS, 5))
+    start, stop = here.parcels.places(range(1, 3))
+    there.parcels.put_records(range(1, 3), bytes(here.buffer[start:stop]))
+    for env_id in (1, 2):
+        np.testing.assert_equal(there.transitions.read(env_id, None)[0], here.transitions.read(env_id, None)[0])
+        assert there.actions.read(env_id, None) == dict.fromkeys(AGENTS, 5)
+    assert there.transitions.read(3, None)[0][0] == {}  # nothing has ever been written there
+
+
+def test_a_ledger_of_another_machine():
+    """All of it, by this machine's clock; but not what is the parent's to write."""
+    theirs, ours = Ledger(bytearray(Ledger.NBYTES)), Ledger(bytearray(Ledger.NBYTES))
+    theirs.take_up()
+    theirs.enter(3, Activity.STEP)
+    ours.discard()
+    ours.mirror(bytes(theirs._view), 100.0)
+    assert ours.running == theirs.running._replace(since=theirs.since + 100.0)
+    assert ours.discarded
+    assert not theirs.discarded
+    theirs.leave()
+    theirs.lay_down()
+    ours.mirror(bytes(theirs._view), 100.0)
+    assert (ours.steps, ours.running, ours.settled) == (1, None, 3)
+    assert ours.simulator_s == theirs.simulator_s
