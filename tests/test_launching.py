@@ -205,6 +205,22 @@ def test_wait_gone_keeps_to_its_timeout(stage: Stage) -> None:
     assert stage.launcher.wait_gone([pid], timeout=0) == {pid}
 
 
+def test_what_a_signal_handler_raises_is_not_the_servers_end(served: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `TimeoutError` of the caller's own is an OSError, too."""
+    pid = served.launch("waits")
+
+    def interrupted(timeout: float) -> None:
+        raise TimeoutError("my own")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.launcher._server, "reply", interrupted)
+        with pytest.raises(TimeoutError, match="my own"):
+            served.launcher.deaths()
+    assert served.launcher.deaths() == []
+    assert alive(pid)
+    assert served.launch("waits") != pid
+
+
 # What does not start
 
 

@@ -76,7 +76,10 @@ class ForkServerLauncher(Launcher):
         try:
             while self._next_reply(timeout) is not None:
                 timeout = 0
-        except (OSError, EOFError):
+        except (OSError, EOFError) as error:
+            # A `TimeoutError` that the caller's own signal handler raises is an OSError, too, but not the connection's.
+            if isinstance(error, OSError) and error.errno is None:
+                raise
             self._lost_server()
 
     def _next_reply(self, timeout: float) -> tuple[Reply, int, int] | None:
