@@ -30,7 +30,7 @@ class Grounds:
         """A node with eight CPUs."""
         if self._connection is None or not ray.is_initialized():
             self.nothing()
-            ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, _system_config=_QUIET)
+            ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, _system_config=_QUIET)
             self._connection = Connection(None)  # so that its wardens stay, too
 
     def three_nodes(self) -> Any:

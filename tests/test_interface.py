@@ -187,7 +187,7 @@ def test_call(packed, build):
     assert_same(env.call("scale", 1.0, offset=3.0), tuple(total + 3.0 for total in totals))
     assert_same(env.call("scale", factor=1.0, env_ids=[3, 1]), (totals[3], totals[1]))
     assert_same(env.call("observation_space", "wolf_0"), (Hunt().observation_space("wolf_0"),) * 4)
-    assert len(set(env.call("pid"))) == (packed.num_workers if packed.backend == "process" else 1)
+    assert len(set(env.call("pid"))) == (packed.num_workers if packed.backend in ("process", "ray") else 1)
 
 
 def test_attributes_reach_the_simulator(packed, build):
