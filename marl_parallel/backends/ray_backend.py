@@ -27,7 +27,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from marl_parallel.backends.ray_cluster import Connection, NoCluster, Room
-from marl_parallel.backends.ray_host import RayHost, end, look
+from marl_parallel.backends.ray_host import RayHost, end, look_at
 from marl_parallel.backends.ray_worker import Packed, RayWorker
 from marl_parallel.errors import ParallelEnvError
 from marl_parallel.runtime.backend import Backend
@@ -209,7 +209,7 @@ class RayBackend(Backend):
                 break
         self._interrupted = False
         if timeout is not None and len(replies) < at_least:
-            self._look()
+            self.look()
         return replies
 
     def _taken(self, workers: Sequence[int]) -> Iterator[tuple[int, Reply | Lost]]:
@@ -228,11 +228,11 @@ class RayBackend(Backend):
 
     # -- looking, and ending ---------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def look(self) -> None:
         now = time.monotonic()
         if now - self._looked >= _LOOK_AGAIN_S:
             self._looked = now
-            look(self._hosts)
+            look_at(self._hosts)
 
     def stack(self, worker: int) -> str:
         return self._hosts[worker].stack()

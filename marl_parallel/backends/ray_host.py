@@ -213,7 +213,7 @@ class RayHost:
         return [*replies, self.lost]
 
 
-def look(hosts: Iterable[RayHost]) -> None:
+def look_at(hosts: Iterable[RayHost]) -> None:
     """Bring the ledgers of those that are busy up to date."""
     busy = {host._key: host for host in hosts if host._asked and host._warden is not None}
     looks = [

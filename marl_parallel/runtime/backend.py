@@ -20,7 +20,7 @@ class Backend(ABC):
     """Workers, numbered from 0, and the way to them. Used by one `ParallelEnv`, once.
 
     Attributes:
-        ledgers: What each worker is doing and has done; readable at any time.
+        ledgers: What each worker is doing and has done; readable at any time, after `look` where it is to be now.
         enforces_timeouts: Whether `wait` returns while a worker is busy, so that timeouts can be seen to pass.
         can_kill: Whether `stop` ends workers, and what they have started, whatever they are doing.
         side_by_side: Whether workers want a CPU each.
@@ -103,6 +103,10 @@ class Backend(ABC):
         Args:
             worker: Which; alive or lost.
         """
+
+    def look(self) -> None:
+        """Bring the ledgers up to date; nothing is to be done where they lie in shared memory."""
+        return
 
     def salvage(self, worker: int) -> Sequence[Reply]:
         """Before a worker that hangs is replaced: bring what it has written so far within reach.

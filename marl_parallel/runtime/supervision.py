@@ -402,6 +402,8 @@ class Crew(Owner):
 
     def stats(self) -> Stats:
         """What has been done so far, also by workers that are gone."""
+        if not self.closed:
+            self.backend.look()
         return Stats.of(map(self._stats_of, range(len(self.shares))))
 
     def _stats_of(self, worker: int) -> WorkerStats:
