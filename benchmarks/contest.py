@@ -122,7 +122,8 @@ def measure(
     """Measure in turns, after a turn of each that does not count.
 
     Returns:
-        By contender, environment steps per second in each round; and of those who could not be started, why.
+        By contender, environment steps per second in each round; and of those who could not be started, or fail when
+        they step, why.
     """
     rounds: dict[str, list[float]] = {}
     missing: dict[str, str] = {}
@@ -131,13 +132,14 @@ def measure(
         for one in contenders:
             on_turn(f"{case.name}: {one.name} starts")
             try:
-                ready.append((one, stack.enter_context(one.start(case))))
+                step = stack.enter_context(one.start(case))
+                _calls_per_second(step, seconds / 4)
             except Exception as error:
                 if one.ours and not isinstance(error, ImportError):
                     raise
                 missing[one.name] = reason(error)
             else:
-                _calls_per_second(ready[-1][1], seconds / 4)
+                ready.append((one, step))
         for one, step in ready * repeats:
             on_turn(f"{case.name}: {one.name}")
             rounds.setdefault(one.name, []).append(one.counted(case) * _calls_per_second(step, seconds))

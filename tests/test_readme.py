@@ -83,7 +83,9 @@ def between_markers(name: str) -> str:
     return shown.strip()
 
 
-@pytest.mark.parametrize("name", ["compare_workers", "compare_facades", "async_stepping", "recovery", "ray_scaling"])
+@pytest.mark.parametrize(
+    "name", ["compare_workers", "compare_peers", "compare_facades", "async_stepping", "recovery", "ray_scaling"]
+)
 def test_the_tables_are_what_was_measured(name):
     assert (RESULTS / f"{name}.json").exists()
     assert between_markers(name) == run(f"benchmarks/{name}.py", "--markdown").strip()
