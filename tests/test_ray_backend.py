@@ -22,6 +22,7 @@ import pytest
 import ray
 from clusters import CPUS_EACH, NODES, Grounds
 from comparison import assert_same
+from conftest import Setup
 from environments import Hunt, Skirmish
 from faults import Fragile, hard_exit, killed_by
 from gymnasium.vector import AutoresetMode
@@ -29,6 +30,7 @@ from liveness import gone, wait_for
 from mortal import Children, mortal
 from reference import Copy, Reference
 from survival import actions_for
+from test_restarts import many, play
 
 from marl_parallel import ParallelEnv, ParallelEnvError, RayBackend, WorkerCrashed
 from marl_parallel.backends.ray_host import RayHost
@@ -353,6 +355,16 @@ def test_what_was_done_before_a_death_is_told(local, tmp_path):
         assert [one["__all__"] for one in truncateds] == [False, False, True, True]
         assert [one.get("a") for one in infos[:2]] == [{"steps": 3, "env_id": i} for i in range(2)]
         assert ["__common__" in one for one in infos] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("ways", [("SIGKILL", "os._exit"), ("raise", "SIGSEGV")], ids="-".join)
+def test_restarts_are_those_of_the_reference(ways, local):
+    """Whatever breaks, wherever: the same dicts, marks, seeds and counts as of processes."""
+
+    def build(constructors: list[Any], setup: Setup, mode: AutoresetMode, **more: Any) -> ParallelEnv:
+        return ParallelEnv(constructors, mode, **{**setup._asdict(), **more})
+
+    play(build, Setup("ray", True, 2), "skirmish", AutoresetMode.SAME_STEP, many(*ways))
 
 
 def test_children_end_with_their_simulator(local):
