@@ -33,6 +33,7 @@ from survival import actions_for
 from test_restarts import many, play
 
 from marl_parallel import ParallelEnv, ParallelEnvError, RayBackend, WorkerCrashed
+from marl_parallel.backends import ray_cluster
 from marl_parallel.backends.ray_host import RayHost
 from marl_parallel.backends.ray_worker import Parcel
 
@@ -163,6 +164,26 @@ def test_an_address_where_nobody_is(grounds):
         ParallelEnv([Skirmish] * 2, backend=RayBackend(address))
     assert time.monotonic() - before < 60
     assert not ray.is_initialized()
+
+
+def test_an_address_in_the_environment_where_nobody_is(grounds, monkeypatch):
+    """Whoever names a cluster is not given one of this machine alone instead."""
+    grounds.nothing()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConnectionError, match=rf"no Ray cluster can be reached at {address}"):
+        ParallelEnv([Skirmish] * 2, backend="ray")
+    assert not ray.is_initialized()
+
+
+def test_an_address_left_behind(grounds, monkeypatch, tmp_path):
+    """By `ray start`, of a cluster that is not there any more: then one is started."""
+    grounds.nothing()
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1\n")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert ray_cluster._announced() is None
 
 
 def test_another_cluster_than_the_one_connected_to(local):

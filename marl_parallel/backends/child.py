@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import faulthandler
 import fcntl
 import importlib
 import os
@@ -26,7 +25,7 @@ from typing import NoReturn
 
 from marl_parallel.backends import descendants, threads
 from marl_parallel.backends.memory import anonymous_file
-from marl_parallel.backends.stacks import STACK_SIGNAL
+from marl_parallel.backends.stacks import report_to
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def become_worker(prepare: Callable[[], Setting], fds: Sequence[int], *, crash: 
     try:
         if os.getsid(0) != os.getpid():  # a new interpreter is born with a session of its own
             os.setsid()
-        _report_to(crash)
+        report_to(crash)
         _reset_signals()
         setting = prepare()
         for guard in guards:
@@ -125,12 +124,6 @@ def become_worker(prepare: Callable[[], Setting], fds: Sequence[int], *, crash: 
         traceback.print_exc()
     finally:
         _leave(exitcode)
-
-
-def _report_to(crash: int) -> None:
-    faulthandler.enable(file=crash, all_threads=True)
-    assert STACK_SIGNAL is not None
-    faulthandler.register(STACK_SIGNAL, file=crash, all_threads=True)
 
 
 def _reset_signals() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import shutil
 import signal
@@ -13,7 +12,7 @@ from multiprocessing.connection import Listener
 from queue import SimpleQueue
 
 from marl_parallel.backends.portable_ends import NamedMemory, Start, receive
-from marl_parallel.backends.stacks import STACK_SIGNAL
+from marl_parallel.backends.stacks import report_to
 from marl_parallel.runtime.ledger import Ledger
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.worker import Worker
@@ -37,7 +36,7 @@ def main() -> None:
 
 
 def _serve(start: Start, requests: SimpleQueue[Request]) -> None:
-    _report_to(start.crash_path)
+    report_to(open(start.crash_path, "ab", buffering=0))  # noqa: SIM115  # for as long as the process lives
     sys.argv[:] = start.argv
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -67,13 +66,6 @@ def _taken_from_stdin() -> int:
     os.dup2(null, 0)
     os.close(null)
     return pipe
-
-
-def _report_to(path: str) -> None:
-    file = open(path, "ab", buffering=0)  # noqa: SIM115  # for as long as the process lives
-    faulthandler.enable(file, all_threads=True)
-    if STACK_SIGNAL is not None and sys.platform != "win32":
-        faulthandler.register(STACK_SIGNAL, file, all_threads=True)
 
 
 def _take_in(pipe: int, requests: SimpleQueue[Request], folder: str) -> None:

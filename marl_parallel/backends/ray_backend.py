@@ -26,7 +26,7 @@ except ImportError as error:
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from marl_parallel.backends.ray_cluster import Connection, NoCluster, Room
+from marl_parallel.backends.ray_cluster import Connection, NoneAnnounced, Room
 from marl_parallel.backends.ray_host import RayHost, end, look_at
 from marl_parallel.backends.ray_worker import Packed, RayWorker
 from marl_parallel.errors import ParallelEnvError
@@ -107,7 +107,7 @@ class RayBackend(Backend):
         if self._connection is None:
             try:
                 self._connect()
-            except NoCluster:
+            except NoneAnnounced:
                 if self._address is not None:
                     raise
         here = max(int(usable_cpus() / self._wanted["CPU"]), 1)

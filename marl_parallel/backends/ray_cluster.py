@@ -33,6 +33,10 @@ class NoCluster(ConnectionError):
     """There is none at the address asked for, or none at all."""
 
 
+class NoneAnnounced(NoCluster):
+    """Nobody has said where one is, and none has been started on this machine with `ray start`."""
+
+
 class Connection:
     """To a cluster, shared by all of this process who use one; the last to let go of what they began ends it.
 
@@ -131,14 +135,14 @@ def _connect(address: str | None, alone: bool) -> None:
     if alone:
         ray.init(address="local", resources={_SEAT: _SEATS}, include_dashboard=False)
         return
-    if address is not None and address.startswith("ray://"):
-        raise ValueError(
-            f"RayBackend(address={address!r}): workers send more than a Ray Client receives; run this program on a "
-            "node of the cluster, and leave the address out"
-        )
-    found = _announced() if address in (None, "auto") else address
+    found = _announced() if address is None or address == "auto" else address
     if found is None:
-        raise NoCluster("no Ray cluster runs on this machine, and RAY_ADDRESS tells of none; `ray start --head` does")
+        raise NoneAnnounced("no Ray cluster runs on this machine, and RAY_ADDRESS tells of none: `ray start --head`")
+    if found.startswith("ray://"):
+        raise ValueError(
+            f"the address {found!r} is a Ray Client's: workers send more than one receives; run this program on a node "
+            "of the cluster, and leave the address out"
+        )
     try:
         _knock(found)
         ray.init(address=found)
@@ -146,17 +150,24 @@ def _connect(address: str | None, alone: bool) -> None:
         first = str(error).strip().partition("\n")[0]
         raise NoCluster(
             f"no Ray cluster can be reached at {found}: {first}. Start one with `ray start --head`, or leave the "
-            "address out"
+            "address, and RAY_ADDRESS, out"
         ) from error
 
 
 def _announced() -> str | None:
     """The cluster that this machine's environment tells of: not just any that somebody else runs on it."""
-    if address := os.environ.get("RAY_ADDRESS"):
-        return address
-    folder = os.environ.get("RAY_TMPDIR") or (tempfile.gettempdir() if sys.platform == "win32" else "/tmp")
-    file = Path(folder, "ray", "ray_current_cluster")  # written by `ray start`
-    return file.read_text().strip() or None if file.is_file() else None
+    told = os.environ.get("RAY_ADDRESS", "")
+    if told not in ("", "auto", "local"):
+        return told
+    on_linux = os.environ.get("TMPDIR") if sys.platform == "linux" else None
+    usual = tempfile.gettempdir() if sys.platform == "win32" else "/tmp"
+    file = Path(os.environ.get("RAY_TMPDIR") or on_linux or usual, "ray", "ray_current_cluster")  # by `ray start`
+    address = file.read_text().strip() if told != "local" and file.is_file() else ""
+    try:
+        _knock(address)
+    except OSError:  # it was left behind by one that is not there any more
+        return None
+    return address or None
 
 
 def _knock(address: str) -> None:

@@ -53,10 +53,16 @@ class _Held:
 
     def __init__(self, greeting: Greeting) -> None:
         self.pid, self.marker = greeting.pid, greeting.marker
-        self.handle = os.pidfd_open(greeting.pid)
-        opened = (os.open(f"/proc/{greeting.pid}/fd/{fd}", os.O_RDWR) for fd in greeting.files)
-        self.files = Files(*opened)
-        self.memory = Block(os.dup(self.files.ledger), Ledger.NBYTES)
+        with contextlib.ExitStack() as stack:  # it may be gone half-way
+            self.handle = os.pidfd_open(greeting.pid)
+            stack.callback(os.close, self.handle)
+            opened = []
+            for fd in greeting.files:
+                opened.append(os.open(f"/proc/{greeting.pid}/fd/{fd}", os.O_RDWR))
+                stack.callback(os.close, opened[-1])
+            self.files = Files(*opened)
+            self.memory = Block(os.dup(self.files.ledger), Ledger.NBYTES)
+            stack.pop_all()
         self.crash = CrashFile(self.files.crash)
 
     def end(self) -> None:

@@ -7,7 +7,6 @@ and the stack of a crash. `ray_warden.py` on the same node opens them too. The d
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import io
 import os
 import pickle
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.backends import descendants, threads
 from marl_parallel.backends.memory import Block, anonymous_file
-from marl_parallel.backends.stacks import STACK_SIGNAL
+from marl_parallel.backends.stacks import report_to
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.ledger import Ledger
 from marl_parallel.runtime.messages import Reply, Request
@@ -116,7 +115,7 @@ class RayWorker:
         self._worker = Worker(Ledger(self._memory.buffer), self._attach, own_process=True)
         self._marker = descendants.marker_value(token, os.getpid())
         os.environ[descendants.MARKER] = self._marker
-        _report_to(self._files.crash)
+        report_to(self._files.crash)
         if num_threads is not None:
             os.environ.update(threads.variables(num_threads))
             if sys.platform == "linux":
@@ -205,9 +204,3 @@ def what_was_said(said: bytes) -> tuple[int, list[Reply]]:
         while True:
             heard.append(pickle.load(file))
     return (heard[0], heard[1:]) if heard else (-1, [])
-
-
-def _report_to(crash: int) -> None:
-    faulthandler.enable(file=crash, all_threads=True)
-    if STACK_SIGNAL is not None and sys.platform != "win32":
-        faulthandler.register(STACK_SIGNAL, file=crash, all_threads=True)

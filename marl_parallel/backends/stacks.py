@@ -1,17 +1,19 @@
 """Where a worker process is, or was when it died: what `faulthandler` writes for those who look from outside.
 
-Here lives `CrashFile`, the outside's end. The worker's end is set up where it starts; who is asked for a stack,
-and when, is decided by supervision.
+Here live `CrashFile`, the outside's end, and `report_to`, which sets up the worker's; who is asked for a stack, and when,
+is decided by supervision.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import IO, Any
 
 STACK_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
 """On this signal a worker writes the Python stacks of all its threads; None where there are no such signals."""
@@ -19,6 +21,13 @@ STACK_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
 # A dump comes in many small writes, and nothing marks its end: it is over when it rests this long.
 _REST = 0.02
 _LAST_RESORT = 0.5
+
+
+def report_to(file: int | IO[Any]) -> None:
+    """Have this process write its stacks there: at a native crash, and on `STACK_SIGNAL` where there is one."""
+    faulthandler.enable(file=file, all_threads=True)
+    if STACK_SIGNAL is not None and sys.platform != "win32":
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
 class CrashFile:
