@@ -1,7 +1,7 @@
 """Where a worker process is, or was when it died: what `faulthandler` writes for those who look from outside.
 
-Here live `CrashFile`, the outside's end, and `report_to`, which sets up the worker's; who is asked for a stack, and when,
-is decided by supervision.
+Here live `CrashFile`, the outside's end, and `report_to`, which sets up the worker's; who is asked for a stack, and
+when, is decided by supervision.
 """
 
 from __future__ import annotations
