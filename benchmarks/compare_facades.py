@@ -18,7 +18,7 @@ from typing import Annotated
 import facades
 import peers
 import typer
-from contest import Case
+from contest import Case, one_thread_each
 from matplotlib.axes import Axes
 from merged import Pair, Report, Result, read_json, run
 from mpe2 import simple_spread_v3
@@ -232,6 +232,7 @@ def main(
     if quick:
         seconds, repeats = 0.02, 2
     directory = output or (None if quick else RESULTS)
+    one_thread_each()
     report = run(chosen, seconds, repeats)
     show(report)
     if directory is not None:

@@ -17,7 +17,7 @@ from typing import Annotated
 import facades
 import peers
 import typer
-from contest import Case, Contender
+from contest import Case, Contender, one_thread_each
 from merged import Pair, Report, Result, read_json, run
 from mpe2 import simple_spread_v3
 from rich.box import SIMPLE_HEAD
@@ -180,6 +180,7 @@ def main(
     if quick:
         seconds, repeats = 0.02, 2
         chosen = [pair for pair in chosen if only or pair.case.name in ("simple_spread_v3", "synthetic 0 µs")]
+    one_thread_each()
     report = run(chosen, seconds, repeats)
     show(report)
     directory = output or (None if quick else RESULTS)

@@ -163,7 +163,7 @@ def _calls_per_second(step: Step, seconds: float) -> float:
 
 
 def one_thread_each() -> None:
-    """Numerical libraries get one thread, here and in all processes started from here: processes share the CPUs."""
+    """For a script: numerical libraries get one thread, here and in all that is started, since processes share the CPUs."""
     os.environ.update(threads.variables(1))
     threads.set_loaded(1)
 

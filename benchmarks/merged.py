@@ -131,7 +131,6 @@ class Report:
 
 
 def run(chosen: Sequence[Pair], seconds: float, repeats: int) -> Report:
-    contest.one_thread_each()
     by_case: dict[str, list[Pair]] = {}
     for pair in chosen:
         by_case.setdefault(pair.case.name, []).append(pair)
