@@ -163,7 +163,7 @@ def _calls_per_second(step: Step, seconds: float) -> float:
 
 
 def one_thread_each() -> None:
-    """For a script: numerical libraries get one thread, here and in all that is started, since processes share the CPUs."""
+    """For scripts: numerical libraries get one thread, here and in what is started from here; they share the CPUs."""
     os.environ.update(threads.variables(1))
     threads.set_loaded(1)
 

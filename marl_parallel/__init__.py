@@ -11,6 +11,7 @@ from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.errors import EnvError, ParallelEnvError, RestartLimitExceeded, WorkerCrashed, WorkerTimeout
 from marl_parallel.making import make
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.recording import record_video
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.restarts import RestartPolicy
 from marl_parallel.stats import Stats, WorkerStats
@@ -38,6 +39,7 @@ __all__ = [
     "WorkerStats",
     "WorkerTimeout",
     "make",
+    "record_video",
 ]
 
 

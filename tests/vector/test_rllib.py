@@ -532,7 +532,7 @@ def test_ppo(remote, cluster):
 
 def test_the_example():
     said = subprocess.run(
-        [sys.executable, "examples/rllib_vectorised.py", "--smoke"],
+        [sys.executable, "examples/rllib_ppo.py", "--smoke"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -495,7 +495,7 @@ def test_a_replay_buffer_gets_last_observations():
 
 
 def test_the_example():
-    command = [sys.executable, str(ROOT / "examples" / "sb3_train.py"), "--smoke"]
+    command = [sys.executable, str(ROOT / "examples" / "sb3_parameter_sharing.py"), "--smoke"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "mean return" in done.stdout

@@ -1,11 +1,16 @@
 """MAPPO by TorchRL on many copies of simple_spread: agents learn to cover landmarks between them.
 
-    python examples/torchrl_collect.py
+    python examples/torchrl_mappo.py
+    python examples/torchrl_mappo.py --smoke
 
-It needs `pip install "marl-parallel[mpe,torchrl]"`.
+It needs `pip install "marl-parallel[mpe,torchrl]"`. The environments are made with `auto_reset=False`, for TorchRL
+resets by itself: under `"next"` is the last observation of an episode, the next one's first comes with the next step.
+Where an episode was cut short, after 25 steps here, `done` is set and `terminated` is not: advantages end there, but
+the value of that last observation counts, since the agents could have gone on.
 """
 
 import argparse
+import time
 
 import torch
 from mpe2 import simple_spread_v3
@@ -22,10 +27,15 @@ parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFo
 parser.add_argument("--num-envs", type=int, default=32, help="how many copies")
 parser.add_argument("--batches", type=int, default=30, help="how often to collect, and to learn from it")
 parser.add_argument("--steps", type=int, default=100, help="steps of each copy in a batch; an episode has 25")
+parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--smoke", action="store_true", help="a few seconds only: it learns nothing")
 args = parser.parse_args()
+if args.smoke:
+    args.num_envs, args.batches, args.steps = 2, 2, 25
 
-torch.manual_seed(1)
-parallel = ParallelEnv([simple_spread_v3.parallel_env] * args.num_envs, auto_reset=False, seed=1)
+torch.manual_seed(args.seed)
+torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
+parallel = ParallelEnv([simple_spread_v3.parallel_env] * args.num_envs, auto_reset=False, seed=args.seed)
 group = "agent"  # of agent_0, agent_1 and agent_2
 summed = RewardSum(in_keys=[(group, "reward")], out_keys=[(group, "episode_reward")], reset_keys=["_reset"])
 env = TransformedEnv(TorchRLEnv(parallel), summed)
@@ -54,6 +64,7 @@ optimiser = torch.optim.Adam(loss.parameters(), lr=1e-3)
 
 frames = args.num_envs * args.steps
 returns = []
+start = time.perf_counter()
 collector = Collector(
     env, actor, frames_per_batch=frames, total_frames=args.batches * frames, auto_register_policy_transforms=False
 )
@@ -72,4 +83,6 @@ for batch, data in enumerate(collector):
     if batch % 10 == 9:
         print(f"batch {batch + 1:3}: {returns[-1]:7.2f} per agent and episode")
 collector.shutdown()
-print(f"from {returns[0]:.2f} to {returns[-1]:.2f} per agent and episode, in {args.batches * frames:,} steps")
+seconds = time.perf_counter() - start
+print(f"mean return of an agent's episode: {returns[0]:.2f} at first, {returns[-1]:.2f} in the end")
+print(f"{args.batches * frames:,} steps in {seconds:.0f} s")

@@ -1,9 +1,12 @@
 """RLlib's PPO on eight copies of simple_spread that step in worker processes, with one policy for all agents.
 
-    python examples/rllib_vectorised.py
-    python examples/rllib_vectorised.py --num-env-runners 1 --iterations 5
+    python examples/rllib_ppo.py
+    python examples/rllib_ppo.py --num-env-runners 1 --iterations 5
 
-It needs `pip install -e ".[rllib,mpe]"`. The only line that RLlib's own users have to add is `env_runner_cls=...`.
+It needs `pip install "marl-parallel[mpe,rllib]" torch`. The only line that RLlib's own users have to add is
+`env_runner_cls=...`. Episodes here are cut short after 25 steps and do not end by themselves: the runner hands RLlib
+their last observation and `truncated`, not `terminated`, and RLlib's PPO adds the value of that observation. The next
+episode begins with a step of its own, as RLlib's runners want it.
 """
 
 import argparse

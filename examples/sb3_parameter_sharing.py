@@ -1,9 +1,12 @@
 """Stable-Baselines3's PPO, one policy for all agents of eight copies of simple_spread.
 
-    python examples/sb3_train.py
-    python examples/sb3_train.py --smoke
+    python examples/sb3_parameter_sharing.py
+    python examples/sb3_parameter_sharing.py --smoke
 
-It needs `pip install -e ".[mpe,sb3]"`. Eight copies of three agents are 24 rows to PPO; each agent is paid the same.
+It needs `pip install "marl-parallel[mpe,sb3]"`. Eight copies of three agents are 24 rows to PPO, which takes them for
+as many environments. Every episode is cut short after 25 steps here, not brought to an end, so what was left of it must
+not count as nothing: each row's infos say so at its last step (`TimeLimit.truncated`) and hold the observation that the
+next episode's first has already replaced (`terminal_observation`), and PPO adds the value of that one to the reward.
 """
 
 import argparse

@@ -1,0 +1,222 @@
+"""How long training takes until the agents are good, by number of workers: `examples/ippo_simple_spread.py` as it is.
+
+    python benchmarks/time_to_return.py              some ten minutes; writes results/time_to_return.*
+    python benchmarks/time_to_return.py --quick      a minute: too short to learn anything; writes where --output says
+    python benchmarks/time_to_return.py --markdown   the table for the README, from the last run's JSON
+
+Steps per second are no end in themselves. With one seed, every number of workers gives the same returns after the same
+number of steps; so all runs end with the same update, which is checked, and differ in nothing but the time. What is
+left beside the simulators, the policy and what it learns by, is no faster with more workers. Runs take turns.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from marl_parallel.cli.machine import in_one_line, machine
+from marl_parallel.cli.plotting import COLOURS, GREY, finish, framed, tidy
+from marl_parallel.cli.report import progress, write_json, write_rows
+
+RESULTS = Path(__file__).parent / "results"
+NAME = "time_to_return"
+SCRIPT = Path(__file__).parents[1] / "examples" / "ippo_simple_spread.py"
+DISTRIBUTIONS = ("torch", "mpe2")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        seconds: Until the return was reached, from the first reset on.
+        curve: Seconds and return of each update.
+    """
+
+    seconds: float
+    curve: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out with one number of workers.
+
+    Attributes:
+        workers: How many processes; 0 for the copies one after another in the trainer's own.
+        steps: Environment steps until the return was reached.
+        seconds: Until then; the median of the rounds.
+        least_s: The least of these.
+        most_s: The most of these.
+        steps_per_second: Steps by seconds; learning included.
+        speedup: How many times sooner than without workers; the median of the rounds' quotients.
+        rounds: All of them.
+    """
+
+    workers: int
+    steps: int
+    seconds: float
+    least_s: float
+    most_s: float
+    steps_per_second: float
+    speedup: float
+    rounds: list[Run]
+
+    @property
+    def name(self) -> str:
+        return f"{self.workers} worker{'s' * (self.workers > 1)}" if self.workers else "none: serial"
+
+
+@dataclass(frozen=True)
+class Report:
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    results: list[Result]
+
+
+def train(workers: int, target: float, seed: int, smoke: bool) -> tuple[int, Run]:
+    """Train until the mean return of ten updates is as good as `target`; gives the steps that took."""
+    where = ["--num-workers", str(workers)] if workers else ["--backend", "serial"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", str(SCRIPT), "--seed", str(seed), "--output", folder, *where]
+        command += ["--test-episodes", "20", "--stop-at", str(target), *["--smoke"] * smoke]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+        with (Path(folder) / f"seed_{seed}.csv").open(newline="") as file:
+            log = list(csv.DictReader(file))
+    curve = [(float(row["seconds"]), float(row["return"])) for row in log]
+    recent = statistics.mean(value for _, value in curve[-10:])
+    if recent < target and not smoke:
+        raise RuntimeError(f"a mean return of {target} was not reached in {log[-1]['steps']} steps: {recent:.2f}")
+    return int(log[-1]["steps"]), Run(curve[-1][0], curve)
+
+
+def measure(workers: Sequence[int], target: float, seed: int, repeats: int, smoke: bool) -> list[Result]:
+    rounds: dict[int, list[Run]] = {count: [] for count in workers}
+    steps, returns = set(), set()
+    with progress(repeats * len(workers), "training") as on_turn:
+        for _ in range(repeats):
+            for count in workers:
+                on_turn(f"{count} workers")
+                needed, run = train(count, target, seed, smoke)
+                steps.add(needed)
+                rounds[count].append(run)
+    if (
+        len(steps) != 1
+        or len({tuple(value for _, value in run.curve) for runs in rounds.values() for run in runs}) != 1
+    ):
+        raise RuntimeError(f"the same seed has given different curves, of {sorted(steps)} steps")
+    needed = steps.pop()
+    return [result(count, needed, rounds[count], rounds[workers[0]]) for count in workers]
+
+
+def result(workers: int, steps: int, rounds: list[Run], baseline: list[Run]) -> Result:
+    seconds = [run.seconds for run in rounds]
+    typical = statistics.median(seconds)
+    speedup = statistics.median(alone.seconds / run.seconds for alone, run in zip(baseline, rounds))
+    return Result(workers, steps, typical, min(seconds), max(seconds), steps / typical, speedup, rounds)
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def show(report: Report) -> None:
+    table = Table(title=_title(report), title_justify="left", title_style="bold")
+    for heading in ("workers", "seconds", "from to", "steps/s", "sooner"):
+        table.add_column(heading, justify="right")
+    for one in report.results:
+        table.add_row(*_cells(one))
+    console = Console()
+    console.print(table)
+    console.print(f"[dim]{in_one_line(report.machine)}", highlight=False)
+
+
+def markdown(report: Report) -> str:
+    lines = ["| workers | seconds | least to most | environment steps/s | sooner |", "|---|---:|---:|---:|---:|"]
+    lines += [f"| {' | '.join(_cells(one))} |" for one in report.results]
+    note = f"{_title(report)}; medians of {report.settings['repeats']} rounds. {in_one_line(report.machine)}."
+    return "\n".join([*lines, "", note])
+
+
+def _title(report: Report) -> str:
+    target, steps = report.settings["target"], report.results[0].steps
+    return (
+        f"`examples/ippo_simple_spread.py` until an agent's mean return is {target:g}: {steps:,} steps of 16 copies, "
+        "the same ones with every number of workers"
+    )
+
+
+def _cells(one: Result) -> tuple[str, ...]:
+    spread = f"{one.least_s:.0f} to {one.most_s:.0f}"
+    return one.name, f"{one.seconds:.0f}", spread, f"{one.steps_per_second:,.0f}", f"{one.speedup:.2f}x"
+
+
+def save_plot(report: Report, path: Path) -> None:
+    figure = framed(9, 3.6)
+    curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+    shades = [GREY, "#9dbfe0", COLOURS["process"], "#12335a", "#0a1c33"]
+    for one, shade in zip(report.results, shades):
+        seconds, returns = zip(*one.rounds[-1].curve)
+        curves.plot(seconds, returns, color=shade, linewidth=1.2, label=one.name)
+        label = bars.bar(one.name.replace(": ", "\n"), one.seconds, color=shade, width=0.6)
+        bars.bar_label(label, [f"{one.seconds:.0f} s"], fontsize=8, padding=2)
+    curves.axhline(report.settings["target"], color="black", linewidth=0.8, linestyle="dashed", label="the goal")
+    curves.set_xlabel("seconds", fontsize=8)
+    curves.set_title("mean return of an agent's episode", fontsize=9)
+    curves.tick_params(labelsize=8)
+    curves.spines[["top", "right"]].set_visible(False)
+    bars.set_title("seconds to the goal", fontsize=9)
+    tidy(bars)
+    finish(figure, report.machine, path)
+
+
+def read(path: Path) -> Report:
+    saved = json.loads(path.read_text())
+    results = [
+        Result(**{**one, "rounds": [Run(run["seconds"], [*map(tuple, run["curve"])]) for run in one["rounds"]]})
+        for one in saved["results"]
+    ]
+    return Report(saved["machine"], saved["settings"], results)
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="Only see that it works; nothing is learned.")] = False,
+    workers: Annotated[str, typer.Option(help="Numbers of workers with commas between; 0 for none.")] = "0,1,2,4",
+    target: Annotated[float, typer.Option(help="The mean return to reach.")] = -17.0,
+    seed: Annotated[int, typer.Option(help="Of the training.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="How many rounds.")] = 3,
+    output: Annotated[Path | None, typer.Option(help="A folder for JSON, CSV and PNG.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the README's table of the last run.")] = False,
+) -> None:
+    """Measure how long training takes to a fixed return."""
+    folder = output or RESULTS
+    if as_markdown:
+        print(markdown(read(folder / f"{NAME}.json")))
+        return
+    if not all(count.strip().isdigit() for count in workers.split(",")):
+        raise typer.BadParameter(f"expected numbers with commas between, got {workers!r}", param_hint="--workers")
+    counts = [int(count) for count in workers.split(",")]
+    repeats = 1 if quick else repeats
+    settings = {"target": target, "seed": seed, "repeats": repeats}
+    report = Report(machine(DISTRIBUTIONS), settings, measure(counts, target, seed, repeats, quick))
+    show(report)
+    if output is not None or not quick:
+        write_json(report, folder / f"{NAME}.json")
+        write_rows(report.results, folder / f"{NAME}.csv")
+        save_plot(report, folder / f"{NAME}.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

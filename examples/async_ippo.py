@@ -1,0 +1,257 @@
+"""Independent PPO that never waits for the slowest copy: `send` and `recv` beside `step`, on the same task.
+
+    python examples/async_ippo.py                    both ways, and a plot of their returns over the seconds they took
+    python examples/async_ippo.py --num-workers 1    one CPU for the simulators, the other for the policy
+
+It needs `pip install "marl-parallel[examples]"`. In turns, the policy waits until all copies have been stepped, then
+they wait for it. In halves, it acts for the first half that is ready while the others are simulated. Either way each
+copy makes the same number of steps with the same agents between two updates, so the two differ in time alone, and in
+which random numbers go where: what is ready first is a matter of timing, and no two runs in halves are the same.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+import tyro
+from rich.progress import track
+from torch import nn
+from torch.distributions import Categorical
+
+from marl_parallel import ParallelEnv, StepBatch, make
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+@dataclass
+class Args:
+    """Independent PPO in turns with the simulators, and in halves."""
+
+    seed: int = 1
+    num_envs: int = 16
+    """how many copies"""
+    num_workers: int | None = None
+    """how many worker processes; by default one for each CPU"""
+    total_steps: int = 250_000
+    """steps of all copies taken together, in each of the two ways"""
+    target: float = -18.0
+    """the mean return of an agent's episode whose time is told"""
+    num_steps: int = 125
+    """steps of each copy between updates: five episodes"""
+    epochs: int = 8
+    minibatches: int = 8
+    learning_rate: float = 1e-3
+    gamma: float = 0.95
+    gae_lambda: float = 0.95
+    clip: float = 0.2
+    entropy: float = 0.01
+    hidden: int = 128
+    output: Path = Path("runs/async_ippo")
+    """where the logs and the plot go"""
+    smoke: bool = False
+    """a few seconds only: it learns nothing"""
+
+
+class Agent(nn.Module):
+    """What all agents share: a policy and a value of what one agent sees."""
+
+    def __init__(self, observation_size: int, num_actions: int, hidden: int) -> None:
+        super().__init__()
+        self.actor = network(observation_size, hidden, num_actions, gain=0.01)
+        self.critic = network(observation_size, hidden, 1, gain=1.0)
+
+    def value(self, observations: torch.Tensor) -> torch.Tensor:
+        return self.critic(observations).squeeze(-1)
+
+    def policy(self, observations: torch.Tensor) -> Categorical:
+        return Categorical(logits=self.actor(observations), validate_args=False)
+
+
+def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequential:
+    layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
+    for layer, scale in zip(layers, (2**0.5, 2**0.5, gain)):
+        nn.init.orthogonal_(layer.weight, scale)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+class Rollout:
+    """What was seen, `(copies, steps, agents, ...)`: every copy has its own place, since they do not keep step."""
+
+    def __init__(self, num_envs: int, num_steps: int, num_agents: int, observation_size: int) -> None:
+        rows = (num_envs, num_steps, num_agents)
+        self.observations, self.following = torch.zeros(2, *rows, observation_size)
+        self.actions, self.rewards = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
+        self.terminated, self.over = torch.zeros(2, *rows, dtype=torch.bool)
+
+    def advantages(self, agent: Agent, gamma: float, gae_lambda: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Generalised advantage estimates, and what the critic is to learn.
+
+        The value of what followed counts also where the episode was truncated, for it could have gone on; it does not
+        where it terminated. Neither passes advantages on from what came after it.
+        """
+        values, expected = agent.value(self.observations), agent.value(self.following)
+        surprises = self.rewards + gamma * expected * ~self.terminated - values
+        advantages = torch.zeros_like(surprises)
+        later = torch.zeros_like(surprises[:, 0])
+        for step in reversed(range(surprises.shape[1])):
+            later = advantages[:, step] = surprises[:, step] + gamma * gae_lambda * ~self.over[:, step] * later
+        return advantages, advantages + values
+
+
+class Collector:
+    """Steps the copies with the agent's actions, all at once or whoever is ready, and adds up returns."""
+
+    def __init__(self, env: ParallelEnv, agent: Agent, args: Args, at_once: int) -> None:
+        self.env, self.agent, self.at_once = env, agent, at_once
+        self.names = env.possible_agents
+        size = env.observation_space[self.names[0]].shape[0]
+        self.rollout = Rollout(env.num_envs, args.num_steps, len(self.names), size)
+        self.seen = torch.as_tensor(stacked(env.reset()[0]))
+        self.running = np.zeros(env.num_envs)
+
+    @torch.no_grad()
+    def collect(self) -> list[float]:
+        """Fill the rollout; gives the mean returns of an agent in each episode that ended."""
+        num_steps = self.rollout.actions.shape[1]
+        done = np.zeros(self.env.num_envs, int)
+        finished: list[float] = []
+        self.act(range(self.env.num_envs), done)
+        while self.env.pending:
+            batch = self.env.recv(min_envs=min(self.at_once, len(self.env.pending)))
+            ids = list(batch.env_ids)
+            finished += self.keep(batch, ids, done[ids])
+            done[ids] += 1
+            unfinished = [env_id for env_id in ids if done[env_id] < num_steps]
+            if unfinished:
+                self.act(unfinished, done)
+        return finished
+
+    def act(self, env_ids: Sequence[int], steps: np.ndarray) -> None:
+        """Send the agents' actions to these copies, each of which is at its own step."""
+        ids = torch.as_tensor(list(env_ids))
+        actions = self.agent.policy(self.seen[ids]).sample()
+        at = ids, torch.as_tensor(steps[list(env_ids)])
+        self.rollout.observations[at], self.rollout.actions[at] = self.seen[ids], actions
+        self.env.send([dict(zip(self.names, row)) for row in actions.tolist()], list(env_ids))
+
+    def keep(self, batch: StepBatch, ids: list[int], steps: np.ndarray) -> list[float]:
+        self.seen[ids] = torch.as_tensor(stacked(batch.observations))
+        following = self.seen[ids]
+        finished = []
+        for place, (terminated, truncated) in enumerate(zip(batch.terminateds, batch.truncateds)):
+            if terminated["__all__"] or truncated["__all__"]:
+                # What was observed is the next episode's first; the last of the old one is in the infos.
+                infos = batch.infos[place]
+                last = np.stack([infos[name]["final_obs"] for name in self.names])
+                following[place] = torch.as_tensor(last)
+        at = torch.as_tensor(ids), torch.as_tensor(steps)
+        self.rollout.following[at] = following
+        self.rollout.rewards[at] = torch.as_tensor(stacked(batch.rewards), dtype=torch.float32)
+        terminated, truncated = (
+            torch.as_tensor([[flags[name] for name in self.names] for flags in each])
+            for each in (batch.terminateds, batch.truncateds)
+        )
+        self.rollout.terminated[at], self.rollout.over[at] = terminated, terminated | truncated
+        self.running[ids] += self.rollout.rewards[at].mean(-1).numpy()
+        for env_id in np.array(ids)[self.rollout.over[at].all(-1).numpy()]:
+            finished.append(float(self.running[env_id]))
+            self.running[env_id] = 0.0
+        return finished
+
+
+def stacked(dicts: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
+    return np.stack([np.stack(list(one.values())) for one in dicts])
+
+
+def update(agent: Agent, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> None:
+    observations, actions = rollout.observations.flatten(0, 2), rollout.actions.flatten()
+    with torch.no_grad():
+        advantages, targets = (each.flatten() for each in rollout.advantages(agent, args.gamma, args.gae_lambda))
+        log_probs = agent.policy(observations).log_prob(actions)
+    for _ in range(args.epochs):
+        for part in torch.randperm(len(actions)).chunk(args.minibatches):
+            policy = agent.policy(observations[part])
+            ratio = (policy.log_prob(actions[part]) - log_probs[part]).exp()
+            advantage = advantages[part]
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            gain = torch.min(ratio * advantage, ratio.clamp(1 - args.clip, 1 + args.clip) * advantage).mean()
+            error = (agent.value(observations[part]) - targets[part]).square().mean()
+            loss = -gain + 0.5 * error - args.entropy * policy.entropy().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+            optimizer.step()
+
+
+def train(args: Args, way: str) -> list[dict[str, float]]:
+    """One run, in turns or in halves; gives its log, a row for each update."""
+    torch.manual_seed(args.seed)
+    with make(
+        "mpe2.simple_spread_v3",
+        num_envs=args.num_envs,
+        env_kwargs={"max_cycles": 25},
+        seed=1000 * args.seed,
+        num_workers=args.num_workers,
+    ) as env:
+        first = env.possible_agents[0]
+        agent = Agent(env.observation_space[first].shape[0], int(env.action_space[first].n), args.hidden)
+        optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+        collector = Collector(env, agent, args, args.num_envs if way == "turns" else args.num_envs // 2)
+        updates = max(args.total_steps // (args.num_steps * args.num_envs), 1)
+        log: list[dict[str, float]] = []
+        start, collecting = time.perf_counter(), 0.0
+        for number in track(range(updates), f"in {way}"):
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - number / updates)
+            begun = time.perf_counter()
+            mean = float(np.mean(collector.collect()))
+            collecting += time.perf_counter() - begun
+            update(agent, optimizer, collector.rollout, args)
+            steps = (number + 1) * args.num_steps * args.num_envs
+            seconds = time.perf_counter() - start
+            log.append({"steps": steps, "return": mean, "seconds": seconds, "collecting": collecting})
+    return log
+
+
+def seconds_to(log: list[dict[str, float]], target: float) -> float | None:
+    """When the mean over ten updates was first as good as that."""
+    for end in range(10, len(log) + 1):
+        if np.mean([row["return"] for row in log[end - 10 : end]]) >= target:
+            return log[end - 1]["seconds"]
+    return None
+
+
+def main(args: Args) -> None:
+    torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
+    if args.smoke:
+        args = dataclasses.replace(args, num_envs=4, num_steps=50, total_steps=600)
+    args.output.mkdir(parents=True, exist_ok=True)
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for way in ("turns", "halves"):
+        log = train(args, way)
+        with (args.output / f"{way}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, log[0])
+            writer.writeheader()
+            writer.writerows(log)
+        axes.plot([row["seconds"] for row in log], [row["return"] for row in log], label=f"in {way}")
+        reached, last = seconds_to(log, args.target), log[-1]
+        when = "not reached" if reached is None else f"after {reached:.0f} s"
+        rate = last["steps"] / last["collecting"]
+        told = [f"return {args.target:g} {when}", f"{last['return']:.2f} at last", f"{rate:,.0f} steps/s to collect"]
+        print(f"in {way}: {'; '.join(told)}")
+    axes.set(title="IPPO on simple_spread", xlabel="seconds", ylabel="mean return of an agent's episode")
+    axes.legend()
+    figure.savefig(args.output / "return_over_time.png", dpi=120)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,291 @@
+"""Independent PPO with shared parameters on simple_spread: three agents learn to cover three landmarks.
+
+    python examples/ippo_simple_spread.py                   one run: a CSV log, and the learning curve as a PNG
+    python examples/ippo_simple_spread.py --check           three seeds; fails unless they learned
+    python examples/ippo_simple_spread.py --video out.gif   what the agents do in the end
+
+It needs `pip install "marl-parallel[examples]"`. Every agent of every copy is a row of one batch, and one network acts
+for them all: `GymnasiumVectorEnv` is made for that, and what is below is PPO for any Gymnasium vector environment. With
+the same `--seed` the same returns follow, at every number of workers.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+import tyro
+from mpe2 import simple_spread_v3
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+from torch.distributions import Categorical
+
+from marl_parallel import ParallelEnv, make, record_video
+from marl_parallel.vector import GymnasiumVectorEnv
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+RANDOM_RETURN = -25.4
+"""Mean return of one agent's episode where all act at random, over 2,000 episodes."""
+MARGIN = 6.0
+"""How much better the trained agents must be, for `--check`."""
+
+
+@dataclass
+class Args:
+    """Independent PPO with shared parameters on simple_spread."""
+
+    seed: int = 1
+    num_envs: int = 16
+    """how many copies"""
+    num_workers: int | None = None
+    """how many worker processes; by default one for each CPU"""
+    backend: str = "process"
+    """or "serial": all copies in this process, one after another"""
+    total_steps: int = 250_000
+    """steps of all copies taken together"""
+    stop_at: float | None = None
+    """stop as soon as the mean return of the last ten updates is as good as this"""
+    num_steps: int = 125
+    """steps of each copy between updates: five episodes"""
+    epochs: int = 8
+    minibatches: int = 8
+    learning_rate: float = 1e-3
+    gamma: float = 0.95
+    gae_lambda: float = 0.95
+    clip: float = 0.2
+    entropy: float = 0.01
+    hidden: int = 128
+    test_episodes: int = 400
+    """how many episodes the trained agents are tested on"""
+    output: Path = Path("runs/ippo_simple_spread")
+    """where the log and the curve go"""
+    video: Path | None = None
+    """also record the trained agents, as .gif or .mp4"""
+    check: bool = False
+    """train with three seeds, and fail unless the agents end up far better than random ones"""
+    smoke: bool = False
+    """a few seconds only: it learns nothing"""
+
+
+class Agent(nn.Module):
+    """What all agents share: a policy and a value of what one agent sees."""
+
+    def __init__(self, observation_size: int, num_actions: int, hidden: int) -> None:
+        super().__init__()
+        self.actor = network(observation_size, hidden, num_actions, gain=0.01)
+        self.critic = network(observation_size, hidden, 1, gain=1.0)
+
+    def value(self, observations: torch.Tensor) -> torch.Tensor:
+        return self.critic(observations).squeeze(-1)
+
+    def policy(self, observations: torch.Tensor) -> Categorical:
+        return Categorical(logits=self.actor(observations), validate_args=False)
+
+
+def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequential:
+    layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
+    for layer, scale in zip(layers, (2**0.5, 2**0.5, gain)):
+        nn.init.orthogonal_(layer.weight, scale)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+@dataclass
+class Rollout:
+    """What was seen in `num_steps` steps, each `(num_steps, rows, ...)`."""
+
+    observations: torch.Tensor
+    following: torch.Tensor
+    actions: torch.Tensor
+    rewards: torch.Tensor
+    terminated: torch.Tensor
+    truncated: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_steps: int, rows: int, observation_size: int) -> Rollout:
+        seen, following = torch.zeros(2, num_steps, rows, observation_size)
+        flat = [torch.zeros(num_steps, rows, dtype=dtype) for dtype in (torch.int64, torch.float32)]
+        return cls(seen, following, *flat, *torch.zeros(2, num_steps, rows, dtype=torch.bool))
+
+    def advantages(self, agent: Agent, gamma: float, gae_lambda: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Generalised advantage estimates, and what the critic is to learn.
+
+        An episode that was truncated, here by its limit of 25 steps, could have gone on: what it was still worth
+        counts. One that terminated is worth nothing more. To take one for the other would teach the agents that the
+        world ends when the clock says so. No advantage is passed on across either.
+        """
+        values, expected = agent.value(self.observations), agent.value(self.following)
+        surprises = self.rewards + gamma * expected * ~self.terminated - values
+        goes_on = gamma * gae_lambda * ~(self.terminated | self.truncated)
+        advantages = torch.zeros_like(surprises)
+        later = torch.zeros_like(surprises[0])
+        for step in reversed(range(len(surprises))):
+            later = advantages[step] = surprises[step] + goes_on[step] * later
+        return advantages, advantages + values
+
+
+class Collector:
+    """Steps the copies with the agent's actions, and adds up the returns of episodes."""
+
+    def __init__(self, env: GymnasiumVectorEnv, agent: Agent, num_steps: int) -> None:
+        self.env, self.agent = env, agent
+        self.rollout = Rollout.empty(num_steps, env.num_envs, env.single_observation_space.shape[0])
+        self.observations, _ = env.reset()
+        self.running = np.zeros(env.num_envs)
+
+    @torch.no_grad()
+    def collect(self) -> list[float]:
+        """Fill the rollout; gives the returns of the agents' episodes that ended."""
+        rollout, finished = self.rollout, []
+        for step in range(len(rollout.actions)):
+            rollout.observations[step] = torch.as_tensor(self.observations)
+            actions = self.agent.policy(rollout.observations[step]).sample()
+            self.observations, rewards, terminations, truncations, infos = self.env.step(actions.numpy())
+            # Where an episode is over, this observation is the next one's first already; the old one's last is in
+            # the infos, and it is that which followed from the action.
+            following, over = self.observations, terminations | truncations
+            if over.any():
+                following = following.copy()
+                following[over] = np.stack(infos["final_obs"][over])
+            rollout.following[step] = torch.as_tensor(following)
+            rollout.actions[step], rollout.rewards[step] = actions, torch.as_tensor(rewards)
+            rollout.terminated[step], rollout.truncated[step] = map(torch.as_tensor, (terminations, truncations))
+            self.running += rewards
+            finished += self.running[over].tolist()
+            self.running[over] = 0.0
+        return finished
+
+
+def update(agent: Agent, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> None:
+    observations, actions = rollout.observations.flatten(0, 1), rollout.actions.flatten()
+    with torch.no_grad():
+        advantages, targets = (each.flatten() for each in rollout.advantages(agent, args.gamma, args.gae_lambda))
+        log_probs = agent.policy(observations).log_prob(actions)
+    for _ in range(args.epochs):
+        for part in torch.randperm(len(actions)).chunk(args.minibatches):
+            policy = agent.policy(observations[part])
+            ratio = (policy.log_prob(actions[part]) - log_probs[part]).exp()
+            advantage = advantages[part]
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            gain = torch.min(ratio * advantage, ratio.clamp(1 - args.clip, 1 + args.clip) * advantage).mean()
+            error = (agent.value(observations[part]) - targets[part]).square().mean()
+            loss = -gain + 0.5 * error - args.entropy * policy.entropy().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+            optimizer.step()
+
+
+def train(args: Args) -> tuple[Agent, list[dict[str, float]]]:
+    """One run; gives the agent and its log, a row for each update."""
+    torch.manual_seed(args.seed)
+    parallel = make(
+        "mpe2.simple_spread_v3",
+        num_envs=args.num_envs,
+        env_kwargs={"max_cycles": 25},
+        seed=1000 * args.seed,
+        num_workers=args.num_workers,
+        backend=args.backend,
+    )
+    env = GymnasiumVectorEnv(parallel)
+    agent = Agent(env.single_observation_space.shape[0], env.single_action_space.n, args.hidden)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    log: list[dict[str, float]] = []
+    bar = Progress(
+        TextColumn("seed {task.fields[seed]}"), BarColumn(), TextColumn("return {task.fields[mean]:6.2f}"),
+        TextColumn("{task.fields[speed]:6,.0f} steps/s"), TimeRemainingColumn(),
+    )  # fmt: skip
+    per_update = args.num_steps * args.num_envs
+    updates = max(args.total_steps // per_update, 1)
+    with bar:
+        task = bar.add_task("", total=updates, seed=args.seed, mean=float("nan"), speed=0.0)
+        start = time.perf_counter()
+        collector = Collector(env, agent, args.num_steps)
+        for number in range(updates):
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - number / updates)
+            mean = float(np.mean(collector.collect()))
+            update(agent, optimizer, collector.rollout, args)
+            seconds, steps = time.perf_counter() - start, (number + 1) * per_update
+            log.append({"steps": steps, "return": mean, "seconds": seconds, "steps_per_second": steps / seconds})
+            bar.update(task, advance=1, mean=mean, speed=steps / seconds)
+            recent = np.mean([row["return"] for row in log[-10:]])
+            if args.stop_at is not None and number >= 9 and recent >= args.stop_at:
+                break
+    env.close()
+    return agent, log
+
+
+@torch.no_grad()
+def evaluate(agent: Agent | None, seed: int, episodes: int) -> float:
+    """Mean return of an agent's episode: of the likeliest actions, or of random ones."""
+    with ParallelEnv([simple_spread_v3.parallel_env] * 20, seed=seed) as parallel:
+        env = GymnasiumVectorEnv(parallel)
+        env.action_space.seed(seed)
+        observations, _ = env.reset()
+        total = 0.0
+        for _ in range(25 * episodes // 20):
+            if agent is None:
+                actions = env.action_space.sample()
+            else:
+                actions = agent.actor(torch.as_tensor(observations)).argmax(-1).numpy()
+            observations, rewards, _, _, _ = env.step(actions)
+            total += rewards.mean() * 20
+    return total / episodes
+
+
+def save(runs: dict[int, list[dict[str, float]]], output: Path) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for seed, log in runs.items():
+        with (output / f"seed_{seed}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, log[0])
+            writer.writeheader()
+            writer.writerows(log)
+        axes.plot([row["steps"] for row in log], [row["return"] for row in log], label=f"seed {seed}")
+    axes.axhline(RANDOM_RETURN, color="grey", linestyle=":", label="random actions")
+    axes.set(title="IPPO on simple_spread", xlabel="environment steps", ylabel="mean return of an agent's episode")
+    axes.legend()
+    figure.savefig(output / "learning_curve.png", dpi=120)
+    plt.close(figure)
+
+
+def record(agent: Agent, path: Path) -> None:
+    def act(observations: tuple[dict[str, np.ndarray], ...]) -> list[dict[str, int]]:
+        seen = torch.as_tensor(np.stack([np.stack(list(one.values())) for one in observations]))
+        best = agent.actor(seen).argmax(-1).tolist()
+        return [dict(zip(one, row)) for one, row in zip(observations, best)]
+
+    kwargs = {"max_cycles": 25, "render_mode": "rgb_array"}
+    with make("mpe2.simple_spread_v3", num_envs=6, env_kwargs=kwargs, auto_reset="NEXT_STEP", seed=7) as env:
+        record_video(env, path, steps=77, policy=act, fps=8, tile_width=220)
+
+
+def main(args: Args) -> None:
+    torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
+    if args.smoke:
+        args = dataclasses.replace(args, num_envs=4, num_steps=50, total_steps=600, test_episodes=20)
+    runs, better = {}, []
+    for seed in range(args.seed, args.seed + (3 if args.check else 1)):
+        agent, runs[seed] = train(dataclasses.replace(args, seed=seed))
+        trained, by_chance = (evaluate(each, 90_000 + seed, args.test_episodes) for each in (agent, None))
+        better.append(trained - by_chance)
+        print(f"seed {seed}: mean return of an agent's episode {trained:.2f}, of random actions {by_chance:.2f}")
+    save(runs, args.output)
+    print(f"log and learning curve: {args.output}")
+    if args.video is not None:
+        record(agent, args.video)
+    if args.check and np.mean(better) < MARGIN:
+        sys.exit(f"better than random by {np.mean(better):.2f} on average; expected {MARGIN} or more")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

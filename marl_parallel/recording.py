@@ -1,0 +1,223 @@
+"""`record_video`: a batch at work, as one video of all its copies side by side.
+
+Here live the running of it, the label above each copy's frame, and the writing of the file. How frames are laid out is
+in `tiling.py`; videos and text are drawn by imageio and Pillow, which are imported only here, when they are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.arguments import at_least_one
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.batch import Dicts
+from marl_parallel.tiling import tile
+
+Policy: TypeAlias = Callable[[Dicts], Sequence[Mapping[AgentID, Any]]]
+"""Takes the observations of all environments, a tuple of dicts by agent, and gives what `step` takes."""
+
+_SUFFIXES = (".gif", ".mp4")
+_DEFAULT_FPS = 30.0
+_LABEL_SHARE = 14  # the label's height is that part of a frame's
+_LABEL_LEAST = 12
+
+
+def record_video(
+    env: ParallelEnv,
+    path: str | os.PathLike[str],
+    steps: int,
+    policy: Policy | None = None,
+    *,
+    fps: float | None = None,
+    tile_width: int | None = None,
+    labels: bool = True,
+) -> Path:
+    """Reset all environments, run them, and write what they render as one video: a grid of all copies.
+
+    Above each copy stands its number and its return so far: the sum of all agents' rewards in the episode. With
+    `auto_reset=True` the frame after an episode's last step is the next episode's first; with `"NEXT_STEP"` the last
+    one is seen, too. What is over and does not reset itself is reset here.
+
+    Args:
+        env: Made of simulators whose `render_mode` is `"rgb_array"`. It stays open, in the middle of its episodes.
+        path: Of the file; `.gif` and `.mp4` will do. One that is there is replaced, once the new one is whole.
+        steps: Of every environment. There is a frame more than that, the first after `reset`.
+        policy: Gives the actions; None acts at random, by action masks where observations or infos have them.
+        fps: Frames per second; None takes what the simulators' metadata say in `render_fps`, else 30.
+        tile_width: Pixels; frames are scaled to it. None leaves them as they are.
+        labels: False leaves out what stands above the copies.
+
+    Returns:
+        Where the file is.
+
+    Raises:
+        ImportError: imageio or Pillow are missing: they come with the extra `video`.
+        ValueError: Another suffix, no folder there, a number that is not positive, or environments that do not
+            render arrays. Nothing has been reset or written.
+
+    Example:
+        >>> import tempfile
+        >>> from marl_parallel import make
+        >>> kwargs = {"render_mode": "rgb_array"}
+        >>> with tempfile.TemporaryDirectory() as folder, make("mpe2.simple_spread_v3", 4, env_kwargs=kwargs) as env:
+        ...     record_video(env, f"{folder}/random.gif", steps=5, tile_width=100).name
+        'random.gif'
+    """
+    path = _checked_path(path)
+    at_least_one(steps, "steps")
+    if tile_width is not None:
+        at_least_one(tile_width, "tile_width")
+    if fps is None:
+        fps = float(env.metadata.get("render_fps") or _DEFAULT_FPS)
+    if not 0 < fps < float("inf"):
+        raise ValueError(f"fps must be a positive number of frames per second, got {fps!r}")
+    if env.render_mode != "rgb_array":
+        raise ValueError(
+            f"a video wants simulators that render arrays; their render_mode is {env.render_mode!r}: "
+            'construct them with render_mode="rgb_array"'
+        )
+    picture = _Picture(tile_width, labels)
+    with _written(path, fps) as write:
+        for frames, returns in _run(env, steps, policy):
+            write(tile([picture.of(frame, env_id, returns[env_id]) for env_id, frame in enumerate(frames)]))
+    return path
+
+
+def _checked_path(path: str | os.PathLike[str]) -> Path:
+    path = Path(path)
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ValueError(f"a video is written as {' or '.join(_SUFFIXES)}, got {path.name!r}")
+    if not path.parent.is_dir():
+        raise ValueError(f"no folder {str(path.parent)!r} to write {path.name!r} into")
+    return path
+
+
+def _run(env: ParallelEnv, steps: int, policy: Policy | None) -> Iterator[tuple[tuple[Any, ...], list[float]]]:
+    """The frames and the returns so far, after the first reset and after each step."""
+    same_step, disabled = (
+        env.metadata["autoreset_mode"] is mode for mode in (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED)
+    )
+    chance = None if policy else _Chance(env)
+    observations, infos = env.reset()
+    returns, over = [0.0] * env.num_envs, [False] * env.num_envs
+    yield env.render(), returns
+    for _ in range(steps):
+        due = [env_id for env_id, is_over in enumerate(over) if is_over]
+        if due and disabled:
+            fresh = env.reset(env_ids=due)
+            observations, infos = (
+                tuple(new[due.index(env_id)] if env_id in due else old[env_id] for env_id in range(env.num_envs))
+                for new, old in zip(fresh, (observations, infos))
+            )
+        actions = chance.actions(observations, infos) if chance else policy(observations)  # type: ignore[misc]
+        observations, rewards, terminateds, truncateds, infos = env.step(list(actions))
+        for env_id, one in enumerate(rewards):
+            returns[env_id] = (0.0 if over[env_id] else returns[env_id]) + float(sum(map(np.sum, one.values())))
+        over = [a["__all__"] or b["__all__"] for a, b in zip(terminateds, truncateds)]
+        if same_step:  # what is rendered now is the new episode
+            returns = [0.0 if is_over else value for is_over, value in zip(over, returns)]
+        yield env.render(), returns
+
+
+class _Chance:
+    """Random actions that leave the environments' own spaces, and so their generators, alone."""
+
+    def __init__(self, env: ParallelEnv) -> None:
+        if env.action_space is None:
+            raise ValueError("these simulators declare no action spaces to draw random actions from: pass a policy")
+        self._env = env
+        space = copy.deepcopy(env.action_space)
+        space.seed(0)
+        self._spaces: dict[AgentID, Space[Any]] = {agent: own for agent, own in space.items()}  # noqa: C416
+
+    def actions(self, observations: Dicts, infos: Dicts) -> list[dict[AgentID, Any]]:
+        return [
+            {agent: self._spaces[agent].sample(_mask(agent, *seen)) for agent in acting}
+            for acting, *seen in zip(self._env.acting, observations, infos)
+        ]
+
+
+def _mask(agent: AgentID, *places: Mapping[AgentID, Any]) -> Any:
+    """What PettingZoo's convention has in an observation or an info: 1 for each action that is allowed."""
+    for values in places:
+        value = values.get(agent)
+        if isinstance(value, Mapping) and "action_mask" in value:
+            return np.asarray(value["action_mask"], np.int8)
+    return None
+
+
+class _Picture:
+    """One environment's frame as it is shown."""
+
+    def __init__(self, width: int | None, labels: bool) -> None:
+        self._width, self._labels = width, labels
+        self._image, self._draw, self._font = _pillow()
+
+    def of(self, frame: Any, env_id: int, value: float) -> NDArray[np.uint8]:
+        array = np.asarray(frame)
+        if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8:
+            raise ValueError(
+                f"environment {env_id}: expected a frame of shape (height, width, 3) and dtype uint8, got "
+                f"{'None' if frame is None else f'shape {array.shape} and dtype {array.dtype}'}"
+            )
+        image = self._image.fromarray(array)
+        if self._width is not None:
+            height = max(round(image.height * self._width / image.width), 1)
+            image = image.resize((self._width, height), self._image.Resampling.LANCZOS)
+        if not self._labels:
+            return np.asarray(image)
+        strip = max(image.height // _LABEL_SHARE, _LABEL_LEAST)
+        whole = self._image.new("RGB", (image.width, image.height + strip), "black")
+        whole.paste(image, (0, strip))
+        text = f"env {env_id}   return {value:.1f}"
+        font = self._font.load_default(strip * 0.75)
+        self._draw.Draw(whole).text((strip // 3, strip // 2), text, fill="white", font=font, anchor="lm")
+        return np.asarray(whole)
+
+
+@contextlib.contextmanager
+def _written(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], None]]:
+    """What takes the frames of a file that is there when all have come, or not at all."""
+    imageio = _imageio()
+    part = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    is_gif = path.suffix.lower() == ".gif"
+    how = {"duration": 1000 / fps, "loop": 0} if is_gif else {"fps": fps, "macro_block_size": 2}
+    try:
+        with imageio.get_writer(part, **how) as writer:
+            yield lambda frame: writer.append_data(_even(frame))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """With a row and a column of black where their number is odd, which the codec of mp4 does not take."""
+    return np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)))
+
+
+def _imageio() -> Any:
+    try:
+        import imageio.v2
+        import imageio_ffmpeg  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f'videos need imageio: pip install "marl-parallel[video]" ({error})') from error
+    return imageio.v2
+
+
+def _pillow() -> tuple[Any, Any, Any]:
+    try:
+        from PIL import Image, ImageDraw, ImageFont
+    except ImportError as error:
+        raise ImportError(f'videos need Pillow: pip install "marl-parallel[video]" ({error})') from error
+    return Image, ImageDraw, ImageFont
