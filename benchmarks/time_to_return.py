@@ -111,12 +111,10 @@ def measure(workers: Sequence[int], target: float, seed: int, repeats: int, smok
             for count in workers:
                 on_turn(f"{count} workers")
                 needed, run = train(count, target, seed, smoke)
-                steps.add(needed)
                 rounds[count].append(run)
-    if (
-        len(steps) != 1
-        or len({tuple(value for _, value in run.curve) for runs in rounds.values() for run in runs}) != 1
-    ):
+                steps.add(needed)
+                returns.add(tuple(value for _, value in run.curve))
+    if len(returns) != 1:
         raise RuntimeError(f"the same seed has given different curves, of {sorted(steps)} steps")
     needed = steps.pop()
     return [result(count, needed, rounds[count], rounds[workers[0]]) for count in workers]
