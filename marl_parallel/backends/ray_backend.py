@@ -16,14 +16,14 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 try:
     import ray
 except ImportError as error:
     raise ImportError(f'backend="ray" needs Ray: pip install "marl-parallel[ray]" ({error})') from error
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from marl_parallel.backends.ray_cluster import Connection, NoneAnnounced, Room
@@ -196,15 +196,21 @@ class RayBackend(Backend):
             expected = {host.next: worker for worker, host in enumerate(self._hosts) if host.next is not None}
             if not expected:
                 break
-            missing, left = at_least - len(replies), max(deadline - time.monotonic(), 0.0)
-            ready, _ = ray.wait(
-                [*expected],
-                num_returns=min(missing, len(expected)) if missing > 0 else len(expected),
-                timeout=min(left, _LOOK_EVERY_S) if missing > 0 else 0.0,
-            )
-            for worker, said in self._taken([expected[answer] for answer in ready]):
-                somebody_lost |= isinstance(said, Lost)
-                replies.append((worker, said))
+            missing = at_least - len(replies)
+            told = self._told(expected.values(), deadline) if missing >= len(expected) else {}
+            left = max(deadline - time.monotonic(), 0.0)
+            if told:
+                ready = [*told]
+            else:
+                wanted = min(missing, len(expected)) if missing > 0 else len(expected)
+                some_time = min(left, _LOOK_EVERY_S) if missing > 0 else 0.0
+                answers, _ = ray.wait([*expected], num_returns=wanted, timeout=some_time)
+                ready = [expected[answer] for answer in answers]
+                told = self._told(ready, deadline)
+            for worker in ready:
+                for said in self._hosts[worker].take(self._parcels, told.get(worker)):
+                    somebody_lost |= isinstance(said, Lost)
+                    replies.append((worker, said))
             if missing <= 0 or (left == 0.0 and not ready):
                 break
         self._interrupted = False
@@ -212,16 +218,19 @@ class RayBackend(Backend):
             self.look()
         return replies
 
-    def _taken(self, workers: Sequence[int]) -> Iterator[tuple[int, Reply | Lost]]:
-        """What workers say, of each of which something is there."""
-        told: dict[int, Packed] = {}
-        whole = [worker for worker in workers if self._hosts[worker].parcel_to_come]
-        if len(whole) > 1:  # all at once is quicker
-            with contextlib.suppress(RayError):  # one by one finds whose
-                told = dict(zip(whole, ray.get([self._hosts[worker].next for worker in whole])))
-        for worker in workers:
-            for said in self._hosts[worker].take(self._parcels, told.get(worker)):
-                yield worker, said
+    def _told(self, workers: Collection[int], deadline: float) -> dict[int, Packed]:
+        """What several workers say, where each says it in one parcel: to ask for all at once is quicker.
+
+        Returns:
+            By worker; nothing where there is more to it, one of them is gone, or they take too long.
+        """
+        hosts = [self._hosts[worker] for worker in workers]
+        if not hosts or not all(host.parcel_to_come for host in hosts):
+            return {}
+        some_time = min(max(deadline - time.monotonic(), 0.0), _LOOK_EVERY_S)
+        with contextlib.suppress(RayError, GetTimeoutError):  # one by one finds whose, and who is ready
+            return dict(zip(workers, ray.get([host.next for host in hosts], timeout=some_time)))
+        return {}
 
     def interrupt(self) -> None:
         self._interrupted = True
