@@ -71,6 +71,7 @@ WANTED = {
     "rllib": ("ray", "tree", "torch"),
     "agilerl": ("agilerl",),
     "videos": ("moviepy",),
+    **dict.fromkeys(["mlagents", "unity", "unity_player"], ("mlagents_envs",)),
     **dict.fromkeys(["ray_backend", "ray_cluster", "ray_host", "clusters"], ("ray",)),
 }
 """The libraries without which `<name>.py` and `test_<name>.py` cannot even be imported."""
