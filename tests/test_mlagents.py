@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -238,7 +243,9 @@ def test_seeds_of_resets_are_refused(each, build):
     assert env.seed() == (7, 8)
     with pytest.warns(UserWarning, match="refused"):
         env.reset_async(seed=[1, 2])
-    assert_same(env.recv()[1], reference.reset()[0])
+    batch = env.recv()
+    observations = tuple(batch.observations[batch.env_ids.index(env_id)] for env_id in (0, 1))
+    assert_same(observations, reference.reset()[0])
 
 
 def test_options_are_parameters(each, build):
@@ -324,3 +331,16 @@ def test_restarts(mode, packed, build):
             (actions,) = actions_for([fresh.acting], rng)
             assert_same(tuple(one[0] for one in env.step([actions], env_ids=[1])), fresh.step(actions))
         env.close()
+
+
+# Commands
+
+
+def test_check_finds_nothing():
+    """The command that looks for what is wrong with a simulator follows agents that come and go."""
+    where = Path(__file__).with_name("unity.py")
+    command = [sys.executable, "-m", "marl_parallel.cli", "check", f"{where}:Arena", "--json"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not [finding for finding in json.loads(done.stdout)["findings"] if finding["severity"] == "problem"]

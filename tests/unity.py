@@ -311,7 +311,8 @@ class BareCopy(Copy):
         over = self.env.time == self.max_steps
         if over:
             for agent in self.seen - self.dead:
-                terminateds[agent], truncateds[agent] = False, True
+                if not (terminateds.get(agent) or truncateds.get(agent)):
+                    terminateds[agent], truncateds[agent] = False, True
             self.dead |= self.seen
         self.flags = False, over
         terminateds["__all__"], truncateds["__all__"] = self.flags

@@ -34,9 +34,9 @@ class MLAgentsEnv(Adapter):
     **Steps.** One step is one of the simulation's, up to where some agent has something to say. Who asks for a decision
     is in all five dicts, with flags that are False, and acts next; who is neither in them nor has ended is alive and
     waits. A terminal step gives reward, last observation, and `truncateds` where Unity says `interrupted`, else
-    `terminateds`. Where an agent ends and asks for a decision under the same id in one step, rewards and flags are of
-    its end and the observation is its new life's first; in its info, `final_obs` is the last one of the old and
-    `reset_info` the new life's info.
+    `terminateds`. Where an agent ends and asks for a decision under the same id in one step, reward and flags are of
+    its end, and the observation is its new life's first; in its info, `final_obs` is the last one of the old life and
+    `reset_info` the new one's info.
 
     **Infos.** Each agent's has `group_id` and `group_reward`, and where Unity masks actions, `action_mask`: what
     `sample` of its action space takes as a mask, in which 1 is an action that may be taken.
@@ -112,7 +112,7 @@ class MLAgentsEnv(Adapter):
             decisions, _ = self.env.get_steps(behavior)
             asking = self._asking[behavior] = _agents(behavior, decisions)
             self._alive[behavior] = asking
-            observations.update(zip(asking, _rows(decisions.obs)))
+            observations.update(zip(asking, _rows(decisions)))
             infos.update(zip(asking, self._infos(behavior, decisions)))
         return observations, infos
 
@@ -128,9 +128,8 @@ class MLAgentsEnv(Adapter):
         _, _, terminateds, truncateds, _ = told
         over = self._time == self._max_steps
         if over:
-            cut_off = self.alive()
-            truncateds.update(dict.fromkeys(cut_off, True))
-            terminateds.update(dict.fromkeys(cut_off, False))
+            for agent in self.alive():
+                truncateds[agent] = not terminateds.setdefault(agent, False)
             self._alive = {}
         terminateds[ALL], truncateds[ALL] = False, over
         return told
@@ -141,7 +140,7 @@ class MLAgentsEnv(Adapter):
         decisions, terminals = self.env.get_steps(behavior)
         ended, asking = _agents(behavior, terminals), _agents(behavior, decisions)
         interrupted = [*map(bool, terminals.interrupted)]
-        last, first = dict(zip(ended, _rows(terminals.obs))), dict(zip(asking, _rows(decisions.obs)))
+        last, first = dict(zip(ended, _rows(terminals))), dict(zip(asking, _rows(decisions)))
         own = dict(zip(asking, self._infos(behavior, decisions)))
         for agent, info in zip(ended, _group_infos(terminals)):
             again = {"final_obs": last[agent], "reset_info": own[agent]} if agent in own else {}
@@ -291,9 +290,11 @@ def _agents(behavior: str, steps: Any) -> list[AgentID]:
     return [f"{behavior}{_SEPARATOR}{number}" for number in steps.agent_id]
 
 
-def _rows(observations: Sequence[NDArray[Any]]) -> list[Any]:
-    """By agent, its observation, or all of them where there are several."""
-    return [*observations[0]] if len(observations) == 1 else [*zip(*observations)]
+def _rows(steps: Any) -> list[Any]:
+    """By agent, its observation, or all of them where there is not just one."""
+    if len(steps.obs) == 1:
+        return [*steps.obs[0]]
+    return [tuple(one[row] for one in steps.obs) for row in range(len(steps))]
 
 
 def _group_infos(steps: Any) -> list[dict[str, Any]]:
