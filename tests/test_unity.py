@@ -53,19 +53,18 @@ def test_over_the_wire(each, build, tmp_path, base_port):
     make = unity(
         player_script(tmp_path), base_port=base_port, engine={"time_scale": 20.0}, max_steps=MAX_STEPS, timeout_wait=30
     )
-    env = build([make] * 2, each)
     reference = BareReference(Arena, 2, AutoresetMode.SAME_STEP, MAX_STEPS)
-    rng = random.Random(2)
     for one in reference.copies:
         one.env.parameters["time_scale"] = 20.0
-    options = {"wind": 0.5}
-    assert_same(env.reset(options=options), reference.reset(options=options))
-    for _ in range(MAX_STEPS + 6):
-        actions = actions_for(reference.acting, rng)
-        assert_same(env.step(actions), reference.step(actions))
-    players = {int(path.name): int(path.read_text()) for path in tmp_path.iterdir() if path.name.isdigit()}
-    assert {*players} == {base_port, base_port + 1}
-    env.close()
+    rng, options = random.Random(2), {"wind": 0.5}
+    # Whatever fails, Unity is told to stop: its library keeps an interpreter from ending that has not done so.
+    with build([make] * 2, each) as env:
+        assert_same(env.reset(options=options), reference.reset(options=options))
+        for _ in range(MAX_STEPS + 6):
+            actions = actions_for(reference.acting, rng)
+            assert_same(env.step(actions), reference.step(actions))
+        players = {int(path.name): int(path.read_text()) for path in tmp_path.iterdir() if path.name.isdigit()}
+        assert {*players} == {base_port, base_port + 1}
     assert gone(players.values())
 
 

@@ -51,7 +51,7 @@ SPECS = {
 }
 _MODES = [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED]
 each_mode = pytest.mark.parametrize("mode", _MODES, ids=lambda mode: mode.name)
-MAX_STEPS = 19
+MAX_STEPS = 20
 FIRST = (CHASER, CHASER, OTHER_TEAM, MINER, MINER, PILOT)
 
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)

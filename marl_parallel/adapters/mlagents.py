@@ -212,6 +212,9 @@ def unity(
     Copy i talks to its Unity through port `base_port + i`; each time it is built anew, 1000 further on, so that
     nothing that is left of the old one is in its way. Its seed is Unity's.
 
+    Have workers in processes, or be sure to `close`: an interpreter that holds a Unity environment that has not been
+    closed does not end.
+
     Args:
         file_name: Of the executable. None connects to the Unity Editor, of which there is one.
         base_port: The port of copy 0; None for ML-Agents' own choice. Batches that run at once want their own.
