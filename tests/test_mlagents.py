@@ -183,6 +183,29 @@ def test_masks_are_what_sampling_takes(each, build):
     assert env.observation_space == spaces.Dict([*OBSERVATION_SPACES.items()])
 
 
+class Growing(Arena):
+    """Tells of one behaviour later than of the others, as Unity does where a scene gets new ones."""
+
+    @property
+    def behavior_specs(self):
+        return {name: spec for name, spec in super().behavior_specs.items() if name != PILOT or self.time >= 4}
+
+
+def test_behaviours_that_come_later(packed, build):
+    """They have no space, so what they say and do travels as it is."""
+    env = build([lambda seed: Growing(seed)], packed)
+    env.reset()
+    rng, pilots = random.Random(0), 0
+    for time in range(1, 9):
+        observations, *_ = env.step(actions_for(env.acting, rng))
+        seen = [agent for agent in observations[0] if behavior_of(agent) == PILOT]
+        assert time >= 4 or not seen
+        assert (PILOT in env.get_attr("group_map")[0]) is (time >= 4)
+        pilots += len(seen)
+    assert pilots > 3
+    assert PILOT not in {**env.action_space.spaces}
+
+
 # What is refused
 
 

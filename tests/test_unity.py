@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 from comparison import assert_same
 from conftest import Setup
@@ -99,6 +100,22 @@ def test_a_player_that_dies_is_replaced_on_another_port(mode, build, tmp_path, b
         (actions,) = actions_for([fresh.acting], rng)
         assert_same(tuple(one[0] for one in env.step([actions], env_ids=[1])), fresh.step(actions))
     assert env.stats().restarts == 1
+
+
+def test_a_worker_that_dies_takes_its_players_along(build, tmp_path, base_port):
+    """What is built anew in another process talks through other ports; nothing is left of the old."""
+    make = unity(player_script(tmp_path), base_port=base_port, max_steps=MAX_STEPS, timeout_wait=30)
+    env = build([make] * 2, Setup("process", True, 1), on_error="restart")
+    env.reset()
+    old = [int((tmp_path / str(port)).read_text()) for port in (base_port, base_port + 1)]
+    psutil.Process(old[0]).parent().kill()
+    _, _, _, truncateds, infos = env.step(actions_for(env.acting, random.Random(0)))
+    assert [flags["__all__"] for flags in truncateds] == [True, True]
+    assert all(info["__common__"]["restarted"] for info in infos)
+    assert gone(old)
+    assert all((tmp_path / str(port)).exists() for port in (base_port + 1000, base_port + 1001))
+    for _ in range(3):
+        env.step(actions_for(env.acting, random.Random(0)))
 
 
 class Started(Exception):
