@@ -5,7 +5,8 @@ Also what resets and steps have in common, whether somebody waits for them or no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ class AsyncStepping(Inquiries):
 
     _base_seed: int
     _reset_keywords: frozenset[str]
+    _check_options: Callable[[Any], None]
 
     def send(
         self,
@@ -143,12 +145,22 @@ class AsyncStepping(Inquiries):
     ) -> tuple[int, dict[int, int], dict[int, bytes]]:
         """The base of seeds from now on, and by environment the seed it is given and its keywords, pickled."""
         base, seeds = self._seeds_for(seed, ids)
+        if seed is not None and "seed" not in self._reset_keywords:
+            warnings.warn(
+                f"seed={seed!r} is refused: the reset of these environments takes none; give it to ParallelEnv, "
+                "which gives it to their constructors",
+                UserWarning,
+                stacklevel=4,
+            )
+            base, seeds = self._seeds_for(None, ids)
         if options is not None and "options" not in self._reset_keywords:
             raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
         for_each = options if isinstance(options, list) else [options] * len(ids)
         keywords: dict[int, bytes] = {}
         told: dict[int, int] = {}
         for env_id, own, own_options in zip(ids, seeds, for_each, strict=True):
+            if own_options is not None:
+                self._check_options(own_options)
             if own is None and not self._batch.begun[env_id]:
                 own = base + env_id
             if own is not None:

@@ -16,6 +16,7 @@ from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
+from marl_parallel.adapters.group_spaces import GroupSpaces
 from marl_parallel.arguments import checked_ids, checked_trace
 from marl_parallel.runtime.batch import Batch
 from marl_parallel.runtime.layout import Schema
@@ -70,12 +71,15 @@ class Inquiries:
 
     @property
     def observation_space(self) -> spaces.Dict | None:
-        """Spaces by agent, in the order of `possible_agents`; None where no agent declares one."""
+        """Spaces by agent, in the order of `possible_agents`; None where no agent declares one.
+
+        Where agents are open-ended and belong to groups, it has the groups' spaces, and finds an agent's by its id.
+        """
         return _space_of(self._schema.observation_spaces)
 
     @property
     def action_space(self) -> spaces.Dict | None:
-        """Spaces by agent, in the order of `possible_agents`; None where no agent declares one."""
+        """Spaces by agent, as those of `observation_space`."""
         return _space_of(self._schema.action_spaces)
 
     @property
@@ -276,6 +280,8 @@ class Inquiries:
 
 
 def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:
+    if isinstance(declared, GroupSpaces):
+        return declared.as_space()
     return spaces.Dict([*declared.items()]) if declared else None  # type: ignore[list-item]
 
 

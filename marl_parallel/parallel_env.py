@@ -77,12 +77,13 @@ class ParallelEnv(AsyncStepping):
     """Many copies of a multi-agent environment, stepped side by side.
 
     Environments are dict environments (`reset` gives observations and infos, `step` five dicts with `__all__` in
-    the flags), PettingZoo's `ParallelEnv` and `AECEnv`, RLlib's `MultiAgentEnv` and Gymnasium's `Env` (whose one
-    agent is `agent_0`). What their dicts say arrives unchanged; see the README for what is added.
+    the flags), PettingZoo's `ParallelEnv` and `AECEnv`, RLlib's `MultiAgentEnv`, ML-Agents' `BaseEnv` and Gymnasium's
+    `Env` (whose one agent is `agent_0`). What their dicts say arrives unchanged; see the README for what is added.
 
     Args:
-        env_constructors: One callable for each environment, called inside its worker, with the keywords `seed` and
-            `env_id` if its signature names them. Lambdas, closures and functions of a script or notebook will do.
+        env_constructors: One callable for each environment, called inside its worker, with those of the keywords
+            `seed`, `env_id` and `restarts` (how often it has been built anew) that its signature names. Lambdas,
+            closures and functions of a script or notebook will do.
         auto_reset: What happens when an episode is over, that is when `terminateds["__all__"]` or
             `truncateds["__all__"]` is true: True or `AutoresetMode.SAME_STEP` begins the next one in the same step,
             `NEXT_STEP` with the next, False or `DISABLED` leaves it to you. Names of modes will do.
@@ -92,7 +93,7 @@ class ParallelEnv(AsyncStepping):
         backend: Where the workers live: `"process"`, `"thread"`, `"serial"`, `"ray"` for actors of a Ray cluster, or
             a `Backend`, such as a `RayBackend` that says which cluster and how much of it.
         adapter: How the simulator is understood where it is not recognised rightly: `"dict"`, `"pettingzoo"`,
-            `"aec"`, `"gymnasium"`, `"rllib"`, or what makes a `MultiAgentEnv` of it.
+            `"aec"`, `"gymnasium"`, `"rllib"`, `"mlagents"`, or what makes a `MultiAgentEnv` of it.
         shared_memory: False sends all values pickled.
         copy: False hands out observations that are views of the block: each is valid until its environment is
             next stepped or reset, and stays readable after `close`.
@@ -197,7 +198,7 @@ class ParallelEnv(AsyncStepping):
                 )
             self._all = self._batch.env_ids
             self._schema = schema
-            self._reset_keywords = described[0].reset_keywords
+            self._reset_keywords, self._check_options = described[0].reset_keywords, described[0].check_options
             self._metadata = {**described[0].metadata, "autoreset_mode": self._mode}
             self._render_mode = described[0].render_mode
             self._seeds_used = tuple(seeds)
@@ -231,8 +232,8 @@ class ParallelEnv(AsyncStepping):
             Observations and infos: two tuples of dicts by agent, in the order of `env_ids`.
 
         Raises:
-            ValueError: Unknown or doubled `env_ids`, a wrong number of seeds, or options for environments whose
-                `reset` takes none.
+            ValueError: Unknown or doubled `env_ids`, a wrong number of seeds, or options that the environments'
+                `reset` does not take. Nothing has been reset.
             ParallelEnvError: A fault, as in `step`; everything has been closed.
         """
         ids, extras = self._reset(seed, options, env_ids)

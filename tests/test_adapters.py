@@ -339,4 +339,4 @@ def test_single_agent_results_of_a_wrong_form_are_told():
 
 
 def test_every_name_is_tested():
-    assert set(ADAPTERS) == {"dict", "pettingzoo", "aec", "gymnasium", "rllib"}
+    assert set(ADAPTERS) == {"dict", "pettingzoo", "aec", "gymnasium", "rllib", "mlagents"}

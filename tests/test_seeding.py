@@ -11,6 +11,8 @@ import pytest
 from comparison import assert_same
 from environments import Hunt, Relay, Skirmish
 
+from marl_parallel import EnvError
+
 
 class Noted(Hunt):
     """Keeps what it was given; every constructor below ends here."""
@@ -18,6 +20,9 @@ class Noted(Hunt):
     def __init__(self, **received: Any) -> None:
         super().__init__()
         self.received = received
+
+    def fail(self) -> None:
+        raise ArithmeticError("no such luck")
 
 
 def takes_both(seed, env_id):
@@ -109,6 +114,32 @@ def test_seeds_are_base_plus_number(setup, build):
     env = build([Skirmish] * 4, setup, seed=100)
     assert env.seed() == (100, 101, 102, 103)
     assert env.get_attr("received") == tuple({"seed": 100 + i, "env_id": i} for i in range(4))
+
+
+def takes_restarts(restarts):
+    return Noted(restarts=restarts)
+
+
+def test_constructors_are_told_how_often(each, build):
+    env = build([takes_restarts] * 2, each, on_error="restart")
+    assert env.get_attr("received") == ({"restarts": 0},) * 2
+    env.reset()
+    for count in (1, 2):
+        with pytest.raises(EnvError, match="no such luck"):
+            env.call("fail", env_ids=[1])
+        env.reset()
+        assert env.get_attr("received") == ({"restarts": 0}, {"restarts": count})
+
+
+@pytest.mark.parametrize("reset", ["reset", "reset_async"])
+def test_seeds_that_no_reset_takes_are_refused(reset, each, build):
+    """With a warning; those of the constructors stay."""
+    env = build([Relay] * 2, each, seed=5)
+    with pytest.warns(UserWarning, match="seed=9 is refused: the reset of these environments takes none"):
+        getattr(env, reset)(seed=9)
+    if env.pending:
+        env.recv()
+    assert env.seed() == (5, 6)
 
 
 class Tells(Relay):

@@ -16,6 +16,7 @@ from marl_parallel.adapters import attributes
 from marl_parallel.adapters.base import NotAnEnvironment, type_name
 from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
+from marl_parallel.adapters.mlagents import MLAgentsEnv, is_mlagents_env
 from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, adapt_aec
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
 from marl_parallel.adapters.rllib import RLlibEnv, is_rllib_env
@@ -40,6 +41,7 @@ ADAPTERS: dict[str, AdapterFunction] = {
     "aec": adapt_aec,
     "gymnasium": GymnasiumEnv,
     "rllib": RLlibEnv,
+    "mlagents": MLAgentsEnv,
 }
 
 
@@ -100,6 +102,8 @@ def _recognise(env: Any) -> MultiAgentEnv:
         return env
     if is_rllib_env(env):
         return RLlibEnv(env)
+    if is_mlagents_env(env):
+        return MLAgentsEnv(env)
     if isinstance(env, AECEnv):
         return adapt_aec(env)
     if isinstance(env, ParallelEnv):
@@ -126,8 +130,8 @@ def _recognise_by_methods(env: Any) -> MultiAgentEnv:
     if missing:
         hint = " It can be called: did a constructor return another constructor?" if callable(env) else ""
         raise NotAnEnvironment(
-            "Looked for a PettingZoo ParallelEnv or AECEnv, a gymnasium.Env, an RLlib MultiAgentEnv, or any "
-            f"object with methods `reset` and `step`; came upon {type_name(env)} without "
+            "Looked for a PettingZoo ParallelEnv or AECEnv, a gymnasium.Env, an RLlib MultiAgentEnv, an ML-Agents "
+            f"BaseEnv, or any object with methods `reset` and `step`; came upon {type_name(env)} without "
             f"`{'` and `'.join(missing)}`.{hint}"
         )
     space = attributes.declared(env, "observation_space")

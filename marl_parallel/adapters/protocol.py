@@ -1,6 +1,6 @@
 """What the runtime steps: the protocol that every kind of simulator is brought to.
 
-Here live `MultiAgentEnv` and `Rules`. How one kind of simulator becomes a `MultiAgentEnv` is the business of
+Here live `MultiAgentEnv`, `Rules` and `ALL`. How one kind of simulator becomes a `MultiAgentEnv` is the business of
 the module named after that kind; what the results of a step *mean* is decided in
 `marl_parallel.runtime.episode`.
 """
@@ -18,13 +18,18 @@ AgentID: TypeAlias = Hashable
 Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]
 
 
+ALL = "__all__"
+"""The key of the flags that speak for the whole episode."""
+
+
 class Rules(Enum):
     """Which convention an environment follows: who says that an episode is over, and who must act."""
 
     DICT = "dict"
     """The environment says `__all__` itself and is given the caller's actions unchanged."""
     PETTINGZOO = "pettingzoo"
-    """The episode is over when no agent is left; every acting agent must act, nobody else may."""
+    """The episode is over when no agent is left, unless the environment says `__all__`; every acting agent must act,
+    nobody else may."""
 
 
 class MultiAgentEnv(ABC):
@@ -34,8 +39,9 @@ class MultiAgentEnv(ABC):
         rules: The convention it follows.
         source: The simulator as its constructor returned it. Attributes and methods are looked up from here.
         possible_agents: All agents that may appear, in the simulator's own order; empty where open-ended.
-        observation_spaces: Of the agents that declare one, in the order of `possible_agents`.
-        action_spaces: Of the agents that declare one, in the order of `possible_agents`.
+        observation_spaces: Of the agents that declare one, in the order of `possible_agents`; where these are
+            open-ended, `GroupSpaces`.
+        action_spaces: Likewise.
         state_space: Of the global state, None where there is none.
         metadata: The simulator's metadata (not copied).
         render_mode: The simulator's render mode.
@@ -45,8 +51,8 @@ class MultiAgentEnv(ABC):
     rules: ClassVar[Rules]
     source: Any
     possible_agents: list[AgentID]
-    observation_spaces: dict[AgentID, Space[Any]]
-    action_spaces: dict[AgentID, Space[Any]]
+    observation_spaces: Mapping[AgentID, Space[Any]]
+    action_spaces: Mapping[AgentID, Space[Any]]
     state_space: Space[Any] | None
     metadata: Mapping[str, Any]
     render_mode: str | None
@@ -62,10 +68,22 @@ class MultiAgentEnv(ABC):
 
     @abstractmethod
     def step(self, actions: dict[Any, Any]) -> Dicts:
-        """Step once; returns the simulator's own five dicts, nothing added (`__all__` neither)."""
+        """Step once; returns the simulator's own five dicts; with `__all__` only if it knows its end itself."""
+
+    @staticmethod  # noqa: B027  # most take any
+    def check_options(options: Any) -> None:
+        """Refuse options that `reset` cannot take; the caller asks before any environment is touched.
+
+        Raises:
+            ValueError: It cannot take these.
+        """
 
     def agents_left(self) -> Sequence[AgentID] | None:
         """The agents that the simulator itself still counts; None where it keeps no such list."""
+        return None
+
+    def alive(self) -> Sequence[AgentID] | None:
+        """Who is alive, where the adapter keeps count; None: whoever has been seen and has not been flagged."""
         return None
 
     def turn(self) -> AgentID | None:

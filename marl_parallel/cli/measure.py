@@ -236,9 +236,9 @@ def traits_of(env: Any) -> Traits:
             f"agent {masked[0]!r} has an action mask, and actions are drawn before observations are known",
             "measure an environment whose actions are all legal at any time",
         )
-    if not adapted.action_spaces or set(adapted.possible_agents) - set(adapted.action_spaces):
+    if not adapted.possible_agents or set(adapted.possible_agents) - set(adapted.action_spaces):
         raise CommandError(
-            "some agents declare no action space, so no actions can be drawn for them",
+            "some agents are not known, or declare no action space, so no actions can be drawn for them beforehand",
             "let the environment have `possible_agents` and an action space for each of them",
         )
     return Traits(

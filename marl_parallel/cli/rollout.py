@@ -41,15 +41,17 @@ class Actor:
     """
 
     def __init__(self, action_spaces: Mapping[Any, Space[Any]], seed: int) -> None:
-        self._spaces = {agent: copy.deepcopy(space) for agent, space in action_spaces.items()}
+        self._spaces = copy.deepcopy(action_spaces)
+        self._rank = {agent: place for place, agent in enumerate(self._spaces)}
         for place, space in enumerate(self._spaces.values()):
             space.seed(seed + place)
 
     def __call__(self, acting: Sequence[AgentID], observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> Any:
+        in_order = sorted(acting, key=lambda agent: self._rank.get(agent, len(self._rank)))
         return {
-            agent: space.sample(_mask(observations.get(agent), infos.get(agent)))
-            for agent, space in self._spaces.items()
-            if agent in acting
+            agent: self._spaces[agent].sample(_mask(observations.get(agent), infos.get(agent)))
+            for agent in in_order
+            if agent in self._spaces
         }
 
 
@@ -96,13 +98,15 @@ class Solo:
     ) -> None:
         """Find out who acts next, and whether the episode is over."""
         self.acting = [a for a in observations if not (terminateds.get(a) or truncateds.get(a))]
-        left, turn = self.env.agents_left(), self.env.turn()
+        alive, left, turn = self.env.alive(), self.env.agents_left(), self.env.turn()
+        if alive is not None:
+            self.acting = [agent for agent in observations if agent in alive]
         if left is not None:
             self.acting = [agent for agent in self.acting if agent in left]
         if turn is not None:
             self.acting = [turn]
         said = bool(terminateds.get(ALL) or truncateds.get(ALL))
-        self.over = said if self.env.rules is Rules.DICT else not self.acting
+        self.over = said if self.env.rules is Rules.DICT or ALL in terminateds else not self.acting
 
 
 def run_alone(solo: Solo, seed: int, steps: int, seconds: float, look: Look = lambda told: None) -> Trace:
@@ -136,9 +140,9 @@ def run_alone(solo: Solo, seed: int, steps: int, seconds: float, look: Look = la
 
 def run_copies(env: ParallelEnv, seed: int, steps: int, seconds: float) -> list[Trace]:
     """Step copies side by side; they have been made with this seed, and with `auto_reset=False`."""
-    assert env.action_space is not None
-    actors = [Actor(env.action_space.spaces, seed + env_id) for env_id in range(env.num_envs)]
-    space_of = {} if env.observation_space is None else dict(env.observation_space.items())
+    schema = env._schema
+    actors = [Actor(schema.action_spaces, seed + env_id) for env_id in range(env.num_envs)]
+    space_of = schema.observation_spaces
     deadline = time.monotonic() + seconds
     latest, infos = map(list, env.reset())
     traces = [[_entry(space_of, seen, infos=told)] for seen, told in zip(latest, infos)]

@@ -155,10 +155,13 @@ class Episode:
         self, observations: dict[AgentID, Any], terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]
     ) -> None:
         """Bring alive and acting up to date: new lists, never the old ones changed, as transitions hold them."""
-        for flags in (terminateds, truncateds):
-            self._flagged.update(agent for agent, flag in flags.items() if flag and agent != ALL)
-        seen = dict.fromkeys([*self._alive, *observations])
-        self._alive = [agent for agent in seen if agent not in self._flagged]
+        alive = self.env.alive()
+        if alive is None:
+            for flags in (terminateds, truncateds):
+                self._flagged.update(agent for agent, flag in flags.items() if flag and agent != ALL)
+            seen = dict.fromkeys([*self._alive, *observations])
+            alive = [agent for agent in seen if agent not in self._flagged]
+        self._alive = [*alive]
         self._acting = self._who_acts(observations)
         self._all_act = self._do_all_act()
 

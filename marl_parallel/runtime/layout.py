@@ -33,14 +33,14 @@ class Schema:
 
     Attributes:
         possible_agents: In the simulator's own order; empty where open-ended.
-        observation_spaces: Of the agents that declare one.
-        action_spaces: Of the agents that declare one.
+        observation_spaces: Of the agents that declare one, by group where they are open-ended.
+        action_spaces: Likewise.
         state_space: Of the global state, None where there is none.
     """
 
     possible_agents: list[AgentID]
-    observation_spaces: dict[AgentID, Space[Any]]
-    action_spaces: dict[AgentID, Space[Any]]
+    observation_spaces: Mapping[AgentID, Space[Any]]
+    action_spaces: Mapping[AgentID, Space[Any]]
     state_space: Space[Any] | None
 
     @classmethod

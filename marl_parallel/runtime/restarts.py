@@ -186,7 +186,10 @@ class Restarts:
         source = np.random.SeedSequence((self.base_seed, env_id, self.counts[env_id]))
         seed = int(source.generate_state(1)[0] >> 1)
         plan = self._plan._replace(
-            traced=self.traced, constructors={env_id: self._plan.constructors[env_id]}, seeds={env_id: seed}
+            traced=self.traced,
+            constructors={env_id: self._plan.constructors[env_id]},
+            seeds={env_id: seed},
+            counts={env_id: self.counts[env_id]},
         )
         return Rebuild(plan, self._block, reset=self._at_once(env_id), keywords=self.resets.get(env_id))
 

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from marl_parallel.adapters.protocol import ALL as ALL
 from marl_parallel.adapters.protocol import AgentID, Dicts
-
-ALL = "__all__"
-"""The key of the flags that speak for the whole episode."""
 
 COMMON = "__common__"
 """The key of the infos that are about the environment rather than an agent."""

@@ -48,6 +48,7 @@ class Plan(NamedTuple):
         adapter: Pickled by value: None, a name, or what makes a `MultiAgentEnv` of a simulator.
         restarts: Whether what fails is built anew, so that what was said before it must not be lost.
         traced: Whether the worker is to keep a trace, where it does not do so yet.
+        counts: By environment, how often it has been built anew; None for never.
     """
 
     constructors: Mapping[int, bytes]
@@ -56,6 +57,7 @@ class Plan(NamedTuple):
     adapter: bytes
     restarts: bool = False
     traced: bool = False
+    counts: Mapping[int, int] | None = None
 
 
 class Rebuild(NamedTuple):
@@ -79,12 +81,13 @@ class Description(NamedTuple):
 
     rules: Rules
     possible_agents: list[AgentID]
-    observation_spaces: dict[AgentID, Space[Any]]
-    action_spaces: dict[AgentID, Space[Any]]
+    observation_spaces: Mapping[AgentID, Space[Any]]
+    action_spaces: Mapping[AgentID, Space[Any]]
     state_space: Space[Any] | None
     metadata: dict[str, Any]
     render_mode: str | None
     reset_keywords: frozenset[str]
+    check_options: Callable[[Any], None]
 
 
 class Refusal(NamedTuple):
@@ -191,7 +194,8 @@ class Worker:
                 constructor = cloudpickle.loads(plan.constructors[env_id])
             except ModuleNotFoundError as error:
                 return Refusal(ModuleNotFoundError, error.name or str(error))
-            simulator = constructor(**_accepted(constructor, {"seed": seed, "env_id": env_id}))
+            offered = {"seed": seed, "env_id": env_id, "restarts": (plan.counts or {}).get(env_id, 0)}
+            simulator = constructor(**_accepted(constructor, offered))
             try:
                 env = adapt(simulator, cloudpickle.loads(plan.adapter))
             except BaseException as error:
@@ -215,6 +219,7 @@ class Worker:
                     dict(env.metadata),
                     env.render_mode,
                     env.reset_keywords,
+                    env.check_options,
                 )
             )
         )

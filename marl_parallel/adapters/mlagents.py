@@ -1,0 +1,332 @@
+"""Unity's ML-Agents: any `BaseEnv` as a multi-agent environment, and how Unity environments are started side by side.
+
+Agents are named as in Unity's own PettingZoo wrapper, `"<behaviour>?agent_id=<id>"`. Their ids have no bound, so
+`possible_agents` is empty and spaces are those of their behaviours. An agent acts when it has asked for a decision,
+which is when it is in the latest observations. Unity has no end that holds for all: only `max_steps` sets `__all__`.
+
+All that is needed of `mlagents_envs`, whatever its release, is in `_imported`; what it is used for is the same from
+0.28 to 1.1. It is imported when the first environment is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, ClassVar
+
+import numpy as np
+from gymnasium import Space, spaces
+from numpy.typing import DTypeLike, NDArray
+
+from marl_parallel.adapters.base import Adapter
+from marl_parallel.adapters.group_spaces import GroupSpaces
+from marl_parallel.adapters.protocol import ALL, AgentID, Dicts, Rules
+
+_SEPARATOR = "?agent_id="
+_APART, _PORTS = 1000, 2**16
+
+
+class MLAgentsEnv(Adapter):
+    """A `BaseEnv` of ML-Agents.
+
+    **Steps.** One step is one of the simulation's, up to where some agent has something to say. Who asks for a decision
+    is in all five dicts, with flags that are False, and acts next; who is neither in them nor has ended is alive and
+    waits. A terminal step gives reward, last observation, and `truncateds` where Unity says `interrupted`, else
+    `terminateds`. Where an agent ends and asks for a decision under the same id in one step, reward and flags are of
+    its end, and the observation is its new life's first; in its info, `final_obs` is the last one of the old life and
+    `reset_info` the new one's info.
+
+    **Infos.** Each agent's has `group_id` and `group_reward`, and where Unity masks actions, `action_mask`: what
+    `sample` of its action space takes as a mask, in which 1 is an action that may be taken.
+
+    **Spaces.** Several observations are a `Tuple`. Actions are a `Box` from -1 to 1, a `Discrete`, a `MultiDiscrete`
+    for several branches, or a `Tuple` of the first and one of the others.
+
+    Args:
+        source: The environment. It is reset here if it has told no behaviours yet, as Unity does with its first agents.
+        parameters: The `EnvironmentParametersChannel` it was made with, to which `reset` writes its options: numbers by
+            name, which Unity keeps until they are written again. None: `reset` takes no options.
+        max_steps: After so many steps, whoever is alive is truncated and the episode is over; None for never.
+
+    Attributes:
+        env: The `BaseEnv`.
+
+    Raises:
+        NotAnEnvironment: It lacks methods of a `BaseEnv`.
+        ImportError: `mlagents_envs` is missing, or cannot be used with what else is installed.
+        ValueError: `max_steps` is not positive.
+    """
+
+    rules: ClassVar[Rules] = Rules.PETTINGZOO
+    kind: ClassVar[str] = "An ML-Agents environment"
+    methods: ClassVar[tuple[str, ...]] = ("reset", "step", "get_steps", "set_actions", "close")
+
+    def __init__(self, source: Any, *, parameters: Any = None, max_steps: int | None = None) -> None:
+        super().__init__(source)
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps must be a positive number of steps or None, got {max_steps!r}")
+        self._action_tuple = _imported("base_env").ActionTuple
+        self.env, self.source = source, self  # attributes are looked for here first, then in what `env` is
+        self._parameters, self._max_steps, self._time = parameters, max_steps, 0
+        self.reset_keywords = frozenset() if parameters is None else frozenset({"options"})
+        if not source.behavior_specs:
+            source.reset()
+        self._alive: dict[str, list[AgentID]] = {}
+        self._asking: dict[str, list[AgentID]] = {}
+        specs = source.behavior_specs.items()
+        self.possible_agents = []
+        self.observation_spaces = GroupSpaces({name: _observation_space(spec) for name, spec in specs}, behavior_of)
+        self.action_spaces = GroupSpaces({name: _action_space(spec.action_spec) for name, spec in specs}, behavior_of)
+
+    @property
+    def group_map(self) -> dict[str, list[AgentID]]:
+        """By behaviour, the agents that are alive; `ParallelEnv.get_attr("group_map")` has it of each environment."""
+        return {behavior: [*self._alive.get(behavior, [])] for behavior in self.env.behavior_specs}
+
+    @staticmethod
+    def check_options(options: Any) -> None:
+        """Refuse options that are no numbers by name.
+
+        Raises:
+            ValueError: Some are not; the text says which.
+        """
+        if not isinstance(options, Mapping):
+            raise ValueError(f"options must be a dict of numbers by parameter name, got {options!r}")
+        for name, value in options.items():
+            if not isinstance(name, str) or not isinstance(value, Real) or isinstance(value, bool):
+                raise ValueError(f"options must be numbers by parameter name, got {name!r}: {value!r}")
+
+    def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
+        options = keywords.get("options")
+        if options is not None:
+            self.check_options(options)
+            for name, value in options.items():
+                self._parameters.set_float_parameter(name, float(value))
+        self.env.reset()
+        self._time, self._alive = 0, {}
+        observations: dict[AgentID, Any] = {}
+        infos: dict[Any, Any] = {}
+        for behavior in self.env.behavior_specs:
+            decisions, _ = self.env.get_steps(behavior)
+            asking = self._asking[behavior] = _agents(behavior, decisions)
+            self._alive[behavior] = asking
+            observations.update(zip(asking, _rows(decisions)))
+            infos.update(zip(asking, self._infos(behavior, decisions)))
+        return observations, infos
+
+    def step(self, actions: dict[Any, Any]) -> Dicts:
+        for behavior, asking in self._asking.items():
+            if asking:
+                self.env.set_actions(behavior, self._joined(behavior, [actions[agent] for agent in asking]))
+        self.env.step()
+        self._time += 1
+        told: Dicts = ({}, {}, {}, {}, {})
+        for behavior in self.env.behavior_specs:
+            self._tell(behavior, told)
+        _, _, terminateds, truncateds, _ = told
+        over = self._time == self._max_steps
+        if over:
+            for agent in self.alive():
+                truncateds[agent] = not terminateds.setdefault(agent, False)
+            self._alive = {}
+        terminateds[ALL], truncateds[ALL] = False, over
+        return told
+
+    def _tell(self, behavior: str, told: Dicts) -> None:
+        """Add what the agents of one behaviour have to say."""
+        observations, rewards, terminateds, truncateds, infos = told
+        decisions, terminals = self.env.get_steps(behavior)
+        ended, asking = _agents(behavior, terminals), _agents(behavior, decisions)
+        interrupted = [*map(bool, terminals.interrupted)]
+        last, first = dict(zip(ended, _rows(terminals))), dict(zip(asking, _rows(decisions)))
+        own = dict(zip(asking, self._infos(behavior, decisions)))
+        for agent, info in zip(ended, _group_infos(terminals)):
+            again = {"final_obs": last[agent], "reset_info": own[agent]} if agent in own else {}
+            own[agent] = {**info, **again}
+        observations.update(last | first)
+        rewards.update({**dict(zip(asking, decisions.reward)), **dict(zip(ended, terminals.reward))})
+        terminateds.update({**dict.fromkeys(asking, False), **{a: not cut for a, cut in zip(ended, interrupted)}})
+        truncateds.update({**dict.fromkeys(asking, False), **dict(zip(ended, interrupted))})
+        infos.update(own)
+        staying = dict.fromkeys(agent for agent in self._alive.get(behavior, []) if agent not in last)
+        self._alive[behavior], self._asking[behavior] = [*(staying | dict.fromkeys(asking))], asking
+
+    def alive(self) -> Sequence[AgentID]:
+        return [agent for agents in self._alive.values() for agent in agents]
+
+    def render(self) -> None:
+        """Unity draws in a window of its own, or not at all."""
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _infos(self, behavior: str, decisions: Any) -> list[dict[str, Any]]:
+        infos = _group_infos(decisions)
+        if decisions.action_mask is not None:
+            spec = self.env.behavior_specs[behavior].action_spec
+            for row, info in enumerate(infos):
+                info["action_mask"] = _mask(spec, [branch[row] for branch in decisions.action_mask])
+        return infos
+
+    def _joined(self, behavior: str, actions: Sequence[Any]) -> Any:
+        """The actions of all that have asked, in their order, as Unity takes them."""
+        spec = self.env.behavior_specs[behavior].action_spec
+        continuous = discrete = actions
+        if spec.continuous_size and spec.discrete_size:
+            continuous, discrete = zip(*actions)
+        return self._action_tuple(
+            _matrix(continuous, spec.continuous_size, np.float32), _matrix(discrete, spec.discrete_size, np.int32)
+        )
+
+
+def is_mlagents_env(env: Any) -> bool:
+    """Whether its type descends from ML-Agents' `BaseEnv`; told by name, so that nothing is imported for this."""
+    return any(
+        ancestor.__name__ == "BaseEnv" and ancestor.__module__ == "mlagents_envs.base_env"
+        for ancestor in type(env).__mro__
+    )
+
+
+def behavior_of(agent: str) -> str:
+    """The behaviour in an agent's id.
+
+    Example:
+        >>> behavior_of("Striker?team=1?agent_id=7")
+        'Striker?team=1'
+    """
+    return agent.rpartition(_SEPARATOR)[0]
+
+
+def unity(
+    file_name: str | None,
+    *,
+    base_port: int | None = None,
+    engine: Any = None,
+    max_steps: int | None = None,
+    **arguments: Any,
+) -> Callable[..., MLAgentsEnv]:
+    """A constructor of Unity environments for `ParallelEnv`; one serves for all copies.
+
+    Copy i talks to its Unity through port `base_port + i`; each time it is built anew, 1000 further on, so that
+    nothing that is left of the old one is in its way. Its seed is Unity's.
+
+    Have workers in processes, or be sure to `close`: an interpreter that holds a Unity environment that has not been
+    closed does not end.
+
+    Args:
+        file_name: Of the executable. None connects to the Unity Editor, of which there is one.
+        base_port: The port of copy 0; None for ML-Agents' own choice. Batches that run at once want their own.
+        engine: An `EngineConfig`, or a mapping with some of its fields, such as `{"time_scale": 20.0}`.
+        max_steps: As of `MLAgentsEnv`.
+        arguments: For `UnityEnvironment`, such as `no_graphics=True`; its other `side_channels` too.
+
+    Raises:
+        ImportError: `mlagents_envs` is missing, or cannot be used with what else is installed.
+
+    Example:
+        >>> make_env = unity("builds/Soccer", engine={"time_scale": 20.0}, no_graphics=True)
+        >>> constructors = [make_env] * 8  # for ParallelEnv
+    """
+    _imported("environment")
+    return functools.partial(_connected, file_name, base_port, engine, max_steps, arguments)
+
+
+def _connected(
+    file_name: str | None,
+    base_port: int | None,
+    engine: Any,
+    max_steps: int | None,
+    arguments: Mapping[str, Any],
+    seed: int,
+    env_id: int,
+    restarts: int = 0,
+) -> MLAgentsEnv:
+    library = _imported("environment").UnityEnvironment
+    configuration = _imported("side_channel.engine_configuration_channel").EngineConfigurationChannel()
+    parameters = _imported("side_channel.environment_parameters_channel").EnvironmentParametersChannel()
+    if engine is not None:
+        configuration.set_configuration_parameters(**(engine if isinstance(engine, Mapping) else engine._asdict()))
+    first_port = library.BASE_ENVIRONMENT_PORT if base_port is None else base_port
+    env = library(
+        file_name,
+        **{
+            **arguments,
+            "base_port": base_port,
+            "worker_id": env_id if file_name is None else _worker_id(env_id, restarts, first_port),
+            "seed": seed % 2**31,
+            "side_channels": [*arguments.get("side_channels", ()), configuration, parameters],
+        },
+    )
+    try:
+        return MLAgentsEnv(env, parameters=parameters, max_steps=max_steps)
+    except BaseException:
+        env.close()
+        raise
+
+
+def _worker_id(env_id: int, restarts: int, base_port: int) -> int:
+    """Another port with each restart, and the same ones again only when all have been used."""
+    return env_id + _APART * (restarts % max(1, (_PORTS - base_port - env_id) // _APART))
+
+
+def _imported(module: str) -> Any:
+    """A module of `mlagents_envs`.
+
+    Raises:
+        ImportError: It is missing, or cannot be used with what else is installed.
+    """
+    try:
+        base = importlib.import_module("mlagents_envs.base_env")
+        base.TerminalSteps.empty(base.BehaviorSpec([], base.ActionSpec(0, ())))  # 0.28 asks NumPy for `np.bool`
+        return importlib.import_module(f"mlagents_envs.{module}")
+    # A protobuf that is too new answers the generated code with a TypeError of several lines.
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ImportError(
+            "ML-Agents needs mlagents-envs>=0.28 with protobuf<3.21 and numpy>=2: "
+            f'pip install "marl-parallel[mlagents]" ({str(error).splitlines()[0]})'
+        ) from error
+
+
+def _agents(behavior: str, steps: Any) -> list[AgentID]:
+    return [f"{behavior}{_SEPARATOR}{number}" for number in steps.agent_id]
+
+
+def _rows(steps: Any) -> list[Any]:
+    """By agent, its observation, or all of them where there is not just one."""
+    if len(steps.obs) == 1:
+        return [*steps.obs[0]]
+    return [tuple(one[row] for one in steps.obs) for row in range(len(steps))]
+
+
+def _group_infos(steps: Any) -> list[dict[str, Any]]:
+    groups = zip(steps.group_id, steps.group_reward)
+    return [{"group_id": int(group), "group_reward": reward} for group, reward in groups]
+
+
+def _observation_space(spec: Any) -> Space[Any]:
+    boxes = [spaces.Box(-np.inf, np.inf, tuple(one.shape), np.float32) for one in spec.observation_specs]
+    return boxes[0] if len(boxes) == 1 else spaces.Tuple(boxes)
+
+
+def _action_space(spec: Any) -> Space[Any]:
+    continuous = spaces.Box(-1.0, 1.0, (spec.continuous_size,), np.float32)
+    if not spec.discrete_size:
+        return continuous
+    branches = spec.discrete_branches
+    discrete = spaces.Discrete(branches[0]) if len(branches) == 1 else spaces.MultiDiscrete(branches)
+    return spaces.Tuple([continuous, discrete]) if spec.continuous_size else discrete
+
+
+def _mask(spec: Any, unavailable: Sequence[NDArray[np.bool_]]) -> Any:
+    """As `sample` of the action space takes it; in Unity's, True is an action that may not be taken."""
+    branches = tuple(np.logical_not(branch).astype(np.int8) for branch in unavailable)
+    discrete = branches[0] if len(branches) == 1 else branches
+    return (None, discrete) if spec.continuous_size else discrete
+
+
+def _matrix(values: Sequence[Any], width: int, dtype: DTypeLike) -> NDArray[Any]:
+    """One row for each agent; a cast from float to integer is an error."""
+    array = np.asarray(values).reshape(len(values), width) if width else np.zeros((len(values), 0))
+    return array.astype(dtype, casting="same_kind" if width else "unsafe")
