@@ -29,6 +29,7 @@ class AsyncStepping(Inquiries):
     _base_seed: int
     _reset_keywords: frozenset[str]
     _check_options: Callable[[Any], None]
+    _seeded_when_made: bool
 
     def send(
         self,
@@ -145,9 +146,9 @@ class AsyncStepping(Inquiries):
     ) -> tuple[int, dict[int, int], dict[int, bytes]]:
         """The base of seeds from now on, and by environment the seed it is given and its keywords, pickled."""
         base, seeds = self._seeds_for(seed, ids)
-        if seed is not None and "seed" not in self._reset_keywords:
+        if seed is not None and self._seeded_when_made:
             warnings.warn(
-                f"seed={seed!r} is refused: the reset of these environments takes none; give it to ParallelEnv, "
+                f"seed={seed!r} is refused: these environments are seeded when they are made; give it to ParallelEnv, "
                 "which gives it to their constructors",
                 UserWarning,
                 stacklevel=4,

@@ -261,7 +261,7 @@ def test_a_discrete_action_that_is_no_integer():
 def test_seeds_of_resets_are_refused(each, build):
     env = build([arena] * 2, each, seed=7)
     reference = BareReference(Arena, 2, AutoresetMode.SAME_STEP, MAX_STEPS, seed=7)
-    with pytest.warns(UserWarning, match="seed=3 is refused: the reset of these environments takes none"):
+    with pytest.warns(UserWarning, match="seed=3 is refused: these environments are seeded when they are made"):
         assert_same(env.reset(seed=3), reference.reset())
     assert env.seed() == (7, 8)
     with pytest.warns(UserWarning, match="refused"):

@@ -155,6 +155,25 @@ def test_too_little_room(local):
         env.reset()
 
 
+def test_no_room_for_a_replacement(three_nodes):
+    """Each node has room for one worker; when one is gone, there is none left for what is to take its place."""
+    backend = RayBackend(num_cpus=2, placement_timeout=20)
+    with ParallelEnv([Skirmish] * 3, backend=backend, num_workers=3, on_error="restart") as env:
+        env.reset()
+        nodes = env.call(node_of)
+        (doomed,) = (node for node in three_nodes.worker_nodes if node.node_id == nodes[1])
+        three_nodes.remove_node(doomed, allow_graceful=False)
+        with pytest.raises(
+            ParallelEnvError, match=r"worker 1 could not be replaced within 20 s: it wants 2 CPU,"
+        ) as caught:
+            wait_for(lambda: env.step(actions_of(Skirmish, 3)) and False, timeout=90)
+        assert "nodes have 4 CPU (0 free) together. Add nodes" in str(caught.value)
+        assert (caught.value.worker, caught.value.env_ids) == (1, (1,))
+    assert not ray.util.placement_group_table() or {
+        one["state"] for one in ray.util.placement_group_table().values()
+    } == {"REMOVED"}
+
+
 def test_an_address_where_nobody_is(grounds):
     grounds.nothing()
     with socket.create_server(("127.0.0.1", 0)) as server:

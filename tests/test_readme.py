@@ -21,16 +21,16 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-def run(*command: str, text: str = "") -> str:
-    done = subprocess.run([sys.executable, *command], input=text, capture_output=True, text=True, timeout=100, cwd=ROOT)
+def run(*command: str, text: str = "", cwd: Path = ROOT) -> str:
+    done = subprocess.run([sys.executable, *command], input=text, capture_output=True, text=True, timeout=100, cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: f"line {line_of(block)}")
-def test_python_blocks_run_by_themselves(block):
-    run("-", text=block)
+def test_python_blocks_run_by_themselves(block, tmp_path):
+    run("-", text=block, cwd=tmp_path)
 
 
 def line_of(block: str) -> int:
@@ -84,7 +84,16 @@ def between_markers(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", ["compare_workers", "compare_peers", "compare_facades", "async_stepping", "recovery", "ray_scaling"]
+    "name",
+    [
+        "compare_workers",
+        "compare_peers",
+        "compare_facades",
+        "async_stepping",
+        "recovery",
+        "ray_scaling",
+        "time_to_return",
+    ],
 )
 def test_the_tables_are_what_was_measured(name):
     assert (RESULTS / f"{name}.json").exists()

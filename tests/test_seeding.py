@@ -12,6 +12,7 @@ from comparison import assert_same
 from environments import Hunt, Relay, Skirmish
 
 from marl_parallel import EnvError
+from marl_parallel.adapters.pettingzoo_env import PettingZooEnv
 
 
 class Noted(Hunt):
@@ -131,11 +132,17 @@ def test_constructors_are_told_how_often(each, build):
         assert env.get_attr("received") == ({"restarts": 0}, {"restarts": count})
 
 
+class OnceOnly(PettingZooEnv):
+    """Seeded by its constructor."""
+
+    seeded_when_made = True
+
+
 @pytest.mark.parametrize("reset", ["reset", "reset_async"])
-def test_seeds_that_no_reset_takes_are_refused(reset, each, build):
+def test_seeds_that_belong_to_constructors_are_refused(reset, each, build):
     """With a warning; those of the constructors stay."""
-    env = build([Relay] * 2, each, seed=5)
-    with pytest.warns(UserWarning, match="seed=9 is refused: the reset of these environments takes none"):
+    env = build([Hunt] * 2, each, seed=5, adapter=OnceOnly)
+    with pytest.warns(UserWarning, match="seed=9 is refused: these environments are seeded when they are made"):
         getattr(env, reset)(seed=9)
     if env.pending:
         env.recv()

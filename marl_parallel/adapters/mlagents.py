@@ -60,6 +60,7 @@ class MLAgentsEnv(Adapter):
     """
 
     rules: ClassVar[Rules] = Rules.PETTINGZOO
+    seeded_when_made: ClassVar[bool] = True
     kind: ClassVar[str] = "An ML-Agents environment"
     methods: ClassVar[tuple[str, ...]] = ("reset", "step", "get_steps", "set_actions", "close")
 

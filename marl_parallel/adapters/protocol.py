@@ -37,6 +37,7 @@ class MultiAgentEnv(ABC):
 
     Attributes:
         rules: The convention it follows.
+        seeded_when_made: Whether a seed belongs to its constructor alone, so that to give `reset` one is a mistake.
         source: The simulator as its constructor returned it. Attributes and methods are looked up from here.
         possible_agents: All agents that may appear, in the simulator's own order; empty where open-ended.
         observation_spaces: Of the agents that declare one, in the order of `possible_agents`; where these are
@@ -49,6 +50,7 @@ class MultiAgentEnv(ABC):
     """
 
     rules: ClassVar[Rules]
+    seeded_when_made: ClassVar[bool] = False
     source: Any
     possible_agents: list[AgentID]
     observation_spaces: Mapping[AgentID, Space[Any]]

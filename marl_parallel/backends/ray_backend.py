@@ -53,7 +53,8 @@ class RayBackend(Backend):
         resources: What else each worker wants, by name, such as `{"GPU": 0.25}`.
         placement: `"SPREAD"` puts workers on as many nodes as can be, `"PACK"` on as few.
         runtime_env: Of the actors, as Ray takes it: packages, files, environment variables.
-        placement_timeout: Seconds to wait for a cluster to have room, and for it to start the workers.
+        placement_timeout: Seconds to wait for a cluster to have room, and for it to start the workers; also those that
+            take the place of others. Where a cluster grows by itself, give it the time.
         num_threads: BLAS, OpenMP and torch threads in each worker; None leaves them alone.
 
     Raises:
@@ -168,8 +169,11 @@ class RayBackend(Backend):
     def replace(self, worker: int) -> None:
         if self._room is None or not ray.is_initialized():
             return  # closed meanwhile by a signal handler
-        end([self._hosts[worker]])
+        old = self._hosts[worker]
+        end([old])
         self._hosts[worker] = self._new(worker)
+        if not old.is_here:
+            self._hosts[worker].wanted_since = old.wanted_since
         self.ledgers[worker] = self._hosts[worker].ledger
 
     def allocate(self, layout: Layout) -> Any:
@@ -213,10 +217,24 @@ class RayBackend(Backend):
                     replies.append((worker, said))
             if missing <= 0 or (left == 0.0 and not ready):
                 break
+            if not ready:
+                self._check_on_those_to_come()
         self._interrupted = False
         if timeout is not None and len(replies) < at_least:
             self.look()
         return replies
+
+    def _check_on_those_to_come(self) -> None:
+        """Raise where somebody has been waited for too long: all others would wait with it, and for ever."""
+        assert self._room is not None
+        for worker, host in enumerate(self._hosts):
+            if not host.is_here and time.monotonic() - host.wanted_since > self._placement_timeout:
+                raise ParallelEnvError(
+                    f"worker {worker} could not be replaced within {self._placement_timeout:g} s: "
+                    f"{self._room.shortage(1)}. Add nodes, or raise RayBackend(placement_timeout=)",
+                    env_ids=[*self._shares[worker]],
+                    worker=worker,
+                )
 
     def _told(self, workers: Collection[int], deadline: float) -> dict[int, Packed]:
         """What several workers say, where each says it in one parcel: to ask for all at once is quicker.

@@ -192,14 +192,15 @@ class Room:
     """
 
     def __init__(self, wanted: Mapping[str, float], count: int, placement: str, timeout: float) -> None:
-        self.group: PlacementGroup = placement_group([dict(wanted)] * count, strategy=placement)
+        self._wanted = dict(wanted)
+        self.group: PlacementGroup = placement_group([self._wanted] * count, strategy=placement)
         try:
             told = min(_TOLD_AFTER_S, timeout)
             if not self.group.wait(told):
-                logger.warning("waiting for room in the Ray cluster: %s", _shortage(wanted, count))
+                logger.warning("waiting for room in the Ray cluster: %s", self.shortage(count))
                 if not self.group.wait(timeout - told):
                     raise ParallelEnvError(
-                        f"the Ray cluster has no room after {timeout:g} s: {_shortage(wanted, count)}. Ask for fewer "
+                        f"the Ray cluster has no room after {timeout:g} s: {self.shortage(count)}. Ask for fewer "
                         "workers (num_workers=) or less for each (RayBackend(num_cpus=, resources=)), or add nodes"
                     )
         except BaseException:
@@ -210,15 +211,16 @@ class Room:
         """The ids of the nodes that the bundles lie on now."""
         return {node for node in placement_group_table(self.group)["bundles_to_node_id"].values() if node}
 
+    def shortage(self, count: int) -> str:
+        """What so many workers want, and what there is."""
+        has, free = ray.cluster_resources(), ray.available_resources()
+        each = ", ".join(f"{amount:g} {name}" for name, amount in self._wanted.items())
+        there = ", ".join(f"{has.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in self._wanted)
+        want = "it wants" if count == 1 else f"{count} workers want"
+        return f"{want} {each}{' each' * (count > 1)}, the {_alive()} nodes have {there} together"
+
     def free(self) -> None:
         remove_placement_group(self.group)
-
-
-def _shortage(wanted: Mapping[str, float], count: int) -> str:
-    has, free = ray.cluster_resources(), ray.available_resources()
-    each = ", ".join(f"{amount:g} {name}" for name, amount in wanted.items())
-    there = ", ".join(f"{has.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in wanted)
-    return f"{count} workers want {each} each, the {_alive()} nodes have {there} together"
 
 
 def _alive() -> int:

@@ -58,6 +58,7 @@ class RayHost:
         ledger: What it was doing when it was last heard of, or looked at.
         lost: How it ended, once it has.
         closed: Whether it has closed its environments.
+        wanted_since: When it, or whoever was to come in its place before, was first asked of Ray.
         ahead: Seconds that this machine's clock is ahead of its own, at most.
     """
 
@@ -69,6 +70,7 @@ class RayHost:
         self.ledger = Ledger(bytearray(Ledger.NBYTES))
         self.lost: Lost | None = None
         self.closed = False
+        self.wanted_since = time.monotonic()
         self._key = secrets.randbits(48)
         self._warden: Any = None
         # What is to come before anything can be asked: a greeting, then that the warden holds it.

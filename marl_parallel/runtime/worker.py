@@ -88,6 +88,7 @@ class Description(NamedTuple):
     render_mode: str | None
     reset_keywords: frozenset[str]
     check_options: Callable[[Any], None]
+    seeded_when_made: bool
 
 
 class Refusal(NamedTuple):
@@ -220,6 +221,7 @@ class Worker:
                     env.render_mode,
                     env.reset_keywords,
                     env.check_options,
+                    env.seeded_when_made,
                 )
             )
         )
