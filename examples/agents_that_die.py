@@ -47,7 +47,7 @@ class Args:
     """how many copies"""
     num_workers: int | None = None
     """how many worker processes; by default one for each CPU"""
-    total_steps: int = 400_000
+    total_steps: int = 300_000
     """steps of all copies taken together"""
     max_cycles: int = 500
     """steps after which an episode is cut short"""
@@ -229,7 +229,7 @@ def record(agents: Agents, args: Args, path: Path) -> None:
             chosen = agents.policy(agents.seen(rows)).sample().tolist()
             return [dict(zip(env.possible_agents, row)) for row in chosen]
 
-        record_video(env, path, steps=150, policy=act, fps=15, tile_width=240)
+        record_video(env, path, steps=120, policy=act, fps=15, tile_width=200)
 
 
 def main(args: Args) -> None:

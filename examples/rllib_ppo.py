@@ -23,7 +23,7 @@ from ray.tune import register_env
 from marl_parallel.vector import ParallelMultiAgentEnvRunner
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-parser.add_argument("--iterations", type=int, default=15, help="how often PPO collects and learns")
+parser.add_argument("--iterations", type=int, default=40, help="how often PPO collects and learns")
 parser.add_argument("--num-envs", type=int, default=8, help="copies of each runner")
 parser.add_argument("--num-env-runners", type=int, default=0, help="runners of their own; 0: in this process")
 parser.add_argument("--smoke", action="store_true", help="be quick rather than good")

@@ -25,7 +25,7 @@ from marl_parallel.vector import TorchRLEnv
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 parser.add_argument("--num-envs", type=int, default=32, help="how many copies")
-parser.add_argument("--batches", type=int, default=30, help="how often to collect, and to learn from it")
+parser.add_argument("--batches", type=int, default=90, help="how often to collect, and to learn from it")
 parser.add_argument("--steps", type=int, default=100, help="steps of each copy in a batch; an episode has 25")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--smoke", action="store_true", help="a few seconds only: it learns nothing")
