@@ -48,6 +48,7 @@ from marl_parallel.backends import open_backend
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.batch import Batch, Dicts
 from marl_parallel.runtime.construction import construct
+from marl_parallel.runtime.engine import Engine
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.limits import Limits
 from marl_parallel.runtime.messages import Message, Request
@@ -60,7 +61,7 @@ from marl_parallel.runtime.supervision import Crew
 START_TIMEOUT_S = 60.0
 _MORE_REQUESTS = 8  # before a worker, beyond two for each of its environments: such as the one to close
 
-_live: weakref.WeakSet[Crew] = weakref.WeakSet()
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
@@ -176,26 +177,26 @@ class ParallelEnv(AsyncStepping):
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
         shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, hosts))
-        self._crew = Crew(hosts, shares, limits)
-        _live.add(self._crew)
-        self._finalizer = weakref.finalize(self, self._crew.shut)
+        self._crew = crew = Crew(hosts, shares, limits)
+        _live.add(crew)
+        self._finalizer = weakref.finalize(self, crew.shut)
         self._plain_steps = {worker: Request(Message.STEP) for worker in range(len(shares))}
         started = False
         try:
             hosts.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
             started = True
-            described, plan = construct(self._crew, constructors, seeds, self._mode, how_adapted, survive)
+            described, plan = construct(crew, constructors, seeds, self._mode, how_adapted, survive)
             schema = common_schema(described)
             layout = Layout(schema, self._num_envs, arrays=shared_memory)
             block = hosts.allocate(layout)
             attach = Request(Message.ATTACH, None, (self._num_envs, shared_memory))
-            self._crew.run(dict.fromkeys(range(len(shares)), attach))
-            self._batch = Batch(layout, block, described[0].rules, self._mode, copy=copy, check_actions=check_actions)
+            crew.run(dict.fromkeys(range(len(shares)), attach))
+            self._batch = batch = Batch(
+                layout, block, described[0].rules, self._mode, copy=copy, check_actions=check_actions
+            )
             if survive:
-                self._crew.restarts = Restarts(
-                    restart_policy, plan, attach.payload, self._batch, described[0], self._base_seed
-                )
-            self._all = self._batch.env_ids
+                crew.restarts = Restarts(restart_policy, plan, attach.payload, batch, described[0], self._base_seed)
+            self._all = batch.env_ids
             self._schema = schema
             self._reset_keywords = described[0].reset_keywords
             self._metadata = {**described[0].metadata, "autoreset_mode": self._mode}
@@ -206,7 +207,7 @@ class ParallelEnv(AsyncStepping):
         except BaseException:
             # Whatever went wrong, Ctrl-C included, nothing may be left behind.
             self._finalizer.detach()
-            self._crew.shut(ask=started)
+            crew.shut(ask=started)
             raise
 
     # -- stepping --------------------------------------------------------------------------------------------------
@@ -235,8 +236,8 @@ class ParallelEnv(AsyncStepping):
                 `reset` takes none.
             ParallelEnvError: A fault, as in `step`; everything has been closed.
         """
-        ids, extras = self._reset(seed, options, env_ids)
-        observations, _, _, _, infos = self._batch.read(ids, extras)
+        ids, told = self._reset(seed, options, env_ids)
+        observations, _, _, _, infos = self._batch.read(ids, told)
         return observations, infos
 
     def step(
@@ -268,8 +269,8 @@ class ParallelEnv(AsyncStepping):
         if type(actions) is not list or len(actions) != len(ids):  # the usual case first: it is quick to tell
             check_one_for_each(actions, ids)
         self._check_begun(ids, "step")
-        outside = self._batch.write_actions(ids, actions)
-        return self._batch.read(ids, self._step(ids, outside))
+        written = self._batch.write_actions(ids, actions)
+        return self._batch.read(ids, self._step(ids, written))
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -306,33 +307,33 @@ class ParallelEnv(AsyncStepping):
 
     def _reset(
         self, seed: int | Sequence[int | None] | None, options: Options, env_ids: Sequence[int] | None
-    ) -> tuple[tuple[int, ...], dict[int, Any]]:
-        """Begin new episodes; returns which, and what is to be read beyond the block."""
+    ) -> tuple[tuple[int, ...], Any]:
+        """Begin new episodes; returns which, and what is told of them."""
         self._check_idle("reset")
         ids = self._checked_ids(env_ids)
         base, given, keywords = self._reset_keywords_for(ids, seed, options)
         self._rebase(base, given)  # first: what fails is built anew with a seed of the new base
-        extras = self._carry_out(Message.RESET, ids, keywords)
+        told = self._carry_out(Message.RESET, ids, keywords)
         self._batch.begin(ids)
-        return ids, extras
+        return ids, told
 
-    def _step(self, ids: tuple[int, ...], outside: dict[int, bytes]) -> dict[int, Any]:
-        """Have the actions carried out that have been written; returns what is to be read beyond the block."""
-        if ids is self._all and not outside and self._crew.restarts is None:
+    def _step(self, ids: tuple[int, ...], written: Any) -> Any:
+        """Have the actions carried out that have been written; returns what is told of it."""
+        if ids is self._all and not written and self._crew.restarts is None:
             return self._crew.run(self._plain_steps)
-        return self._carry_out(Message.STEP, ids, outside or None)
+        return self._carry_out(Message.STEP, ids, written or None)
 
-    def _carry_out(self, message: Message, ids: Sequence[int], payload: dict[int, bytes] | None) -> dict[int, Any]:
-        """Have something done, and wait for it; returns what is to be read beyond the block."""
+    def _carry_out(self, message: Message, ids: Sequence[int], payload: Any) -> Any:
+        """Have something done, and wait for it; returns what is told of it."""
         if self._crew.restarts is None:
             return self._crew.ask(message, ids, payload)
         self._crew.send(message, ids, payload, each=False)
         return self._receive(ids)
 
-    def _send(self, ids: Sequence[int], outside: dict[int, bytes]) -> None:
+    def _send(self, ids: Sequence[int], written: Any) -> None:
         """Begin to carry out the actions that have been written; all of them are to be received at once."""
-        self._crew.send(Message.STEP, ids, outside or None, each=False)
+        self._crew.send(Message.STEP, ids, written or None, each=False)
 
-    def _receive(self, ids: Sequence[int], timeout: float | None = None) -> dict[int, Any]:
-        """Wait for all that has been sent; returns what is to be read beyond the block."""
-        return {env_id: more for env_id, (_, more) in self._crew.receive(len(ids), timeout).items() if more is not None}
+    def _receive(self, ids: Sequence[int], timeout: float | None = None) -> Any:
+        """Wait for all that has been sent; returns what is told of it."""
+        return self._crew.receive(len(ids), timeout).told
