@@ -52,6 +52,9 @@ from marl_parallel.runtime.engine import Engine
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.limits import Limits
 from marl_parallel.runtime.messages import Message, Request
+from marl_parallel.runtime.native import NativeSimulator
+from marl_parallel.runtime.native_batch import NativeBatch
+from marl_parallel.runtime.native_crew import NativeCrew
 from marl_parallel.runtime.reports import logger
 from marl_parallel.runtime.restarts import RestartPolicy, Restarts
 from marl_parallel.runtime.schemas import common_schema
@@ -209,6 +212,57 @@ class ParallelEnv(AsyncStepping):
             self._finalizer.detach()
             crew.shut(ask=started)
             raise
+
+    @classmethod
+    def from_native(cls, simulator: NativeSimulator) -> ParallelEnv:
+        """Put this interface in front of a simulator that steps many copies by itself; there are no workers then.
+
+        Episodes begin anew with the next step (`NEXT_STEP`). What such a simulator cannot do is an error: `reset` with
+        a seed or options, `recv` with a timeout or another `min_envs` than its `batch_size` or all in flight, traces.
+
+        Args:
+            simulator: Nobody else may use it; it is closed with this.
+        """
+        env = cls.__new__(cls)
+        env._num_envs, env._base_seed = simulator.num_envs, simulator.seeds[0]
+        env._crew, env._batch = NativeCrew(simulator), NativeBatch(simulator.schema, simulator.num_envs)
+        _live.add(env._crew)
+        env._finalizer = weakref.finalize(env, env._crew.shut)
+        env._plain_steps = {}
+        env._all, env._schema = env._batch.env_ids, simulator.schema
+        env._reset_keywords = frozenset()
+        env._metadata = {**simulator.metadata, "autoreset_mode": env._batch.mode}
+        env._render_mode, env._seeds_used = simulator.render_mode, tuple(simulator.seeds)
+        return env
+
+    @classmethod
+    def from_envpool(
+        cls,
+        task: str,
+        num_envs: int,
+        batch_size: int | None = None,
+        num_threads: int | None = None,
+        seed: int | Sequence[int] | None = 42,
+        **task_arguments: Any,
+    ) -> ParallelEnv:
+        """Step a task of EnvPool, whose copies run in threads of its own; as `from_native`.
+
+        Args:
+            task: Its name there. The agent of a single-player task is `agent_0`; players are `agent_0`, `agent_1`, ...
+            num_envs: How many copies.
+            batch_size: How many results `recv` returns at a time, the quickest first; None for all that were sent.
+            num_threads: Of EnvPool; None leaves it to choose.
+            seed: Copy i is seeded with `seed + i`; a sequence has one for each; None draws one.
+            task_arguments: For EnvPool, such as `max_episode_steps`.
+
+        Raises:
+            ImportError: EnvPool is not there, or another version than this was written for.
+            ValueError: There is no such task, or a number is out of range.
+            TypeError: The task takes no such argument.
+        """
+        from marl_parallel.backends.envpool import open_pool
+
+        return cls.from_native(open_pool(task, num_envs, batch_size, num_threads, seed, task_arguments))
 
     # -- stepping --------------------------------------------------------------------------------------------------
 

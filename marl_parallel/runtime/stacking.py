@@ -65,7 +65,7 @@ def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
 
 
 def each(function: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """What a function makes of the arrays of one or several trees of the same form.
+    """What a function makes of the arrays of one or several trees of the same form; None stays None.
 
     Example:
         >>> each(np.add, {"a": 1, "b": (2, 3)}, {"a": 10, "b": (20, 30)})
@@ -73,9 +73,10 @@ def each(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     """
     if isinstance(first, dict):
         return {key: each(function, child, *(other[key] for other in others)) for key, child in first.items()}
-    if isinstance(first, tuple):
-        return tuple(each(function, *parts) for parts in zip(first, *others))
-    return function(first, *others)
+    if isinstance(first, tuple | list):
+        kind = list if isinstance(first, list) else tuple
+        return kind(each(function, *parts) for parts in zip(first, *others))
+    return None if first is None else function(first, *others)
 
 
 def one_by_one(stacked: Any, count: int) -> Sequence[Any]:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays, Stacked
+from marl_parallel.runtime.native_arrays import InfoColumns
 from marl_parallel.vector.facade import Stepper
-from marl_parallel.vector.infos import vector_infos
+from marl_parallel.vector.infos import infos_by_row, vector_infos
 from marl_parallel.vector.rows import chosen, rows_of, stacked, still
 
 _OURS = ("final_obs", "reset_info")
@@ -82,6 +83,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.metadata, self.render_mode = env.metadata, env.render_mode
+        self._everywhere = np.ones(self.num_envs, np.bool_)
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
 
     def reset(
@@ -227,15 +229,16 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         )
 
     def _infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any = None) -> dict[str, Any]:
-        everywhere = np.ones(self.num_envs, np.bool_)
         infos = (
             self._told_infos(arrays, done, observations) if arrays.infos or (done is not None and done.any()) else {}
         )
-        infos.update(present=self._flat(arrays.present), _present=everywhere)
-        infos.update(acting=self._flat(arrays.acting), _acting=everywhere.copy())
+        infos.update(present=self._flat(arrays.present), _present=self._everywhere.copy())
+        infos.update(acting=self._flat(arrays.acting), _acting=self._everywhere.copy())
         return infos
 
     def _told_infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any) -> dict[str, Any]:
+        if done is None and isinstance(arrays.infos, InfoColumns):
+            return infos_by_row(arrays.infos, self._places, self._copies)
         rows: dict[int, dict[Any, Any]] = {}
         for env_id, infos in arrays.infos.items():
             of_copy = {key: info for key, info in infos.items() if key not in self._batch.agents}
