@@ -68,8 +68,8 @@ def each(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     """What a function makes of the arrays of one or several trees of the same form; None stays None.
 
     Example:
-        >>> each(np.add, {"a": 1, "b": (2, 3)}, {"a": 10, "b": (20, 30)})
-        {'a': 11, 'b': (22, 33)}
+        >>> each(max, {"a": 1, "b": (2, 30)}, {"a": 10, "b": (20, 3)})
+        {'a': 10, 'b': (20, 30)}
     """
     if isinstance(first, dict):
         return {key: each(function, child, *(other[key] for other in others)) for key, child in first.items()}
@@ -83,8 +83,8 @@ def one_by_one(stacked: Any, count: int) -> Sequence[Any]:
     """The values along the first axis; arrays among them are views.
 
     Example:
-        >>> one_by_one({"a": np.arange(2), "b": np.arange(2)}, 2)[1]
-        {'a': 1, 'b': 1}
+        >>> one_by_one({"a": np.arange(2), "b": np.arange(2)}, 2) == [{"a": 0, "b": 0}, {"a": 1, "b": 1}]
+        True
     """
     if isinstance(stacked, dict):
         if not stacked:

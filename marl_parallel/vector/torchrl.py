@@ -74,7 +74,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: It resets in the same step, agents of a group differ in their spaces, or a space has no form in tensors.
+        ValueError: It resets in the same step, agents of a group differ in their spaces, or a space has no form in
+            tensors.
 
     Example:
         >>> from mpe2 import simple_spread_v3

@@ -569,10 +569,20 @@ def one_of_the_zoo(agent: str) -> Callable[[int], Zoo]:
 # -- wrong use ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [True, "NEXT_STEP"])
-def test_modes_that_are_not_served(mode, parallel):
-    with pytest.raises(ValueError, match="TorchRLEnv wants a ParallelEnv with auto_reset=False, got auto_reset="):
-        TorchRLEnv(parallel(Herd, auto_reset=mode))
+def test_a_mode_that_is_not_served(parallel):
+    served = 'TorchRLEnv wants a ParallelEnv with auto_reset=False or auto_reset="NEXT_STEP", got auto_reset=True'
+    with pytest.raises(ValueError, match=served):
+        TorchRLEnv(parallel(Herd, auto_reset=True))
+
+
+def test_a_reset_cancels_the_one_of_the_next_step(parallel):
+    """So that whether there would have been one makes no difference."""
+    rollouts = []
+    for mode in (False, "NEXT_STEP"):
+        torch.manual_seed(0)
+        rollouts.append(TorchRLEnv(parallel(Herd, auto_reset=mode)).rollout(40, break_when_any_done=False))
+    assert rollouts[0]["next", "done"].sum() > 3
+    assert (rollouts[0] == rollouts[1]).all()
 
 
 def test_no_parallel_env():
