@@ -40,6 +40,7 @@ from marl_parallel.arguments import (
     checked_timeout,
     checked_trace,
     pickled_adapter,
+    pool_arguments,
     survives,
     workers_for,
 )
@@ -262,7 +263,8 @@ class ParallelEnv(AsyncStepping):
         """
         from marl_parallel.backends.envpool import open_pool
 
-        return cls.from_native(open_pool(task, num_envs, batch_size, num_threads, seed, task_arguments))
+        numbers, seeds = pool_arguments(num_envs, batch_size, num_threads, seed)
+        return cls.from_native(open_pool(task, seeds, {**numbers, **task_arguments}))
 
     # -- stepping --------------------------------------------------------------------------------------------------
 

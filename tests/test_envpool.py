@@ -266,14 +266,14 @@ def test_torchrl_resets_what_is_over(pooled):
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1"),
         ({"num_threads": -1}, ValueError, "num_threads must be at least 1"),
         ({"seed": [1, 2]}, ValueError, "expected one seed for each of 6 environments, got 2"),
-        ({"seed": 2**31 - 3}, ValueError, "EnvPool wants a seed from 0 to 2"),
-        ({"seed": [None] * 6}, ValueError, "EnvPool wants a seed from 0 to 2"),
+        ({"seed": 2**31 - 3}, ValueError, "a pool wants a seed from 0 to 2"),
+        ({"seed": [None] * 6}, ValueError, "a pool wants a seed from 0 to 2"),
         (
             {"on_error": "restart"},
             TypeError,
             "does not take these arguments .*'on_error'.*; it takes num_envs, batch_size",
         ),
-        ({"max_num_players": 0}, ValueError, "CartPole-v1 refuses {'max_num_players': 0}"),
+        ({"max_num_players": 0}, ValueError, "EnvPool's CartPole-v1 refuses one of {.*'max_num_players': 0}"),
     ],
 )
 def test_arguments(arguments, kind, text, pooled):

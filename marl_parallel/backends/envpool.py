@@ -19,45 +19,35 @@ from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.arguments import at_least_one, base_seed, seeds_of
 from marl_parallel.runtime.layout import Schema
 from marl_parallel.runtime.native import EnvIds, NativeSimulator, Received
 from marl_parallel.runtime.stacking import each
 
 _INSTALL = 'pip install "marl-parallel[envpool]"'
 _KNOWN = re.compile(r"1\.[01]\.")
-_SEEDS = 2**31
 _IDS = ("env_id", "players.env_id", "players.id")
 """Of what goes in: whose it is, rather than an action."""
 
 
-def open_pool(
-    task: str,
-    num_envs: int,
-    batch_size: int | None = None,
-    num_threads: int | None = None,
-    seed: int | Sequence[int] | None = 42,
-    task_arguments: Mapping[str, Any] | None = None,
-) -> EnvPool:
-    """Make a pool of EnvPool's; arguments and errors as of `ParallelEnv.from_envpool`."""
+def open_pool(task: str, seeds: Sequence[int], arguments: Mapping[str, Any]) -> EnvPool:
+    """Make a pool of EnvPool's; errors as of `ParallelEnv.from_envpool`.
+
+    Args:
+        task: Its name.
+        seeds: Of each copy.
+        arguments: For `envpool.make`, checked as far as they are not the task's own.
+    """
     envpool = _library()
-    numbers = {"num_envs": at_least_one(num_envs, "num_envs")}
-    numbers["batch_size"] = num_envs if batch_size is None else at_least_one(batch_size, "batch_size")
-    if numbers["batch_size"] > num_envs:
-        raise ValueError(f"batch_size={batch_size} is more than num_envs={num_envs}")
-    if num_threads is not None:
-        numbers["num_threads"] = at_least_one(num_threads, "num_threads")
     if task not in envpool.list_all_envs():
         raise ValueError(f"EnvPool has no task {task!r}; envpool.list_all_envs() names those it has")
-    seeds = _seeds(seed, num_envs)
     try:
-        pool = envpool.make_gymnasium(task, seed=seeds, **numbers, **(task_arguments or {}))
+        pool = envpool.make_gymnasium(task, seed=seeds, **arguments)
     except TypeError as error:
         taken = ", ".join(envpool.make_spec(task).config._fields)
         reason = str(error).partition("\n")[0]
         raise TypeError(f"EnvPool's {task} does not take these arguments ({reason}); it takes {taken}") from error
-    except AssertionError as error:  # an argument of another range; not all say which
-        raise ValueError(f"EnvPool's {task} refuses {task_arguments}: {error}") from error
+    except AssertionError as error:  # an argument out of range; not all say which
+        raise ValueError(f"EnvPool's {task} refuses one of {arguments}: {error}") from error
     return EnvPool(pool, seeds, f"EnvPool's {task}")
 
 
@@ -69,18 +59,6 @@ def _library() -> Any:
     if _KNOWN.match(envpool.__version__) is None:
         raise ImportError(f"from_envpool is written for EnvPool 1.0 and 1.1, found {envpool.__version__}: {_INSTALL}")
     return envpool
-
-
-def _seeds(seed: int | Sequence[int] | None, num_envs: int) -> list[int]:
-    if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes):
-        seeds = [_SEEDS if own is None else own for own in seeds_of(seed, range(num_envs))]
-    else:
-        base = base_seed(seed)
-        first = min(base, _SEEDS - num_envs) if seed is None else base
-        seeds = [*range(first, first + num_envs)]
-    if max(seeds) >= _SEEDS:
-        raise ValueError(f"seed={seed!r}: EnvPool wants a seed from 0 to 2**31 - 1 for each copy")
-    return seeds
 
 
 class EnvPool(NativeSimulator):

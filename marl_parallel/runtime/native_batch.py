@@ -93,8 +93,8 @@ class NativeBatch:
         ids = received.env_ids
         over = received.terminated | received.truncated
         if len(self._agents) == 1 and received.present is None:  # who lives as long as the episode
-            alive = acting = ~over[:, None]
-            flagged = ~alive
+            alive = ~over[:, None]
+            acting, flagged = alive.copy(), ~alive
         else:
             flagged, alive = self._flagged[ids], self._alive[ids]
             if received.began is not None:
