@@ -16,7 +16,8 @@ memory or of what a transition means. A step's way::
     observations, rewards, terminateds, truncateds, infos
 
 `send` and `recv` (`async_stepping.py`) go the same way in two halves: `Crew.send` posts, `Crew.receive` waits. Where
-faults are to be survived, `step` is these two in a row.
+faults are to be survived, `step` is these two in a row. With a simulator that steps many copies by itself, others stand
+in the place of `Crew` and `Batch` (`runtime/engine.py` says which), and there is nothing below them but the simulator.
 """
 
 from __future__ import annotations
@@ -226,11 +227,12 @@ class ParallelEnv(AsyncStepping):
         """
         env = cls.__new__(cls)
         env._num_envs, env._base_seed = simulator.num_envs, simulator.seeds[0]
-        env._crew, env._batch = NativeCrew(simulator), NativeBatch(simulator.schema, simulator.num_envs)
-        _live.add(env._crew)
-        env._finalizer = weakref.finalize(env, env._crew.shut)
+        env._crew = crew = NativeCrew(simulator)
+        env._batch = NativeBatch(simulator.schema, crew.env_ids)
+        _live.add(crew)
+        env._finalizer = weakref.finalize(env, crew.shut)
         env._plain_steps = {}
-        env._all, env._schema = env._batch.env_ids, simulator.schema
+        env._all, env._schema = crew.env_ids, simulator.schema
         env._reset_keywords = frozenset()
         env._metadata = {**simulator.metadata, "autoreset_mode": env._batch.mode}
         env._render_mode, env._seeds_used = simulator.render_mode, tuple(simulator.seeds)

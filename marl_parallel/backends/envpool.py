@@ -72,6 +72,16 @@ class EnvPool(NativeSimulator):
         pool: As of `envpool.make_gymnasium`.
         seeds: Of each copy.
         name: What errors call it.
+
+    Example:
+        >>> from marl_parallel import ParallelEnv
+        >>> with ParallelEnv.from_envpool("CartPole-v1", num_envs=64, batch_size=16, num_threads=2) as env:
+        ...     env.reset_async()
+        ...     for _ in range(100):
+        ...         batch = env.recv(min_envs=env.batch_size)
+        ...         env.send({env_id: {agent: 1 for agent in env.acting[env_id]} for env_id in batch.env_ids})
+        >>> len(batch.env_ids), batch.observations[0]["agent_0"].shape
+        (16, (4,))
     """
 
     def __init__(self, pool: Any, seeds: Sequence[int], name: str) -> None:
@@ -146,7 +156,7 @@ class EnvPool(NativeSimulator):
         states = self._pool._recv()
         at = self._at
         done, truncated, began = states[at["done"]], states[at["trunc"]], states[at["elapsed_step"]] == 0
-        terminated = done & ~truncated
+        terminated = done > truncated  # one and not the other
         if b"\1" not in began.tobytes():
             began = None
         if self._players > 1:

@@ -29,7 +29,7 @@ EnvIds = NDArray[np.int32]
 class Received(NamedTuple):
     """Transitions of some copies, in rows: `n` of them, of `k` possible agents.
 
-    All arrays are the receiver's own. Agents that are absent have zeros, and flags that are False.
+    All arrays are the receiver's own; flags of a single agent may be its copy's. Agents that are absent have zeros, and flags that are False.
 
     Attributes:
         env_ids: `(n,)`: which copies.

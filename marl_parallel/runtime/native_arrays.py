@@ -135,8 +135,8 @@ class NativeArrays(ArrayView):
         return Arrays(
             self._observations(told),
             told.rewards.astype(np.float64),
-            told.terminations.copy(),
-            told.truncations.copy(),
+            told.terminations,
+            told.truncations,
             told.terminated,
             told.truncated,
             present.copy(),
@@ -152,9 +152,7 @@ class NativeArrays(ArrayView):
         present = self._everybody[ids] if told.present is None else told.present
 
         def placed(whole: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
-            whole = whole.copy()
-            whole[ids] = rows
-            return whole
+            return stacking.placed(whole, ids, rows)
 
         return Arrays(
             [stacking.each(placed, whole, rows) for whole, rows in zip(before.observations, self._observations(told))],

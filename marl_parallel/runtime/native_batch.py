@@ -30,7 +30,7 @@ class NativeBatch:
 
     Args:
         schema: Of the simulator.
-        num_envs: How many environments.
+        env_ids: All environments.
 
     Attributes:
         schema: As given.
@@ -41,13 +41,13 @@ class NativeBatch:
     mode: ClassVar[AutoresetMode] = AutoresetMode.NEXT_STEP
     copies: ClassVar[bool] = True
 
-    def __init__(self, schema: Schema, num_envs: int) -> None:
+    def __init__(self, schema: Schema, env_ids: tuple[int, ...]) -> None:
         self.schema, self._agents = schema, schema.possible_agents
-        self.env_ids = tuple(range(num_envs))
+        self.env_ids, num_envs = env_ids, len(env_ids)
         self.begun = [False] * num_envs
         self._all_bytes = np.arange(num_envs, dtype=np.int32).tobytes()
-        nobody = np.zeros((num_envs, len(self._agents)), np.bool_)
-        self.acting_now, self._alive, self._flagged = nobody, nobody.copy(), nobody.copy()
+        # Arrays that nothing is written into: others take their place.
+        self.acting_now = self._alive = self._flagged = np.zeros((num_envs, len(self._agents)), np.bool_)
         self._over = np.zeros(num_envs, np.bool_)
         self._action_groups = action_groups(schema)
         self._places = {
@@ -93,8 +93,8 @@ class NativeBatch:
         ids = received.env_ids
         over = received.terminated | received.truncated
         if len(self._agents) == 1 and received.present is None:  # who lives as long as the episode
-            alive = ~over[:, None]
-            acting, flagged = alive.copy(), ~alive
+            flagged = over[:, None]
+            alive = acting = ~flagged
         else:
             flagged, alive = self._flagged[ids], self._alive[ids]
             if received.began is not None:
@@ -107,9 +107,10 @@ class NativeBatch:
         if self.is_everybody(ids):
             self._over, self.acting_now, self._alive, self._flagged = over, acting, alive, flagged
             return
-        self._over[ids], self._alive[ids], self._flagged[ids] = over, alive, flagged
-        self.acting_now = self.acting_now.copy()
-        self.acting_now[ids] = acting
+        self._over = stacking.placed(self._over, ids, over)
+        self._alive = stacking.placed(self._alive, ids, alive)
+        self._flagged = stacking.placed(self._flagged, ids, flagged)
+        self.acting_now = stacking.placed(self.acting_now, ids, acting)
 
     # -- actions ---------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class NativeCrew:
         simulator: Nobody else may use it.
 
     Attributes:
+        env_ids: All environments.
         As of `Engine`.
     """
 
@@ -43,7 +44,7 @@ class NativeCrew:
         self.closed, self.seeds_stale = False, False
         self.tracer: Tracer | None = None
         self.in_flight: dict[int, Message] = {}
-        self._everybody = tuple(self.shares[0])
+        self.env_ids = tuple(self.shares[0])
         self._all = np.arange(simulator.num_envs, dtype=np.int32)
         self._all_bytes = self._all.tobytes()
         self._stepped = self._reset = 0
@@ -68,7 +69,7 @@ class NativeCrew:
         """
         self.check_open()
         if message is Message.STEP or message is Message.RESET:
-            if self.batch_size < len(self._everybody):
+            if self.batch_size < len(self.env_ids):
                 self._check_comes_together(len(env_ids), f"{message.name.lower()} of {len(env_ids)} environments")
             ids = self._ids(env_ids)
             try:
@@ -110,7 +111,7 @@ class NativeCrew:
             AlreadyPendingCallError: Something is in flight, and only one batch can be.
         """
         self.check_open()
-        if self.in_flight and self.batch_size == len(self._everybody):
+        if self.in_flight and self.batch_size == len(self.env_ids):
             raise AlreadyPendingCallError(
                 f"{self._simulator.name} has one batch in flight at a time, unless its batch_size is less than "
                 "num_envs; recv() first",
@@ -135,7 +136,7 @@ class NativeCrew:
             raise ValueError(
                 f"timeout={timeout:g}, but {self._simulator.name} waits for as long as it takes: pass None"
             )
-        if self.batch_size == len(self._everybody):
+        if self.batch_size == len(self.env_ids):
             if at_least != len(self.in_flight):
                 raise ValueError(
                     f"min_envs={at_least}, but {self._simulator.name} with batch_size equal to num_envs returns all "
@@ -164,7 +165,7 @@ class NativeCrew:
             )
 
     def _ids(self, env_ids: Sequence[int]) -> EnvIds:
-        return self._all if env_ids == self._everybody else np.array(env_ids, np.int32)
+        return self._all if env_ids is self.env_ids else np.array(env_ids, np.int32)
 
     def _begin(self, message: Message, ids: EnvIds, payload: Any) -> None:
         begun = time.perf_counter()

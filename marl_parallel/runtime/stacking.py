@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
+from numpy.typing import NDArray
 
 from marl_parallel.runtime.columns import Mismatch, as_array
 
@@ -94,6 +95,13 @@ def one_by_one(stacked: Any, count: int) -> Sequence[Any]:
     if isinstance(stacked, tuple):
         return [*zip(*[one_by_one(part, count) for part in stacked])] or [()] * count
     return [*stacked]
+
+
+def placed(whole: NDArray[Any], rows: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
+    """A copy of an array with other values in some rows."""
+    whole = whole.copy()
+    whole[rows] = values
+    return whole
 
 
 def put(stacked: Any, place: tuple[int, int], value: Any, whose: str) -> None:

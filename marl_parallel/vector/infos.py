@@ -2,7 +2,7 @@
 
 Every key holds an array over all rows, and `_key` a mask that says which of them are data; dicts go on in the same way
 within. Unlike there, nothing depends on whose info comes first: numbers of several types make an array that holds them
-all, and what does not go into one array, an array of objects.
+all, and what does not go into one array, an array of objects. Infos that come in arrays stay in them.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def infos_by_agent(
         agents: Who is there in any case.
         num_envs: How many environments there are.
     """
-    if not infos:
-        return {agent: {} for agent in agents}
     if isinstance(infos, InfoColumns):
         told = infos.received
-        rows = None if len(infos) == num_envs else told.env_ids
+        rows = None if len(told.env_ids) == num_envs else told.env_ids
         by_agent: dict[Any, dict[Any, Any]] = {}
         for place, agent in enumerate(agents):
             there = rows if told.present is None else told.env_ids[told.present[:, place]]
             by_agent[agent] = _placed(stacking.column(told.infos, place), rows, there, num_envs)
         return by_agent | ({COMMON: _placed(told.common, rows, rows, num_envs)} if told.common else {})
+    if not infos:
+        return {agent: {} for agent in agents}
     keys = dict.fromkeys([*agents, *(key for of_env in infos.values() for key in of_env)])
     return {
         key: vector_infos(((env_id, of_env[key]) for env_id, of_env in infos.items() if key in of_env), num_envs)
@@ -110,8 +110,9 @@ def _placed(
         there: Those of them that are data; None for all.
         num_rows: How many rows there are.
     """
-    mask = np.zeros(num_rows, np.bool_)
-    mask[slice(None) if there is None else there] = True
+    mask = np.full(num_rows, there is None)
+    if there is not None:
+        mask[there] = True
     result: dict[str, Any] = {}
     for key, values in columns.items():
         if isinstance(values, dict):
