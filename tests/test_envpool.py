@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import envpool
@@ -22,6 +24,7 @@ from marl_parallel import ParallelEnv
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, TorchRLEnv
 
 COPIES, SEED = 6, 7
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TASKS = [
     "CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0", "Acrobot-v1", "FrozenLake-v1", "Blackjack-v1", "Catch-v0",
     "LunarLanderContinuous-v3", "MiniGrid-Empty-5x5-v0", "HalfCheetah-v4", "CheetahRun-v1",
@@ -327,6 +330,22 @@ def test_another_version_or_none(source, text, tmp_path):
     said = done.stderr.splitlines()[-1]
     assert said.startswith(f"ImportError: {text}")
     assert said.endswith('pip install "marl-parallel[envpool]"')
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def test_benchmark(tmp_path):
+    command = [sys.executable, BENCHMARKS / "envpool_overhead.py", "--output", tmp_path]
+    subprocess.run([*command, "--quick"], check=True, capture_output=True, timeout=100)
+    results = json.loads((tmp_path / "envpool_overhead.json").read_text())["results"]
+    assert {one["against"] for one in results} == {"EnvPool"}
+    assert {one["num_envs"] for one in results} == {64, 256}
+    assert len((tmp_path / "envpool_overhead.csv").read_text().splitlines()) == 1 + len(results) == 10
+    shown = subprocess.run([*command, "--markdown"], check=True, capture_output=True, text=True, timeout=100).stdout
+    assert shown.count("| CartPole-v1 |") == 6
+    refused = subprocess.run([*command, "--only", "chess"], capture_output=True, text=True, timeout=100)
+    assert "--only" in refused.stderr
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

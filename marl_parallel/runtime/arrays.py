@@ -156,9 +156,9 @@ class ArrayView(ABC):
         return {agent: stacking.column(observations[group], row) for agent, (group, row) in self._ordered}
 
     def _check_known(self, actions: Mapping[AgentID, Any]) -> None:
-        unknown = [agent for agent in actions if agent not in self._column]
-        if unknown:
-            raise ValueError(f"actions for {unknown[0]!r}, which is none of the agents {self.agents}")
+        if not actions.keys() <= self._column.keys():
+            unknown = next(agent for agent in actions if agent not in self._column)
+            raise ValueError(f"actions for {unknown!r}, which is none of the agents {self.agents}")
 
     @staticmethod
     def _check_all_there(

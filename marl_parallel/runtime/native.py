@@ -21,7 +21,7 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from marl_parallel.runtime.layout import Schema, alike
-from marl_parallel.runtime.stacking import each
+from marl_parallel.runtime.stacking import each, together
 
 EnvIds = NDArray[np.int32]
 
@@ -29,7 +29,8 @@ EnvIds = NDArray[np.int32]
 class Received(NamedTuple):
     """Transitions of some copies, in rows: `n` of them, of `k` possible agents.
 
-    All arrays are the receiver's own; flags of a single agent may be its copy's. Agents that are absent have zeros, and flags that are False.
+    All arrays are the receiver's own; the flags of a single agent may be its copy's. Agents that are absent have zeros,
+    and flags that are False.
 
     Attributes:
         env_ids: `(n,)`: which copies.
@@ -66,13 +67,11 @@ class Received(NamedTuple):
 
 def merged(parts: Sequence[Received]) -> Received:
     """The rows of several, one after the other."""
-    if len(parts) == 1:
-        return parts[0]
     if any(part.began is not None for part in parts):
         parts = [p if p.began is not None else p._replace(began=np.zeros(len(p.env_ids), np.bool_)) for p in parts]
     if any(part.present is not None for part in parts):
         parts = [p if p.present is not None else p._replace(present=np.ones(p.rewards.shape, np.bool_)) for p in parts]
-    return Received(*each(lambda *arrays: np.concatenate(arrays), *map(tuple, parts)))
+    return Received(*together(lambda *arrays: np.concatenate(arrays), *map(tuple, parts)))
 
 
 class NativeSimulator(ABC):

@@ -122,16 +122,16 @@ class NativeArrays(ArrayView):
                 raise ValueError(f"the actions of agent {agent!r}: {error}") from None
         if len(columns) == 1:
             return stacking.each(lambda array: array[:, None], columns[0])
-        return stacking.each(lambda *arrays: np.stack(arrays, axis=1), *columns)
+        return stacking.together(lambda *arrays: np.stack(arrays, axis=1), *columns)
 
     # -- transitions -----------------------------------------------------------------------------------------------
 
     def read(self, told: Received) -> Arrays:
         """Of what was received; see `ArrayView`."""
-        if not self._batch.is_everybody(told.env_ids):
+        if not self._batch.note(told):
             told = told.at(np.argsort(told.env_ids))
-        self._batch.note(told)
-        present = self._everybody if told.present is None else told.present
+        # Who is observed is rewarded, too.
+        present = (self._everybody if told.present is None else told.present).copy()
         return Arrays(
             self._observations(told),
             told.rewards.astype(np.float64),
@@ -139,11 +139,11 @@ class NativeArrays(ArrayView):
             told.truncations,
             told.terminated,
             told.truncated,
-            present.copy(),
+            present,
             self._batch.acting_now.copy(),
             InfoColumns(told, self.agents),
-            present.copy(),
-            present.copy(),
+            present,
+            present,
         )
 
     def read_some(self, env_ids: Sequence[int], told: Received, before: Arrays) -> Arrays:
@@ -155,7 +155,10 @@ class NativeArrays(ArrayView):
             return stacking.placed(whole, ids, rows)
 
         return Arrays(
-            [stacking.each(placed, whole, rows) for whole, rows in zip(before.observations, self._observations(told))],
+            [
+                stacking.together(placed, whole, rows)
+                for whole, rows in zip(before.observations, self._observations(told))
+            ],
             placed(np.zeros_like(before.rewards), told.rewards),
             placed(np.zeros_like(before.terminations), told.terminations),
             placed(np.zeros_like(before.truncations), told.truncations),

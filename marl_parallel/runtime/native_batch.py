@@ -19,7 +19,7 @@ from marl_parallel.runtime import stacking
 from marl_parallel.runtime.batch import of_acting
 from marl_parallel.runtime.columns import Mismatch, zeros
 from marl_parallel.runtime.layout import Schema, alike
-from marl_parallel.runtime.native import EnvIds, Received, action_groups
+from marl_parallel.runtime.native import Received, action_groups
 from marl_parallel.runtime.native_arrays import InfoColumns, NativeArrays, by_row
 from marl_parallel.runtime.records import Columns
 from marl_parallel.runtime.transition import ALL
@@ -55,41 +55,39 @@ class NativeBatch:
             for group, (_, places) in enumerate(alike(schema.observation_spaces, self._agents))
             for row, place in enumerate(places)
         }
-        self._acting: list[list[AgentID]] | None = None  # as lists, where somebody has asked since
+        self._lists: dict[str, list[Any]] = {}  # what somebody has asked for since the last transitions
 
     # -- where each stands -----------------------------------------------------------------------------------------
 
     @property
     def acting(self) -> list[list[AgentID]]:
         """Who should act next."""
-        if self._acting is None:
-            self._acting = self._listed(self.acting_now)
-        return self._acting
+        return self._listed("acting", self.acting_now)
 
     @property
     def alive(self) -> list[list[AgentID]]:
         """Who has been seen in this episode and is neither terminated nor truncated yet."""
-        return self._listed(self._alive)
+        return self._listed("alive", self._alive)
 
     @property
     def over(self) -> list[bool]:
         """Whose episode has ended, with no reset since."""
-        return [*map(bool, self._over)]
+        if "over" not in self._lists:
+            self._lists["over"] = self._over.tolist()
+        return self._lists["over"]
 
-    def _listed(self, mask: NDArray[np.bool_]) -> list[list[AgentID]]:
-        return [[agent for agent, there in zip(self._agents, row) if there] for row in mask.tolist()]
-
-    def is_everybody(self, env_ids: EnvIds) -> bool:
-        """Whether these are all environments, in order."""
-        return env_ids.tobytes() == self._all_bytes
+    def _listed(self, name: str, mask: NDArray[np.bool_]) -> list[list[AgentID]]:
+        if name not in self._lists:
+            self._lists[name] = [[a for a, there in zip(self._agents, row) if there] for row in mask.tolist()]
+        return self._lists[name]
 
     def begin(self, env_ids: Iterable[int]) -> None:
         """Note that these environments have been reset."""
         for env_id in env_ids:
             self.begun[env_id] = True
 
-    def note(self, received: Received) -> None:
-        """Note where these transitions leave their environments."""
+    def note(self, received: Received) -> bool:
+        """Note where these transitions leave their environments; says whether they are of all, in order."""
         ids = received.env_ids
         over = received.terminated | received.truncated
         if len(self._agents) == 1 and received.present is None:  # who lives as long as the episode
@@ -103,14 +101,15 @@ class NativeBatch:
             seen = True if received.present is None else received.present
             alive = (alive | seen) & ~flagged
             acting = (alive & seen) & ~over[:, None]
-        self._acting = None
-        if self.is_everybody(ids):
+        self._lists.clear()
+        if ids.tobytes() == self._all_bytes:
             self._over, self.acting_now, self._alive, self._flagged = over, acting, alive, flagged
-            return
+            return True
         self._over = stacking.placed(self._over, ids, over)
         self._alive = stacking.placed(self._alive, ids, alive)
         self._flagged = stacking.placed(self._flagged, ids, flagged)
         self.acting_now = stacking.placed(self.acting_now, ids, acting)
+        return False
 
     # -- actions ---------------------------------------------------------------------------------------------------
 

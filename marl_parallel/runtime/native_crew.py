@@ -69,16 +69,7 @@ class NativeCrew:
         """
         self.check_open()
         if message is Message.STEP or message is Message.RESET:
-            if self.batch_size < len(self.env_ids):
-                self._check_comes_together(len(env_ids), f"{message.name.lower()} of {len(env_ids)} environments")
-            ids = self._ids(env_ids)
-            try:
-                self._begin(message, ids, payload)
-                received = self._take(len(ids))
-            except BaseException as error:
-                self._fail(message, env_ids, error)
-            self._check_still_open()
-            return self._in_order(received, ids)
+            return self._carry_out(message, env_ids, payload)
         if message is Message.CALL or message is Message.ASSIGN:
             return dict.fromkeys(env_ids, self._looked_up(message, payload))
         try:
@@ -86,6 +77,18 @@ class NativeCrew:
             return {env_id: told[env_id] for env_id in env_ids}
         except BaseException as error:
             self._fail(message, env_ids, error)
+
+    def _carry_out(self, message: Message, env_ids: Sequence[int], payload: Any) -> Received:
+        if self.batch_size < len(self.env_ids):
+            self._check_comes_together(len(env_ids), f"{message.name.lower()} of {len(env_ids)} environments")
+        ids = self._ids(env_ids)
+        try:
+            self._begin(message, ids, payload)
+            received = self._take(len(ids))
+        except BaseException as error:
+            self._fail(message, env_ids, error)
+        self._check_still_open()
+        return self._in_order(received, ids)
 
     def _looked_up(self, message: Message, payload: Any) -> Any:
         name = self._simulator.name
@@ -176,12 +179,15 @@ class NativeCrew:
         self._inside += time.perf_counter() - begun
 
     def _take(self, count: int) -> Received:
-        begun, parts, rows = time.perf_counter(), [], 0
-        while rows < count:
-            parts.append(self._simulator.receive())
-            rows += len(parts[-1].env_ids)
+        begun = time.perf_counter()
+        received = self._simulator.receive()
+        if (rows := len(received.env_ids)) < count:
+            parts = [received]
+            while rows < count:
+                parts.append(self._simulator.receive())
+                rows += len(parts[-1].env_ids)
+            received = merged(parts)
         self._inside += time.perf_counter() - begun
-        received = merged(parts)
         resets = 0 if received.began is None else int(np.count_nonzero(received.began))
         self._reset += resets
         self._stepped += rows - resets

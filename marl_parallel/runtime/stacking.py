@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from marl_parallel.runtime.columns import Mismatch, as_array
 
 _ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
+_SEQUENCES = (list, tuple)
 _WHOLE_NUMBERS = np.dtype(np.int64)
 
 
@@ -65,19 +66,33 @@ def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
     return as_array(values, np.dtype(space.dtype), (*shape, *(space.shape or ())))
 
 
-def each(function: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """What a function makes of the arrays of one or several trees of the same form; None stays None.
+def each(function: Callable[[Any], Any], tree: Any) -> Any:
+    """What a function makes of each array, in the same form; None stays None.
 
     Example:
-        >>> each(max, {"a": 1, "b": (2, 30)}, {"a": 10, "b": (20, 3)})
+        >>> each(abs, {"a": -1, "b": (-2, 3)})
+        {'a': 1, 'b': (2, 3)}
+    """
+    if isinstance(tree, dict):
+        return {key: each(function, child) for key, child in tree.items()}
+    if isinstance(tree, _SEQUENCES):
+        return type(tree)([each(function, part) for part in tree])
+    return None if tree is None else function(tree)
+
+
+def together(function: Callable[..., Any], *trees: Any) -> Any:
+    """What a function makes of the arrays in the same place of several trees of one form; None stays None.
+
+    Example:
+        >>> together(max, {"a": 1, "b": (2, 30)}, {"a": 10, "b": (20, 3)})
         {'a': 10, 'b': (20, 30)}
     """
+    first = trees[0]
     if isinstance(first, dict):
-        return {key: each(function, child, *(other[key] for other in others)) for key, child in first.items()}
-    if isinstance(first, tuple | list):
-        kind = list if isinstance(first, list) else tuple
-        return kind(each(function, *parts) for parts in zip(first, *others))
-    return None if first is None else function(first, *others)
+        return {key: together(function, *(tree[key] for tree in trees)) for key in first}
+    if isinstance(first, _SEQUENCES):
+        return type(first)([together(function, *parts) for parts in zip(*trees)])
+    return None if first is None else function(*trees)
 
 
 def one_by_one(stacked: Any, count: int) -> Sequence[Any]:

@@ -214,9 +214,9 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def _told(self, arrays: Arrays) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         terminations, truncations = self._flat(arrays.terminations), self._flat(arrays.truncations)
-        if arrays.terminated.any() or arrays.truncated.any():
-            # Rows that have no flag of their own end with their copy.
-            unflagged = ~(terminations | truncations)
+        over = arrays.terminated | arrays.truncated
+        unflagged = over.repeat(len(self.agents)) > (terminations | truncations)
+        if np.count_nonzero(unflagged):  # rows that have no flag of their own end with their copy
             terminations |= unflagged & np.repeat(arrays.terminated, len(self.agents))
             truncations |= unflagged & np.repeat(arrays.truncated, len(self.agents))
         observations = self._seen(arrays)

@@ -7,6 +7,7 @@ all, and what does not go into one array, an array of objects. Infos that come i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,11 @@ def infos_by_row(infos: InfoColumns, places: Sequence[int], num_envs: int) -> di
     return result
 
 
+@functools.lru_cache
+def _everywhere(num_rows: int) -> NDArray[np.bool_]:
+    return np.ones(num_rows, np.bool_)
+
+
 def _placed(
     columns: Mapping[str, Any], rows: NDArray[Any] | None, there: NDArray[Any] | None, num_rows: int
 ) -> dict[str, Any]:
@@ -110,8 +116,10 @@ def _placed(
         there: Those of them that are data; None for all.
         num_rows: How many rows there are.
     """
-    mask = np.full(num_rows, there is None)
-    if there is not None:
+    if there is None:
+        mask = _everywhere(num_rows)
+    else:
+        mask = np.zeros(num_rows, np.bool_)
         mask[there] = True
     result: dict[str, Any] = {}
     for key, values in columns.items():
