@@ -123,11 +123,13 @@ class NativeBatch:
             ValueError: An action is missing, or is not what its space declares; nothing has been stepped.
             TypeError: Something is not a dict; likewise.
         """
-        over, acting = self._over, self.acting
+        over, acting = self.over, self.acting
         given = [
-            {} if over[env_id] else of_acting(env_id, own, acting[env_id])
+            own if type(own) is dict and [*own] == acting[env_id]  # as they mostly are
+            else {} if over[env_id]
+            else of_acting(env_id, own, acting[env_id])
             for env_id, own in zip(env_ids, actions, strict=True)
-        ]
+        ]  # fmt: skip
         return [self._stacked(space, places, env_ids, given) for space, places in self._action_groups]
 
     def _stacked(
