@@ -157,8 +157,6 @@ class EnvPool(NativeSimulator):
         at = self._at
         done, truncated, began = states[at["done"]], states[at["trunc"]], states[at["elapsed_step"]] == 0
         terminated = done > truncated  # one and not the other
-        if b"\1" not in began.tobytes():
-            began = None
         if self._players > 1:
             return self._of_several(states, terminated, truncated, began)
 
@@ -184,7 +182,7 @@ class EnvPool(NativeSimulator):
         states: Sequence[NDArray[Any]],
         terminated: NDArray[np.bool_],
         truncated: NDArray[np.bool_],
-        began: NDArray[np.bool_] | None,
+        began: NDArray[np.bool_],
     ) -> Received:
         """Rows of players, laid out by copy and agent."""
         at = self._at

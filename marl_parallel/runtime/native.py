@@ -41,8 +41,7 @@ class Received(NamedTuple):
         truncations: `(n, k)`, bool.
         terminated: `(n,)`, bool: whether the episode has ended.
         truncated: `(n,)`, bool: whether it was cut off.
-        began: `(n,)`, bool: where this is the first observation of an episode, whoever has asked for it; None for
-            nowhere.
+        began: `(n,)`, bool: where this is the first observation of an episode, whoever has asked for it.
         present: `(n, k)`, bool: who is observed and rewarded; None for everybody.
         infos: Of agents: dicts of arrays `(n, k, ...)`, and of dicts.
         common: Of copies, where they have several agents: dicts of arrays `(n, ...)`, and of dicts.
@@ -55,7 +54,7 @@ class Received(NamedTuple):
     truncations: NDArray[np.bool_]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
-    began: NDArray[np.bool_] | None
+    began: NDArray[np.bool_]
     present: NDArray[np.bool_] | None
     infos: dict[str, Any]
     common: dict[str, Any]
@@ -67,8 +66,6 @@ class Received(NamedTuple):
 
 def merged(parts: Sequence[Received]) -> Received:
     """The rows of several, one after the other."""
-    if any(part.began is not None for part in parts):
-        parts = [p if p.began is not None else p._replace(began=np.zeros(len(p.env_ids), np.bool_)) for p in parts]
     if any(part.present is not None for part in parts):
         parts = [p if p.present is not None else p._replace(present=np.ones(p.rewards.shape, np.bool_)) for p in parts]
     return Received(*together(lambda *arrays: np.concatenate(arrays), *map(tuple, parts)))

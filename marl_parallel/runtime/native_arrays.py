@@ -91,6 +91,7 @@ class NativeArrays(ArrayView):
         super().__init__(batch.schema)
         self._batch = batch
         self._action_groups = action_groups(batch.schema)
+        self._acting_together = [tuple(self.agents[place] for place in places) for _, places in self._action_groups]
         self._num_envs = len(batch.env_ids)
         self._everybody = np.ones((self._num_envs, len(self.agents)), np.bool_)
         # Groups whose values are not in the dtype that arrays have.
@@ -100,17 +101,31 @@ class NativeArrays(ArrayView):
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> list[Any]:
         """For each group of agents with equal action spaces, their values; see `ArrayView`."""
-        if not isinstance(actions, Mapping):
-            taken_apart = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
-            actions = taken_apart
-        self._check_known(actions)
-        if len(actions) < len(self.agents):
-            self._check_all_there(actions, self._batch.acting, self._batch.env_ids if env_ids is None else env_ids)
-        groups = [self._group(places, space, actions) for space, places in self._action_groups]
+        groups = self._grouped(actions) or self._regrouped(actions, env_ids)
         if env_ids is None or len(env_ids) == self._num_envs:
             return groups
         rows = np.array(env_ids)
         return [stacking.each(lambda array: array[rows], group) for group in groups]
+
+    def _grouped(self, actions: Actions) -> list[Any] | None:
+        """Their values where they come in just these groups, and nothing is wrong with them."""
+        if isinstance(actions, Mapping) or [of.agents for of in actions] != self._acting_together:
+            return None
+        try:
+            return [
+                stacking.conform(space, of.values, (self._num_envs, len(of.agents)))
+                for (space, _), of in zip(self._action_groups, actions)
+            ]
+        except Mismatch:
+            return None  # one by one finds whose it is
+
+    def _regrouped(self, actions: Actions, env_ids: Sequence[int] | None) -> list[Any]:
+        if not isinstance(actions, Mapping):
+            actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
+        self._check_known(actions)
+        if len(actions) < len(self.agents):
+            self._check_all_there(actions, self._batch.acting, self._batch.env_ids if env_ids is None else env_ids)
+        return [self._group(places, space, actions) for space, places in self._action_groups]
 
     def _group(self, places: Sequence[int], space: Any, actions: Mapping[AgentID, Any]) -> Any:
         columns = []

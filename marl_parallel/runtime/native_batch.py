@@ -95,8 +95,7 @@ class NativeBatch:
             alive = acting = ~flagged
         else:
             flagged, alive = self._flagged[ids], self._alive[ids]
-            if received.began is not None:
-                flagged[received.began] = alive[received.began] = False
+            flagged[received.began] = alive[received.began] = False
             flagged |= received.terminations | received.truncations
             seen = True if received.present is None else received.present
             alive = (alive | seen) & ~flagged

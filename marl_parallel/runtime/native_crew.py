@@ -188,7 +188,7 @@ class NativeCrew:
                 rows += len(parts[-1].env_ids)
             received = merged(parts)
         self._inside += time.perf_counter() - begun
-        resets = 0 if received.began is None else int(np.count_nonzero(received.began))
+        resets = int(np.count_nonzero(received.began))
         self._reset += resets
         self._stepped += rows - resets
         return received

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays, Stacked
+from marl_parallel.runtime.layout import evenly_spaced
 from marl_parallel.runtime.native_arrays import InfoColumns
 from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.infos import infos_by_row, vector_infos
@@ -75,6 +76,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._group, self._members = chosen(self._batch.groups, env.possible_agents, self.agents, schema.action_spaces)
         self._row_agents = tuple(self.agents)
         self._places = [env.possible_agents.index(agent) for agent in self.agents]
+        self._which = evenly_spaced(self._places) or self._places
         self._others = [agent for agent in env.possible_agents if agent not in self.agents]
         self._act = others or self._stand_still
         self.num_envs = self._copies * len(self.agents)
@@ -238,7 +240,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def _told_infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any) -> dict[str, Any]:
         if done is None and isinstance(arrays.infos, InfoColumns):
-            return infos_by_row(arrays.infos, self._places, self._copies)
+            return infos_by_row(arrays.infos, self._which, len(self.agents), self._copies)
         rows: dict[int, dict[Any, Any]] = {}
         for env_id, infos in arrays.infos.items():
             of_copy = {key: info for key, info in infos.items() if key not in self._batch.agents}

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.runtime import stacking
-from marl_parallel.runtime.layout import evenly_spaced
 from marl_parallel.runtime.native_arrays import InfoColumns
 from marl_parallel.runtime.transition import COMMON
 
@@ -75,15 +74,16 @@ def infos_by_agent(
     }
 
 
-def infos_by_row(infos: InfoColumns, places: Sequence[int], num_envs: int) -> dict[Any, Any]:
-    """What agents in rows have to say, of what comes in arrays: row `i * len(places) + j` is agent j of environment i.
+def infos_by_row(infos: InfoColumns, which: slice | list[int], several: int, num_envs: int) -> dict[Any, Any]:
+    """What agents in rows have to say, of what comes in arrays: row `i * several + j` is agent j of environment i.
 
     Args:
         infos: Of which environments they may be.
-        places: Of agents, among all.
+        which: The places of these agents among all.
+        several: How many they are.
         num_envs: How many environments there are.
     """
-    told, several, which = infos.received, len(places), evenly_spaced(places) or [*places]
+    told = infos.received
     rows = there = None
     if len(infos) < num_envs or told.present is not None:
         rows = there = (told.env_ids[:, None] * several + np.arange(several)).ravel()
