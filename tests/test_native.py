@@ -202,6 +202,9 @@ def test_groups_and_forms_as_arrays(arena):
     assert rewards["scout"].tolist() == [2, 3, 4]
     observations, _ = env.reset(env_ids=[1])
     assert observations["tank_1"][0].tolist() == [2, 1, 4]
+    (tanks, _), rewards, *_ = env._stepper.step(actions | {"tank_1": np.array([0, 1, 3])}, [2, 0, 1])
+    assert tanks[0][:, 1].tolist() == [2, 2, 7]
+    assert rewards[:, env.possible_agents.index("tank_1")].tolist() == [0, 1, 3]
     with pytest.raises(ValueError, match=r"actions of agent 'scout': expected a dict with the keys \['go', 'look'\]"):
         env.step(actions | {"scout": np.zeros(3)})
     with pytest.raises(ValueError, match=r"actions of agent 'tank_0': expected an array of shape \(3,\)"):

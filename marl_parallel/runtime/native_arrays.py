@@ -102,7 +102,7 @@ class NativeArrays(ArrayView):
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> list[Any]:
         """For each group of agents with equal action spaces, their values; see `ArrayView`."""
         groups = self._grouped(actions) or self._regrouped(actions, env_ids)
-        if env_ids is None or len(env_ids) == self._num_envs:
+        if env_ids is None or env_ids is self._batch.env_ids:
             return groups
         rows = np.array(env_ids)
         return [stacking.each(lambda array: array[rows], group) for group in groups]
