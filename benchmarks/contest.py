@@ -28,7 +28,7 @@ from marl_parallel.cli.measure import Actions, draw_actions
 SEED = 42
 DISTRIBUTIONS = (
     "mpe2", "SuperSuit", "stable-baselines3", "torch", "torchrl", "tensordict", "ray", "agilerl", "smarts", "pufferlib",
-    "tianshou",
+    "tianshou", "envpool",
 )  # fmt: skip
 """Whose versions matter, where they are installed."""
 

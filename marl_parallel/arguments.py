@@ -18,6 +18,8 @@ from marl_parallel.adapters import adapter_function
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.restarts import RestartPolicy
 
+_POOL_SEEDS = 2**31  # they are 32-bit integers with a sign
+
 
 def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
     """The constructors as a list.
@@ -223,6 +225,36 @@ def seeds_of(seeds: Sequence[Any], env_ids: Sequence[int]) -> list[int | None]:
     if len(seeds) != len(env_ids):
         raise ValueError(f"expected one seed for each of {len(env_ids)} environments, got {len(seeds)}")
     return [None if seed is None else base_seed(seed) for seed in seeds]
+
+
+def pool_arguments(
+    num_envs: Any, batch_size: Any, num_threads: Any, seed: int | Sequence[int] | None
+) -> tuple[dict[str, int], list[int]]:
+    """Those numbers of a pool that were given, and the seed of each copy.
+
+    Raises:
+        TypeError: Something is no integer.
+        ValueError: A number is out of range, or there is not one seed for each copy.
+
+    Example:
+        >>> pool_arguments(2, None, None, seed=3)
+        ({'num_envs': 2, 'batch_size': 2}, [3, 4])
+    """
+    numbers = {"num_envs": at_least_one(num_envs, "num_envs")}
+    numbers["batch_size"] = numbers["num_envs"] if batch_size is None else at_least_one(batch_size, "batch_size")
+    if numbers["batch_size"] > num_envs:
+        raise ValueError(f"batch_size={batch_size} is more than num_envs={num_envs}")
+    if num_threads is not None:
+        numbers["num_threads"] = at_least_one(num_threads, "num_threads")
+    if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes):
+        seeds = [_POOL_SEEDS if own is None else own for own in seeds_of(seed, range(num_envs))]
+    else:
+        base = base_seed(seed)
+        first = min(base, _POOL_SEEDS - num_envs) if seed is None else base
+        seeds = [*range(first, first + num_envs)]
+    if max(seeds) >= _POOL_SEEDS:
+        raise ValueError(f"seed={seed!r}: a pool wants a seed from 0 to 2**31 - 1 for each copy")
+    return numbers, seeds
 
 
 def checked_ids(env_ids: Sequence[int], num_envs: int) -> tuple[int, ...]:

@@ -112,11 +112,9 @@ class AsyncStepping(Inquiries):
         in_flight = len(self._crew.in_flight)
         if not in_flight:
             raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
-        received = self._crew.receive(checked_minimum(min_envs, in_flight), checked_patience(timeout))
-        ids = (*received,)
-        self._batch.begin([env_id for env_id, (message, _) in received.items() if message is Message.RESET])
-        extras = {env_id: more for env_id, (_, more) in received.items() if more is not None}
-        return StepBatch(ids, *self._batch.read(ids, extras))
+        ids, resets, told = self._crew.receive(checked_minimum(min_envs, in_flight), checked_patience(timeout))
+        self._batch.begin(resets)
+        return StepBatch(ids, *self._batch.read(ids, told))
 
     # -- within ----------------------------------------------------------------------------------------------------
 
@@ -145,7 +143,12 @@ class AsyncStepping(Inquiries):
         self, ids: Sequence[int], seed: int | Sequence[int | None] | None, options: Options
     ) -> tuple[int, dict[int, int], dict[int, bytes]]:
         """The base of seeds from now on, and by environment the seed it is given and its keywords, pickled."""
-        base, seeds = self._seeds_for(seed, ids)
+        if options is not None and "options" not in self._reset_keywords:
+            raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
+        if self._crew.seeded_at_start:
+            if seed is not None:
+                raise ValueError(f"seed={seed!r}, but these environments are seeded only once, where they are made")
+            return self._base_seed, {}, {}
         if seed is not None and self._seeded_when_made:
             warnings.warn(
                 f"seed={seed!r} is refused: these environments are seeded when they are made; give it to ParallelEnv, "
@@ -153,9 +156,8 @@ class AsyncStepping(Inquiries):
                 UserWarning,
                 stacklevel=4,
             )
-            base, seeds = self._seeds_for(None, ids)
-        if options is not None and "options" not in self._reset_keywords:
-            raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
+            seed = None
+        base, seeds = self._seeds_for(seed, ids)
         for_each = options if isinstance(options, list) else [options] * len(ids)
         keywords: dict[int, bytes] = {}
         told: dict[int, int] = {}

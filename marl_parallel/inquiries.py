@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.group_spaces import GroupSpaces
 from marl_parallel.arguments import checked_ids, checked_trace
-from marl_parallel.runtime.batch import Batch
+from marl_parallel.runtime.engine import BatchView, Engine
 from marl_parallel.runtime.layout import Schema
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.pickling import sendable
-from marl_parallel.runtime.supervision import Crew
 from marl_parallel.runtime.tracing import Tracer
 from marl_parallel.runtime.worker import Refusal
 from marl_parallel.stats import Stats
@@ -33,8 +32,8 @@ class Inquiries:
     """The part of `ParallelEnv` that leaves the episodes alone."""
 
     _num_envs: int
-    _crew: Crew
-    _batch: Batch
+    _crew: Engine
+    _batch: BatchView
     _schema: Schema
     _metadata: dict[str, Any]
     _render_mode: str | None
@@ -48,8 +47,8 @@ class Inquiries:
 
     @property
     def batch_size(self) -> int:
-        """The same as `num_envs`."""
-        return self._num_envs
+        """How many results come together at the least: `num_envs`, but where a simulator has batches of its own."""
+        return self._crew.batch_size
 
     @property
     def num_workers(self) -> int:
@@ -246,7 +245,7 @@ class Inquiries:
         self._crew.tracer = None
         for worker, share in enumerate(self._crew.shares):
             if share[0] in kept:
-                tracer.add(worker, kept[share[0]], self._crew.backend.ahead(worker))
+                tracer.add(worker, kept[share[0]], self._crew.ahead(worker))
         tracer.finish()
         return tracer.path
 
@@ -254,7 +253,10 @@ class Inquiries:
         if self._crew.restarts is not None:
             self._crew.restarts.traced = on
         shares = enumerate(self._crew.shares)
-        return self._crew.run({worker: Request(Message.TRACE, (share[0],), on) for worker, share in shares})
+        told: dict[int, Any] = self._crew.run(
+            {worker: Request(Message.TRACE, (share[0],), on) for worker, share in shares}
+        )
+        return told
 
     def stats(self) -> Stats:
         """What has been done so far, and where the time went; of each worker and summed up."""

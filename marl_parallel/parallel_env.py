@@ -16,7 +16,8 @@ memory or of what a transition means. A step's way::
     observations, rewards, terminateds, truncateds, infos
 
 `send` and `recv` (`async_stepping.py`) go the same way in two halves: `Crew.send` posts, `Crew.receive` waits. Where
-faults are to be survived, `step` is these two in a row.
+faults are to be survived, `step` is these two in a row. With a simulator that steps many copies by itself, others stand
+in the place of `Crew` and `Batch` (`runtime/engine.py` says which), and there is nothing below them but the simulator.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from marl_parallel.arguments import (
     checked_timeout,
     checked_trace,
     pickled_adapter,
+    pool_arguments,
     survives,
     workers_for,
 )
@@ -48,9 +50,13 @@ from marl_parallel.backends import open_backend
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.batch import Batch, Dicts
 from marl_parallel.runtime.construction import construct
+from marl_parallel.runtime.engine import Engine
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.limits import Limits
 from marl_parallel.runtime.messages import Message, Request
+from marl_parallel.runtime.native import NativeSimulator
+from marl_parallel.runtime.native_batch import NativeBatch
+from marl_parallel.runtime.native_crew import NativeCrew
 from marl_parallel.runtime.reports import logger
 from marl_parallel.runtime.restarts import RestartPolicy, Restarts
 from marl_parallel.runtime.schemas import common_schema
@@ -60,7 +66,7 @@ from marl_parallel.runtime.supervision import Crew
 START_TIMEOUT_S = 60.0
 _MORE_REQUESTS = 8  # before a worker, beyond two for each of its environments: such as the one to close
 
-_live: weakref.WeakSet[Crew] = weakref.WeakSet()
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
@@ -177,26 +183,26 @@ class ParallelEnv(AsyncStepping):
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
         shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, hosts))
-        self._crew = Crew(hosts, shares, limits)
-        _live.add(self._crew)
-        self._finalizer = weakref.finalize(self, self._crew.shut)
+        self._crew = crew = Crew(hosts, shares, limits)
+        _live.add(crew)
+        self._finalizer = weakref.finalize(self, crew.shut)
         self._plain_steps = {worker: Request(Message.STEP) for worker in range(len(shares))}
         started = False
         try:
             hosts.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
             started = True
-            described, plan = construct(self._crew, constructors, seeds, self._mode, how_adapted, survive)
+            described, plan = construct(crew, constructors, seeds, self._mode, how_adapted, survive)
             schema = common_schema(described)
             layout = Layout(schema, self._num_envs, arrays=shared_memory)
             block = hosts.allocate(layout)
             attach = Request(Message.ATTACH, None, (self._num_envs, shared_memory))
-            self._crew.run(dict.fromkeys(range(len(shares)), attach))
-            self._batch = Batch(layout, block, described[0].rules, self._mode, copy=copy, check_actions=check_actions)
+            crew.run(dict.fromkeys(range(len(shares)), attach))
+            self._batch = batch = Batch(
+                layout, block, described[0].rules, self._mode, copy=copy, check_actions=check_actions
+            )
             if survive:
-                self._crew.restarts = Restarts(
-                    restart_policy, plan, attach.payload, self._batch, described[0], self._base_seed
-                )
-            self._all = self._batch.env_ids
+                crew.restarts = Restarts(restart_policy, plan, attach.payload, batch, described[0], self._base_seed)
+            self._all = batch.env_ids
             self._schema = schema
             self._reset_keywords, self._check_options = described[0].reset_keywords, described[0].check_options
             self._seeded_when_made = described[0].seeded_when_made
@@ -208,8 +214,61 @@ class ParallelEnv(AsyncStepping):
         except BaseException:
             # Whatever went wrong, Ctrl-C included, nothing may be left behind.
             self._finalizer.detach()
-            self._crew.shut(ask=started)
+            crew.shut(ask=started)
             raise
+
+    @classmethod
+    def from_native(cls, simulator: NativeSimulator) -> ParallelEnv:
+        """Put this interface in front of a simulator that steps many copies by itself; there are no workers then.
+
+        Episodes begin anew with the next step (`NEXT_STEP`). What such a simulator cannot do is an error: `reset` with
+        a seed or options, `recv` with a timeout or another `min_envs` than its `batch_size` or all in flight, traces.
+
+        Args:
+            simulator: Nobody else may use it; it is closed with this.
+        """
+        env = cls.__new__(cls)
+        env._num_envs, env._base_seed = simulator.num_envs, simulator.seeds[0]
+        env._crew = crew = NativeCrew(simulator)
+        env._batch = NativeBatch(simulator.schema, crew.env_ids)
+        _live.add(crew)
+        env._finalizer = weakref.finalize(env, crew.shut)
+        env._plain_steps = {}
+        env._all, env._schema = crew.env_ids, simulator.schema
+        env._reset_keywords = frozenset()
+        env._metadata = {**simulator.metadata, "autoreset_mode": env._batch.mode}
+        env._render_mode, env._seeds_used = simulator.render_mode, tuple(simulator.seeds)
+        return env
+
+    @classmethod
+    def from_envpool(
+        cls,
+        task: str,
+        num_envs: int,
+        batch_size: int | None = None,
+        num_threads: int | None = None,
+        seed: int | Sequence[int] | None = 42,
+        **task_arguments: Any,
+    ) -> ParallelEnv:
+        """Step a task of EnvPool, whose copies run in threads of its own; as `from_native`.
+
+        Args:
+            task: Its name there. The agent of a single-player task is `agent_0`; players are `agent_0`, `agent_1`, ...
+            num_envs: How many copies.
+            batch_size: How many results `recv` returns at a time, the quickest first; None for all that were sent.
+            num_threads: Of EnvPool; None leaves it to choose.
+            seed: Copy i is seeded with `seed + i`; a sequence has one for each; None draws one.
+            task_arguments: For EnvPool, such as `max_episode_steps`.
+
+        Raises:
+            ImportError: EnvPool is not there, or another version than this was written for.
+            ValueError: There is no such task, or a number is out of range.
+            TypeError: The task takes no such argument.
+        """
+        from marl_parallel.backends.envpool import open_pool
+
+        numbers, seeds = pool_arguments(num_envs, batch_size, num_threads, seed)
+        return cls.from_native(open_pool(task, seeds, {**numbers, **task_arguments}))
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -237,8 +296,8 @@ class ParallelEnv(AsyncStepping):
                 `reset` does not take. Nothing has been reset.
             ParallelEnvError: A fault, as in `step`; everything has been closed.
         """
-        ids, extras = self._reset(seed, options, env_ids)
-        observations, _, _, _, infos = self._batch.read(ids, extras)
+        ids, told = self._reset(seed, options, env_ids)
+        observations, _, _, _, infos = self._batch.read(ids, told)
         return observations, infos
 
     def step(
@@ -270,8 +329,8 @@ class ParallelEnv(AsyncStepping):
         if type(actions) is not list or len(actions) != len(ids):  # the usual case first: it is quick to tell
             check_one_for_each(actions, ids)
         self._check_begun(ids, "step")
-        outside = self._batch.write_actions(ids, actions)
-        return self._batch.read(ids, self._step(ids, outside))
+        written = self._batch.write_actions(ids, actions)
+        return self._batch.read(ids, self._step(ids, written))
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -308,33 +367,33 @@ class ParallelEnv(AsyncStepping):
 
     def _reset(
         self, seed: int | Sequence[int | None] | None, options: Options, env_ids: Sequence[int] | None
-    ) -> tuple[tuple[int, ...], dict[int, Any]]:
-        """Begin new episodes; returns which, and what is to be read beyond the block."""
+    ) -> tuple[tuple[int, ...], Any]:
+        """Begin new episodes; returns which, and what is told of them."""
         self._check_idle("reset")
         ids = self._checked_ids(env_ids)
         base, given, keywords = self._reset_keywords_for(ids, seed, options)
         self._rebase(base, given)  # first: what fails is built anew with a seed of the new base
-        extras = self._carry_out(Message.RESET, ids, keywords)
+        told = self._carry_out(Message.RESET, ids, keywords)
         self._batch.begin(ids)
-        return ids, extras
+        return ids, told
 
-    def _step(self, ids: tuple[int, ...], outside: dict[int, bytes]) -> dict[int, Any]:
-        """Have the actions carried out that have been written; returns what is to be read beyond the block."""
-        if ids is self._all and not outside and self._crew.restarts is None:
+    def _step(self, ids: tuple[int, ...], written: Any) -> Any:
+        """Have the actions carried out that have been written; returns what is told of it."""
+        if ids is self._all and not written and self._crew.restarts is None:
             return self._crew.run(self._plain_steps)
-        return self._carry_out(Message.STEP, ids, outside or None)
+        return self._carry_out(Message.STEP, ids, written or None)
 
-    def _carry_out(self, message: Message, ids: Sequence[int], payload: dict[int, bytes] | None) -> dict[int, Any]:
-        """Have something done, and wait for it; returns what is to be read beyond the block."""
+    def _carry_out(self, message: Message, ids: Sequence[int], payload: Any) -> Any:
+        """Have something done, and wait for it; returns what is told of it."""
         if self._crew.restarts is None:
             return self._crew.ask(message, ids, payload)
         self._crew.send(message, ids, payload, each=False)
         return self._receive(ids)
 
-    def _send(self, ids: Sequence[int], outside: dict[int, bytes]) -> None:
+    def _send(self, ids: Sequence[int], written: Any) -> None:
         """Begin to carry out the actions that have been written; all of them are to be received at once."""
-        self._crew.send(Message.STEP, ids, outside or None, each=False)
+        self._crew.send(Message.STEP, ids, written or None, each=False)
 
-    def _receive(self, ids: Sequence[int], timeout: float | None = None) -> dict[int, Any]:
-        """Wait for all that has been sent; returns what is to be read beyond the block."""
-        return {env_id: more for env_id, (_, more) in self._crew.receive(len(ids), timeout).items() if more is not None}
+    def _receive(self, ids: Sequence[int], timeout: float | None = None) -> Any:
+        """Wait for all that has been sent; returns what is told of it."""
+        return self._crew.receive(len(ids), timeout).told

@@ -67,6 +67,7 @@ KILLABLE_SETUPS = [setup for setup in ALL_SETUPS if setup.backend in ("process",
 
 WANTED = {
     "sb3": ("stable_baselines3",),
+    "envpool": ("envpool", "torchrl"),
     "torchrl": ("torchrl",),
     "rllib": ("ray", "tree", "torch"),
     "agilerl": ("agilerl",),

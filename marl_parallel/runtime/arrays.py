@@ -1,32 +1,35 @@
-"""The batch as arrays over all environments: the other view, beside dicts, of what lies in the block.
+"""The batch as arrays over all environments: the other view, beside dicts, of what has been done.
 
-Facades are made of it. Actions, and what lies in the block of transitions, cross between the block and arrays whole,
-with no loop over environments; transitions of which more travels pickled than infos are taken from their dicts.
+Facades are made of it. `ArrayView` is what they ask of it, `ArrayBatch` the view of what lies in the block: actions
+and transitions cross between the block and arrays whole, with no loop over environments; transitions of which more
+travels pickled than infos are taken from their dicts. How values of a space are stacked is in `stacking.py`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-from gymnasium import Space, spaces
+from gymnasium import Space
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.runtime.batch import Batch
+from marl_parallel.runtime import stacking
 from marl_parallel.runtime.columns import Column, Mismatch
 from marl_parallel.runtime.heads import BITS
-from marl_parallel.runtime.layout import alike
+from marl_parallel.runtime.layout import Schema, alike
 from marl_parallel.runtime.transition import ALL, is_empty_info
+
+if TYPE_CHECKING:
+    from marl_parallel.runtime.batch import Batch
 
 _IN_INFOS = {"infos", "reset_infos"}
 """What may travel pickled of a transition without that anything but its infos is missing in the block."""
 
 _OBSERVED, _REWARDED = BITS["observations"], BITS["rewards"]
 _MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED], np.uint8)
-
-_ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
 class Group(NamedTuple):
@@ -55,7 +58,7 @@ class Arrays(NamedTuple):
         truncated: Likewise.
         present: `(num_envs, n)`, bool: who was observed or rewarded.
         acting: `(num_envs, n)`, bool: who should act next.
-        infos: By environment, its infos as they are in the dicts, where any of them says something.
+        infos: By environment, its infos as they are in the dicts, where any of them says something; not to be changed.
         observed: `(num_envs, n)`, bool: whose observations are data.
         rewarded: `(num_envs, n)`, bool: who has a reward.
     """
@@ -68,7 +71,7 @@ class Arrays(NamedTuple):
     truncated: NDArray[np.bool_]
     present: NDArray[np.bool_]
     acting: NDArray[np.bool_]
-    infos: dict[int, dict[Any, Any]]
+    infos: Mapping[int, dict[Any, Any]]
     observed: NDArray[np.bool_]
     rewarded: NDArray[np.bool_]
 
@@ -90,21 +93,18 @@ Actions: TypeAlias = Mapping[Any, Any] | Sequence[Stacked]
 environment; or of several agents at a time."""
 
 
-class ArrayBatch:
+class ArrayView(ABC):
     """Reads and writes a batch as arrays.
 
     Args:
-        batch: Its schema names all agents, and a space for each of them.
-        copy: Whether each observation is in arrays of the caller's own; else they are written again by the next `read`.
+        schema: Names all agents, and a space for each of them.
 
     Attributes:
         agents: The possible agents, in their order.
         groups: Who of them is observed in the same form.
     """
 
-    def __init__(self, batch: Batch, *, copy: bool) -> None:
-        self._batch, self._copy = batch, copy
-        layout, schema = batch.layout, batch.layout.schema
+    def __init__(self, schema: Schema) -> None:
         self.agents = list(schema.possible_agents)
         self.groups = [Group(*group) for group in alike(schema.observation_spaces, self.agents)]
         self._column = {agent: place for place, agent in enumerate(self.agents)}
@@ -114,6 +114,77 @@ class ArrayBatch:
             for row, position in enumerate(positions)
         }
         self._ordered = [(agent, self._rows[agent]) for agent in self.agents]
+
+    @abstractmethod
+    def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Any:
+        """Write the actions of everybody who acts; what is there for others is not looked at.
+
+        Args:
+            actions: By agent or by several agents; see `Actions`.
+            env_ids: Which environments are to be stepped; None for all of them. Rows of the others are not looked at.
+
+        Returns:
+            What is to be handed over for the step.
+
+        Raises:
+            ValueError: An acting agent has none, somebody is unknown, or an array is not what its space declares.
+        """
+
+    @abstractmethod
+    def read(self, told: Any) -> Arrays:
+        """The transitions of all environments.
+
+        Args:
+            told: What came of the step or reset.
+
+        Raises:
+            ValueError: Something has no place in an array, such as a vector of rewards or an agent that is unknown.
+        """
+
+    @abstractmethod
+    def read_some(self, env_ids: Sequence[int], told: Any, before: Arrays) -> Arrays:
+        """The transitions of some environments, among the observations of all.
+
+        Args:
+            env_ids: Whose; the others have no rewards, flags and infos.
+            told: As of `read`.
+            before: What was read last.
+        """
+
+    def by_agent(self, observations: list[Any]) -> dict[Any, Any]:
+        """What each agent sees, of the arrays of all groups: views of shape `(num_envs, ...)`."""
+        return {agent: stacking.column(observations[group], row) for agent, (group, row) in self._ordered}
+
+    def _check_known(self, actions: Mapping[AgentID, Any]) -> None:
+        if not actions.keys() <= self._column.keys():
+            unknown = next(agent for agent in actions if agent not in self._column)
+            raise ValueError(f"actions for {unknown!r}, which is none of the agents {self.agents}")
+
+    @staticmethod
+    def _check_all_there(
+        actions: Mapping[AgentID, Any], acting: Sequence[Sequence[AgentID]], env_ids: Sequence[int]
+    ) -> None:
+        for env_id in env_ids:
+            for agent in acting[env_id]:
+                if agent not in actions:
+                    raise ValueError(
+                        f"environment {env_id}: no action for agent {agent!r}; expected one for each of "
+                        f"{acting[env_id]}, got actions of {[*actions]}"
+                    )
+
+
+class ArrayBatch(ArrayView):
+    """The arrays of what lies in a block.
+
+    Args:
+        batch: Its schema names all agents, and a space for each of them.
+        copy: Whether each observation is in arrays of the caller's own; else they are written again by the next `read`.
+    """
+
+    def __init__(self, batch: Batch, *, copy: bool) -> None:
+        self._batch, self._copy = batch, copy
+        layout, schema = batch.layout, batch.layout.schema
+        super().__init__(schema)
         self._columns = [column for column, _ in layout.observations.groups]
         self._in_block = bool(layout.agents) and layout.observations.agents == self.agents
         self._actions_in_block = bool(layout.agents) and layout.actions.agents == self.agents and not batch.checks
@@ -127,31 +198,18 @@ class ArrayBatch:
     # -- actions ---------------------------------------------------------------------------------------------------
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
-        """Write the actions of everybody who acts; what is there for others is not looked at.
-
-        Args:
-            actions: By agent or by several agents; see `Actions`.
-            env_ids: Which environments are to be stepped; None for all of them. Rows of the others are not looked at.
-
-        Returns:
-            By environment, what does not fit into the block, pickled.
-
-        Raises:
-            ValueError: An acting agent has none, somebody is unknown, or an array is not what its space declares.
-        """
+        """By environment, what does not fit into the block, pickled; see `ArrayView`."""
         everyone = self._batch.acting == [self.agents] * self._num_envs
         wanted = None if everyone else self.acting()
         try:
             if not isinstance(actions, Mapping):
                 if self._write_rows(actions, wanted):
                     return {}
-                actions = {a: _column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
-            unknown = [agent for agent in actions if agent not in self._column]
-            if unknown:
-                raise ValueError(f"actions for {unknown[0]!r}, which is none of the agents {self.agents}")
+                actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
+            self._check_known(actions)
             ids = self._batch.env_ids if env_ids is None else env_ids
             if not everyone or len(actions) != len(self.agents):
-                self._check_all_there(actions, ids)
+                self._check_all_there(actions, self._batch.acting, ids)
             if self._actions_in_block:
                 self._batch.actions.write_stacked(actions, wanted)
                 return {}
@@ -159,7 +217,10 @@ class ArrayBatch:
             raise ValueError(str(error)) from None
         schema = self._batch.layout.schema
         rows = [
-            {agent: _at(schema.action_spaces[agent], actions[agent], env_id) for agent in self._batch.acting[env_id]}
+            {
+                agent: stacking.at(schema.action_spaces[agent], actions[agent], env_id)
+                for agent in self._batch.acting[env_id]
+            }
             for env_id in ids
         ]
         return self._batch.write_actions(ids, rows)
@@ -185,41 +246,24 @@ class ArrayBatch:
             mask[env_id, [self._column[agent] for agent in acting]] = True
         return mask
 
-    def _check_all_there(self, actions: Mapping[AgentID, Any], env_ids: Sequence[int]) -> None:
-        for env_id in env_ids:
-            acting = self._batch.acting[env_id]
-            for agent in acting:
-                if agent not in actions:
-                    raise ValueError(
-                        f"environment {env_id}: no action for agent {agent!r}; expected one for each of {acting}, "
-                        f"got actions of {[*actions]}"
-                    )
-
     # -- transitions -----------------------------------------------------------------------------------------------
 
-    def read(self, extras: Mapping[int, Any]) -> Arrays:
-        """The transitions of all environments.
-
-        Args:
-            extras: By environment, what travelled pickled, or all of it.
-
-        Raises:
-            ValueError: Something has no place in an array, such as a vector of rewards or an agent that is unknown.
-        """
+    def read(self, told: Mapping[int, Any]) -> Arrays:
+        """Of what travelled pickled, or all of it, by environment, and of what lies in the block; see `ArrayView`."""
         if not self._in_block:
-            observations = [_zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
+            observations = [stacking.zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
             arrays = self._unflagged(observations, np.zeros(self._shape), self._nobody)
-        elif not extras and self._batch.transitions.all_quiet():
+        elif not told and self._batch.transitions.all_quiet():
             self._batch.note_quiet(range(self._num_envs))
             return self._unflagged(self._all_observations(), self._batch.transitions.all_rewards(), self._everybody)
         else:
             arrays = self._from_block()
         for env_id in range(self._num_envs):
-            more = extras.get(env_id)
+            more = told.get(env_id)
             if self._in_block and (more is None or (type(more) is dict and more.keys() <= _IN_INFOS)):
                 self._note_infos(arrays, env_id, self._batch.read_rest(env_id, more))
             else:
-                self._read_dicts(arrays, env_id, extras)
+                self._read_dicts(arrays, env_id, told)
         return arrays
 
     def _unflagged(self, observations: list[Any], rewards: NDArray[np.float64], there: NDArray[np.bool_]) -> Arrays:
@@ -246,17 +290,12 @@ class ArrayBatch:
         """Put zeros where the block still has what was observed once."""
         if not observed.all():
             for stacked, (_, positions) in zip(observations, self.groups):
-                _clear(stacked, ~observed[:, positions])
+                stacking.clear(stacked, ~observed[:, positions])
 
-    def read_some(self, env_ids: Sequence[int], extras: Mapping[int, Any], before: Arrays) -> Arrays:
-        """The transitions of some environments, among the observations of all.
-
-        Args:
-            env_ids: Whose; the others have no rewards, flags and infos.
-            extras: As of `read`.
-            before: What was read last.
-        """
-        observations = self._all_observations() if self._in_block else [_copied(one) for one in before.observations]
+    def read_some(self, env_ids: Sequence[int], told: Mapping[int, Any], before: Arrays) -> Arrays:
+        observations = (
+            self._all_observations() if self._in_block else [stacking.each(np.copy, one) for one in before.observations]
+        )
         if self._in_block:
             self._clear_unobserved(observations, before.observed)
         arrays = self._unflagged(observations, np.zeros(self._shape), self._nobody)._replace(
@@ -265,12 +304,8 @@ class ArrayBatch:
             observed=before.observed.copy(),
         )
         for env_id in env_ids:
-            self._read_dicts(arrays, env_id, extras)
+            self._read_dicts(arrays, env_id, told)
         return arrays
-
-    def by_agent(self, observations: list[Any]) -> dict[Any, Any]:
-        """What each agent sees, of the arrays of all groups: views of shape `(num_envs, ...)`."""
-        return {agent: _column(observations[group], row) for agent, (group, row) in self._ordered}
 
     def _all_observations(self) -> list[Any]:
         """Everybody's, as they lie in the block."""
@@ -283,10 +318,12 @@ class ArrayBatch:
         (seen,), (rewards,), (terminateds,), (truncateds,), (infos,) = self._batch.read((env_id,), extras)
         for part in arrays:
             if part is not arrays.infos:
-                _clear(part, env_id)
+                stacking.clear(part, env_id)
         for agent, observation in seen.items():
             group, row = self._rows[self._known(env_id, agent)]
-            _put(arrays.observations[group], (env_id, row), observation, f"environment {env_id}: agent {agent!r}")
+            stacking.put(
+                arrays.observations[group], (env_id, row), observation, f"environment {env_id}: agent {agent!r}"
+            )
             arrays.observed[env_id, self._column[agent]] = True
         for agent, reward in rewards.items():
             place = env_id, self._column[self._known(env_id, agent)]
@@ -313,6 +350,7 @@ class ArrayBatch:
     @staticmethod
     def _note_infos(arrays: Arrays, env_id: int, infos: dict[Any, Any]) -> None:
         if not all(map(is_empty_info, infos.values())):
+            assert isinstance(arrays.infos, dict)
             arrays.infos[env_id] = infos
 
     def _known(self, env_id: int, agent: AgentID) -> AgentID:
@@ -322,62 +360,3 @@ class ArrayBatch:
                 "so that arrays have no row for it"
             )
         return agent
-
-
-# -- values of a space, stacked ------------------------------------------------------------------------------------
-
-
-def _zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
-    if type(space) is spaces.Dict:
-        return {key: _zeros(child, shape) for key, child in space.spaces.items()}
-    if type(space) is spaces.Tuple:
-        return tuple(_zeros(child, shape) for child in space.spaces)
-    if type(space) is spaces.Discrete:
-        return np.zeros(shape, np.int64)
-    if type(space) in _ARRAYS:
-        return np.zeros((*shape, *(space.shape or ())), space.dtype)
-    return np.full(shape, None, object)
-
-
-def _put(stacked: Any, place: tuple[int, int], value: Any, whose: str) -> None:
-    if isinstance(stacked, dict) and isinstance(value, dict) and stacked.keys() == value.keys():
-        for key, child in stacked.items():
-            _put(child, place, value[key], whose)
-    elif isinstance(stacked, tuple) and isinstance(value, tuple) and len(stacked) == len(value):
-        for child, part in zip(stacked, value):
-            _put(child, place, part, whose)
-    elif isinstance(stacked, np.ndarray) and (stacked.dtype == object or np.shape(value) == stacked.shape[2:]):
-        stacked[place] = value
-    else:
-        raise ValueError(f"{whose} observed {value!r}, which is not of the form that its space declares")
-
-
-def _clear(stacked: Any, place: Any) -> None:
-    if isinstance(stacked, np.ndarray):
-        stacked[place] = None if stacked.dtype == object else 0
-    else:
-        for child in stacked.values() if isinstance(stacked, dict) else stacked:
-            _clear(child, place)
-
-
-def _column(stacked: Any, row: int) -> Any:
-    if isinstance(stacked, dict):
-        return {key: _column(child, row) for key, child in stacked.items()}
-    if isinstance(stacked, tuple):
-        return tuple(_column(child, row) for child in stacked)
-    return tuple(stacked[:, row]) if stacked.dtype.hasobject else stacked[:, row]
-
-
-def _copied(stacked: Any) -> Any:
-    if isinstance(stacked, dict):
-        return {key: _copied(child) for key, child in stacked.items()}
-    return tuple(map(_copied, stacked)) if isinstance(stacked, tuple) else stacked.copy()
-
-
-def _at(space: Space[Any], stacked: Any, env_id: int) -> Any:
-    """One environment's value."""
-    if isinstance(space, spaces.Dict) and isinstance(stacked, Mapping):
-        return {key: _at(child, stacked[key], env_id) for key, child in space.spaces.items()}
-    if isinstance(space, spaces.Tuple) and isinstance(stacked, tuple) and len(stacked) == len(space.spaces):
-        return tuple(_at(child, part, env_id) for child, part in zip(space.spaces, stacked))
-    return stacked[env_id]

@@ -1,13 +1,13 @@
 """The parent's side of the block: actions of many environments in, their transitions out, and where each one stands.
 
 Here it is decided what is taken from the caller's actions and what is refused, before any simulator is touched. The
-dicts of `ParallelEnv` are one view of what lies here, arrays over all environments would be another.
+dicts of `ParallelEnv` are one view of what lies here, arrays over all environments (`arrays.py`) are another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.adapters import Dicts as FiveDicts
 from marl_parallel.runtime.actions import ActionRecords
+from marl_parallel.runtime.arrays import ArrayBatch
 from marl_parallel.runtime.columns import Mismatch, conform, zeros
 from marl_parallel.runtime.episode import needs_actions
 from marl_parallel.runtime.layout import Layout
@@ -70,6 +71,8 @@ class Batch:
         copies: Whether observations are handed out as arrays of the caller's own.
         checks: Whether every action must be contained in its space.
     """
+
+    mode_is_fixed: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -141,19 +144,9 @@ class Batch:
         """Those of the given actions that the environment is to get."""
         if not needs_actions(self.rules, self.mode, self.over[env_id]):
             return {}
-        if not isinstance(given, Mapping):
-            raise TypeError(
-                f"environment {env_id}: expected a dict of actions keyed by agent, got {type(given).__name__}"
-            )
-        if not self._pettingzoo:
-            return dict(given)
-        missing = [agent for agent in self.acting[env_id] if agent not in given]
-        if missing:
-            raise ValueError(
-                f"environment {env_id}: no action for agent {missing[0]!r}; expected one for each of "
-                f"{self.acting[env_id]}, got {list(given)}"
-            )
-        return {agent: given[agent] for agent in self.acting[env_id]}
+        if self._pettingzoo or not isinstance(given, Mapping):
+            return of_acting(env_id, given, self.acting[env_id])
+        return dict(given)
 
     def _check_contained(self, env_id: int, actions: Mapping[Any, Any]) -> None:
         for agent, action in actions.items():
@@ -228,6 +221,10 @@ class Batch:
             return {a: zeros(schema.observation_spaces[a]) for a in agents if a in schema.observation_spaces}, [*agents]
         return self._own.last_known(env_id, extras)
 
+    def arrays(self, *, copy: bool) -> ArrayBatch:
+        """The same as arrays; `copy` says whether observations are arrays of the caller's own."""
+        return ArrayBatch(self, copy=copy)
+
     def begin(self, env_ids: Iterable[int]) -> None:
         """Note that these environments have been reset."""
         for env_id in env_ids:
@@ -246,3 +243,21 @@ class Batch:
             else [outside[record] for record in range(self.layout.num_records)]
         )
         return np.stack(rows)
+
+
+def of_acting(env_id: int, given: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:
+    """The actions of those who act, of all that are given.
+
+    Raises:
+        TypeError: They are not given by agent.
+        ValueError: One is missing.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"environment {env_id}: expected a dict of actions keyed by agent, got {type(given).__name__}")
+    missing = [agent for agent in acting if agent not in given]
+    if missing:
+        raise ValueError(
+            f"environment {env_id}: no action for agent {missing[0]!r}; expected one for each of {[*acting]}, "
+            f"got {list(given)}"
+        )
+    return {agent: given[agent] for agent in acting}

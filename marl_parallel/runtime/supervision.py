@@ -10,12 +10,13 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from marl_parallel.errors import EnvError, ParallelEnvError
 from marl_parallel.runtime import reports
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.batch import Made
+from marl_parallel.runtime.engine import Taken
 from marl_parallel.runtime.ledger import Activity, Running
 from marl_parallel.runtime.limits import Limits, Watch
 from marl_parallel.runtime.messages import Failure, Lost, Message, Reply, Request
@@ -49,6 +50,8 @@ class Crew(Owner):
         restarts: Where faults are to be survived; None where they are raised.
         seeds_stale: Whether environments may use other seeds than when they were asked last.
     """
+
+    seeded_at_start: ClassVar[bool] = False
 
     def __init__(self, backend: Backend, shares: Sequence[range], limits: Limits = _NEVER) -> None:
         super().__init__(backend, shares)
@@ -163,7 +166,7 @@ class Crew(Owner):
                 self._shut_after(error)
                 raise
 
-    def receive(self, at_least: int, timeout: float | None = None) -> dict[int, tuple[Message, Any]]:
+    def receive(self, at_least: int, timeout: float | None = None) -> Taken:
         """Take from what is in flight all that is done, waiting for some of it.
 
         Args:
@@ -171,8 +174,8 @@ class Crew(Owner):
             timeout: Seconds to wait at most; None for as long as it takes.
 
         Returns:
-            By environment, in order of completion, what was done and what it has to say beyond what is in the block,
-            or all of it.
+            What was done; what is told is, by environment, what it has to say beyond what is in the block, or all of
+            it.
 
         Raises:
             TimeoutError: There were not so many in time; nothing is lost.
@@ -195,7 +198,8 @@ class Crew(Owner):
                         break
                 # Ties by number.
                 done = [env_id for _, env_id in sorted((moment, i) for i, (moment, _) in self._arrived.items())]
-                taken = {i: (self.in_flight[i], self._arrived[i][1]) for i in done}
+                told = {env_id: more for env_id in done if (more := self._arrived[env_id][1]) is not None}
+                resets = [env_id for env_id in done if self.in_flight[env_id] is Message.RESET]
             except BaseException as error:
                 self._shut_after(error)
                 raise
@@ -204,9 +208,9 @@ class Crew(Owner):
                     f"{len(self._arrived)} of at least {at_least} environments were ready within {timeout:g} s; "
                     "nothing is lost, call recv again"
                 )
-            for env_id in taken:
+            for env_id in done:
                 del self.in_flight[env_id], self._arrived[env_id]
-            return taken
+            return Taken((*done,), resets, told)
 
     def _take_in(self, patience: float | None, missing: int) -> None:
         """Wait once, and see to what has come."""
@@ -399,6 +403,15 @@ class Crew(Owner):
                 self._arrived[env_id] = reply.completed, made
         if reply.last:
             self._watch.end(worker, Message.REBUILD)
+
+    @property
+    def batch_size(self) -> int:
+        """All environments: results come in any number."""
+        return len(self._worker_of)
+
+    def ahead(self, worker: int) -> float:
+        """Seconds that this clock is ahead of a worker's."""
+        return self.backend.ahead(worker)
 
     def stats(self) -> Stats:
         """What has been done so far, also by workers that are gone."""

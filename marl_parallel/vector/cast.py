@@ -12,7 +12,7 @@ from typing import Any
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters import Dicts as FiveDicts
-from marl_parallel.runtime.batch import Batch
+from marl_parallel.runtime.engine import BatchView
 from marl_parallel.runtime.transition import ALL, COMMON
 
 
@@ -24,7 +24,7 @@ class Cast:
         env_id: Which one this is.
     """
 
-    def __init__(self, batch: Batch, env_id: int) -> None:
+    def __init__(self, batch: BatchView, env_id: int) -> None:
         self._batch, self._env_id = batch, env_id
         self._seen: dict[AgentID, Any] = {}  # with what each has observed last
         self._dead: set[AgentID] = set()

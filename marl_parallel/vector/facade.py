@@ -16,7 +16,7 @@ from marl_parallel.arguments import check_one_for_each, checked_patience
 from marl_parallel.async_stepping import Options
 from marl_parallel.errors import ParallelEnvError
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime.arrays import Actions, ArrayBatch, Arrays
+from marl_parallel.runtime.arrays import Actions, Arrays
 
 _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False", AutoresetMode.NEXT_STEP: '"NEXT_STEP"'}
 
@@ -31,6 +31,7 @@ class Holder:
         env: Which.
         facade: Who steps; as long as it lives and is not closed, nobody else may.
         modes: The auto-reset modes that it serves.
+        at_worst: One more, for simulators that have no other.
 
     Attributes:
         env: As given.
@@ -42,14 +43,16 @@ class Holder:
         ClosedEnvironmentError: It has been closed.
     """
 
-    def __init__(self, env: ParallelEnv, facade: object, *modes: AutoresetMode) -> None:
+    def __init__(
+        self, env: ParallelEnv, facade: object, *modes: AutoresetMode, at_worst: AutoresetMode | None = None
+    ) -> None:
         self._name = type(facade).__name__
         if not isinstance(env, ParallelEnv):
             raise TypeError(f"{self._name} is made of a ParallelEnv, got {type(env).__name__}")
         env._crew.check_open()
         self.env, self._facade = env, weakref.ref(facade)
         self.mode = env._batch.mode
-        if self.mode not in modes:
+        if self.mode not in modes and not (self.mode is at_worst and env._batch.mode_is_fixed):
             served = " or ".join(f"auto_reset={_AUTO_RESET[mode]}" for mode in modes)
             raise ValueError(f"{self._name} wants a ParallelEnv with {served}, got auto_reset={_AUTO_RESET[self.mode]}")
 
@@ -60,6 +63,8 @@ class Holder:
             RuntimeError: Somebody else does.
         """
         known = _steppers.get(self.env)
+        if known is self._facade:
+            return
         other = known() if known is not None else None
         mine = self._facade()
         if other is not None and other is not mine:
@@ -82,6 +87,7 @@ class Stepper(Holder):
         env: Whose agents all declare spaces.
         facade: Who steps; as long as it lives and is not closed, nobody else may.
         modes: The auto-reset modes that it serves.
+        at_worst: One more, for simulators that have no other.
         copy: Whether observations are arrays of the caller's own; None for what the environment was made with.
 
     Attributes:
@@ -95,10 +101,17 @@ class Stepper(Holder):
         ClosedEnvironmentError: It has been closed.
     """
 
-    def __init__(self, env: ParallelEnv, facade: object, *modes: AutoresetMode, copy: bool | None = None) -> None:
-        super().__init__(env, facade, *modes)
+    def __init__(
+        self,
+        env: ParallelEnv,
+        facade: object,
+        *modes: AutoresetMode,
+        at_worst: AutoresetMode | None = None,
+        copy: bool | None = None,
+    ) -> None:
+        super().__init__(env, facade, *modes, at_worst=at_worst)
         self._check_spaces()
-        self.batch = ArrayBatch(env._batch, copy=env._batch.copies if copy is None else copy)
+        self.batch = env._batch.arrays(copy=env._batch.copies if copy is None else copy)
         self.latest: Arrays | None = None
         self._sent = False
 
@@ -129,11 +142,11 @@ class Stepper(Holder):
         self.claim()
         if env_ids is not None and self.latest is None and len(env_ids) < self.env.num_envs:
             raise ResetNeeded("reset all environments before resetting some of them")
-        ids, extras = self.env._reset(seed, options, env_ids)
+        ids, told = self.env._reset(seed, options, env_ids)
         if self.latest is None or len(ids) == self.env.num_envs:
-            self.latest = self.batch.read(extras)
+            self.latest = self.batch.read(told)
         else:
-            self.latest = self.batch.read_some(ids, extras, self.latest)
+            self.latest = self.batch.read_some(ids, told, self.latest)
         return self.latest
 
     def step(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Arrays:
@@ -151,11 +164,11 @@ class Stepper(Holder):
         self._check_may_step("step")
         env._check_idle("step")
         ids = env._checked_ids(env_ids)
-        extras = env._step(ids, self.batch.write(actions, ids))
+        told = env._step(ids, self.batch.write(actions, ids))
         if len(ids) < env.num_envs and self.latest is not None:
-            self.latest = self.batch.read_some(ids, extras, self.latest)
+            self.latest = self.batch.read_some(ids, told, self.latest)
         else:
-            self.latest = self.batch.read(extras)
+            self.latest = self.batch.read(told)
         return self.latest
 
     def send(self, actions: Actions) -> None:
@@ -208,11 +221,11 @@ class Stepper(Holder):
         patience = checked_patience(timeout)
         self._sent = False
         try:
-            extras = self.env._receive(self.env._all, patience)
+            told = self.env._receive(self.env._all, patience)
         except TimeoutError as error:
             self._sent = not isinstance(error, ParallelEnvError)
             raise
-        self.latest = self.batch.read(extras)
+        self.latest = self.batch.read(told)
         return self.latest
 
     def _check_may_step(self, name: str) -> None:

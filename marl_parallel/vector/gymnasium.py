@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays, Stacked
+from marl_parallel.runtime.layout import evenly_spaced
+from marl_parallel.runtime.native_arrays import InfoColumns
 from marl_parallel.vector.facade import Stepper
-from marl_parallel.vector.infos import vector_infos
+from marl_parallel.vector.infos import infos_by_row, vector_infos
 from marl_parallel.vector.rows import chosen, rows_of, stacked, still
 
 _OURS = ("final_obs", "reset_info")
@@ -74,6 +76,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._group, self._members = chosen(self._batch.groups, env.possible_agents, self.agents, schema.action_spaces)
         self._row_agents = tuple(self.agents)
         self._places = [env.possible_agents.index(agent) for agent in self.agents]
+        self._which = evenly_spaced(self._places) or self._places
         self._others = [agent for agent in env.possible_agents if agent not in self.agents]
         self._act = others or self._stand_still
         self.num_envs = self._copies * len(self.agents)
@@ -82,6 +85,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.metadata, self.render_mode = env.metadata, env.render_mode
+        self._everywhere = np.ones(self.num_envs, np.bool_)
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
 
     def reset(
@@ -212,9 +216,9 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def _told(self, arrays: Arrays) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         terminations, truncations = self._flat(arrays.terminations), self._flat(arrays.truncations)
-        if arrays.terminated.any() or arrays.truncated.any():
-            # Rows that have no flag of their own end with their copy.
-            unflagged = ~(terminations | truncations)
+        over = arrays.terminated | arrays.truncated
+        unflagged = over.repeat(len(self.agents)) > (terminations | truncations)
+        if np.count_nonzero(unflagged):  # rows that have no flag of their own end with their copy
             terminations |= unflagged & np.repeat(arrays.terminated, len(self.agents))
             truncations |= unflagged & np.repeat(arrays.truncated, len(self.agents))
         observations = self._seen(arrays)
@@ -227,15 +231,16 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         )
 
     def _infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any = None) -> dict[str, Any]:
-        everywhere = np.ones(self.num_envs, np.bool_)
         infos = (
             self._told_infos(arrays, done, observations) if arrays.infos or (done is not None and done.any()) else {}
         )
-        infos.update(present=self._flat(arrays.present), _present=everywhere)
-        infos.update(acting=self._flat(arrays.acting), _acting=everywhere.copy())
+        infos.update(present=self._flat(arrays.present), _present=self._everywhere.copy())
+        infos.update(acting=self._flat(arrays.acting), _acting=self._everywhere.copy())
         return infos
 
     def _told_infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any) -> dict[str, Any]:
+        if done is None and isinstance(arrays.infos, InfoColumns):
+            return infos_by_row(arrays.infos, self._which, len(self.agents), self._copies)
         rows: dict[int, dict[Any, Any]] = {}
         for env_id, infos in arrays.infos.items():
             of_copy = {key: info for key, info in infos.items() if key not in self._batch.agents}

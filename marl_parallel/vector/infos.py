@@ -2,16 +2,22 @@
 
 Every key holds an array over all rows, and `_key` a mask that says which of them are data; dicts go on in the same way
 within. Unlike there, nothing depends on whose info comes first: numbers of several types make an array that holds them
-all, and what does not go into one array, an array of objects.
+all, and what does not go into one array, an array of objects. Infos that come in arrays stay in them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.runtime import stacking
+from marl_parallel.runtime.native_arrays import InfoColumns
+from marl_parallel.runtime.transition import COMMON
 
 _NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 
@@ -38,6 +44,93 @@ def vector_infos(infos: Iterable[tuple[int, Mapping[Any, Any]]], num_rows: int) 
         mask = np.zeros(num_rows, np.bool_)
         mask[rows] = True
         result[key], result[f"_{key}"] = _joined(key, rows, values, num_rows), mask
+    return result
+
+
+def infos_by_agent(
+    infos: Mapping[int, Mapping[Any, Any]], agents: Sequence[AgentID], num_envs: int
+) -> dict[Any, dict[Any, Any]]:
+    """By agent, or under whatever other key there is, what all environments have to say.
+
+    Args:
+        infos: By environment and agent.
+        agents: Who is there in any case.
+        num_envs: How many environments there are.
+    """
+    if isinstance(infos, InfoColumns):
+        told = infos.received
+        rows = None if len(told.env_ids) == num_envs else told.env_ids
+        by_agent: dict[Any, dict[Any, Any]] = {}
+        for place, agent in enumerate(agents):
+            there = rows if told.present is None else told.env_ids[told.present[:, place]]
+            by_agent[agent] = _placed(stacking.column(told.infos, place), rows, there, num_envs)
+        return by_agent | ({COMMON: _placed(told.common, rows, rows, num_envs)} if told.common else {})
+    if not infos:
+        return {agent: {} for agent in agents}
+    keys = dict.fromkeys([*agents, *(key for of_env in infos.values() for key in of_env)])
+    return {
+        key: vector_infos(((env_id, of_env[key]) for env_id, of_env in infos.items() if key in of_env), num_envs)
+        for key in keys
+    }
+
+
+def infos_by_row(infos: InfoColumns, which: slice | list[int], several: int, num_envs: int) -> dict[Any, Any]:
+    """What agents in rows have to say, of what comes in arrays: row `i * several + j` is agent j of environment i.
+
+    Args:
+        infos: Of which environments they may be.
+        which: The places of these agents among all.
+        several: How many they are.
+        num_envs: How many environments there are.
+    """
+    told = infos.received
+    rows = there = None
+    if len(infos) < num_envs or told.present is not None:
+        rows = there = (told.env_ids[:, None] * several + np.arange(several)).ravel()
+    if rows is not None and told.present is not None:
+        there = rows[told.present[:, which].ravel()]
+
+    def flat(array: NDArray[Any]) -> NDArray[Any]:
+        return array[:, which].reshape(-1, *array.shape[2:])
+
+    result = _placed(stacking.each(flat, told.infos), rows, there, num_envs * several)
+    if told.common:
+        common = {COMMON: stacking.each(lambda array: np.repeat(array, several, axis=0), told.common)}
+        result |= _placed(common, rows, rows, num_envs * several)
+    return result
+
+
+@functools.lru_cache
+def _everywhere(num_rows: int) -> NDArray[np.bool_]:
+    return np.ones(num_rows, np.bool_)
+
+
+def _placed(
+    columns: Mapping[str, Any], rows: NDArray[Any] | None, there: NDArray[Any] | None, num_rows: int
+) -> dict[str, Any]:
+    """Columns in the layout of `vector_infos`.
+
+    Args:
+        columns: With a value for each of `rows`.
+        rows: Which these are; None for all, in order.
+        there: Those of them that are data; None for all.
+        num_rows: How many rows there are.
+    """
+    if there is None:
+        mask = _everywhere(num_rows)
+    else:
+        mask = np.zeros(num_rows, np.bool_)
+        mask[there] = True
+    result: dict[str, Any] = {}
+    for key, values in columns.items():
+        if isinstance(values, dict):
+            placed: Any = _placed(values, rows, there, num_rows)
+        elif rows is None:
+            placed = values
+        else:
+            placed = np.zeros((num_rows, *values.shape[1:]), values.dtype)
+            placed[rows] = values
+        result[key], result[f"_{key}"] = placed, mask.copy()
     return result
 
 

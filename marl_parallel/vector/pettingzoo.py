@@ -15,7 +15,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays
 from marl_parallel.vector.facade import Inquiries, Stepper
-from marl_parallel.vector.infos import vector_infos
+from marl_parallel.vector.infos import infos_by_agent
 from marl_parallel.vector.single import SingleEnv
 
 ByAgent = dict[AgentID, Any]
@@ -185,22 +185,11 @@ class PettingZooVecEnv(Inquiries):
             self._by_agent(arrays.rewards),
             self._by_agent(arrays.terminations),
             self._by_agent(arrays.truncations),
-            self._infos(arrays),
+            infos_by_agent(arrays.infos, self.possible_agents, self.num_envs),
         )
 
     def _by_agent(self, array: NDArray[Any]) -> ByAgent:
         return dict(zip(self.possible_agents, array.T))
-
-    def _infos(self, arrays: Arrays) -> ByAgent:
-        if not arrays.infos:
-            return {agent: {} for agent in self.possible_agents}
-        keys = dict.fromkeys([*self.possible_agents, *(key for infos in arrays.infos.values() for key in infos)])
-        return {
-            key: vector_infos(
-                ((env_id, infos[key]) for env_id, infos in arrays.infos.items() if key in infos), self.num_envs
-            )
-            for key in keys
-        }
 
     # -- the rest --------------------------------------------------------------------------------------------------
 

@@ -56,10 +56,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     so on; `Discrete` observations are integers, not one-hot. Actions of `Discrete(n, start=s)` count from 0.
 
     Nothing resets by itself: TorchRL's loops do, by `_reset` (`rollout(..., break_when_any_done=False)`, collectors).
+    They do so right after an end, which cancels the reset that a simulator like EnvPool would do with the next step.
     Seeds given to `set_seed` are those of `ParallelEnv.reset`, and take effect at each environment's next reset.
 
     Args:
-        env: Made with `auto_reset=False`. Nobody else may step it.
+        env: Made with `auto_reset=False`, or `from_envpool`. Nobody else may step it.
         group_map: Names of groups, and who is in them; or a `MarlGroupMapType`. By default agents named `name_0`,
             `name_1` and so on are the group `name`, as in TorchRL's own wrapper, and any other is a group of its own.
             Where agents of one name have different spaces, they are parted, each part named after its first agent.
@@ -93,7 +94,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         device: torch.device | str | None = "cpu",
     ) -> None:
         # TorchRL keeps the tensors of all steps of a rollout: views would be of the last one.
-        stepper = Stepper(env, self, AutoresetMode.DISABLED, copy=True)
+        stepper = Stepper(env, self, AutoresetMode.DISABLED, at_worst=AutoresetMode.NEXT_STEP, copy=True)
         super().__init__(device=device, batch_size=[env.num_envs])
         self.is_closed = False
         self._stepper, self.env = stepper, env

@@ -1,0 +1,174 @@
+"""What `ParallelEnv` and its facades cost over EnvPool alone: all step the same pool's copies, with the same actions.
+
+    python benchmarks/envpool_overhead.py              about a minute; writes results/envpool_overhead.*
+    python benchmarks/envpool_overhead.py --quick      a few seconds; writes only where --output says so
+    python benchmarks/envpool_overhead.py --markdown   the table for the README, from the saved JSON
+
+EnvPool must be installed. How turns are taken is in `contest.py`, how a run is kept in `merged.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import envpool
+import typer
+from contest import SEED, Case, Contender, Step, stepping
+from merged import Pair, Report, Result, read_json, run
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+import marl_parallel.vector
+from marl_parallel import ParallelEnv
+from marl_parallel.cli.report import write_json, write_rows
+
+RESULTS = Path(__file__).parent / "results"
+NAME = "envpool_overhead"
+PART = "overhead"
+HEADINGS = ("task", "copies", "stepped by", "µs per batch", "EnvPool alone, µs", "overhead")
+TEXTS = ("task", "stepped by")
+"""Headings of columns that have no numbers."""
+
+
+@dataclass(frozen=True)
+class Pool(Case):
+    """A task of EnvPool's; how many threads share its copies is left to EnvPool.
+
+    Attributes:
+        task: Its name there.
+    """
+
+    task: str = ""
+
+    @functools.cached_property
+    def _action_spaces(self) -> dict[str, Any]:
+        return {"agent_0": envpool.make_spec(self.task).action_space}
+
+
+def pool(task: str, num_envs: int) -> Pool:
+    return Pool(f"{task} x {num_envs}", lambda: None, num_envs, workers=1, episode_steps=1, task=task)
+
+
+# -- contenders --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def alone(case: Pool) -> Iterator[Step]:
+    env = envpool.make_gymnasium(case.task, num_envs=case.num_envs, seed=SEED)
+    env.reset()
+    yield stepping(env.step, case.rows)
+
+
+@contextmanager
+def ours(case: Pool, facade: str, actions: str) -> Iterator[Step]:
+    """By a facade, or by dicts."""
+    with ParallelEnv.from_envpool(case.task, case.num_envs, seed=SEED) as parallel:
+        env = getattr(marl_parallel.vector, facade)(parallel) if facade else parallel
+        env.reset()
+        yield stepping(env.step, getattr(case, actions))
+
+
+ALONE = Contender("EnvPool", alone)
+OURS = [
+    Contender(name, functools.partial(ours, facade=facade, actions=actions), ours=True)
+    for name, facade, actions in (
+        ("PettingZooVecEnv", "PettingZooVecEnv", "by_agent"),
+        ("GymnasiumVectorEnv", "GymnasiumVectorEnv", "rows"),
+        ("ParallelEnv, dicts", "", "by_copy"),
+    )
+]
+
+
+def pairs() -> list[Pair]:
+    cases = pool("CartPole-v1", 64), pool("CartPole-v1", 256), pool("Pendulum-v1", 64)
+    return [Pair(PART, case, one, ALONE) for case in cases for one in OURS]
+
+
+# -- showing -----------------------------------------------------------------------------------------------------------
+
+
+def rows(report: Report) -> list[list[str]]:
+    return [
+        [
+            one.environment.partition(" ")[0],
+            str(one.num_envs),
+            one.ours,
+            _batch(one, one.steps_per_second, one.spread),
+            _batch(one, one.against_steps_per_second, one.against_spread),
+            f"{100 / one.gain - 100:+.0f} %",
+        ]
+        for one in report.results
+    ]
+
+
+def _batch(one: Result, steps_per_second: float, spread: float) -> str:
+    return f"{1e6 * one.num_envs / steps_per_second:.0f} ± {100 * spread:.0f} %"
+
+
+def notes(report: Report) -> list[str]:
+    told = [
+        "Microseconds of wall time to step all copies once, resets included; the overhead is the median of the ratios "
+        "within each round."
+    ]
+    return [*told, *(f"{letter}: {one}." for letter, one in report.runs.items())]
+
+
+def show(report: Report) -> None:
+    console, shown = Console(), Table(box=SIMPLE_HEAD)
+    for heading in HEADINGS:
+        shown.add_column(heading, justify="left" if heading in TEXTS else "right")
+    for row in rows(report):
+        shown.add_row(*row)
+    console.print(shown)
+    for note in notes(report):
+        console.print(f"[dim]{note}", highlight=False)
+
+
+def markdown(report: Report) -> str:
+    """A table for the README."""
+    rule = "|".join("---" if heading in TEXTS else "---:" for heading in HEADINGS)
+    lines = [f"| {' | '.join(HEADINGS)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows(report))]
+    return "\n\n".join(["\n".join(lines), *notes(report)])
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few seconds, to see that it works: two short rounds.")
+    ] = False,
+    only: Annotated[str, typer.Option(help="Only comparisons that contain this in their name.")] = "",
+    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 0.05,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 61,
+    output: Annotated[Path | None, typer.Option(help="The directory for JSON and CSV.")] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print what is saved as a Markdown table; measure nothing.")
+    ] = False,
+) -> None:
+    """Measure what is in front of EnvPool against EnvPool alone."""
+    if as_markdown:
+        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        return
+    chosen = [pair for pair in pairs() if only in str(pair)]
+    if not chosen:
+        raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
+    if quick:
+        seconds, repeats = 0.02, 2
+    directory = output or (None if quick else RESULTS)
+    report = run(chosen, seconds, repeats)
+    show(report)
+    if directory is not None:
+        merged = read_json(directory / f"{NAME}.json").updated(report, pairs())
+        write_json(merged, directory / f"{NAME}.json")
+        write_rows(merged.results, directory / f"{NAME}.csv")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,164 @@
+"""Values of a space, stacked: arrays with leading axes, in the dicts and tuples of the space.
+
+Nothing here knows what the leading axes stand for; environments and agents, mostly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from numpy.typing import NDArray
+
+from marl_parallel.runtime.columns import Mismatch, as_array
+
+_ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
+_SEQUENCES = (list, tuple)
+_WHOLE_NUMBERS = np.dtype(np.int64)
+
+
+def zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
+    """Zeros; what has no fixed form is an array of objects, of None.
+
+    Example:
+        >>> zeros(spaces.Dict({"seen": spaces.Box(0, 1, (2,))}), (3,))["seen"].shape
+        (3, 2)
+    """
+    if type(space) is spaces.Dict:
+        return {key: zeros(child, shape) for key, child in space.spaces.items()}
+    if type(space) is spaces.Tuple:
+        return tuple(zeros(child, shape) for child in space.spaces)
+    if type(space) is spaces.Discrete:
+        return np.zeros(shape, _WHOLE_NUMBERS)
+    if type(space) in _ARRAYS:
+        return np.zeros((*shape, *(space.shape or ())), space.dtype)
+    return np.full(shape, None, object)
+
+
+def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
+    """Give arrays the dtype that their space declares; those of `Discrete` values are int64.
+
+    Args:
+        space: Of one value, of a fixed size.
+        values: Stacked.
+        shape: The leading axes.
+
+    Raises:
+        Mismatch: They are of another form, shape or dtype.
+
+    Example:
+        >>> conform(spaces.Discrete(3), [0, 2], (2,))
+        array([0, 2])
+    """
+    if isinstance(space, spaces.Discrete):
+        return as_array(values, _WHOLE_NUMBERS, shape)
+    if isinstance(space, spaces.Dict):
+        if not isinstance(values, Mapping) or values.keys() != space.spaces.keys():
+            form = f"the keys {[*values]}" if isinstance(values, Mapping) else type(values).__name__
+            raise Mismatch(f"expected a dict with the keys {[*space.spaces]}, got {form}")
+        return {key: conform(child, values[key], shape) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        if not isinstance(values, tuple) or len(values) != len(space.spaces):
+            raise Mismatch(f"expected a tuple of {len(space.spaces)}, got {type(values).__name__}")
+        return tuple(conform(child, part, shape) for child, part in zip(space.spaces, values))
+    return as_array(values, np.dtype(space.dtype), (*shape, *(space.shape or ())))
+
+
+def each(function: Callable[[Any], Any], tree: Any) -> Any:
+    """What a function makes of each array, in the same form; None stays None.
+
+    Example:
+        >>> each(abs, {"a": -1, "b": (-2, 3)})
+        {'a': 1, 'b': (2, 3)}
+    """
+    if isinstance(tree, dict):
+        return {key: each(function, child) for key, child in tree.items()}
+    if isinstance(tree, _SEQUENCES):
+        return type(tree)([each(function, part) for part in tree])
+    return None if tree is None else function(tree)
+
+
+def together(function: Callable[..., Any], *trees: Any) -> Any:
+    """What a function makes of the arrays in the same place of several trees of one form; None stays None.
+
+    Example:
+        >>> together(max, {"a": 1, "b": (2, 30)}, {"a": 10, "b": (20, 3)})
+        {'a': 10, 'b': (20, 30)}
+    """
+    first = trees[0]
+    if isinstance(first, dict):
+        return {key: together(function, *(tree[key] for tree in trees)) for key in first}
+    if isinstance(first, _SEQUENCES):
+        return type(first)([together(function, *parts) for parts in zip(*trees)])
+    return None if first is None else function(*trees)
+
+
+def one_by_one(stacked: Any, count: int) -> Sequence[Any]:
+    """The values along the first axis; arrays among them are views.
+
+    Example:
+        >>> one_by_one({"a": np.arange(2), "b": np.arange(2)}, 2) == [{"a": 0, "b": 0}, {"a": 1, "b": 1}]
+        True
+    """
+    if isinstance(stacked, dict):
+        if not stacked:
+            return [{} for _ in range(count)]
+        columns = zip(*[one_by_one(child, count) for child in stacked.values()])
+        return [dict(zip(stacked, row)) for row in columns]
+    if isinstance(stacked, tuple):
+        return [*zip(*[one_by_one(part, count) for part in stacked])] or [()] * count
+    return [*stacked]
+
+
+def placed(whole: NDArray[Any], rows: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
+    """A copy of an array with other values in some rows."""
+    whole = whole.copy()
+    whole[rows] = values
+    return whole
+
+
+def put(stacked: Any, place: tuple[int, int], value: Any, whose: str) -> None:
+    """Put one value where it belongs.
+
+    Raises:
+        ValueError: It is of another form.
+    """
+    if isinstance(stacked, dict) and isinstance(value, dict) and stacked.keys() == value.keys():
+        for key, child in stacked.items():
+            put(child, place, value[key], whose)
+    elif isinstance(stacked, tuple) and isinstance(value, tuple) and len(stacked) == len(value):
+        for child, part in zip(stacked, value):
+            put(child, place, part, whose)
+    elif isinstance(stacked, np.ndarray) and (stacked.dtype == object or np.shape(value) == stacked.shape[2:]):
+        stacked[place] = value
+    else:
+        raise ValueError(f"{whose} observed {value!r}, which is not of the form that its space declares")
+
+
+def clear(stacked: Any, place: Any) -> None:
+    """Put zeros, or None, at a place."""
+    if isinstance(stacked, np.ndarray):
+        stacked[place] = None if stacked.dtype == object else 0
+    else:
+        for child in stacked.values() if isinstance(stacked, dict) else stacked:
+            clear(child, place)
+
+
+def column(stacked: Any, row: int) -> Any:
+    """What is at one place of the second axis: views; values of no fixed form as a tuple."""
+    if isinstance(stacked, dict):
+        return {key: column(child, row) for key, child in stacked.items()}
+    if isinstance(stacked, tuple):
+        return tuple(column(child, row) for child in stacked)
+    return tuple(stacked[:, row]) if stacked.dtype.hasobject else stacked[:, row]
+
+
+def at(space: Space[Any], stacked: Any, place: int) -> Any:
+    """One value."""
+    if isinstance(space, spaces.Dict) and isinstance(stacked, Mapping):
+        return {key: at(child, stacked[key], place) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple) and isinstance(stacked, tuple) and len(stacked) == len(space.spaces):
+        return tuple(at(child, part, place) for child, part in zip(space.spaces, stacked))
+    return stacked[place]
