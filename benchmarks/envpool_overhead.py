@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import envpool
 import typer
 from contest import SEED, Case, Contender, Step, stepping
 from merged import Pair, Report, Result, read_json, run
@@ -48,6 +47,8 @@ class Pool(Case):
 
     @functools.cached_property
     def _action_spaces(self) -> dict[str, Any]:
+        import envpool  # what is saved can be shown without it
+
         return {"agent_0": envpool.make_spec(self.task).action_space}
 
 
@@ -60,6 +61,8 @@ def pool(task: str, num_envs: int) -> Pool:
 
 @contextmanager
 def alone(case: Pool) -> Iterator[Step]:
+    import envpool
+
     env = envpool.make_gymnasium(case.task, num_envs=case.num_envs, seed=SEED)
     env.reset()
     yield stepping(env.step, case.rows)

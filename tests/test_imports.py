@@ -21,7 +21,7 @@ LEVELS = [
     {"inquiries"},
     {"async_stepping"},
     {"parallel_env"},
-    {"making", "vector"},
+    {"making", "recording", "vector"},
     {"marl_parallel"},
     {"cli"},
 ]

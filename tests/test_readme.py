@@ -93,6 +93,7 @@ def between_markers(name: str) -> str:
         "recovery",
         "ray_scaling",
         "time_to_return",
+        "envpool_overhead",
     ],
 )
 def test_the_tables_are_what_was_measured(name):
