@@ -2,9 +2,9 @@
 
     python examples/agents_that_die.py
 
-It needs `pip install "marl-parallel[examples]" "pettingzoo[butterfly]"`. Two archers and two knights share a network,
-and are paid 1 for each zombie they kill. An archer that a zombie has reached is gone, while the others play on; so is
-everybody once a zombie gets past. What must not be learned from are rows of zeros in the place of the dead:
+It needs `pip install "marl-parallel[examples]"`. Two archers and two knights share a network,
+and are paid 1 for each zombie they kill. Whom a zombie has reached is gone, while the others play on; so is everybody
+once a zombie gets past. What must not be learned from are rows of zeros in the place of the dead:
 
 - *acting* says, before a step, whose action will be carried out. Only those rows are learned from, and with them falls
   the step that resets a copy (`NEXT_STEP`), in which nobody acts.

@@ -1,18 +1,19 @@
 """Independent PPO that never waits for the slowest copy: `send` and `recv` beside `step`, on the same task.
 
     python examples/async_ippo.py                    both ways, and a plot of their returns over the seconds they took
-    python examples/async_ippo.py --num-workers 1    one CPU for the simulators, the other for the policy
+    python examples/async_ippo.py --num-workers 2    on two CPUs there is nothing to gain: simulators fill them both
 
 It needs `pip install "marl-parallel[examples]"`. In turns, the policy waits until all copies have been stepped, then
 they wait for it. In halves, it acts for the first half that is ready while the others are simulated. Either way each
-copy makes the same number of steps with the same agents between two updates, so the two differ in time alone, and in
-which random numbers go where: what is ready first is a matter of timing, and no two runs in halves are the same.
+copy makes the same number of steps with the same agents between two updates, so the two differ in time alone; and, with
+several workers, in which random numbers go where, since what is ready first is a matter of timing then.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,8 +40,8 @@ class Args:
     seed: int = 1
     num_envs: int = 16
     """how many copies"""
-    num_workers: int | None = None
-    """how many worker processes; by default one for each CPU"""
+    num_workers: int = max((os.cpu_count() or 1) - 1, 1)
+    """how many worker processes; by default all CPUs but one, which the policy has"""
     total_steps: int = 250_000
     """steps of all copies taken together, in each of the two ways"""
     target: float = -18.0
