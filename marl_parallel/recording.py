@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
@@ -137,9 +136,8 @@ class _Chance:
         if env.action_space is None:
             raise ValueError("these simulators declare no action spaces to draw random actions from: pass a policy")
         self._env = env
-        space = copy.deepcopy(env.action_space)
-        space.seed(0)
-        self._spaces: dict[AgentID, Space[Any]] = {agent: own for agent, own in space.items()}  # noqa: C416
+        self._spaces: Any = copy.deepcopy(env.action_space)  # agents need not be strings, as a Dict's keys are declared
+        self._spaces.seed(0)
 
     def actions(self, observations: Dicts, infos: Dicts) -> list[dict[AgentID, Any]]:
         return [
