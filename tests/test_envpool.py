@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -380,4 +381,12 @@ assert len(env.reset()[0]) == 2
 """
     script = script.replace("LEAVE", leave)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme():
+    readme = (BENCHMARKS.parent / "README.md").read_text()
+    blocks = re.findall(r"^```py\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    (block,) = (block for block in blocks if "from_envpool" in block)
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -449,7 +449,8 @@ def test_a_script_ends(ending, grounds):
 
 
 def test_the_readme_and_the_example(local):
-    (block,) = re.findall(r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = (block for block in blocks if "RayBackend" in block)
     address = ray.get_runtime_context().gcs_address
     environ = {**os.environ, "RAY_ADDRESS": address}
     example = [str(ROOT / "examples" / "ray_cluster.py"), "--steps", "20", "--copies", "8", "--actors", "2"]
