@@ -26,6 +26,8 @@ from marl_parallel.tiling import tile
 Policy: TypeAlias = Callable[[Dicts], Sequence[Mapping[AgentID, Any]]]
 """Takes the observations of all environments, a tuple of dicts by agent, and gives what `step` takes."""
 
+_Act: TypeAlias = Callable[[Dicts, Dicts], Sequence[Mapping[AgentID, Any]]]  # from observations and infos
+
 _SUFFIXES = (".gif", ".mp4")
 _DEFAULT_FPS = 30.0
 _LABEL_SHARE = 14  # the label's height is that part of a frame's
@@ -86,9 +88,10 @@ def record_video(
             f"a video wants simulators that render arrays; their render_mode is {env.render_mode!r}: "
             'construct them with render_mode="rgb_array"'
         )
+    act = _Chance(env).actions if policy is None else _asking(policy)
     picture = _Picture(tile_width, labels)
     with _written(path, fps) as write:
-        for frames, returns in _run(env, steps, policy):
+        for frames, returns in _run(env, steps, act):
             write(tile([picture.of(frame, env_id, returns[env_id]) for env_id, frame in enumerate(frames)]))
     return path
 
@@ -102,12 +105,15 @@ def _checked_path(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _run(env: ParallelEnv, steps: int, policy: Policy | None) -> Iterator[tuple[tuple[Any, ...], list[float]]]:
+def _asking(policy: Policy) -> _Act:
+    return lambda observations, infos: policy(observations)
+
+
+def _run(env: ParallelEnv, steps: int, act: _Act) -> Iterator[tuple[tuple[Any, ...], list[float]]]:
     """The frames and the returns so far, after the first reset and after each step."""
     same_step, disabled = (
         env.metadata["autoreset_mode"] is mode for mode in (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED)
     )
-    chance = None if policy else _Chance(env)
     observations, infos = env.reset()
     returns, over = [0.0] * env.num_envs, [False] * env.num_envs
     yield env.render(), returns
@@ -119,8 +125,7 @@ def _run(env: ParallelEnv, steps: int, policy: Policy | None) -> Iterator[tuple[
                 tuple(new[due.index(env_id)] if env_id in due else old[env_id] for env_id in range(env.num_envs))
                 for new, old in zip(fresh, (observations, infos))
             )
-        actions = chance.actions(observations, infos) if chance else policy(observations)  # type: ignore[misc]
-        observations, rewards, terminateds, truncateds, infos = env.step(list(actions))
+        observations, rewards, terminateds, truncateds, infos = env.step([*act(observations, infos)])
         for env_id, one in enumerate(rewards):
             returns[env_id] = (0.0 if over[env_id] else returns[env_id]) + float(sum(map(np.sum, one.values())))
         over = [a["__all__"] or b["__all__"] for a, b in zip(terminateds, truncateds)]
