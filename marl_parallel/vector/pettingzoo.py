@@ -159,15 +159,16 @@ class PettingZooVecEnv(Inquiries):
             Observations, rewards, terminations, truncations and infos, by agent.
 
         Raises:
+            TypeError: The actions are no dict. Nothing has been stepped.
             ValueError: Actions are missing or of another shape or dtype. Nothing has been stepped.
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
-        return self._told(self._stepper.step(actions))
+        return self._told(self._stepper.step(_checked(actions)))
 
     def step_async(self, actions: Mapping[AgentID, Any]) -> None:
         """Begin to step all copies and return; `step_wait` has the results. Arguments and errors as of `step`."""
-        self._stepper.send(actions)
+        self._stepper.send(_checked(actions))
 
     def step_wait(self) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
         """The results of `step_async`.
@@ -217,3 +218,9 @@ class PettingZooVecEnv(Inquiries):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.metadata.get('name', 'environment')} x {self.num_envs})"
+
+
+def _checked(actions: Mapping[AgentID, Any]) -> Mapping[AgentID, Any]:
+    if not isinstance(actions, Mapping):
+        raise TypeError(f"expected a dict of actions by agent, got {type(actions).__name__}")
+    return actions

@@ -375,6 +375,15 @@ def test_an_unknown_agent_acts(env):
     assert env.get_attr("time") == (0, 0)
 
 
+@pytest.mark.parametrize("actions", [[np.zeros(2)] * 3, np.zeros((2, 3)), None], ids=["list", "array", "nothing"])
+def test_actions_are_no_dict(actions, env):
+    env.reset()
+    for step in (env.step, env.step_async):
+        with pytest.raises(TypeError, match=f"expected a dict of actions by agent, got {type(actions).__name__}"):
+            step(actions)
+    assert env.get_attr("time") == (0, 0)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
