@@ -1,6 +1,6 @@
 """What `ParallelEnv` and its facades cost over EnvPool alone: all step the same pool's copies, with the same actions.
 
-    python benchmarks/envpool_overhead.py              about a minute; writes results/envpool_overhead.*
+    python benchmarks/envpool_overhead.py              about two minutes; writes results/envpool_overhead.*
     python benchmarks/envpool_overhead.py --quick      a few seconds; writes only where --output says so
     python benchmarks/envpool_overhead.py --markdown   the table for the README, from the saved JSON
 
@@ -149,7 +149,7 @@ def main(
     ] = False,
     only: Annotated[str, typer.Option(help="Only comparisons that contain this in their name.")] = "",
     seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 0.05,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 61,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 121,
     output: Annotated[Path | None, typer.Option(help="The directory for JSON and CSV.")] = None,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print what is saved as a Markdown table; measure nothing.")

@@ -136,6 +136,8 @@ class ParallelEnv(AsyncStepping):
         (4, (18,))
     """
 
+    _stepped_by: weakref.ref[object] | None = None  # the facade that does, for facades to know
+
     def __init__(
         self,
         env_constructors: Sequence[Callable[..., Any]],

@@ -44,7 +44,6 @@ class Arena(NativeSimulator):
 
     def reset(self, env_ids: EnvIds) -> None:
         self._at[env_ids], self._moment[env_ids] = env_ids[:, None], 0
-        self._began = np.ones(len(env_ids), np.bool_)
         self._ids, self._rewards = env_ids, np.zeros((len(env_ids), 3))
 
     def send(self, actions: list[Any], env_ids: EnvIds) -> None:
@@ -55,7 +54,7 @@ class Arena(NativeSimulator):
         self._moment[env_ids] += 1
         rewards[began] = 0
         self.reset(env_ids[began])
-        self._ids, self._rewards, self._began = env_ids, rewards, began
+        self._ids, self._rewards = env_ids, rewards
 
     def receive(self) -> Received:
         ids = self._ids
@@ -64,7 +63,7 @@ class Arena(NativeSimulator):
         tanks, scouts = (self._at[ids],), {"at": ids[:, None].copy(), "seen": 2 * self._moment[ids][:, None]}
         return Received(
             ids, [tanks, scouts], self._rewards, of_agents, np.zeros_like(of_agents), over, np.zeros_like(over),
-            self._began, None, {}, {},
+            self._moment[ids], None, {}, {},
         )  # fmt: skip
 
     def render(self) -> Sequence[Any]:

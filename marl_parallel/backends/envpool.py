@@ -128,7 +128,7 @@ class EnvPool(NativeSimulator):
         paths = {name: [] if len(names) == 1 else name.split(".") for name in names}
         # Of each: the way to it, the dtype, and the shape of one.
         self._parts = {
-            name: (paths[name], np.dtype(specs[name].dtype), [size for size in specs[name].shape if size != -1])
+            name: (paths[name], np.dtype(specs[name].dtype), tuple(size for size in specs[name].shape if size != -1))
             for name in names
         }
 
@@ -146,8 +146,8 @@ class EnvPool(NativeSimulator):
             rows, seats = chosen = np.nonzero(self._seated[env_ids])
             given = {"env_id": env_ids, "players.env_id": env_ids[rows], "players.id": seats.astype(np.int32)}
         for name, (path, dtype, shape) in self._parts.items():
-            values = _within(action, path)[chosen]
-            given[name] = np.ascontiguousarray(values, dtype).reshape(len(values), *shape)
+            values = np.ascontiguousarray(_within(action, path)[chosen], dtype)
+            given[name] = values if values.shape[1:] == shape else values.reshape(len(values), *shape)
         self._pool._send([given[name] for name in self._action_keys])
 
     # -- out -------------------------------------------------------------------------------------------------------
@@ -155,34 +155,26 @@ class EnvPool(NativeSimulator):
     def receive(self) -> Received:
         states = self._pool._recv()
         at = self._at
-        done, truncated, began = states[at["done"]], states[at["trunc"]], states[at["elapsed_step"]] == 0
-        terminated = done > truncated  # one and not the other
+        truncated = states[at["trunc"]]
+        terminated = states[at["done"]] > truncated  # one and not the other
         if self._players > 1:
-            return self._of_several(states, terminated, truncated, began)
-
-        def column(place: int) -> NDArray[Any]:
-            return states[place][:, None]  # type: ignore[no-any-return]
-
+            return self._of_several(states, terminated, truncated)
         return Received(
             states[at["info:env_id"]],
-            [each(column, self._seen)],
-            column(at["reward"]),
+            [_columns(states, self._seen)],
+            states[at["reward"]][:, None],
             terminated[:, None],
             truncated[:, None],
             terminated,
             truncated,
-            began,
+            states[at["elapsed_step"]],
             None,
-            each(column, self._told),
+            _columns(states, self._told),
             {},
         )
 
     def _of_several(
-        self,
-        states: Sequence[NDArray[Any]],
-        terminated: NDArray[np.bool_],
-        truncated: NDArray[np.bool_],
-        began: NDArray[np.bool_],
+        self, states: Sequence[NDArray[Any]], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]
     ) -> Received:
         """Rows of players, laid out by copy and agent."""
         at = self._at
@@ -212,7 +204,7 @@ class EnvPool(NativeSimulator):
             present & truncated[:, None],
             terminated,
             truncated,
-            began,
+            states[at["elapsed_step"]],
             present,
             each(spread, self._told),
             each(lambda place: states[place], self._told_in_common),
@@ -234,6 +226,16 @@ class EnvPool(NativeSimulator):
     def abandon(self) -> None:
         # Its threads are not in this process: to delete it would be to wait for them. So it is referred to for ever.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
+
+
+def _columns(states: Sequence[NDArray[Any]], places: Any) -> Any:
+    """What is at these places, with an axis for the one agent."""
+    if type(places) is int:
+        return states[places][:, None]
+    return {
+        name: states[place][:, None] if type(place) is int else _columns(states, place)
+        for name, place in places.items()
+    }
 
 
 def _order_within(rows: NDArray[np.intp]) -> NDArray[np.intp]:

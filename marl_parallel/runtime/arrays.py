@@ -88,7 +88,7 @@ class Stacked(NamedTuple):
     values: Any
 
 
-Actions: TypeAlias = Mapping[Any, Any] | Sequence[Stacked]
+Actions: TypeAlias = Mapping[Any, Any] | list[Stacked]
 """By agent, stacked in the form of its space: arrays `(num_envs, ...)`, dicts and tuples of them, or one value for each
 environment; or of several agents at a time."""
 
@@ -202,7 +202,7 @@ class ArrayBatch(ArrayView):
         everyone = self._batch.acting == [self.agents] * self._num_envs
         wanted = None if everyone else self.acting()
         try:
-            if not isinstance(actions, Mapping):
+            if isinstance(actions, list):
                 if self._write_rows(actions, wanted):
                     return {}
                 actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}

@@ -41,7 +41,8 @@ class Received(NamedTuple):
         truncations: `(n, k)`, bool.
         terminated: `(n,)`, bool: whether the episode has ended.
         truncated: `(n,)`, bool: whether it was cut off.
-        began: `(n,)`, bool: where this is the first observation of an episode, whoever has asked for it.
+        elapsed: `(n,)`, whole numbers: steps since the episode began, or anything that is zero for its first
+            observation only, whoever has asked for it.
         present: `(n, k)`, bool: who is observed and rewarded; None for everybody.
         infos: Of agents: dicts of arrays `(n, k, ...)`, and of dicts.
         common: Of copies, where they have several agents: dicts of arrays `(n, ...)`, and of dicts.
@@ -54,7 +55,7 @@ class Received(NamedTuple):
     truncations: NDArray[np.bool_]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
-    began: NDArray[np.bool_]
+    elapsed: NDArray[Any]
     present: NDArray[np.bool_] | None
     infos: dict[str, Any]
     common: dict[str, Any]

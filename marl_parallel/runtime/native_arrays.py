@@ -109,7 +109,7 @@ class NativeArrays(ArrayView):
 
     def _grouped(self, actions: Actions) -> list[Any] | None:
         """Their values where they come in just these groups, and nothing is wrong with them."""
-        if isinstance(actions, Mapping) or [of.agents for of in actions] != self._acting_together:
+        if not isinstance(actions, list) or [of.agents for of in actions] != self._acting_together:
             return None
         try:
             return [
@@ -120,23 +120,24 @@ class NativeArrays(ArrayView):
             return None  # one by one finds whose it is
 
     def _regrouped(self, actions: Actions, env_ids: Sequence[int] | None) -> list[Any]:
-        if not isinstance(actions, Mapping):
+        if isinstance(actions, list):
             actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
-        self._check_known(actions)
-        if len(actions) < len(self.agents):
+        if actions.keys() != self._column.keys():
+            self._check_known(actions)
             self._check_all_there(actions, self._batch.acting, self._batch.env_ids if env_ids is None else env_ids)
         return [self._group(places, space, actions) for space, places in self._action_groups]
 
     def _group(self, places: Sequence[int], space: Any, actions: Mapping[AgentID, Any]) -> Any:
         columns = []
-        for agent in (self.agents[place] for place in places):
+        for place in places:
+            agent = self.agents[place]
+            given = actions[agent] if agent in actions else stacking.zeros(space, (self._num_envs,))
             try:
-                given = actions[agent] if agent in actions else stacking.zeros(space, (self._num_envs,))
                 columns.append(stacking.conform(space, given, (self._num_envs,)))
             except Mismatch as error:
                 raise ValueError(f"the actions of agent {agent!r}: {error}") from None
         if len(columns) == 1:
-            return stacking.each(lambda array: array[:, None], columns[0])
+            return stacking.each(_as_group, columns[0])
         return stacking.together(lambda *arrays: np.stack(arrays, axis=1), *columns)
 
     # -- transitions -----------------------------------------------------------------------------------------------
@@ -194,6 +195,10 @@ class NativeArrays(ArrayView):
             observations = [*observations]
             observations[place] = stacking.conform(space, observations[place], shape)
         return observations
+
+
+def _as_group(of_one: NDArray[Any]) -> NDArray[Any]:
+    return of_one[:, None]
 
 
 def _has_discrete(space: Any) -> bool:

@@ -96,7 +96,8 @@ class NativeBatch:
             alive = acting = ~flagged
         else:
             flagged, alive = self._flagged[ids], self._alive[ids]
-            flagged[received.began] = alive[received.began] = False
+            began = received.elapsed == 0
+            flagged[began] = alive[began] = False
             flagged |= received.terminations | received.truncations
             seen = True if received.present is None else received.present
             alive = (alive | seen) & ~flagged

@@ -188,9 +188,9 @@ class NativeCrew:
                 rows += len(parts[-1].env_ids)
             received = merged(parts)
         self._inside += time.perf_counter() - begun
-        resets = int(np.count_nonzero(received.began))
-        self._reset += resets
-        self._stepped += rows - resets
+        steps = int(np.count_nonzero(received.elapsed))
+        self._stepped += steps
+        self._reset += rows - steps
         return received
 
     def _in_order(self, received: Received, ids: EnvIds) -> Received:

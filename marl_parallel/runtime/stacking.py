@@ -54,6 +54,8 @@ def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
     """
     if isinstance(space, spaces.Discrete):
         return as_array(values, _WHOLE_NUMBERS, shape)
+    if isinstance(space, _ARRAYS):  # asked first: it takes long to see that something is no spaces.Dict
+        return as_array(values, space.dtype, (*shape, *space.shape))
     if isinstance(space, spaces.Dict):
         if not isinstance(values, Mapping) or values.keys() != space.spaces.keys():
             form = f"the keys {[*values]}" if isinstance(values, Mapping) else type(values).__name__
@@ -73,6 +75,8 @@ def each(function: Callable[[Any], Any], tree: Any) -> Any:
         >>> each(abs, {"a": -1, "b": (-2, 3)})
         {'a': 1, 'b': (2, 3)}
     """
+    if type(tree) is np.ndarray:  # as it mostly is
+        return function(tree)
     if isinstance(tree, dict):
         return {key: each(function, child) for key, child in tree.items()}
     if isinstance(tree, _SEQUENCES):
@@ -153,6 +157,18 @@ def column(stacked: Any, row: int) -> Any:
     if isinstance(stacked, tuple):
         return tuple(column(child, row) for child in stacked)
     return tuple(stacked[:, row]) if stacked.dtype.hasobject else stacked[:, row]
+
+
+def flat(stacked: NDArray[Any]) -> NDArray[Any]:
+    """The first two axes as one; a view, where they can be.
+
+    Example:
+        >>> flat(np.zeros((2, 3, 4))).shape
+        (6, 4)
+    """
+    rows, several, *shape = stacked.shape
+    merged: NDArray[Any] = stacked[:, 0] if several == 1 else stacked.reshape(rows * several, *shape)
+    return merged
 
 
 def at(space: Space[Any], stacked: Any, place: int) -> Any:

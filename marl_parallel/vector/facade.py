@@ -20,9 +20,6 @@ from marl_parallel.runtime.arrays import Actions, Arrays
 
 _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False", AutoresetMode.NEXT_STEP: '"NEXT_STEP"'}
 
-_steppers: weakref.WeakKeyDictionary[ParallelEnv, weakref.ref[object]] = weakref.WeakKeyDictionary()
-"""Which facade steps an environment."""
-
 
 class Holder:
     """The one facade that steps a `ParallelEnv`.
@@ -62,7 +59,7 @@ class Holder:
         Raises:
             RuntimeError: Somebody else does.
         """
-        known = _steppers.get(self.env)
+        known = self.env._stepped_by
         if known is self._facade:
             return
         other = known() if known is not None else None
@@ -72,11 +69,11 @@ class Holder:
                 f"this ParallelEnv is stepped by a {type(other).__name__} already; make a ParallelEnv for each facade"
             )
         if other is None and mine is not None:
-            _steppers[self.env] = self._facade
+            self.env._stepped_by = self._facade
 
     def close(self, **keywords: Any) -> None:
         """Close the environment; nobody steps it any more."""
-        _steppers.pop(self.env, None)
+        self.env._stepped_by = None
         self.env.close(**keywords)
 
 
@@ -230,7 +227,8 @@ class Stepper(Holder):
 
     def _check_may_step(self, name: str) -> None:
         self.claim()
-        self.env._check_begun(self.env._all, name)
+        if self.latest is None:  # else all have been reset
+            self.env._check_begun(self.env._all, name)
         if self._sent:
             raise AlreadyPendingCallError(f"{name}() while a step is on its way; step_wait() first", name)
 

@@ -76,7 +76,8 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._group, self._members = chosen(self._batch.groups, env.possible_agents, self.agents, schema.action_spaces)
         self._row_agents = tuple(self.agents)
         self._places = [env.possible_agents.index(agent) for agent in self.agents]
-        self._which = evenly_spaced(self._places) or self._places
+        everybody = self._places == [*range(len(env.possible_agents))]
+        self._which = None if everybody else evenly_spaced(self._places) or self._places
         self._others = [agent for agent in env.possible_agents if agent not in self.agents]
         self._act = others or self._stand_still
         self.num_envs = self._copies * len(self.agents)
@@ -212,15 +213,16 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return rows_of(arrays.observations[self._group], self._members)
 
     def _flat(self, array: NDArray[Any]) -> NDArray[Any]:
-        return array.ravel() if len(self._places) == array.shape[1] else array[:, self._places].ravel()
+        return array.ravel() if self._which is None else array[:, self._which].ravel()
 
     def _told(self, arrays: Arrays) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         terminations, truncations = self._flat(arrays.terminations), self._flat(arrays.truncations)
         over = arrays.terminated | arrays.truncated
-        unflagged = over.repeat(len(self.agents)) > (terminations | truncations)
-        if np.count_nonzero(unflagged):  # rows that have no flag of their own end with their copy
-            terminations |= unflagged & np.repeat(arrays.terminated, len(self.agents))
-            truncations |= unflagged & np.repeat(arrays.truncated, len(self.agents))
+        if np.count_nonzero(over):  # rows that have no flag of their own end with their copy
+            unflagged = _repeated(over, len(self.agents)) > (terminations | truncations)
+            if np.count_nonzero(unflagged):
+                terminations |= unflagged & _repeated(arrays.terminated, len(self.agents))
+                truncations |= unflagged & _repeated(arrays.truncated, len(self.agents))
         observations = self._seen(arrays)
         return (
             observations,
@@ -231,16 +233,16 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         )
 
     def _infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any = None) -> dict[str, Any]:
-        infos = (
-            self._told_infos(arrays, done, observations) if arrays.infos or (done is not None and done.any()) else {}
-        )
-        infos.update(present=self._flat(arrays.present), _present=self._everywhere.copy())
-        infos.update(acting=self._flat(arrays.acting), _acting=self._everywhere.copy())
+        infos: dict[str, Any] = {}
+        if done is None and type(arrays.infos) is InfoColumns:
+            infos = infos_by_row(arrays.infos, self._which, len(self.agents), self._copies)
+        elif arrays.infos or (done is not None and done.any()):
+            infos = self._told_infos(arrays, done, observations)
+        infos["present"], infos["_present"] = self._flat(arrays.present), self._everywhere.copy()
+        infos["acting"], infos["_acting"] = self._flat(arrays.acting), self._everywhere.copy()
         return infos
 
     def _told_infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any) -> dict[str, Any]:
-        if done is None and isinstance(arrays.infos, InfoColumns):
-            return infos_by_row(arrays.infos, self._which, len(self.agents), self._copies)
         rows: dict[int, dict[Any, Any]] = {}
         for env_id, infos in arrays.infos.items():
             of_copy = {key: info for key, info in infos.items() if key not in self._batch.agents}
@@ -263,6 +265,10 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         else:  # the copy goes on without this agent
             final, on_top = _row(self.single_observation_space, observations, row), last
         rows[row] = {**on_top, "final_obs": final, "final_info": last}
+
+
+def _repeated(of_copies: NDArray[Any], several: int) -> NDArray[Any]:
+    return of_copies if several == 1 else of_copies.repeat(several)
 
 
 def _one_more(values: Any) -> Any:

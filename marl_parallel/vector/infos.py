@@ -74,26 +74,27 @@ def infos_by_agent(
     }
 
 
-def infos_by_row(infos: InfoColumns, which: slice | list[int], several: int, num_envs: int) -> dict[Any, Any]:
+def infos_by_row(infos: InfoColumns, which: slice | list[int] | None, several: int, num_envs: int) -> dict[Any, Any]:
     """What agents in rows have to say, of what comes in arrays: row `i * several + j` is agent j of environment i.
 
     Args:
         infos: Of which environments they may be.
-        which: The places of these agents among all.
+        which: The places of these agents among all; None where they are all, in order.
         several: How many they are.
         num_envs: How many environments there are.
     """
+
+    def of_rows(array: NDArray[Any]) -> NDArray[Any]:
+        return stacking.flat(array if which is None else array[:, which])
+
     told = infos.received
     rows = there = None
-    if len(infos) < num_envs or told.present is not None:
+    if len(told.env_ids) < num_envs or told.present is not None:
         rows = there = (told.env_ids[:, None] * several + np.arange(several)).ravel()
     if rows is not None and told.present is not None:
-        there = rows[told.present[:, which].ravel()]
+        there = rows[of_rows(told.present)]
 
-    def flat(array: NDArray[Any]) -> NDArray[Any]:
-        return array[:, which].reshape(-1, *array.shape[2:])
-
-    result = _placed(stacking.each(flat, told.infos), rows, there, num_envs * several)
+    result = _placed(stacking.each(of_rows, told.infos), rows, there, num_envs * several)
     if told.common:
         common = {COMMON: stacking.each(lambda array: np.repeat(array, several, axis=0), told.common)}
         result |= _placed(common, rows, rows, num_envs * several)

@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from marl_parallel.adapters import AgentID
+from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Group
 
 
@@ -52,8 +53,8 @@ def rows_of(stacked: Any, places: Sequence[int] | None) -> Any:
         return tuple(rows_of(child, places) for child in stacked)
     if places is not None:
         stacked = stacked[:, places]
-    rows = stacked.reshape(-1, *stacked.shape[2:])
-    return tuple(rows) if rows.dtype == object else rows
+    rows = stacking.flat(stacked)
+    return tuple(rows) if rows.dtype.hasobject else rows
 
 
 def stacked(space: Space[Any], rows: Any, copies: int, agents: int) -> Any:
@@ -75,9 +76,9 @@ def stacked(space: Space[Any], rows: Any, copies: int, agents: int) -> Any:
         array[:] = rows
     else:
         array = np.asarray(rows)
-    if array.shape[:1] != (copies * agents,):
+    if not array.ndim or len(array) != copies * agents:
         raise ValueError(f"expected actions for {copies * agents} rows, got shape {array.shape}")
-    return array.reshape(copies, agents, *array.shape[1:])
+    return array[:, None] if agents == 1 else array.reshape(copies, agents, *array.shape[1:])
 
 
 def still(space: Space[Any], copies: int) -> Any:

@@ -293,6 +293,19 @@ def test_some_agents_act_and_others_stand_still():
         facade.close()
 
 
+@MODES
+def test_all_agents_in_another_order(mode):
+    parallel = ParallelEnv([Herd] * COPIES, mode, backend="serial")
+    facade = GymnasiumVectorEnv(parallel, agents=[*reversed(AGENTS)])
+    rows = Rows(ParallelEnv([Herd] * COPIES, mode, backend="serial"), facade.agents, mode)
+    with rows.plain as plain:
+        rows.assert_reset(facade.reset(seed=5), plain.reset(seed=5))
+        for _ in range(2 * LENGTH):
+            actions = facade.action_space.sample()
+            rows.assert_step(facade.step(actions), plain.step(as_dicts(actions, facade.agents, plain.acting)))
+        facade.close()
+
+
 def test_others_act_by_what_they_see():
     asked = []
 
