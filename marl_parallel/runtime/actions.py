@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marl_parallel.runtime.builders import dict_of, dicts_of
-from marl_parallel.runtime.columns import Column, Mismatch, Unfit, conform, over_records
+from marl_parallel.runtime.columns import Column, Unfit, over_records
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.pickling import Extras, in_order
+from marl_parallel.runtime.values import Mismatch, conform
 
 _ALL_IN_ORDER, _SOME = 1, 2
 _ALL = bytes((_ALL_IN_ORDER,))

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.runtime import stacking
-from marl_parallel.runtime.columns import Column, Mismatch
+from marl_parallel.runtime.columns import Column
 from marl_parallel.runtime.heads import BITS
 from marl_parallel.runtime.layout import Schema, alike
 from marl_parallel.runtime.transition import ALL, is_empty_info
+from marl_parallel.runtime.values import Mismatch
 
 if TYPE_CHECKING:
     from marl_parallel.runtime.batch import Batch

@@ -17,12 +17,12 @@ from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.adapters import Dicts as FiveDicts
 from marl_parallel.runtime.actions import ActionRecords
 from marl_parallel.runtime.arrays import ArrayBatch
-from marl_parallel.runtime.columns import Mismatch, conform, zeros
 from marl_parallel.runtime.episode import needs_actions
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.pickling import sendable
 from marl_parallel.runtime.records import Columns, TransitionRecords
 from marl_parallel.runtime.sharing import span_of
+from marl_parallel.runtime.values import Mismatch, conform, zeros
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""

@@ -17,7 +17,8 @@ import numpy as np
 from gymnasium import Space
 
 from marl_parallel.adapters.protocol import AgentID
-from marl_parallel.runtime.columns import ArrayColumn, Column, Mismatch, Place, column_for, fits_block
+from marl_parallel.runtime.columns import ArrayColumn, Column, Place, column_for
+from marl_parallel.runtime.values import Mismatch, fits_block
 
 RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
 """Bytes: no cache line belongs to two records, as it may be that of two workers; within one, every line counts."""

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Actions, Arrays, ArrayView
-from marl_parallel.runtime.columns import Mismatch
 from marl_parallel.runtime.native import Received, action_groups
 from marl_parallel.runtime.transition import COMMON
+from marl_parallel.runtime.values import Mismatch
 
 if TYPE_CHECKING:
     from marl_parallel.runtime.native_batch import NativeBatch

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.runtime import stacking
 from marl_parallel.runtime.batch import of_acting
-from marl_parallel.runtime.columns import Mismatch, zeros
 from marl_parallel.runtime.layout import Schema, alike
 from marl_parallel.runtime.native import Received, action_groups
 from marl_parallel.runtime.native_arrays import InfoColumns, NativeArrays, by_row
 from marl_parallel.runtime.records import Columns
 from marl_parallel.runtime.transition import ALL
+from marl_parallel.runtime.values import Mismatch, zeros
 
 
 class NativeBatch:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.runtime.builders import dict_of, dicts_of, empty_dicts_of
-from marl_parallel.runtime.columns import Mismatch, Unfit, conform, numbers_of, over_records
+from marl_parallel.runtime.columns import Unfit, over_records
 from marl_parallel.runtime.episode import with_final
 from marl_parallel.runtime.heads import (
     EVERYWHERE,
@@ -38,6 +38,7 @@ from marl_parallel.runtime.heads import (
 from marl_parallel.runtime.layout import AgentColumns, Layout, Whole
 from marl_parallel.runtime.pickling import Extras, in_order
 from marl_parallel.runtime.transition import ALL, FLOATS, Transition, is_empty_info
+from marl_parallel.runtime.values import Mismatch, conform, numbers_of
 
 # What the code of a transition's head is made of; tags of quiet rewards and flags are shifted above these.
 _QUIET, _EXTRAS, _FINAL = 1, 2, 4

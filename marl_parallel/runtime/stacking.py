@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
-from marl_parallel.runtime.columns import Mismatch, as_array
+from marl_parallel.runtime.values import Mismatch, as_array
 
 _ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
 _SEQUENCES = (list, tuple)

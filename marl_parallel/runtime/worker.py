@@ -27,7 +27,7 @@ from marl_parallel.adapters import AgentID, NotAnEnvironment, Rules, adapt
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.runtime import tracing
 from marl_parallel.runtime.actions import ActionRecords
-from marl_parallel.runtime.columns import Unfit, as_array
+from marl_parallel.runtime.columns import Unfit
 from marl_parallel.runtime.episode import Episode
 from marl_parallel.runtime.layout import Layout, Schema
 from marl_parallel.runtime.ledger import Activity, Ledger
@@ -36,6 +36,7 @@ from marl_parallel.runtime.pickling import dump_extras, dumps
 from marl_parallel.runtime.records import TransitionRecords
 from marl_parallel.runtime.sharing import span_of
 from marl_parallel.runtime.transition import Transition
+from marl_parallel.runtime.values import as_array
 
 
 class Plan(NamedTuple):

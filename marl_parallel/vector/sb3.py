@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import attributes
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays, Stacked
-from marl_parallel.runtime.columns import fits_block, zeros
+from marl_parallel.runtime.values import fits_block, zeros
 from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.rows import chosen, rows_of, stacked
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays, Stacked
-from marl_parallel.runtime.columns import fits_block
 from marl_parallel.runtime.layout import alike, evenly_spaced
 from marl_parallel.runtime.transition import COMMON
+from marl_parallel.runtime.values import fits_block
 from marl_parallel.vector.facade import Stepper
 
 try:

@@ -1,0 +1,101 @@
+"""Values of a space, one at a time: whether they are what it declares, and whether they have a fixed size.
+
+Here is known what is cast and what is refused, whether a value goes into the block or not. How values lie in the block
+is in `columns.py`, how several are stacked in `stacking.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from numpy.typing import NDArray
+
+_ARRAY_SPACES = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
+
+
+class Mismatch(ValueError):
+    """A value that is not what its space declares; the text says what was expected and what came."""
+
+
+def conform(space: Space[Any], value: Any) -> Any:
+    """Give the arrays in a value the dtype that their space declares; everything else stays as it is.
+
+    Args:
+        space: The declared space.
+        value: What the simulator or the caller gave.
+
+    Returns:
+        The value, with each `Box`, `MultiDiscrete` and `MultiBinary` leaf an array of the space's dtype.
+
+    Raises:
+        Mismatch: An array has another shape, or a dtype that cannot be cast without loss of meaning.
+
+    Example:
+        >>> conform(spaces.Box(0, 1, (2,), np.float32), [0.5, 1.0]).dtype
+        dtype('float32')
+    """
+    if isinstance(space, _ARRAY_SPACES) and type(space) in _ARRAY_SPACES:
+        return value if value is None else as_array(value, np.dtype(space.dtype), space.shape)
+    if type(space) is spaces.Dict and isinstance(value, dict):
+        return {k: conform(space.spaces[k], v) if k in space.spaces else v for k, v in value.items()}
+    if type(space) is spaces.Tuple and type(value) is tuple and len(value) == len(space.spaces):
+        return tuple(conform(s, v) for s, v in zip(space.spaces, value, strict=True))
+    return value
+
+
+def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Turn one value into an array of exactly this dtype and shape, or raise `Mismatch`."""
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise _mismatch(dtype, shape, f"{type(value).__name__} ({error})") from error
+    if array.shape != shape:
+        raise _mismatch(dtype, shape, f"shape {array.shape}")
+    if array.dtype == dtype:
+        return array
+    if array.dtype.kind in "bui" and dtype.kind in "bui":
+        # NumPy would wrap some integers round and refuse others; what counts is that the numbers stay the same.
+        cast = array.astype(dtype)
+        if not np.array_equal(cast, array):
+            raise _mismatch(dtype, shape, f"{array.dtype} values that {dtype} cannot hold")
+        return cast
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise _mismatch(dtype, shape, f"dtype {array.dtype}, which cannot be cast to it")
+    return array.astype(dtype)
+
+
+def _mismatch(dtype: np.dtype[Any], shape: tuple[int, ...], got: str) -> Mismatch:
+    return Mismatch(f"expected an array of shape {shape} and dtype {dtype}, got {got}")
+
+
+def numbers_of(array: NDArray[Any], kind: type) -> list[Any]:
+    """The elements of an array, in its order, as Python or NumPy scalars of one type that holds them all."""
+    if issubclass(kind, np.generic):
+        return [*array.astype(kind).ravel()]
+    numbers = array.ravel().tolist()
+    return numbers if not numbers or type(numbers[0]) is kind else [*map(kind, numbers)]
+
+
+def zeros(space: Space[Any]) -> Any:
+    """A value of the form that a space declares, of zeros; None where its values have no fixed form."""
+    if isinstance(space, spaces.Dict):
+        return {key: zeros(child) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(map(zeros, space.spaces))
+    if isinstance(space, spaces.Discrete):
+        return 0
+    return None if space.shape is None or not fits_block(space) else np.zeros(space.shape, space.dtype)
+
+
+def fits_block(space: Space[Any]) -> bool:
+    """Whether values of a space have a fixed size, so that they can lie in the block.
+
+    What a class derived from one of these makes of its values is its own business.
+    """
+    if type(space) is spaces.Dict:
+        return all(map(fits_block, space.spaces.values()))
+    if type(space) is spaces.Tuple:
+        return all(map(fits_block, space.spaces))
+    return type(space) in (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
