@@ -66,10 +66,10 @@ KILLABLE_SETUPS = [setup for setup in ALL_SETUPS if setup.backend in ("process",
 
 
 WANTED = {
-    "sb3": ("stable_baselines3",),
+    **dict.fromkeys(["sb3", "sb3_algorithms"], ("stable_baselines3",)),
     "envpool": ("envpool", "torchrl"),
-    "torchrl": ("torchrl",),
-    "rllib": ("ray", "tree", "torch"),
+    **dict.fromkeys(["torchrl", "torchrl_learning", "tensors"], ("torchrl",)),
+    **dict.fromkeys(["rllib", "rllib_runner"], ("ray", "tree", "torch")),
     "agilerl": ("agilerl",),
     "videos": ("moviepy",),
     "examples": ("torch", "tyro"),
@@ -209,6 +209,16 @@ def build(request: pytest.FixtureRequest) -> Iterator[Callable[..., ParallelEnv]
     yield make
     for env in made:
         env.close(terminate=True)
+
+
+@pytest.fixture
+def parallel(build: Callable[..., ParallelEnv]) -> Callable[..., ParallelEnv]:
+    """Makes a `ParallelEnv` of copies of one constructor; in line and without auto-reset, if nothing else is said."""
+
+    def make(constructor: Any, count: int = 3, auto_reset: Any = False, **more: Any) -> ParallelEnv:
+        return build([constructor] * count, Setup("serial", True, 2), auto_reset, **more)
+
+    return make
 
 
 @pytest.fixture(params=ways.WAYS)

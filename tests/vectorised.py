@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 
 
 def at(value: Any, row: int) -> Any:
@@ -44,3 +45,11 @@ def assert_noted(vector: dict[str, Any], info: dict[str, Any], row: int) -> None
 def as_dicts(actions: dict[str, Any], acting: tuple[list[str], ...]) -> list[dict[str, Any]]:
     """Actions by agent, of all copies, as the dicts that the core takes."""
     return [{agent: at(actions[agent], env_id) for agent in agents} for env_id, agents in enumerate(acting)]
+
+
+def drawn_for(space: spaces.Space, rows: int) -> Any:
+    """Random actions of so many rows, batched."""
+    drawn = [space.sample() for _ in range(rows)]
+    if isinstance(space, spaces.Dict):
+        return {key: np.array([one[key] for one in drawn]) for key in space.spaces}
+    return np.array(drawn)

@@ -12,25 +12,16 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from herd import ACTION, AGENTS, LENGTH, SPACE, Herd, HerdOfDicts
 from mortal import Fate, mortal
 from mpe2 import simple_spread_v3, simple_tag_v3
-from pettingzoo import ParallelEnv as PettingZooEnv
-from stable_baselines3 import DQN, PPO
-from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import (
-    VecCheckNan,
     VecEnv,
-    VecFrameStack,
-    VecMonitor,
-    VecNormalize,
-    VecTransposeImage,
 )
-from vectorised import at, nothing, same
+from vectorised import at, drawn_for, nothing, same
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import SB3VecEnv
@@ -53,14 +44,6 @@ HOWS: dict[str, dict[str, Any]] = {
 
 def made(make: Callable[..., Any] = Herd, copies: int = COPIES, **how: Any) -> SB3VecEnv:
     return SB3VecEnv(ParallelEnv([make] * copies, **{"backend": "serial", **how}))
-
-
-def split(space: spaces.Space, rows: int) -> Any:
-    """Random actions of all rows, and one row of them at a time."""
-    drawn = [space.sample() for _ in range(rows)]
-    if isinstance(space, spaces.Dict):
-        return {key: np.array([one[key] for one in drawn]) for key in space.spaces}
-    return np.array(drawn)
 
 
 class Story:
@@ -146,7 +129,7 @@ def test_rows_are_the_dicts_of_the_core(how, name):
         assert facade.seed(5) == [5, 5, 5, 6, 6, 6, 7, 7, 7]
         story.assert_reset(facade, facade.reset(), plain.reset(seed=5))
         for step in range(4 * LENGTH):
-            actions = split(facade.action_space, facade.num_envs)
+            actions = drawn_for(facade.action_space, facade.num_envs)
             story.assert_step(facade, facade.step(actions), plain.step(story.as_dicts(actions)))
             if step == 2 * LENGTH + 6:  # somebody is dead
                 story.assert_reset(facade, facade.reset(), plain.reset())
@@ -167,7 +150,7 @@ def test_a_restart_in_the_middle(way):
         story, marks = Story(plain), np.zeros(9, int)
         story.assert_reset(facade, facade.reset(), plain.reset())
         for _ in range(2 * LENGTH):
-            actions = split(facade.action_space, 9)
+            actions = drawn_for(facade.action_space, 9)
             told, dicts = facade.step(actions), plain.step(story.as_dicts(actions))
             for row, info in enumerate(told[3]):
                 common = info.get("__common__", {})
@@ -199,7 +182,7 @@ def test_the_dead_are_zeros_whatever_is_said_of_them():
         story = Story(plain)
         story.assert_reset(facade, facade.reset(), plain.reset())
         for _ in range(3 * LENGTH):
-            actions = split(facade.action_space, 9)
+            actions = drawn_for(facade.action_space, 9)
             told = facade.step(actions)
             assert told[1].max() < 100.0
             story.assert_step(facade, told, plain.step(story.as_dicts(actions)))
@@ -213,7 +196,7 @@ def test_what_is_handed_out_is_ones_own():
     kept, copies = [], []
     env.reset()
     for _ in range(2 * LENGTH):
-        observations, rewards, dones, infos = env.step(split(env.action_space, 9))
+        observations, rewards, dones, infos = env.step(drawn_for(env.action_space, 9))
         last = [info["terminal_observation"] for info in infos if "terminal_observation" in info]
         kept.append((observations, rewards, dones, *last))
         copies.append(tuple(np.copy(one) for one in kept[-1]))
@@ -348,159 +331,6 @@ def test_one_draws_seeds_as_numpy_is_seeded(env):
     assert drawn[0] == drawn[1]
 
 
-# Stable-Baselines3's own
-
-
-def test_wrappers_take_it():
-    env: Any = VecMonitor(VecFrameStack(VecNormalize(VecCheckNan(made(MAKERS["spread"]))), 2))
-    env.seed(1)
-    env.reset()
-    for step in range(24):
-        _, _, dones, infos = env.step(split(env.action_space, 9))
-        assert dones.all() == (step % 8 == 7)
-    assert [info["episode"]["l"] for info in infos] == [8] * 9
-    assert all(info["terminal_observation"].shape == (36,) for info in infos)
-    env.close()
-
-
-def test_episodes_of_a_row_end_at_death_and_with_their_copy():
-    env: Any = VecMonitor(made(functools.partial(Herd, plain=True)))
-    env.seed(1)
-    env.reset()
-    lengths: list[list[int]] = [[] for _ in range(9)]
-    for _ in range(2 * LENGTH):
-        for row, info in enumerate(env.step(split(env.action_space, 9))[3]):
-            if "episode" in info:
-                lengths[row].append(info["episode"]["l"])
-    assert all(sum(own) == 2 * LENGTH for own in lengths)
-    assert lengths[2] == lengths[5] == lengths[8] == [LENGTH, LENGTH]
-    assert all(len(lengths[row]) == 4 for row in (0, 3, 6))
-    env.close()
-
-
-class Pictures(Herd):
-    def observation_space(self, agent: str) -> spaces.Space:
-        return spaces.Box(0, 255, (36, 40, 3), np.uint8)
-
-    def action_space(self, agent: str) -> spaces.Space:
-        return spaces.MultiBinary(3)
-
-    def seen(self) -> np.ndarray:
-        return self.rng.integers(0, 256, (36, 40, 3), dtype=np.uint8)
-
-
-def test_pictures_and_binary_actions():
-    """PPO samples these as floats, and transposes what it sees, also what it sees last."""
-    env = made(Pictures, 2)
-    model = PPO("CnnPolicy", env, n_steps=10, batch_size=30, n_epochs=1, device="cpu", seed=1)
-    assert isinstance(model.get_env(), VecTransposeImage)
-    model.learn(60)
-    assert model.num_timesteps == 60
-    for _ in range(2 * LENGTH):
-        observations, _, dones, infos = model.get_env().step(np.ones((6, 3), np.float32))
-        assert observations.shape == (6, 3, 36, 40)
-        assert all(infos[row]["terminal_observation"].shape == (3, 36, 40) for row in np.flatnonzero(dones))
-    assert env.env.stats().steps == 2 * (10 + 2 * LENGTH)
-    env.close()
-
-
-class Signals(PettingZooEnv):
-    """Each agent is shown which action is paid for; one dies half-way."""
-
-    metadata = {"name": "signals"}  # noqa: RUF012
-    possible_agents = ["brief", "long"]  # noqa: RUF012
-    choices, length = 4, 10
-
-    def observation_space(self, agent: str) -> spaces.Space:
-        return spaces.Box(0.0, 1.0, (self.choices,), np.float32)
-
-    def action_space(self, agent: str) -> spaces.Space:
-        return spaces.Discrete(self.choices)
-
-    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
-        if seed is not None:
-            self.rng = np.random.default_rng(seed)
-        self.agents, self.time = self.possible_agents[:], 0
-        return self.observe(), {agent: {} for agent in self.agents}
-
-    def observe(self) -> dict[str, np.ndarray]:
-        self.paid = {agent: int(self.rng.integers(self.choices)) for agent in self.agents}
-        return {agent: np.eye(self.choices, dtype=np.float32)[action] for agent, action in self.paid.items()}
-
-    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
-        self.time += 1
-        rewards = {agent: float(actions[agent] == self.paid[agent]) for agent in self.agents}
-        terminated = {agent: agent == "brief" and self.time == self.length // 2 for agent in self.agents}
-        truncated = dict.fromkeys(self.agents, self.time == self.length)
-        observations, infos = self.observe(), {agent: {} for agent in self.agents}
-        self.agents = [agent for agent in self.agents if not (terminated[agent] or truncated[agent])]
-        return observations, rewards, terminated, truncated, infos
-
-
-def test_ppo_learns():
-    """From a quarter of what there is to get to nearly all of it."""
-    torch.set_num_threads(1)
-    env, other = made(Signals, 8, num_workers=2, backend="process"), VecMonitor(made(Signals, 4))
-    model = PPO("MlpPolicy", env, n_steps=32, batch_size=128, learning_rate=3e-3, gamma=0.5, device="cpu", seed=3)
-    greedy = {"deterministic": True, "n_eval_episodes": 80}
-    other.seed(1)
-    # A copy's two rows end three episodes: of 5 steps, of zeros, of 10 steps.
-    best = (Signals.length // 2 + 0 + Signals.length) / 3
-    before, _ = evaluate_policy(model, other, **greedy)
-    model.learn(12_000)
-    after, _ = evaluate_policy(model, other, **greedy)
-    assert before < 0.5 * best
-    assert after > 0.9 * best
-    env.close()
-    other.close()
-
-
-def test_returns_do_not_run_across_episodes():
-    """Of an episode's rewards alone, discounted by nothing and with nothing expected of what follows."""
-    env = made(functools.partial(Herd, plain=True))
-    model = PPO("MlpPolicy", env, n_steps=3 * LENGTH, batch_size=27, n_epochs=1, gamma=1.0, gae_lambda=1.0, seed=2)
-    for parameter in model.policy.value_net.parameters():
-        torch.nn.init.zeros_(parameter)
-    model.learn(1)
-    buffer = model.rollout_buffer
-    starts = np.vstack([buffer.episode_starts[1:], model._last_episode_starts])
-    returns, following = np.zeros((3 * LENGTH, 9)), np.zeros(9)
-    for step in reversed(range(3 * LENGTH)):
-        following = buffer.rewards[step] + np.where(starts[step], 0.0, following)
-        returns[step] = following
-    by_row = buffer.returns.reshape(9, 3 * LENGTH).T  # training has laid them end to end
-    assert np.allclose(by_row, returns, rtol=1e-3, atol=1e-3)
-    assert starts.sum() > 9 * 3
-    env.close()
-
-
-def test_a_replay_buffer_gets_last_observations():
-    env = made(functools.partial(Herd, plain=True))
-    told: list[Any] = []
-    step_wait = env.step_wait
-    env.step_wait = lambda: told.append(step_wait()) or told[-1]  # type: ignore[method-assign]
-    model = DQN("MlpPolicy", env, buffer_size=9 * 40, learning_starts=10**6, device="cpu", seed=4)
-    model.learn(9 * 20)
-    buffer, ends = model.replay_buffer, 0
-    for step, (observations, _, dones, infos) in enumerate(told):
-        for row in range(9):
-            last = infos[row].get("terminal_observation", observations[row])
-            assert np.array_equal(buffer.next_observations[step, row], last)
-            assert buffer.dones[step, row] == dones[row]
-            assert buffer.timeouts[step, row] == infos[row]["TimeLimit.truncated"]
-            ends += dones[row]
-    assert len(told) == 20
-    assert ends > 18
-    env.close()
-
-
-def test_the_example():
-    command = [sys.executable, str(ROOT / "examples" / "sb3_parameter_sharing.py"), "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "mean return" in done.stdout
-
-
 # Wrong use
 
 
@@ -565,7 +395,7 @@ def test_actions(actions):
 
 
 def test_out_of_order(env):
-    actions = split(env.action_space, 9)
+    actions = drawn_for(env.action_space, 9)
     with pytest.raises(ResetNeeded):
         env.step(actions)
     with pytest.raises(NoAsyncCallError):

@@ -6,7 +6,7 @@ import gc
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,11 @@ from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from mortal import WAYS, Fate, mortal
 from mpe2 import simple_spread_v3, simple_tag_v3
 from stackable import NO_TENSORS, DeclaredSkirmish, Herd, TensorZoo, spread
-from tensordict.nn import TensorDictModule
-from torchrl.collectors import Collector
-from torchrl.envs import PettingZooWrapper, RewardSum, TransformedEnv
+from tensors import Beside
+from torchrl.envs import PettingZooWrapper
 from torchrl.envs.utils import MarlGroupMapType, check_env_specs
-from torchrl.modules import MultiAgentMLP, ProbabilisticActor
-from torchrl.objectives import ClipPPOLoss, ValueEstimators
-from torchrl.objectives.value.functional import generalized_advantage_estimate
 from zoo import Zoo
 
-from marl_parallel import ParallelEnv
 from marl_parallel.runtime.columns import ArrayColumn, ScalarColumn
 from marl_parallel.vector import PettingZooVecEnv, TorchRLEnv
 
@@ -51,138 +46,7 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.fixture
-def parallel() -> Iterator[Callable[..., ParallelEnv]]:
-    """Makes a `ParallelEnv` of copies of one constructor, and closes it after the test."""
-    made: list[ParallelEnv] = []
-
-    def make(constructor: Callable[..., Any], count: int = 3, auto_reset: Any = False, **arguments: Any) -> ParallelEnv:
-        made.append(ParallelEnv([constructor] * count, auto_reset, **{**SETUPS["serial"], **arguments}))
-        return made[-1]
-
-    yield make
-    for env in made:
-        env.close(terminate=True)
-
-
 # -- the core's dicts against tensors ----------------------------------------------------------------------------------
-
-
-def same_value(actual: Any, space: spaces.Space, place: tuple[int, int], value: Any, path: str) -> None:
-    """The value at one place of a tensordict or tensor is that of a dict; zeros where there is None."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        for key, child in items:
-            same_value(actual.get(str(key)), child, place, None if value is None else value[key], f"{path}[{key!r}]")
-        return
-    dtype = np.int64 if isinstance(space, spaces.Discrete) else space.dtype
-    expected = np.zeros(space.shape or (), dtype) if value is None else np.asarray(value, dtype)
-    assert_same(np.asarray(actual[place].numpy()), expected, path)
-
-
-def given(space: spaces.Space, value: Any, place: tuple[int, int]) -> Any:
-    """What an action of a tensordict is to the core."""
-    if isinstance(space, spaces.Dict):
-        return {key: given(child, value.get(str(key)), place) for key, child in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(given(child, value.get(str(i)), place) for i, child in enumerate(space.spaces))
-    number = value[place].numpy()
-    if isinstance(space, spaces.Discrete):
-        return np.int64(number + space.start)
-    return number
-
-
-class Beside:
-    """A `TorchRLEnv` and the core, stepped with the same actions.
-
-    Attributes:
-        data: The latest tensordict.
-    """
-
-    def __init__(self, env: TorchRLEnv, core: ParallelEnv) -> None:
-        self.env, self.core = env, core
-        self.places = {a: (group, k) for group, agents in env.group_map.items() for k, a in enumerate(agents)}
-        self.ended: list[set[Any]] = [set() for _ in range(core.num_envs)]
-        self.deaths = self.ends = 0
-
-    def reset(self, **arguments: Any) -> None:
-        torch.manual_seed(7)
-        self.data = self.env.reset(**arguments)
-        observations, infos = self.core.reset(**arguments)
-        self.seen = [*observations]
-        self.check_observations(self.data)
-        self.check_infos(infos)
-
-    def actions(self, env_ids: Sequence[int]) -> list[dict[Any, Any]]:
-        chosen: list[dict[Any, Any]] = []
-        for i in env_ids:
-            chosen.append({})
-            for agent in self.core.acting[i]:
-                group, k = self.places[agent]
-                chosen[-1][agent] = given(self.core.action_space[agent], self.data.get((group, "action")), (i, k))
-        return chosen
-
-    def step(self) -> None:
-        everywhere = range(self.core.num_envs)
-        self.data = self.env.rand_action(self.data)
-        told = self.core.step(self.actions(everywhere))
-        data, following = self.env.step_and_maybe_reset(self.data.clone())
-        self.seen = [*told[0]]
-        self.check_observations(data["next"])
-        over = self.check_flags(data["next"], everywhere, told)
-        infos = [*told[4]]
-        if over:
-            for i, seen, more in zip(over, *self.core.reset(env_ids=over), strict=True):
-                self.seen[i], self.ended[i] = seen, set()
-                infos[i] = {**saying(infos[i]), **saying(more)}
-        self.check_infos(infos)
-        self.check_observations(following)
-        self.data = following
-
-    def check_observations(self, data: Any) -> None:
-        acting = self.core.acting
-        for agent, (group, k) in self.places.items():
-            of_group = data.get(group)
-            for i, seen in enumerate(self.seen):
-                space = self.core.observation_space[agent]
-                same_value(of_group.get("observation"), space, (i, k), seen.get(agent), f"{agent} in {i}")
-                assert of_group["mask"][i, k].item() is (agent in acting[i])
-                assert of_group["present"][i, k].item() is (agent in seen)
-
-    def check_flags(self, data: Any, env_ids: Sequence[int], told: Any) -> list[int]:
-        """Rewards and flags; returns where it is over."""
-        over = []
-        for i, rewards, terminateds, truncateds in zip(env_ids, *told[1:4], strict=True):
-            roots = terminateds["__all__"], truncateds["__all__"]
-            self.flags_are(data, i, *roots)
-            for agent, (group, k) in self.places.items():
-                reward = data.get((group, "reward"))
-                assert_same(reward[i, k].numpy(), np.array([rewards.get(agent, 0.0)], np.float32))
-                own = terminateds.get(agent, False), truncateds.get(agent, False)
-                died = any(own) and agent not in self.ended[i]
-                self.flags_are(data.get(group), (i, k), *(own if died else roots))
-                self.ended[i] |= {agent} if died else set()
-                self.deaths += died and not any(roots)
-            over += [i] if any(roots) else []
-        self.ends += len(over)
-        return over
-
-    @staticmethod
-    def flags_are(data: Any, place: Any, terminated: bool, truncated: bool) -> None:
-        flags = [data[name][place].tolist() for name in ("terminated", "truncated", "done")]
-        assert flags == [[bool(terminated)], [bool(truncated)], [bool(terminated or truncated)]]
-
-    def check_infos(self, infos: Sequence[Any]) -> None:
-        for i, expected in enumerate(infos):
-            assert_same(without_reports(self.env.infos.get(i, {})), without_reports(saying(expected)), f"infos of {i}")
-
-
-def saying(infos: dict[Any, Any]) -> dict[Any, Any]:
-    return {} if all(info == {} for info in infos.values()) else infos
-
-
-def without_reports(infos: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: {k: v for k, v in info.items() if k != "error"} for key, info in infos.items()}
 
 
 @pytest.mark.parametrize("setup", SETUPS)
@@ -411,104 +275,6 @@ def test_device(parallel):
     rollout = env.rollout(3)
     assert rollout.device.type == on_cpu.device.type == on_cpu["mike"].device.type == "cpu"
     assert {tensor.device.type for tensor in rollout.values(True, True)} == {"cpu"}
-
-
-# -- learning ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def herd_rollout(parallel):
-    torch.manual_seed(3)
-    return TorchRLEnv(parallel(Herd)).rollout(40, break_when_any_done=False)
-
-
-def test_advantages_do_not_leak(herd_rollout):
-    """What comes after an agent's death, or a reset, has no say in what was before."""
-    of_group = herd_rollout["next", "cow"]
-    generator = torch.Generator().manual_seed(1)
-    done, terminated = of_group["done"], of_group["terminated"]
-    shape = of_group["reward"].shape
-
-    def advantages(value: torch.Tensor, reward: torch.Tensor) -> torch.Tensor:
-        following = torch.cat([value[:, 1:], value[:, :1]], 1)
-        return generalized_advantage_estimate(0.9, 0.9, value, following, reward, done, terminated, time_dim=1)[0]
-
-    value, reward = torch.rand(shape, generator=generator), of_group["reward"]
-    before = advantages(value, reward)
-    ends = done.squeeze(-1).nonzero().tolist()
-    assert any(not herd_rollout["next", "done"][i, t].item() for i, t, _ in ends)
-    assert done[herd_rollout["next", "done"].squeeze(-1)].all()
-    for i, t, k in ends:
-        if t + 2 >= shape[1]:
-            continue
-        other_value, other_reward = value.clone(), reward.clone()
-        other_value[i, t + 2 :, k] += 10  # the next one's is what a truncated episode goes on with
-        other_reward[i, t + 1 :, k] += 10
-        after = advantages(other_value, other_reward)
-        assert torch.equal(after[i, : t + 1, k], before[i, : t + 1, k])
-        assert not torch.equal(after[i, t + 1 :, k], before[i, t + 1 :, k])
-
-
-def mappo(env: TorchRLEnv | TransformedEnv, group: str, actions: int) -> tuple[Any, ClipPPOLoss]:
-    width, count = env.observation_spec[group, "observation"].shape[-1], len(env.group_map[group])
-    shared = {"n_agents": count, "share_params": True, "depth": 1, "num_cells": 16}
-    net = MultiAgentMLP(n_agent_inputs=width, n_agent_outputs=actions, centralized=False, **shared)
-    actor = ProbabilisticActor(
-        TensorDictModule(net, in_keys=[(group, "observation")], out_keys=[(group, "logits")]),
-        in_keys=[(group, "logits")],
-        out_keys=[(group, "action")],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-        log_prob_key=(group, "log_prob"),
-    )
-    critic = TensorDictModule(
-        MultiAgentMLP(n_agent_inputs=width, n_agent_outputs=1, centralized=True, **shared),
-        in_keys=[(group, "observation")],
-        out_keys=[(group, "state_value")],
-    )
-    loss = ClipPPOLoss(actor, critic)
-    loss.set_keys(
-        reward=(group, "reward"),
-        action=(group, "action"),
-        sample_log_prob=(group, "log_prob"),
-        value=(group, "state_value"),
-        done=(group, "done"),
-        terminated=(group, "terminated"),
-    )
-    loss.loss_mask_key = (group, "mask")
-    loss.make_value_estimator(ValueEstimators.GAE, gamma=0.9, lmbda=0.9)
-    return actor, loss
-
-
-@pytest.mark.parametrize(("make", "group", "actions"), [(spread, "agent", 5), (Herd, "cow", 3)])
-def test_a_collector_and_a_mappo_loss(make, group, actions, parallel):
-    torch.manual_seed(0)
-    env = TransformedEnv(
-        TorchRLEnv(parallel(make, 4, num_workers=2, backend="process")),
-        RewardSum(in_keys=[(group, "reward")], out_keys=[(group, "episode_reward")], reset_keys=["_reset"]),
-    )
-    actor, loss = mappo(env, group, actions)
-    collector = Collector(env, actor, frames_per_batch=80, total_frames=160)
-    batches = 0
-    for data in collector:
-        batches += 1
-        assert data.shape == (4, 20)
-        assert data["next", "done"].any()
-        assert (data["collector", "traj_ids"].unique().numel()) > 4
-        loss.value_estimator(data, params=loss.critic_network_params, target_params=loss.target_critic_network_params)
-        told = loss(data)
-        total = told["loss_objective"] + told["loss_critic"] + told["loss_entropy"]
-        assert total.isfinite()
-        total.backward()
-        assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in loss.parameters())
-        mask = data[group, "mask"]
-        assert mask.all().item() is (group == "agent")
-        data["advantage"][~mask] = torch.nan  # masked rows have no say
-        assert torch.equal(loss(data)["loss_objective"], told["loss_objective"])
-    collector.shutdown()
-    assert batches == 2
-    with pytest.raises(ClosedEnvironmentError):
-        env.base_env.env.step([{}] * 4)
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
