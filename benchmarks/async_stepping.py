@@ -26,10 +26,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import typer
+from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds, Workers
 from rich.console import Console
 from rich.table import Table
 from synthetic import Synthetic, rounds_per_microsecond
@@ -444,17 +445,13 @@ def read_json(path: Path) -> Report:
 
 
 def main(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A few seconds, to see that it works: two short rounds.")
-    ] = False,
-    workers: Annotated[str, typer.Option(help="Numbers of workers, with commas between.")] = "1,2,3,4",
-    only: Annotated[str, typer.Option(help="Only what contains this in its name.")] = "",
-    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 1.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 5,
-    output: Annotated[Path | None, typer.Option(help="The directory for JSON, CSV and PNG.")] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the last run as Markdown tables; measure nothing.")
-    ] = False,
+    quick: Quick = False,
+    workers: Workers = "1,2,3,4",
+    only: Only = "",
+    seconds: Seconds = 1.0,
+    repeats: Repeats = 5,
+    output: Output = None,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Measure sync against async stepping."""
     if as_markdown:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import facades
 import peers
@@ -22,6 +21,7 @@ from contest import Case, one_thread_each
 from matplotlib.axes import Axes
 from merged import Pair, Report, Result, read_json, run
 from mpe2 import simple_spread_v3
+from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -211,16 +211,12 @@ def _mark(panel: Axes, values: list[float]) -> None:
 
 
 def main(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A few seconds, to see that it works: two short rounds.")
-    ] = False,
-    only: Annotated[str, typer.Option(help="Only comparisons that contain this in their name.")] = "",
-    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 1.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 7,
-    output: Annotated[Path | None, typer.Option(help="The directory for JSON, CSV and PNG.")] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print what is saved as Markdown tables; measure nothing.")
-    ] = False,
+    quick: Quick = False,
+    only: Only = "",
+    seconds: Seconds = 1.0,
+    repeats: Repeats = 7,
+    output: Output = None,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Measure facades against dicts and against their peers."""
     if as_markdown:

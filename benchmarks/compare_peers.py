@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Annotated
 
 import facades
 import peers
@@ -20,6 +19,7 @@ import typer
 from contest import Case, Contender, one_thread_each
 from merged import Pair, Report, Result, read_json, run
 from mpe2 import simple_spread_v3
+from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -160,14 +160,12 @@ def save_plot(report: Report, path: Path) -> None:
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="Half a minute, to see that it works.")] = False,
-    only: Annotated[str, typer.Option(help="Only comparisons that contain this in their name.")] = "",
-    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 1.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 5,
-    output: Annotated[Path | None, typer.Option(help="The directory for JSON, CSV and PNG.")] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print what is saved as a Markdown table; measure nothing.")
-    ] = False,
+    quick: Quick = False,
+    only: Only = "",
+    seconds: Seconds = 1.0,
+    repeats: Repeats = 5,
+    output: Output = None,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Measure this package beside its peers."""
     if as_markdown:

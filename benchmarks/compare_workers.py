@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from mpe2 import simple_spread_v3
+from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds, Workers
 from pettingzoo.butterfly import pistonball_v6
 from pettingzoo.sisl import multiwalker_v9
 from synthetic import Synthetic, rounds_per_microsecond
@@ -54,18 +55,14 @@ def cases() -> list[Case]:
 
 
 def main(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A few seconds, to see that it works: two short rounds of processes.")
-    ] = False,
-    workers: Annotated[str, typer.Option(help="Numbers of workers, with commas between.")] = "1,2,4",
+    quick: Quick = False,
+    workers: Workers = "1,2,4",
     backends: Annotated[str, typer.Option(help="With commas between.")] = "serial,thread,process",
-    only: Annotated[str, typer.Option(help="Only environments whose name contains this.")] = "",
-    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 0.9,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 5,
-    output: Annotated[Path | None, typer.Option(help="The directory for JSON, CSV and PNG.")] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the last run as a Markdown table; measure nothing.")
-    ] = False,
+    only: Only = "",
+    seconds: Seconds = 0.9,
+    repeats: Repeats = 5,
+    output: Output = None,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Measure throughput by backend and number of workers."""
     if as_markdown:

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from contest import SEED, Case, Contender, Step, stepping
 from merged import Pair, Report, Result, read_json, run
+from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -144,16 +145,12 @@ def markdown(report: Report) -> str:
 
 
 def main(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A few seconds, to see that it works: two short rounds.")
-    ] = False,
-    only: Annotated[str, typer.Option(help="Only comparisons that contain this in their name.")] = "",
-    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 0.05,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")] = 121,
-    output: Annotated[Path | None, typer.Option(help="The directory for JSON and CSV.")] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print what is saved as a Markdown table; measure nothing.")
-    ] = False,
+    quick: Quick = False,
+    only: Only = "",
+    seconds: Seconds = 0.05,
+    repeats: Repeats = 121,
+    output: Output = None,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Measure what is in front of EnvPool against EnvPool alone."""
     if as_markdown:

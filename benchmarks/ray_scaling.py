@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import typer
+from options import AsMarkdown, Output, Quick, Repeats, Seconds
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -369,13 +370,11 @@ def read_json(path: Path) -> Report:
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="Half a minute, to see that it works.")] = False,
-    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 1.0,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 5,
-    output: Annotated[Path | None, typer.Option(help="The directory for JSON, CSV and PNG.")] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print what is saved as Markdown; measure nothing.")
-    ] = False,
+    quick: Quick = False,
+    seconds: Seconds = 1.0,
+    repeats: Repeats = 5,
+    output: Output = None,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Measure throughput over Ray actors."""
     if as_markdown:

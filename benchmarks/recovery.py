@@ -29,11 +29,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cloudpickle
 import typer
 from mpe2 import simple_spread_v3
+from options import AsMarkdown, Only, Output, Quick, Repeats
 from pettingzoo.utils import BaseParallelWrapper
 from rich.console import Console
 from rich.table import Table
@@ -301,13 +302,11 @@ def read_json(path: Path) -> Report:
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds, to see that it works: one round.")] = False,
-    only: Annotated[str, typer.Option(help="Only what contains this in its name.")] = "",
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds: so many faults of each kind.")] = 11,
-    output: Annotated[Path | None, typer.Option(help="The directory for JSON and CSV.")] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the last run as a Markdown table; measure nothing.")
-    ] = False,
+    quick: Quick = False,
+    only: Only = "",
+    repeats: Repeats = 11,
+    output: Output = None,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Measure how soon a run goes on after a fault."""
     if as_markdown:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from options import AsMarkdown, Output, Quick, Repeats
 from rich.console import Console
 from rich.table import Table
 
@@ -190,13 +191,13 @@ def read(path: Path) -> Report:
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="Only see that it works; nothing is learned.")] = False,
+    quick: Quick = False,
     workers: Annotated[str, typer.Option(help="Numbers of workers with commas between; 0 for none.")] = "0,1,2,4",
     target: Annotated[float, typer.Option(help="The mean return to reach.")] = -18.0,
     seed: Annotated[int, typer.Option(help="Of the training.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="How many rounds.")] = 2,
-    output: Annotated[Path | None, typer.Option(help="A folder for JSON, CSV and PNG.")] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the README's table of the last run.")] = False,
+    repeats: Repeats = 2,
+    output: Output = None,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Measure how long training takes to a fixed return."""
     folder = output or RESULTS
