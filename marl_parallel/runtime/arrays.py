@@ -143,13 +143,20 @@ class ArrayView(ABC):
         """
 
     @abstractmethod
-    def read_some(self, env_ids: Sequence[int], told: Any, before: Arrays) -> Arrays:
+    def last(self) -> Arrays:
+        """What all environments have observed last, and who is there and acts, with no rewards, flags and infos.
+
+        For `read_some`, before something is done in some of them.
+        """
+
+    @abstractmethod
+    def read_some(self, env_ids: Sequence[int], told: Any, last: Arrays) -> Arrays:
         """The transitions of some environments, among the observations of all.
 
         Args:
             env_ids: Whose; the others have no rewards, flags and infos.
             told: As of `read`.
-            before: What was read last.
+            last: From before it was done; not to be used any more.
         """
 
     def by_agent(self, observations: list[Any]) -> dict[Any, Any]:
@@ -193,6 +200,8 @@ class ArrayBatch(ArrayView):
         self._shape = self._num_envs, len(self.agents)
         self._everybody, self._nobody = np.ones(self._shape, np.bool_), np.zeros(self._shape, np.bool_)
         self._observations: list[Any] = [None] * len(self.groups)
+        # Of environments that were not read from the block: what they have observed last, and who was present.
+        self._apart: dict[int, tuple[Mapping[Any, Any], NDArray[np.bool_]]] = {}
         self._row_agents: tuple[tuple[AgentID, ...], ...] | None = None
         self._row_places: list[tuple[Column, slice]] | None = None
 
@@ -202,29 +211,47 @@ class ArrayBatch(ArrayView):
         """By environment, what does not fit into the block, pickled; see `ArrayView`."""
         everyone = self._batch.acting == [self.agents] * self._num_envs
         wanted = None if everyone else self.acting()
+        ids = self._batch.env_ids if env_ids is None else env_ids
         try:
             if isinstance(actions, list):
                 if self._write_rows(actions, wanted):
                     return {}
                 actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
             self._check_known(actions)
-            ids = self._batch.env_ids if env_ids is None else env_ids
             if not everyone or len(actions) != len(self.agents):
                 self._check_all_there(actions, self._batch.acting, ids)
-            if self._actions_in_block:
-                self._batch.actions.write_stacked(actions, wanted)
+            if self._write_stacked(actions, wanted):
                 return {}
+            return self._batch.write_actions(ids, self._one_by_one(actions, ids))
         except Mismatch as error:
             raise ValueError(str(error)) from None
-        schema = self._batch.layout.schema
-        rows = [
-            {
-                agent: stacking.at(schema.action_spaces[agent], actions[agent], env_id)
-                for agent in self._batch.acting[env_id]
-            }
-            for env_id in ids
-        ]
-        return self._batch.write_actions(ids, rows)
+
+    def _write_stacked(self, actions: Mapping[AgentID, Any], wanted: NDArray[np.bool_] | None) -> bool:
+        """Write actions into the block; says whether it could."""
+        if not self._actions_in_block:
+            return False
+        try:
+            self._batch.actions.write_stacked(actions, wanted)
+        except Mismatch:
+            if wanted is None:
+                raise
+            return False  # it may be those that nobody looks at
+        return True
+
+    def _one_by_one(self, actions: Mapping[AgentID, Any], ids: Sequence[int]) -> list[dict[AgentID, Any]]:
+        """For each environment, the actions of those who act."""
+        declared, acting = self._batch.layout.schema.action_spaces, self._batch.acting
+        given: dict[int, dict[AgentID, Any]] = {env_id: {} for env_id in ids}
+        for agent in self.agents:
+            rows = [env_id for env_id in ids if agent in acting[env_id]]
+            try:
+                for env_id, action in zip(
+                    rows, stacking.picked(declared[agent], actions.get(agent), rows, self._num_envs)
+                ):
+                    given[env_id][agent] = action
+            except Mismatch as error:
+                raise Mismatch(f"the actions of agent {agent!r}: {error}") from error
+        return [*given.values()]
 
     def _write_rows(self, actions: Sequence[Stacked], wanted: NDArray[np.bool_] | None) -> bool:
         """Write actions of several agents at a time; says whether it could, else they are to be taken apart."""
@@ -252,10 +279,10 @@ class ArrayBatch(ArrayView):
     def read(self, told: Mapping[int, Any]) -> Arrays:
         """Of what travelled pickled, or all of it, by environment, and of what lies in the block; see `ArrayView`."""
         if not self._in_block:
-            observations = [stacking.zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
-            arrays = self._unflagged(observations, np.zeros(self._shape), self._nobody)
+            arrays = self._unobserved()
         elif not told and self._batch.transitions.all_quiet():
             self._batch.note_quiet(range(self._num_envs))
+            self._apart.clear()
             return self._unflagged(self._all_observations(), self._batch.transitions.all_rewards(), self._everybody)
         else:
             arrays = self._from_block()
@@ -263,9 +290,14 @@ class ArrayBatch(ArrayView):
             more = told.get(env_id)
             if self._in_block and (more is None or (type(more) is dict and more.keys() <= _IN_INFOS)):
                 self._note_infos(arrays, env_id, self._batch.read_rest(env_id, more))
+                self._apart.pop(env_id, None)
             else:
                 self._read_dicts(arrays, env_id, told)
         return arrays
+
+    def _unobserved(self) -> Arrays:
+        observations = [stacking.zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
+        return self._unflagged(observations, np.zeros(self._shape), self._nobody)
 
     def _unflagged(self, observations: list[Any], rewards: NDArray[np.float64], there: NDArray[np.bool_]) -> Arrays:
         """With these agents there and acting, and no flag set."""
@@ -293,20 +325,25 @@ class ArrayBatch(ArrayView):
             for stacked, (_, positions) in zip(observations, self.groups):
                 stacking.clear(stacked, ~observed[:, positions])
 
-    def read_some(self, env_ids: Sequence[int], told: Mapping[int, Any], before: Arrays) -> Arrays:
-        observations = (
-            self._all_observations() if self._in_block else [stacking.each(np.copy, one) for one in before.observations]
-        )
+    def last(self) -> Arrays:
         if self._in_block:
-            self._clear_unobserved(observations, before.observed)
-        arrays = self._unflagged(observations, np.zeros(self._shape), self._nobody)._replace(
-            present=before.present.copy(),
-            acting=before.acting.copy(),
-            observed=before.observed.copy(),
-        )
-        for env_id in env_ids:
-            self._read_dicts(arrays, env_id, told)
+            seen = self._from_block()
+            arrays = self._unflagged(seen.observations, np.zeros(self._shape), self._nobody)._replace(
+                present=seen.present, acting=seen.acting, observed=seen.observed
+            )
+        else:
+            arrays = self._unobserved()
+        for env_id, (own, present) in self._apart.items():
+            self._clear(arrays, env_id)
+            self._put_observations(arrays, env_id, own)
+            arrays.present[env_id] = present
+            self._put_acting(arrays, env_id)
         return arrays
+
+    def read_some(self, env_ids: Sequence[int], told: Mapping[int, Any], last: Arrays) -> Arrays:
+        for env_id in env_ids:
+            self._read_dicts(last, env_id, told)
+        return last
 
     def _all_observations(self) -> list[Any]:
         """Everybody's, as they lie in the block."""
@@ -317,25 +354,11 @@ class ArrayBatch(ArrayView):
 
     def _read_dicts(self, arrays: Arrays, env_id: int, extras: Mapping[int, Any]) -> None:
         (seen,), (rewards,), (terminateds,), (truncateds,), (infos,) = self._batch.read((env_id,), extras)
-        for part in arrays:
-            if part is not arrays.infos:
-                stacking.clear(part, env_id)
-        for agent, observation in seen.items():
-            group, row = self._rows[self._known(env_id, agent)]
-            stacking.put(
-                arrays.observations[group], (env_id, row), observation, f"environment {env_id}: agent {agent!r}"
-            )
-            arrays.observed[env_id, self._column[agent]] = True
-        for agent, reward in rewards.items():
-            place = env_id, self._column[self._known(env_id, agent)]
-            arrays.rewarded[place] = True
-            try:
-                arrays.rewards[place] = reward
-            except (TypeError, ValueError):
-                raise ValueError(
-                    f"environment {env_id}: the reward of agent {agent!r} is {reward!r}; in arrays, it must be a number"
-                ) from None
+        self._clear(arrays, env_id)
+        self._put_observations(arrays, env_id, seen)
+        self._put_rewards(arrays, env_id, rewards)
         arrays.present[env_id] = arrays.observed[env_id] | arrays.rewarded[env_id]
+        self._apart[env_id] = seen, arrays.present[env_id].copy()
         for flags, of_agents, of_all in (
             (terminateds, arrays.terminations, arrays.terminated),
             (truncateds, arrays.truncations, arrays.truncated),
@@ -345,8 +368,36 @@ class ArrayBatch(ArrayView):
                     of_all[env_id] = flag
                 else:
                     of_agents[env_id, self._column[self._known(env_id, agent)]] = flag
-        arrays.acting[env_id, [self._column[agent] for agent in self._batch.acting[env_id]]] = True
+        self._put_acting(arrays, env_id)
         self._note_infos(arrays, env_id, infos)
+
+    def _clear(self, arrays: Arrays, env_id: int) -> None:
+        for part in arrays:
+            if part is not arrays.infos:
+                stacking.clear(part, env_id)
+
+    def _put_observations(self, arrays: Arrays, env_id: int, seen: Mapping[Any, Any]) -> None:
+        for agent, observation in seen.items():
+            group, row = self._rows[self._known(env_id, agent)]
+            whose = f"environment {env_id}: the observation of agent {agent!r}"
+            stacking.put(arrays.observations[group], (env_id, row), observation, whose)
+            arrays.observed[env_id, self._column[agent]] = True
+
+    def _put_rewards(self, arrays: Arrays, env_id: int, rewards: Mapping[Any, Any]) -> None:
+        for agent, reward in rewards.items():
+            place = env_id, self._column[self._known(env_id, agent)]
+            arrays.rewarded[place] = True
+            try:
+                if reward is None or isinstance(reward, str | bytes):  # NumPy would make a number of them
+                    raise TypeError
+                arrays.rewards[place] = reward
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"environment {env_id}: the reward of agent {agent!r} is {reward!r}; in arrays, it must be a number"
+                ) from None
+
+    def _put_acting(self, arrays: Arrays, env_id: int) -> None:
+        arrays.acting[env_id, [self._column[agent] for agent in self._batch.acting[env_id]]] = True
 
     @staticmethod
     def _note_infos(arrays: Arrays, env_id: int, infos: dict[Any, Any]) -> None:

@@ -148,7 +148,7 @@ class NativeArrays(ArrayView):
             told = told.at(np.argsort(told.env_ids))
         # Who is observed is rewarded, too.
         present = (self._everybody if told.present is None else told.present).copy()
-        return Arrays(
+        self._latest = Arrays(
             self._observations(told),
             told.rewards.astype(np.float64),
             told.terminations,
@@ -161,8 +161,13 @@ class NativeArrays(ArrayView):
             present,
             present,
         )
+        return self._latest
 
-    def read_some(self, env_ids: Sequence[int], told: Received, before: Arrays) -> Arrays:
+    def last(self) -> Arrays:
+        """As `ArrayView` has it; what was handed out, as it is now: to keep another would cost every step a copy."""
+        return self._latest
+
+    def read_some(self, env_ids: Sequence[int], told: Received, last: Arrays) -> Arrays:
         self._batch.note(told)
         ids = told.env_ids
         present = self._everybody[ids] if told.present is None else told.present
@@ -170,22 +175,23 @@ class NativeArrays(ArrayView):
         def placed(whole: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
             return stacking.placed(whole, ids, rows)
 
-        return Arrays(
+        self._latest = Arrays(
             [
                 stacking.together(placed, whole, rows)
-                for whole, rows in zip(before.observations, self._observations(told))
+                for whole, rows in zip(last.observations, self._observations(told))
             ],
-            placed(np.zeros_like(before.rewards), told.rewards),
-            placed(np.zeros_like(before.terminations), told.terminations),
-            placed(np.zeros_like(before.truncations), told.truncations),
-            placed(np.zeros_like(before.terminated), told.terminated),
-            placed(np.zeros_like(before.truncated), told.truncated),
-            placed(before.present, present),
+            placed(np.zeros_like(last.rewards), told.rewards),
+            placed(np.zeros_like(last.terminations), told.terminations),
+            placed(np.zeros_like(last.truncations), told.truncations),
+            placed(np.zeros_like(last.terminated), told.terminated),
+            placed(np.zeros_like(last.truncated), told.truncated),
+            placed(last.present, present),
             self._batch.acting_now.copy(),
             InfoColumns(told, self.agents),
-            placed(before.observed, present),
-            placed(np.zeros_like(before.rewarded), present),
+            placed(last.observed, present),
+            placed(np.zeros_like(last.rewarded), present),
         )
+        return self._latest
 
     def _observations(self, told: Received) -> list[Any]:
         observations = told.observations

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
-from marl_parallel.runtime.values import Mismatch, as_array
+from marl_parallel.runtime.values import Mismatch, as_array, fits_block
 
 _ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
 _SEQUENCES = (list, tuple)
@@ -26,14 +26,14 @@ def zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
         >>> zeros(spaces.Dict({"seen": spaces.Box(0, 1, (2,))}), (3,))["seen"].shape
         (3, 2)
     """
-    if type(space) is spaces.Dict:
+    if isinstance(space, spaces.Dict):
         return {key: zeros(child, shape) for key, child in space.spaces.items()}
-    if type(space) is spaces.Tuple:
+    if isinstance(space, spaces.Tuple):
         return tuple(zeros(child, shape) for child in space.spaces)
-    if type(space) is spaces.Discrete:
+    if isinstance(space, spaces.Discrete):
         return np.zeros(shape, _WHOLE_NUMBERS)
-    if type(space) in _ARRAYS:
-        return np.zeros((*shape, *(space.shape or ())), space.dtype)
+    if isinstance(space, _ARRAYS):
+        return np.zeros((*shape, *space.shape), space.dtype)
     return np.full(shape, None, object)
 
 
@@ -57,14 +57,10 @@ def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
     if isinstance(space, _ARRAYS):  # asked first: it takes long to see that something is no spaces.Dict
         return as_array(values, space.dtype, (*shape, *space.shape))
     if isinstance(space, spaces.Dict):
-        if not isinstance(values, Mapping) or values.keys() != space.spaces.keys():
-            form = f"the keys {[*values]}" if isinstance(values, Mapping) else type(values).__name__
-            raise Mismatch(f"expected a dict with the keys {[*space.spaces]}, got {form}")
-        return {key: conform(child, values[key], shape) for key, child in space.spaces.items()}
+        parts = _children(space, values)
+        return {key: conform(child, parts[key], shape) for key, child in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        if not isinstance(values, tuple) or len(values) != len(space.spaces):
-            raise Mismatch(f"expected a tuple of {len(space.spaces)}, got {type(values).__name__}")
-        return tuple(conform(child, part, shape) for child, part in zip(space.spaces, values))
+        return tuple(conform(child, part, shape) for child, part in zip(space.spaces, _parts(space, values)))
     return as_array(values, np.dtype(space.dtype), (*shape, *(space.shape or ())))
 
 
@@ -127,7 +123,7 @@ def put(stacked: Any, place: tuple[int, int], value: Any, whose: str) -> None:
     """Put one value where it belongs.
 
     Raises:
-        ValueError: It is of another form.
+        ValueError: It is of another form, shape or dtype.
     """
     if isinstance(stacked, dict) and isinstance(value, dict) and stacked.keys() == value.keys():
         for key, child in stacked.items():
@@ -135,10 +131,13 @@ def put(stacked: Any, place: tuple[int, int], value: Any, whose: str) -> None:
     elif isinstance(stacked, tuple) and isinstance(value, tuple) and len(stacked) == len(value):
         for child, part in zip(stacked, value):
             put(child, place, part, whose)
-    elif isinstance(stacked, np.ndarray) and (stacked.dtype == object or np.shape(value) == stacked.shape[2:]):
-        stacked[place] = value
+    elif isinstance(stacked, np.ndarray):
+        try:
+            stacked[place] = value if stacked.dtype == object else as_array(value, stacked.dtype, stacked.shape[2:])
+        except Mismatch as error:
+            raise ValueError(f"{whose}: {error}") from None
     else:
-        raise ValueError(f"{whose} observed {value!r}, which is not of the form that its space declares")
+        raise ValueError(f"{whose} is {value!r}, which is not of the form that its space declares")
 
 
 def clear(stacked: Any, place: Any) -> None:
@@ -171,10 +170,51 @@ def flat(stacked: NDArray[Any]) -> NDArray[Any]:
     return merged
 
 
-def at(space: Space[Any], stacked: Any, place: int) -> Any:
-    """One value."""
-    if isinstance(space, spaces.Dict) and isinstance(stacked, Mapping):
-        return {key: at(child, stacked[key], place) for key, child in space.spaces.items()}
-    if isinstance(space, spaces.Tuple) and isinstance(stacked, tuple) and len(stacked) == len(space.spaces):
-        return tuple(at(child, part, place) for child, part in zip(space.spaces, stacked))
-    return stacked[place]
+def picked(space: Space[Any], values: Any, rows: Sequence[int], count: int) -> Sequence[Any]:
+    """Some of many values, one by one, in the dtypes that their space declares; no other is looked at.
+
+    Args:
+        space: Of one value.
+        values: Stacked; what has no fixed form as a sequence.
+        rows: Which.
+        count: How many there are.
+
+    Raises:
+        Mismatch: They are not so many, or those are of another form, shape or dtype.
+
+    Example:
+        >>> picked(spaces.Dict({"go": spaces.Discrete(3)}), {"go": np.array([2, -1, 0])}, [0, 2], 3)
+        [{'go': np.int64(2)}, {'go': np.int64(0)}]
+    """
+    if not rows:
+        return []
+    if type(space) is spaces.Dict:
+        parts = _children(space, values)
+        columns = [picked(child, parts[key], rows, count) for key, child in space.spaces.items()]
+        return [dict(zip(space.spaces, row)) for row in zip(*columns)] if columns else [{} for _ in rows]
+    if type(space) is spaces.Tuple:
+        columns = [picked(child, part, rows, count) for child, part in zip(space.spaces, _parts(space, values))]
+        return [*zip(*columns)] if columns else [()] * len(rows)
+    if not fits_block(space):
+        if not isinstance(values, list | tuple | np.ndarray) or len(values) != count:
+            got = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
+            raise Mismatch(f"expected a sequence of {count} values, got {got}")
+        return [values[row] for row in rows]
+    array = np.asarray(values)
+    if array.shape[:1] != (count,):
+        raise Mismatch(f"expected an array of shape {(count, *(space.shape or ()))}, got shape {array.shape}")
+    dtype = _WHOLE_NUMBERS if isinstance(space, spaces.Discrete) else np.dtype(space.dtype)
+    return [*as_array(array[rows], dtype, (len(rows), *(space.shape or ())))]
+
+
+def _children(space: spaces.Dict, values: Any) -> Mapping[Any, Any]:
+    if not isinstance(values, Mapping) or values.keys() != space.spaces.keys():
+        form = f"the keys {[*values]}" if isinstance(values, Mapping) else type(values).__name__
+        raise Mismatch(f"expected a dict with the keys {[*space.spaces]}, got {form}")
+    return values
+
+
+def _parts(space: spaces.Tuple, values: Any) -> tuple[Any, ...]:
+    if not isinstance(values, tuple) or len(values) != len(space.spaces):
+        raise Mismatch(f"expected a tuple of {len(space.spaces)}, got {type(values).__name__}")
+    return values

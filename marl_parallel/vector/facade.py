@@ -139,11 +139,9 @@ class Stepper(Holder):
         self.claim()
         if env_ids is not None and self.latest is None and len(env_ids) < self.env.num_envs:
             raise ResetNeeded("reset all environments before resetting some of them")
+        last = None if env_ids is None or self.latest is None else self.batch.last()
         ids, told = self.env._reset(seed, options, env_ids)
-        if self.latest is None or len(ids) == self.env.num_envs:
-            self.latest = self.batch.read(told)
-        else:
-            self.latest = self.batch.read_some(ids, told, self.latest)
+        self.latest = self.batch.read(told) if last is None else self.batch.read_some(ids, told, last)
         return self.latest
 
     def step(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Arrays:
@@ -161,11 +159,10 @@ class Stepper(Holder):
         self._check_may_step("step")
         env._check_idle("step")
         ids = env._checked_ids(env_ids)
-        told = env._step(ids, self.batch.write(actions, ids))
-        if len(ids) < env.num_envs and self.latest is not None:
-            self.latest = self.batch.read_some(ids, told, self.latest)
-        else:
-            self.latest = self.batch.read(told)
+        written = self.batch.write(actions, ids)
+        last = None if len(ids) == env.num_envs or self.latest is None else self.batch.last()
+        told = env._step(ids, written)
+        self.latest = self.batch.read(told) if last is None else self.batch.read_some(ids, told, last)
         return self.latest
 
     def send(self, actions: Actions) -> None:
