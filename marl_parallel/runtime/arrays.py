@@ -62,6 +62,8 @@ class Arrays(NamedTuple):
         infos: By environment, its infos as they are in the dicts, where any of them says something; not to be changed.
         observed: `(num_envs, n)`, bool: whose observations are data.
         rewarded: `(num_envs, n)`, bool: who has a reward.
+        quiet: True where everybody is there and acts, no flag is set and no infos are told, as with most steps; that
+            may be so with False, too.
     """
 
     observations: list[Any]
@@ -75,6 +77,7 @@ class Arrays(NamedTuple):
     infos: Mapping[int, dict[Any, Any]]
     observed: NDArray[np.bool_]
     rewarded: NDArray[np.bool_]
+    quiet: bool = False
 
 
 class Stacked(NamedTuple):
@@ -283,7 +286,8 @@ class ArrayBatch(ArrayView):
         elif not told and self._batch.transitions.all_quiet():
             self._batch.note_quiet(range(self._num_envs))
             self._apart.clear()
-            return self._unflagged(self._all_observations(), self._batch.transitions.all_rewards(), self._everybody)
+            rewards = self._batch.transitions.all_rewards()
+            return self._unflagged(self._all_observations(), rewards, self._everybody, quiet=True)
         else:
             arrays = self._from_block()
         for env_id in range(self._num_envs):
@@ -299,13 +303,15 @@ class ArrayBatch(ArrayView):
         observations = [stacking.zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
         return self._unflagged(observations, np.zeros(self._shape), self._nobody)
 
-    def _unflagged(self, observations: list[Any], rewards: NDArray[np.float64], there: NDArray[np.bool_]) -> Arrays:
+    def _unflagged(
+        self, observations: list[Any], rewards: NDArray[np.float64], there: NDArray[np.bool_], *, quiet: bool = False
+    ) -> Arrays:
         """With these agents there and acting, and no flag set."""
         no = self._nobody
         of_all = no[:, 0]
         return Arrays(
             observations, rewards, no.copy(), no.copy(), of_all.copy(), of_all.copy(),
-            there.copy(), there.copy(), {}, there.copy(), there.copy(),
+            there.copy(), there.copy(), {}, there.copy(), there.copy(), quiet,
         )  # fmt: skip
 
     def _from_block(self) -> Arrays:
@@ -373,7 +379,7 @@ class ArrayBatch(ArrayView):
 
     def _clear(self, arrays: Arrays, env_id: int) -> None:
         for part in arrays:
-            if part is not arrays.infos:
+            if part is not arrays.infos and part is not arrays.quiet:
                 stacking.clear(part, env_id)
 
     def _put_observations(self, arrays: Arrays, env_id: int, seen: Mapping[Any, Any]) -> None:

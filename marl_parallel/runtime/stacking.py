@@ -214,7 +214,8 @@ def _children(space: spaces.Dict, values: Any) -> Mapping[Any, Any]:
     return values
 
 
-def _parts(space: spaces.Tuple, values: Any) -> tuple[Any, ...]:
-    if not isinstance(values, tuple) or len(values) != len(space.spaces):
-        raise Mismatch(f"expected a tuple of {len(space.spaces)}, got {type(values).__name__}")
+def _parts(space: Space[Any], values: Any) -> tuple[Any, ...]:
+    count = len(space.spaces)  # type: ignore[attr-defined]
+    if not isinstance(values, tuple) or len(values) != count:
+        raise Mismatch(f"expected a tuple of {count}, got {type(values).__name__}")
     return values

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays
+from marl_parallel.vector.ends import handed_down, took_part
 from marl_parallel.vector.facade import Inquiries, Stepper
-from marl_parallel.vector.infos import vector_infos
+from marl_parallel.vector.infos import own_infos, vector_infos
 
 try:
     from agilerl.vector.pz_vec_env import PettingZooVecEnv
@@ -152,19 +153,17 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
         arrays = self._stepper.receive(timeout)
-        over = arrays.terminated | arrays.truncated
-        took_part, terminations, truncations = arrays.rewarded, arrays.terminations, arrays.truncations
-        if not took_part.all() or over.any():
-            took_part = self._who_took_part(arrays, over)
-            unflagged = took_part & ~(terminations | truncations)
-            terminations = terminations | (unflagged & arrays.terminated[:, None])
-            truncations = truncations | (unflagged & arrays.truncated[:, None])
+        whom, flags = arrays.rewarded, (arrays.terminations, arrays.truncations)
+        if not arrays.quiet:
+            whom = took_part(arrays, self.agents, same_step=True)
+            flags = handed_down(arrays, whom)
+        terminations, truncations = flags
         return (
             self._seen(arrays),
-            self._by_agent(np.where(took_part, arrays.rewards, np.nan)),
-            self._marked(terminations, took_part),
-            self._marked(truncations, took_part),
-            self._infos(arrays, over),
+            self._by_agent(np.where(whom, arrays.rewards, np.nan)),
+            self._marked(terminations, whom),
+            self._marked(truncations, whom),
+            self._infos(arrays, arrays.terminated | arrays.truncated),
         )
 
     # -- the rest --------------------------------------------------------------------------------------------------
@@ -213,13 +212,6 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
 
     # -- out of the core -------------------------------------------------------------------------------------------
 
-    def _who_took_part(self, arrays: Arrays, over: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        took_part = arrays.rewarded | arrays.terminations | arrays.truncations | (arrays.observed & ~over[:, None])
-        for env_id in np.flatnonzero(over).tolist():  # what is observed there is the new episode
-            for place, agent in enumerate(self.agents):
-                took_part[env_id, place] |= "final_obs" in arrays.infos.get(env_id, {}).get(agent, {})
-        return took_part
-
     def _by_agent(self, array: NDArray[Any]) -> ByAgent:
         return dict(zip(self.agents, array.T))
 
@@ -248,7 +240,12 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
         }
         for agent in self.agents:
             rows = (
-                (env_id, self._told(told.get(agent, {}), of_copies[env_id], over is not None and bool(over[env_id])))
+                (
+                    env_id,
+                    self._told(
+                        own_infos(env_id, told, agent), of_copies[env_id], over is not None and bool(over[env_id])
+                    ),
+                )
                 for env_id, told in arrays.infos.items()
             )
             infos[agent] = vector_infos(rows, self.num_envs) if of_copies else {}
@@ -258,7 +255,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
         return infos
 
     @staticmethod
-    def _told(info: dict[Any, Any], of_copy: dict[Any, Any], over: bool) -> dict[Any, Any]:
+    def _told(info: Mapping[Any, Any], of_copy: dict[Any, Any], over: bool) -> dict[Any, Any]:
         if not over:
             return {**of_copy, **info}
         last = {key: value for key, value in info.items() if key not in _OURS}

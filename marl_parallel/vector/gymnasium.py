@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays, Stacked
 from marl_parallel.runtime.layout import evenly_spaced
 from marl_parallel.runtime.native_arrays import InfoColumns
+from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
-from marl_parallel.vector.infos import infos_by_row, vector_infos
+from marl_parallel.vector.infos import infos_by_row, own_infos, vector_infos
 from marl_parallel.vector.rows import chosen, rows_of, stacked, still
 
 _OURS = ("final_obs", "reset_info")
@@ -88,6 +90,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self._everywhere = np.ones(self.num_envs, np.bool_)
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
+        self._deaths = Deaths(self._copies, len(self.agents))
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -110,6 +113,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         mask = options.pop("reset_mask", None)
         env_ids = None if mask is None else self._masked(mask)
         arrays = self._stepper.reset(self._seeds(seed, env_ids), options or None, env_ids)
+        self._deaths.forget(env_ids)
         return self._seen(arrays), self._infos(arrays, None)
 
     def step(self, actions: Any) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
@@ -170,8 +174,14 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if self._others:
             latest = self._stepper.latest
             seen = self._batch.by_agent(latest.observations) if latest is not None else {}
-            by_agents += [Stacked((agent,), _one_more(self._act(agent, seen.get(agent)))) for agent in self._others]
+            by_agents += [Stacked((agent,), self._of_other(agent, seen.get(agent))) for agent in self._others]
         return by_agents
+
+    def _of_other(self, agent: AgentID, seen: Any) -> Any:
+        try:
+            return stacked(self.parallel_env._schema.action_spaces[agent], self._act(agent, seen), self._copies, 1)
+        except ValueError as error:
+            raise ValueError(f"others, for agent {agent!r}: {error}") from error
 
     def _stand_still(self, agent: AgentID, _: Any) -> Any:
         return still(self.parallel_env._schema.action_spaces[agent], self._copies)
@@ -213,24 +223,32 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return rows_of(arrays.observations[self._group], self._members)
 
     def _flat(self, array: NDArray[Any]) -> NDArray[Any]:
-        return array.ravel() if self._which is None else array[:, self._which].ravel()
+        return self._of_rows(array).ravel()
+
+    def _of_rows(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array if self._which is None else array[:, self._which]
 
     def _told(self, arrays: Arrays) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        terminations, truncations = self._flat(arrays.terminations), self._flat(arrays.truncations)
-        over = arrays.terminated | arrays.truncated
-        if np.count_nonzero(over):  # rows that have no flag of their own end with their copy
-            unflagged = _repeated(over, len(self.agents)) > (terminations | truncations)
-            if np.count_nonzero(unflagged):
-                terminations |= unflagged & _repeated(arrays.terminated, len(self.agents))
-                truncations |= unflagged & _repeated(arrays.truncated, len(self.agents))
+        flags = self._of_rows(arrays.terminations), self._of_rows(arrays.truncations)
+        if not arrays.quiet or self._deaths.any:
+            were_dead = self._deaths.dead if self._deaths.any else None
+            flags = self._deaths.told(flags, arrays)
+            if were_dead is not None:
+                self._silence(arrays, were_dead)
+        terminations, truncations = flags[0].ravel(), flags[1].ravel()
         observations = self._seen(arrays)
-        return (
-            observations,
-            self._flat(arrays.rewards),
-            terminations,
-            truncations,
-            self._infos(arrays, terminations | truncations if self._same_step else None, observations),
-        )
+        infos = self._infos(arrays, terminations | truncations if self._same_step else None, observations)
+        return observations, self._flat(arrays.rewards), terminations, truncations, infos
+
+    def _silence(self, arrays: Arrays, dead: NDArray[np.bool_]) -> None:
+        """Have nothing said of rows that were dead before, whatever their simulator says of them."""
+        silent = np.zeros(arrays.rewards.shape, np.bool_)
+        silent[:, self._places] = dead
+        arrays.rewards[silent] = 0.0
+        if self._same_step:  # where the next episode has begun, they are there again
+            silent &= ~(arrays.terminated | arrays.truncated)[:, None]
+        arrays.present[silent] = False
+        stacking.clear(arrays.observations[self._group], silent[:, self._batch.groups[self._group].positions])
 
     def _infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any = None) -> dict[str, Any]:
         infos: dict[str, Any] = {}
@@ -247,7 +265,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         for env_id, infos in arrays.infos.items():
             of_copy = {key: info for key, info in infos.items() if key not in self._batch.agents}
             for place, agent in enumerate(self.agents):
-                rows[env_id * len(self.agents) + place] = {**infos.get(agent, {}), **of_copy}
+                rows[env_id * len(self.agents) + place] = {**of_copy, **own_infos(env_id, infos, agent)}
         for row in [] if done is None else np.flatnonzero(done).tolist():
             self._lay_out(rows, row, arrays, observations)
         return vector_infos(sorted(rows.items()), self.num_envs)
@@ -260,22 +278,16 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if arrays.terminated[env_id] or arrays.truncated[env_id]:
             nothing = gymnasium.vector.utils.create_empty_array(self.single_observation_space, 1, np.zeros)
             final = told.get("final_obs", _row(self.single_observation_space, nothing, 0))
-            common = {key: value for key, value in last.items() if key in arrays.infos.get(env_id, {})}
-            on_top = {**told.get("reset_info", {}), **common}
+            of_copy = {k: v for k, v in arrays.infos.get(env_id, {}).items() if k not in self._batch.agents}
+            on_top = {**{key: _of_reset(value) for key, value in of_copy.items()}, **told.get("reset_info", {})}
         else:  # the copy goes on without this agent
             final, on_top = _row(self.single_observation_space, observations, row), last
         rows[row] = {**on_top, "final_obs": final, "final_info": last}
 
 
-def _repeated(of_copies: NDArray[Any], several: int) -> NDArray[Any]:
-    return of_copies if several == 1 else of_copies.repeat(several)
-
-
-def _one_more(values: Any) -> Any:
-    """One agent's values, as those of several that are one."""
-    if isinstance(values, dict):
-        return {key: _one_more(child) for key, child in values.items()}
-    return tuple(map(_one_more, values)) if isinstance(values, tuple) else np.asarray(values)[:, None]
+def _of_reset(info: Any) -> Any:
+    """What the reset has said of a copy, where that is known, else what the step has."""
+    return info["reset_info"] if isinstance(info, Mapping) and "reset_info" in info else info
 
 
 def _row(space: Space[Any], stacked: Any, row: int) -> Any:

@@ -47,10 +47,24 @@ def vector_infos(infos: Iterable[tuple[int, Mapping[Any, Any]]], num_rows: int) 
     return result
 
 
+def own_infos(env_id: int, infos: Mapping[Any, Any], agent: AgentID) -> Mapping[Any, Any]:
+    """What an environment says of one agent; nothing where that is None.
+
+    Raises:
+        ValueError: It is no dict.
+    """
+    own = infos.get(agent)
+    if own is not None and not isinstance(own, Mapping):
+        raise ValueError(f"environment {env_id}: the infos of agent {agent!r} must be a dict, got {own!r}")
+    return own or {}
+
+
 def infos_by_agent(
     infos: Mapping[int, Mapping[Any, Any]], agents: Sequence[AgentID], num_envs: int
 ) -> dict[Any, dict[Any, Any]]:
     """By agent, or under whatever other key there is, what all environments have to say.
+
+    What is no dict of an environment's own is an array under its key, with a mask beside it.
 
     Args:
         infos: By environment and agent.
@@ -67,11 +81,17 @@ def infos_by_agent(
         return by_agent | ({COMMON: _placed(told.common, rows, rows, num_envs)} if told.common else {})
     if not infos:
         return {agent: {} for agent in agents}
-    keys = dict.fromkeys([*agents, *(key for of_env in infos.values() for key in of_env)])
-    return {
-        key: vector_infos(((env_id, of_env[key]) for env_id, of_env in infos.items() if key in of_env), num_envs)
-        for key in keys
+    told_of: dict[Any, dict[Any, Any]] = {
+        agent: vector_infos(((env_id, own_infos(env_id, of_env, agent)) for env_id, of_env in infos.items()), num_envs)
+        for agent in agents
     }
+    for key in dict.fromkeys([key for of_env in infos.values() for key in of_env if key not in told_of]):
+        of_key = {env_id: of_env[key] for env_id, of_env in infos.items() if key in of_env}
+        if all(isinstance(value, Mapping) for value in of_key.values()):
+            told_of[key] = vector_infos(of_key.items(), num_envs)
+        else:
+            told_of |= vector_infos([(env_id, {key: value}) for env_id, value in of_key.items()], num_envs)
+    return told_of
 
 
 def infos_by_row(infos: InfoColumns, which: slice | list[int] | None, several: int, num_envs: int) -> dict[Any, Any]:
@@ -152,12 +172,15 @@ def _of_numbers(rows: Sequence[int], values: Sequence[Any], num_rows: int) -> ND
     arrays = [np.asarray(value) for value in values if isinstance(value, (np.ndarray, *_NUMBERS))]
     if len(arrays) < len(values) or len({array.shape for array in arrays}) > 1:
         return None
-    if len({isinstance(value, np.ndarray) for value in values}) > 1 or arrays[0].dtype == object:
+    dtypes = {array.dtype for array in arrays}
+    if len({isinstance(value, np.ndarray) for value in values}) > 1 or any(dtype.hasobject for dtype in dtypes):
         return None
     try:
-        dtype = np.result_type(*{array.dtype for array in arrays})
+        dtype = np.result_type(*dtypes)
     except TypeError:
         return None
     joined = np.zeros((num_rows, *arrays[0].shape), dtype)
     joined[list(rows)] = arrays
+    if len(dtypes) > 1 and not all(np.array_equal(joined[row], array) for row, array in zip(rows, arrays)):
+        return None  # texts, or whole numbers that no float can hold
     return joined

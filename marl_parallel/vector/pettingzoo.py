@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays
+from marl_parallel.vector.ends import handed_down, took_part
 from marl_parallel.vector.facade import Inquiries, Stepper
 from marl_parallel.vector.infos import infos_by_agent
 from marl_parallel.vector.single import SingleEnv
@@ -26,8 +27,9 @@ class PettingZooVecEnv(Inquiries):
 
     Observations are in the form of the agent's batched space: an array `(num_envs, ...)`, or dicts and tuples of them.
     Rewards are float64 and flags bool, `(num_envs,)`. Every agent is always there; in copies where it is absent its
-    rows are zeros, and `present[agent]` says which rows are data, `acting[agent]` which want an action. Infos are laid
-    out by agent as in Gymnasium's vector environments; those of the copy, not an agent, are under their own key.
+    rows are zeros, and `present[agent]` says which rows are data, `acting[agent]` which want an action. Where an
+    episode ends and an agent that took part has no flag of its own, it has its copy's. Infos are laid out by agent as
+    in Gymnasium's vector environments; those of the copy, not an agent, are under their own key.
 
     Auto-reset is whatever the environment was made with. With `auto_reset=False`, PettingZoo's own loop over `agents`
     runs unchanged; it ends when nobody is left in any copy.
@@ -70,19 +72,21 @@ class PettingZooVecEnv(Inquiries):
             {agent: batch_space(declared[agent], self.num_envs) for agent in self.possible_agents}
             for declared in self._single
         )
+        self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
         self._present = self._acting = np.zeros((self.num_envs, len(self.possible_agents)), np.bool_)
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
     @property
     def agents(self) -> list[AgentID]:
-        """Who is alive in any copy."""
-        alive = {agent for agents in self.env._batch.alive for agent in agents}
+        """Who is alive in any copy whose episode goes on."""
+        batch = self.env._batch
+        alive = {agent for agents, over in zip(batch.alive, batch.over) if not over for agent in agents}
         return [agent for agent in self.possible_agents if agent in alive]
 
     @property
     def num_agents(self) -> int:
-        """How many are alive in any copy."""
+        """How many `agents` there are."""
         return len(self.agents)
 
     @property
@@ -181,11 +185,17 @@ class PettingZooVecEnv(Inquiries):
 
     def _told(self, arrays: Arrays) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
         self._present, self._acting = arrays.present, arrays.acting
+        flags = arrays.terminations, arrays.truncations
+        if not arrays.quiet and np.count_nonzero(
+            (arrays.terminated | arrays.truncated)[:, None] > (arrays.terminations | arrays.truncations)
+        ):
+            flags = handed_down(arrays, took_part(arrays, self.possible_agents, same_step=self._same_step))
+        terminations, truncations = flags
         return (
             self._batch.by_agent(arrays.observations),
             self._by_agent(arrays.rewards),
-            self._by_agent(arrays.terminations),
-            self._by_agent(arrays.truncations),
+            self._by_agent(terminations),
+            self._by_agent(truncations),
             infos_by_agent(arrays.infos, self.possible_agents, self.num_envs),
         )
 

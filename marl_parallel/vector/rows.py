@@ -93,8 +93,10 @@ def still(space: Space[Any], copies: int) -> Any:
         return tuple(still(child, copies) for child in space.spaces)
     if isinstance(space, spaces.Box):
         one = np.clip(np.zeros(space.shape, space.dtype), space.low, space.high)
-    elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        one = np.asarray(space.start, space.dtype)
+    elif isinstance(space, spaces.Discrete):
+        one = np.asarray(np.clip(0, space.start, space.start + space.n - 1), space.dtype)
+    elif isinstance(space, spaces.MultiDiscrete):
+        one = np.clip(0, space.start, space.start + space.nvec - 1).astype(space.dtype)
     elif isinstance(space, spaces.MultiBinary):
         one = np.zeros(space.shape, space.dtype)
     else:

@@ -17,9 +17,12 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import attributes
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays, Stacked
 from marl_parallel.runtime.values import fits_block, zeros
+from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
+from marl_parallel.vector.infos import own_infos
 from marl_parallel.vector.rows import chosen, rows_of, stacked
 
 try:
@@ -93,7 +96,7 @@ class SB3VecEnv(VecEnv):
         self._first_seed: int | None = None
         self._waiting = False
         rows = env.num_envs * self._per_copy
-        self._dead = np.zeros((env.num_envs, self._per_copy), np.bool_)
+        self._deaths = Deaths(env.num_envs, self._per_copy)
         self.present, self.acting = np.zeros(rows, np.bool_), np.zeros(rows, np.bool_)
         super().__init__(rows, schema.observation_spaces[self.agents[0]], schema.action_spaces[self.agents[0]])
 
@@ -115,7 +118,7 @@ class SB3VecEnv(VecEnv):
         arrays = self._stepper.reset(self._first_seed, options)
         self._reset_seeds()
         self._reset_options()
-        self._dead[...] = False
+        self._deaths.forget()
         self._note(arrays)
         self.reset_infos = self._new_infos(arrays)
         return rows_of(arrays.observations[self._group], self._members)
@@ -153,22 +156,17 @@ class SB3VecEnv(VecEnv):
         for info in infos:
             info["TimeLimit.truncated"] = False
         observations = rows_of(arrays.observations[self._group], self._members)
-        over = arrays.terminated | arrays.truncated
-        if over.any() or self._dead.any() or arrays.terminations.any() or arrays.truncations.any():
-            dones = self._end(arrays, over, observations, infos)
-        else:
+        if arrays.quiet and not self._deaths.any:
             dones = np.zeros(self.num_envs, np.bool_)
+        else:
+            dones = self._end(arrays, observations, infos)
         return observations, arrays.rewards.ravel(), dones, infos
 
-    def _end(
-        self, arrays: Arrays, over: NDArray[np.bool_], observations: Any, infos: list[dict[str, Any]]
-    ) -> NDArray[np.bool_]:
+    def _end(self, arrays: Arrays, observations: Any, infos: list[dict[str, Any]]) -> NDArray[np.bool_]:
         """Where rows are done, say so in infos and put the next observation in place; returns who is."""
-        of_copy, were_dead = over[:, None], self._dead
-        died = (arrays.terminations | arrays.truncations) & ~were_dead
-        dones = died | of_copy
-        # An agent's own flags; where it has none, those of its copy.
-        cut_off = np.where(died, ~arrays.terminations, (arrays.truncated & ~arrays.terminated)[:, None]) & ~were_dead
+        over, were_dead = arrays.terminated | arrays.truncated, self._deaths.dead
+        terminations, truncations = self._deaths.told((arrays.terminations, arrays.truncations), arrays)
+        dones, cut_off = terminations | truncations, truncations & ~terminations & ~were_dead
         for row in np.flatnonzero(dones).tolist():
             place, info = divmod(row, self._per_copy), infos[row]
             last = None
@@ -181,8 +179,7 @@ class SB3VecEnv(VecEnv):
             info["terminal_observation"] = self._own(last) if known else zeros(self.observation_space)
             info["TimeLimit.truncated"] = bool(cut_off[place]) and known
         arrays.rewards[were_dead] = 0.0
-        self._dead = (were_dead | died) & ~of_copy
-        _clear(observations, np.flatnonzero(self._dead))
+        stacking.clear(observations, np.flatnonzero(self._deaths.dead))
         return dones.ravel()
 
     def _own(self, value: Any) -> Any:
@@ -197,7 +194,7 @@ class SB3VecEnv(VecEnv):
         for env_id, infos in arrays.infos.items():
             for place, agent in enumerate(self.agents):
                 of_copy = {key: copy.copy(info) for key, info in infos.items() if key not in self.agents}
-                rows[env_id * self._per_copy + place] = {**of_copy, **infos.get(agent, {})}
+                rows[env_id * self._per_copy + place] = {**of_copy, **own_infos(env_id, infos, agent)}
         return rows
 
     # -- before a reset --------------------------------------------------------------------------------------------
@@ -331,11 +328,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_copied, value))
     return value.copy() if isinstance(value, np.ndarray) else value
-
-
-def _clear(stacked: Any, rows: NDArray[np.intp]) -> None:
-    if isinstance(stacked, np.ndarray):
-        stacked[rows] = 0
-    else:
-        for child in stacked.values() if isinstance(stacked, dict) else stacked:
-            _clear(child, rows)

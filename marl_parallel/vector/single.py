@@ -44,8 +44,9 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
 
     @property
     def agents(self) -> list[AgentID]:
-        """Who is alive."""
-        return [*self._env._batch.alive[self._env_id]]
+        """Who is alive; nobody once the episode is over."""
+        batch = self._env._batch
+        return [] if batch.over[self._env_id] else [*batch.alive[self._env_id]]
 
     def observation_space(self, agent: AgentID) -> Space[Any]:
         """Of one agent."""
@@ -66,11 +67,13 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         return observations, infos
 
     def step(self, actions: dict[AgentID, Any]) -> tuple[dict[AgentID, Any], ...]:
-        """Step once; `__all__` is left out, as PettingZoo knows no such key."""
+        """Step once; `__all__` is left out, as PettingZoo knows no such key: who has no flag of its own has this."""
         told = self._env.step([actions], env_ids=[self._env_id])
         observations, rewards, terminateds, truncateds, infos = (dicts[0] for dicts in told)
+        left = self._env._batch.alive[self._env_id] if terminateds[ALL] or truncateds[ALL] else []
         terminations, truncations = (
-            {a: f for a, f in flags.items() if a != ALL} for flags in (terminateds, truncateds)
+            {**{a: f for a, f in flags.items() if a != ALL}, **dict.fromkeys(left, flags[ALL])}
+            for flags in (terminateds, truncateds)
         )
         return observations, rewards, terminations, truncations, infos
 

@@ -27,6 +27,9 @@ from marl_parallel.vector.infos import vector_infos
         ([{"x": 1}, 1], object),
         ([[1], [1, 2]], object),
         ([2**70, 1], object),
+        ([2**63 + 1, 2**60 + 1], object),
+        ([2**63, 2**60], np.float64),
+        ([np.array(["a"]), np.array([1])], object),
     ],
 )
 def test_kinds(values, dtype, order):

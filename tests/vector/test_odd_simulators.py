@@ -1,0 +1,348 @@
+"""Facades over simulators that do what few do, and everybody may: the core's dicts say it, so must arrays."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+
+from marl_parallel import ParallelEnv
+from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
+
+TRAVELS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
+NOBODY = {"a": np.zeros(2, np.int64), "b": np.zeros(2, np.int64)}
+
+
+class Odd(gymnasium.Env):
+    """Two agents that see the time, in an episode that only `__all__` ends.
+
+    Args:
+        seen: The observation space.
+        acts: The action space.
+        look: What each agent sees at a time.
+        infos: What is said at a time.
+        first: What a reset says.
+        flags: Who has terminated at a time.
+        length: Of an episode.
+    """
+
+    possible_agents = ("a", "b")
+
+    def __init__(
+        self,
+        seen: spaces.Space = spaces.Box(-9e9, 9e9, (1,)),  # noqa: B008
+        acts: spaces.Space = spaces.Discrete(3),  # noqa: B008
+        look: Callable[[int], Any] = lambda time: np.full(1, time, np.float32),
+        infos: Callable[[int], dict] = lambda time: {},
+        first: dict | None = None,
+        flags: Callable[[int], dict] = lambda time: {},
+        length: int = 99,
+    ) -> None:
+        self.observation_space = spaces.Dict({"a": seen, "b": seen})
+        self.action_space = spaces.Dict({"a": acts, "b": acts})
+        self.look, self.infos, self.first, self.flags, self.length = look, infos, first or {}, flags, length
+
+    def both(self) -> dict[str, Any]:
+        return {"a": self.look(self.time), "b": self.look(self.time)}
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.time = 0
+        return self.both(), self.first
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        self.time, self.actions = self.time + 1, actions
+        over = {"__all__": self.time == self.length}
+        return self.both(), {"a": 1.0, "b": 1.0}, {**over, **self.flags(self.time)}, {}, self.infos(self.time)
+
+
+@pytest.fixture
+def by_agent():
+    """Makes two copies, by agent."""
+    made = []
+
+    def make(mode: Any = True, shared_memory: bool = True, **how: Any) -> PettingZooVecEnv:
+        parallel = ParallelEnv([lambda: Odd(**how)] * 2, mode, backend="serial", shared_memory=shared_memory)
+        made.append(PettingZooVecEnv(parallel))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+@pytest.fixture
+def in_rows():
+    """Makes two copies, in rows."""
+    made = []
+
+    def make(mode: Any = "NEXT_STEP", agents: Any = None, others: Any = None, **how: Any) -> GymnasiumVectorEnv:
+        parallel = ParallelEnv([lambda: Odd(**how)] * 2, mode, backend="serial")
+        made.append(GymnasiumVectorEnv(parallel, agents, others))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+# Partial resets
+
+
+class Level(enum.IntEnum):
+    LOW, MIDDLE, HIGH = 2, 3, 4
+
+
+@TRAVELS
+@pytest.mark.parametrize(
+    ("seen", "look"),
+    [
+        (spaces.Discrete(9), lambda time: np.array(time + 2)),
+        (spaces.Discrete(9), lambda time: Level(time + 2)),
+        (spaces.Discrete(9), lambda time: time + 2),
+        (spaces.Dict({"x": spaces.Discrete(9), "y": spaces.Box(0, 9, ())}), lambda t: {"x": np.array(t), "y": t + 0.5}),
+        (spaces.Text(3), lambda time: "abc"[: time + 1]),
+    ],
+    ids=["0-d", "enum", "int", "nested", "text"],
+)
+def test_a_partial_reset_leaves_the_others_alone(seen, look, shared_memory, by_agent):
+    env = by_agent(False, shared_memory, seen=seen, look=look)
+    env.reset()
+    env.step(NOBODY)
+    observations, *_ = env.step(NOBODY)
+    before, _ = env.reset(env_ids=[0])
+    assert str(_at(before["b"], 1)) == str(_at(observations["b"], 1))
+    assert str(_at(before["b"], 0)) != str(_at(observations["b"], 0))
+
+
+def _at(value: Any, row: int) -> Any:
+    return {key: child[row] for key, child in value.items()} if isinstance(value, dict) else value[row]
+
+
+@TRAVELS
+def test_what_is_written_into_arrays_does_not_come_back(shared_memory, by_agent):
+    env = by_agent(False, shared_memory)
+    env.reset()
+    observations, *_ = env.step(NOBODY)
+    observations["b"][...], env.present["b"][...] = 7, False
+    observations, _ = env.reset(env_ids=[0])
+    assert observations["b"].ravel().tolist() == [0, 1]
+    assert env.present["b"].tolist() == [True, True]
+
+
+def test_a_partial_reset_after_a_restart():
+    class Dying(Odd):
+        def __init__(self, env_id: int, restarts: int) -> None:
+            base = 1000 * env_id + 100 * restarts
+            super().__init__(look=lambda time: np.full(1, base + time, np.float32))
+            self.dies = env_id == 1 and not restarts
+
+        def step(self, actions: dict) -> tuple[dict, ...]:
+            if self.dies and self.time == 2:
+                os._exit(1)
+            return super().step(actions)
+
+    with PettingZooVecEnv(ParallelEnv([Dying] * 2, num_workers=1, on_error="restart")) as env:
+        env.reset()
+        for _ in range(3):
+            observations, *_ = env.step(NOBODY)
+        assert observations["a"].ravel().tolist() == [3, 1100]
+        observations, _ = env.reset(env_ids=[1])
+        assert observations["a"].ravel().tolist() == [3, 1100]
+
+
+# Ends
+
+
+def test_the_end_of_a_copy_is_the_end_of_those_in_it(by_agent):
+    for mode in ("SAME_STEP", "NEXT_STEP", "DISABLED"):
+        env = by_agent(mode, length=2)
+        env.reset()
+        assert not env.step(NOBODY)[2]["a"].any()
+        _, _, terminations, truncations, _ = env.step(NOBODY)
+        assert terminations["a"].all()
+        assert terminations["b"].all()
+        assert not truncations["a"].any()
+        assert env.agents == (["a", "b"] if mode == "SAME_STEP" else [])
+
+
+def test_pettingzoos_loop_ends_with_the_copy():
+    with ParallelEnv([lambda: Odd(length=3)], False, backend="serial") as parallel:
+        env, steps = PettingZooVecEnv(parallel).single(), 0
+        env.reset()
+        while env.agents:
+            *_, terminations, truncations, _ = env.step(dict.fromkeys(env.agents, 0))
+            steps += 1
+        assert steps == 3
+        assert terminations == {"a": True, "b": True}
+        assert truncations == {"a": False, "b": False}
+
+
+def test_a_death_is_told_once(in_rows):
+    env = RecordEpisodeStatistics(in_rows(length=6, flags=lambda time: {"a": time >= 2}))
+    for _ in range(2):
+        env.reset()
+        told = [env.step(np.zeros(4, np.int64)) for _ in range(6)]
+        assert [step[2][:2].tolist() for step in told] == [
+            [False, False], [True, False], [False, False], [False, False], [False, False], [True, True],
+        ]  # fmt: skip
+        assert [step[0][0, 0] for step in told] == [1, 2, 0, 0, 0, 0]
+        assert [step[1][0] for step in told] == [1, 1, 0, 0, 0, 0]
+        assert [step[4]["present"][0] for step in told] == [True, True, False, False, False, False]
+        assert [step[0][1, 0] for step in told] == [1, 2, 3, 4, 5, 6]
+    assert env.episode_count == 2 * 2 * 3
+
+
+def test_the_dead_are_back_with_the_next_episode(in_rows):
+    env = in_rows("SAME_STEP", length=3, flags=lambda time: {"a": time >= 1})
+    env.reset()
+    told = [env.step(np.zeros(4, np.int64)) for _ in range(4)]
+    assert [step[0][0, 0] for step in told] == [1, 0, 0, 1]
+    assert [bool(step[4]["present"][0]) for step in told] == [True, False, True, True]
+    assert [bool(step[2][0]) for step in told] == [True, False, True, True]
+
+
+# Actions
+
+
+@TRAVELS
+@pytest.mark.parametrize("actions", [np.array([0, 1, 2]), np.array([0]), np.array([0.5, 1.5]), 1, None], ids=repr)
+def test_actions_are_checked_wherever_they_travel(actions, shared_memory, by_agent):
+    env = by_agent(True, shared_memory)
+    env.reset()
+    with pytest.raises(ValueError, match="the actions of agent 'a': expected"):
+        env.step({"a": actions, "b": np.zeros(2, np.int64)})
+    assert env.get_attr("time") == (0, 0)
+
+
+@pytest.mark.parametrize("actions", ["xy", ["x", "y", "z"], 3])
+def test_actions_without_a_form_are_counted(actions, by_agent):
+    env = by_agent(acts=spaces.Text(3))
+    env.reset()
+    env.step({"a": ["x", "y"], "b": ("x", "y")})
+    with pytest.raises(ValueError, match="the actions of agent 'a': expected a sequence of 2 values, got"):
+        env.step({"a": actions, "b": ["x", "y"]})
+    assert env.get_attr("time") == (1, 1)
+
+
+@TRAVELS
+def test_a_part_of_an_action_is_missing(shared_memory, by_agent):
+    acts = spaces.Dict({"go": spaces.Discrete(3), "look": spaces.Tuple([spaces.Box(-1, 1, (2,))])})
+    env = by_agent(True, shared_memory, acts=acts)
+    env.reset()
+    whole = {"go": np.array([1, 2]), "look": (np.zeros((2, 2)),)}
+    env.step({"a": whole, "b": whole})
+    assert env.get_attr("actions")[1]["a"]["go"] == 2
+    with pytest.raises(ValueError, match=r"agent 'b': expected a dict with the keys \['go', 'look'\]"):
+        env.step({"a": whole, "b": {"go": np.array([1, 2])}})
+    with pytest.raises(ValueError, match="agent 'b': expected a tuple of 1"):
+        env.step({"a": whole, "b": {**whole, "look": np.zeros((2, 2))}})
+
+
+def test_actions_that_nobody_looks_at(by_agent):
+    env = by_agent(False, acts=spaces.Box(0, 9, (), np.uint8), flags=lambda time: {"a": time == 1})
+    env.reset()
+    go = np.ones(2, np.uint8)
+    env.step({"a": go, "b": go})
+    env.reset(env_ids=[1])
+    env.step({"a": np.array([-1, 3]), "b": go})  # copy 0's is dead
+    assert [sorted(given) for given in env.get_attr("actions")] == [["b"], ["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("acts", "nearest"),
+    [
+        (spaces.Discrete(5, start=-2), 0),
+        (spaces.Discrete(3, start=4), 4),
+        (spaces.Discrete(3, start=-9), -7),
+        (spaces.MultiDiscrete([3, 3], start=[-1, 5]), [0, 5]),
+        (spaces.Box(2, 3, (1,)), [2]),
+    ],
+)
+def test_others_stand_still_as_near_to_zero_as_they_can(acts, nearest, in_rows):
+    env = in_rows(agents=["a"], acts=acts)
+    env.reset()
+    env.step(env.action_space.sample())
+    assert np.array_equal(env.get_attr("actions")[0]["b"], nearest)
+
+
+def test_others_give_what_their_space_batched_gives(in_rows):
+    env = in_rows(agents=["a"], others=lambda agent, seen: (1, 2))
+    env.reset()
+    env.step(np.zeros(2, np.int64))
+    assert [given["b"] for given in env.get_attr("actions")] == [1, 2]
+    env = in_rows(agents=["a"], others=lambda agent, seen: 1)
+    env.reset()
+    with pytest.raises(ValueError, match="others, for agent 'b': expected actions for 2 rows"):
+        env.step(np.zeros(2, np.int64))
+    assert env.get_attr("time") == (0, 0)
+
+
+# Infos
+
+
+def test_infos_that_are_no_dicts(by_agent, in_rows):
+    how = {"infos": lambda time: {"clock": time, "a": None, "b": {"x": 1}}}
+    env = by_agent(**how)
+    env.reset()
+    infos = env.step(NOBODY)[4]
+    assert infos["clock"].tolist() == [1, 1]
+    assert infos["_clock"].tolist() == [True, True]
+    assert infos["a"] == {}
+    assert infos["b"]["x"].tolist() == [1, 1]
+    rows = in_rows(**how)
+    rows.reset()
+    infos = rows.step(np.zeros(4, np.int64))[4]
+    assert infos["clock"].tolist() == [1, 1, 1, 1]
+    assert infos["_x"].tolist() == [False, True, False, True]
+
+
+def test_infos_of_an_agent_that_are_something_else(by_agent, in_rows):
+    how = {"infos": lambda time: {"b": 3}}
+    for env, actions in (by_agent(**how), NOBODY), (in_rows(**how), np.zeros(4, np.int64)):
+        env.reset()
+        with pytest.raises(ValueError, match="environment 0: the infos of agent 'b' must be a dict, got 3"):
+            env.step(actions)
+
+
+def test_an_agents_own_infos_go_before_its_copys(in_rows):
+    env = in_rows(infos=lambda _: {"a": {"x": 1}, "x": 3})
+    env.reset()
+    assert env.step(np.zeros(4, np.int64))[4]["x"].tolist() == [1, 3, 1, 3]
+
+
+def test_infos_of_the_reset_are_on_top(in_rows):
+    told = {"a": {"b": 1}, "common": {"level": 1}}
+    env = in_rows("SAME_STEP", length=1, infos=lambda _: told, first={"a": {"b": 7}, "common": {"level": 8}})
+    env.reset()
+    infos = env.step(np.zeros(4, np.int64))[4]
+    assert infos["b"].tolist() == [7, 0, 7, 0]
+    assert infos["common"]["level"].tolist() == [8, 8, 8, 8]
+    assert infos["final_info"]["b"].tolist() == [1, 0, 1, 0]
+
+
+# Values
+
+
+@TRAVELS
+@pytest.mark.parametrize("wrong", [1.7, "2", None])
+def test_what_is_no_number_is_not_made_one(wrong, shared_memory, by_agent):
+    env = by_agent(True, shared_memory, seen=spaces.Discrete(9), look=lambda time: wrong)
+    with pytest.raises(ValueError, match="environment 0: the observation of agent 'a': expected"):
+        env.reset()
+
+
+class Narrow(spaces.Box):
+    """A space of a class of its own."""
+
+
+def test_spaces_derived_from_others_are_arrays_too(in_rows):
+    env = in_rows(seen=Narrow(-9, 9, (1,)))
+    observations, _ = env.reset()
+    assert observations in env.observation_space
