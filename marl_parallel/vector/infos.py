@@ -179,8 +179,16 @@ def _of_numbers(rows: Sequence[int], values: Sequence[Any], num_rows: int) -> ND
         dtype = np.result_type(*dtypes)
     except TypeError:
         return None
+    if not all(_holds(dtype, array) for array in arrays if array.dtype != dtype):
+        return None
     joined = np.zeros((num_rows, *arrays[0].shape), dtype)
     joined[list(rows)] = arrays
-    if len(dtypes) > 1 and not all(np.array_equal(joined[row], array) for row, array in zip(rows, arrays)):
-        return None  # texts, or whole numbers that no float can hold
     return joined
+
+
+def _holds(dtype: np.dtype[Any], array: NDArray[Any]) -> bool:
+    """Whether an array's values stay what they are: numbers numbers, and large whole ones the same."""
+    if dtype.kind in "US":
+        return array.dtype.kind == dtype.kind
+    with np.errstate(invalid="ignore"):
+        return array.dtype.kind not in "iu" or np.array_equal(array.astype(dtype).astype(array.dtype), array)
