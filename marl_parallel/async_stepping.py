@@ -139,15 +139,18 @@ class AsyncStepping(Inquiries):
             if never:
                 raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
 
+    def _check_seed(self, seed: Any) -> None:
+        if seed is not None and self._crew.seeded_at_start:
+            raise ValueError(f"seed={seed!r}, but these environments are seeded only once, where they are made")
+
     def _reset_keywords_for(
         self, ids: Sequence[int], seed: int | Sequence[int | None] | None, options: Options
     ) -> tuple[int, dict[int, int], dict[int, bytes]]:
         """The base of seeds from now on, and by environment the seed it is given and its keywords, pickled."""
         if options is not None and "options" not in self._reset_keywords:
             raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
+        self._check_seed(seed)
         if self._crew.seeded_at_start:
-            if seed is not None:
-                raise ValueError(f"seed={seed!r}, but these environments are seeded only once, where they are made")
             return self._base_seed, {}, {}
         if seed is not None and self._seeded_when_made:
             warnings.warn(

@@ -80,7 +80,11 @@ class Beside:
         if over:
             for i, seen, more in zip(over, *self.core.reset(env_ids=over), strict=True):
                 self.seen[i], self.ended[i] = seen, set()
-                infos[i] = {**saying(infos[i]), **saying(more)}
+                infos[i] = {**saying(infos[i])}
+                for key, info in more.items():
+                    if info:
+                        told = info if "restarted" in info else {"reset_info": info}
+                        infos[i][key] = {**infos[i].get(key, {}), **told}
         self.check_infos(infos)
         self.check_observations(following)
         self.data = following

@@ -204,6 +204,41 @@ def test_frames(pooled):
     assert env.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
 
 
+def test_actions_count_as_they_were_sent(pooled):
+    """Whatever is written into the caller's array while EnvPool's threads are at work."""
+    actions = np.ones((256, 6))
+    told = []
+    for after in (1.0, -1.0):
+        env = GymnasiumVectorEnv(pooled("HalfCheetah-v4", num_envs=256, num_threads=1))
+        env.reset()
+        actions[...] = 1.0
+        env.step_async(actions)
+        actions[...] = after
+        told.append(env.step_wait()[0])
+    np.testing.assert_array_equal(*told)
+
+
+def test_actions_that_are_not_to_be_written(pooled):
+    env, pool = GymnasiumVectorEnv(pooled("Pendulum-v1")), bare("Pendulum-v1")
+    env.reset()
+    pool.reset()
+    actions = np.ones((COPIES, 1), np.float32)
+    actions.flags.writeable = False
+    np.testing.assert_array_equal(env.step(actions)[0], pool.step(actions)[0])
+
+
+def test_whole_numbers_of_several_types(pooled):
+    env, other = pooled(), pooled()
+    env.reset()
+    other.reset()
+    mixed = [np.uint64(1), 0, np.int8(1), True, np.uint8(0), np.int64(1)]
+    one, two = (
+        e.step([{"agent_0": a} for a in mixed_or_not]) for e, mixed_or_not in ((env, mixed), (other, map(int, mixed)))
+    )
+    for seen, expected in zip(one[0], two[0]):
+        np.testing.assert_array_equal(seen["agent_0"], expected["agent_0"])
+
+
 # -- through facades ---------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +267,15 @@ def test_gymnasium_wrappers(pooled):
 @pytest.mark.parametrize("task", TASKS)
 def test_torchrl_specs(task, pooled):
     check_env_specs(TorchRLEnv(pooled(task)))
+
+
+def test_torchrl_steps_all_and_cannot_seed(pooled):
+    with pytest.raises(ValueError, match="steps all 6 environments at a time, but these come 3 at a time"):
+        TorchRLEnv(pooled(batch_size=3))
+    env = TorchRLEnv(pooled())
+    with pytest.raises(ValueError, match="seed=0, but these environments are seeded only once"):
+        env.set_seed(0)
+    env.reset()
 
 
 def test_torchrl_resets_what_is_over(pooled):

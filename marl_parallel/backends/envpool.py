@@ -146,7 +146,8 @@ class EnvPool(NativeSimulator):
             rows, seats = chosen = np.nonzero(self._seated[env_ids])
             given = {"env_id": env_ids, "players.env_id": env_ids[rows], "players.id": seats.astype(np.int32)}
         for name, (path, dtype, shape) in self._parts.items():
-            values = np.ascontiguousarray(_within(action, path)[chosen], dtype)
+            # A copy in any case: the pool's threads read it when the caller may be writing into its own again.
+            values = np.array(_within(action, path)[chosen], dtype, order="C")
             given[name] = values if values.shape[1:] == shape else values.reshape(len(values), *shape)
         self._pool._send([given[name] for name in self._action_keys])
 

@@ -108,6 +108,8 @@ class NativeSimulator(ABC):
         Args:
             actions: For each group of agents with equal action spaces, in the form of their space, arrays
                 `(copies, agents of the group, ...)`, checked. Rows of those who do not act are not to be looked at.
+                They may be the caller's own arrays: what is read after this returns is to be copied, and nothing
+                written.
             env_ids: Which copies, in the order of the rows.
         """
 

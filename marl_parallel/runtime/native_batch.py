@@ -6,6 +6,7 @@ is touched. Arrays are made in `native_arrays.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -141,15 +142,20 @@ class NativeBatch:
         shape = len(env_ids), len(agents)
         try:
             joined = _joined(space, values)
-            return stacking.each(lambda array: array.reshape(*shape, *array.shape[1:]), joined)
         except Mismatch:
-            for env_id, own in zip(env_ids, given):
-                for agent in agents:
-                    try:
-                        _joined(space, [own.get(agent, nothing)])
-                    except Mismatch as error:
-                        raise ValueError(f"environment {env_id}: the action of agent {agent!r}: {error}") from None
-            raise
+            joined = self._one_by_one(space, env_ids, agents, values)
+        return stacking.each(lambda array: array.reshape(*shape, *array.shape[1:]), joined)
+
+    @staticmethod
+    def _one_by_one(space: Space[Any], env_ids: Sequence[int], agents: Sequence[AgentID], values: Sequence[Any]) -> Any:
+        """As `_joined`, where each may be right, but NumPy makes something else of all of them together."""
+        singles = []
+        for (env_id, agent), value in zip(itertools.product(env_ids, agents), values):
+            try:
+                singles.append(_joined(space, [value]))
+            except Mismatch as error:
+                raise ValueError(f"environment {env_id}: the action of agent {agent!r}: {error}") from None
+        return stacking.together(lambda *arrays: np.concatenate(arrays), *singles)
 
     # -- transitions -----------------------------------------------------------------------------------------------
 

@@ -187,7 +187,8 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
                 nan = np.isnan(array.reshape(self.num_envs, -1)).all(axis=1)
                 if nan.any():
                     absent[agent] = nan
-                    array = np.where(np.isnan(array), 0, array)
+                    array = array.copy()
+                    array[nan] = 0
             stacked[agent] = _formed(self._single_action_spaces.get(agent), array, self.num_envs)
         acting = self.env._batch.acting
         if not any(agent in acting[env_id] for agent, rows in absent.items() for env_id in np.flatnonzero(rows)):

@@ -18,7 +18,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays, Stacked
 from marl_parallel.runtime.layout import alike, evenly_spaced
-from marl_parallel.runtime.transition import COMMON
+from marl_parallel.runtime.transition import COMMON, is_empty_info
 from marl_parallel.runtime.values import fits_block
 from marl_parallel.vector.facade import Stepper
 
@@ -69,8 +69,9 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     Attributes:
         env: As given.
         group_map: Who is in which group.
-        infos: Of the latest step, by environment: dicts by agent, as they are in `ParallelEnv.step`; and of resets by
-            `_reset` that followed it. Environments that said nothing are left out.
+        infos: Of the latest step, by environment: dicts by agent, as they are in `ParallelEnv.step`; those of resets by
+            `_reset` that followed it are under `reset_info` of each, but for reports of restarts. Environments that
+            said nothing are left out.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
@@ -95,6 +96,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     ) -> None:
         # TorchRL keeps the tensors of all steps of a rollout: views would be of the last one.
         stepper = Stepper(env, self, AutoresetMode.DISABLED, at_worst=AutoresetMode.NEXT_STEP, copy=True)
+        if env.batch_size < env.num_envs:
+            raise ValueError(
+                f"TorchRLEnv steps all {env.num_envs} environments at a time, but these come {env.batch_size} at a "
+                f"time: make them with batch_size={env.num_envs}"
+            )
         super().__init__(device=device, batch_size=[env.num_envs])
         self.is_closed = False
         self._stepper, self.env = stepper, env
@@ -138,6 +144,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     # -- what TorchRL calls ----------------------------------------------------------------------------------------
 
     def _set_seed(self, seed: int | None) -> None:
+        self.env._check_seed(seed)
         self._seed = seed
         self._unseeded[:] = seed is not None
 
@@ -147,7 +154,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> TensorDictBase:
-        mask = None if tensordict is None else tensordict.get("_reset", None)
+        mask = self._reset_mask(tensordict)
         ids = self._marked(mask)
         if ids is not None and not ids and self._stepper.latest is not None:
             return self._told(self._stepper.latest, np.zeros_like(self._ended)).clone()
@@ -158,9 +165,10 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self._unseeded[chosen] = False
         self._ended[chosen] = False
         if mask is None:
-            self.infos = {}
-        for env_id, infos in arrays.infos.items():
-            self.infos[env_id] = {**self.infos.get(env_id, {}), **infos}
+            self.infos = dict(arrays.infos)
+        else:
+            for env_id, infos in arrays.infos.items():
+                self.infos[env_id] = _with_reset(self.infos.get(env_id, {}), infos)
         return self._told(arrays, np.zeros_like(self._ended))
 
     def _due_seed(self, ids: Sequence[int]) -> int | list[int | None] | None:
@@ -175,6 +183,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         ids = self._marked(tensordict.get("_step", None))
         actions = [group.action(name, tensordict.get((name, "action"), None)) for name, group in self._groups.items()]
+        if self.env._batch.mode is AutoresetMode.NEXT_STEP:
+            self._ended[np.array(self.env._batch.over)] = False  # a new episode begins, though nobody has reset it
         arrays = self._stepper.step(actions, ids)
         self.infos = dict(arrays.infos)
         told = self._told(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
@@ -199,6 +209,15 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         """TorchRL's own closes, but the environment may be somebody else's; it closes itself when it is nobody's."""
 
     # -- within ----------------------------------------------------------------------------------------------------
+
+    def _reset_mask(self, tensordict: TensorDictBase | None) -> torch.Tensor | None:
+        """Which environments are to be reset, by the root's mask, or by those of groups; None where there are none."""
+        if tensordict is None:
+            return None
+        mask: torch.Tensor | None = tensordict.get("_reset", None)
+        of_groups = [tensordict.get((name, "_reset"), None) for name in self._groups]
+        there = [own.reshape(self.env.num_envs, -1).any(-1) for own in of_groups if own is not None]
+        return torch.stack(there).any(0) if mask is None and there else mask
 
     def _marked(self, mask: torch.Tensor | None) -> list[int] | None:
         """The environments that a mask chooses; None where these are all."""
@@ -274,6 +293,16 @@ class _Group(NamedTuple):
         if value is None:
             raise ValueError(f"no actions for the group {name!r}: there is no {(name, 'action')}")
         return Stacked(self.agents, _arrays(self.action_space, value))
+
+
+def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The infos of a step, with those of the reset after it beside them; what says that one has failed goes on top."""
+    told = dict(infos)
+    for key, info in of_reset.items():
+        before = told.get(key) or {}
+        if info is not None and not is_empty_info(info) and isinstance(before, dict):
+            told[key] = {**before, **(info if _is_mark(info) else {"reset_info": info})}
+    return told
 
 
 def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None, env: ParallelEnv) -> GroupMap:
@@ -407,6 +436,8 @@ def _arrays(space: Space[Any], value: Any) -> Any:
     if children is not None:
         parts = {key: _arrays(child, value.get(name)) for name, key, child in children}
         return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
-    array = value.numpy(force=True)
+    array = (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True)  # NumPy has no bfloat16
     start = getattr(space, "start", None)
-    return array if start is None or not np.any(start) else array + np.asarray(start, array.dtype)
+    if start is None or not np.any(start) or array.dtype.kind not in "biu":
+        return array
+    return array.astype(np.int64) + start

@@ -25,6 +25,7 @@ from gymnasium.vector.utils import batch_space
 from herd import ACTION, AGENTS, LENGTH, SPACE, Herd, HerdOfDicts
 from mortal import Fate, mortal
 from mpe2 import simple_spread_v3, simple_tag_v3
+from odd import Odd
 from vectorised import as_dicts, assert_noted, at, same
 
 from marl_parallel import ParallelEnv
@@ -368,6 +369,17 @@ def test_single_numbers_with_an_axis_and_tensors(env):
     env.reset(seed=1)
     strict = {"a": np.array([1, 2, 0]), "b": np.zeros((3, 2), np.float32), "c": np.array([0, 1, 2])}
     assert all(map(same, rewards.values(), env.step(strict)[1].values()))
+
+
+def test_an_action_that_is_partly_nan_stays_it():
+    env = made(functools.partial(Odd, acts=spaces.Box(-1, 1, (2,))), 2)
+    env.reset()
+    for second in ([0.5, 0.5], [np.nan, np.nan]):
+        env.step({"a": np.array([[0.5, np.nan], second]), "b": np.zeros((2, 2))})
+        first, other = env.get_attr("actions")
+        assert np.array_equal(first["a"], [0.5, np.nan], equal_nan=True)
+        assert ("a" in other) is not np.isnan(second).all()
+    env.close()
 
 
 def test_actions_that_are_nan_are_none():

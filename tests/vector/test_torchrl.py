@@ -19,6 +19,7 @@ from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from mortal import WAYS, Fate, mortal
 from mpe2 import simple_spread_v3, simple_tag_v3
+from odd import Odd
 from stackable import NO_TENSORS, DeclaredSkirmish, Herd, TensorZoo, spread
 from tensors import Beside
 from torchrl.envs import PettingZooWrapper
@@ -181,6 +182,46 @@ def test_resets_of_some(parallel):
     for i, expected in enumerate([seen[0], fresh, seen[2]]):
         assert_same(following["cow", "observation"][i].numpy(), np.stack([*expected.values()]))
     assert env.stats().resets == core.stats().resets == 4
+
+
+def test_resets_by_the_masks_of_groups(parallel):
+    env = TorchRLEnv(parallel(Herd))
+    data = env.reset()
+    data["cow", "_reset"] = torch.tensor([False, True, False])[:, None, None].expand(3, 3, 1)
+    env.reset(data)
+    assert env.env.stats().resets == 4
+
+
+def test_infos_of_a_last_step_and_of_the_reset_after_it(parallel):
+    class Telling(Odd):
+        def __init__(self) -> None:
+            first = {"a": {"level": 7}, "b": {}}
+            super().__init__(infos=lambda time: {"a": {"won": time}, "b": {"won": time}}, first=first, length=2)
+
+    env = TorchRLEnv(parallel(Telling, 1))
+    data = env.reset()
+    assert env.infos == {0: {"a": {"level": 7}, "b": {}}}
+    for _ in range(2):
+        _, data = env.step_and_maybe_reset(env.rand_action(data))
+    assert env.infos == {0: {"a": {"won": 2, "reset_info": {"level": 7}}, "b": {"won": 2}}}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool])
+@pytest.mark.parametrize("start", [-3, 200])
+def test_narrow_actions_of_spaces_that_start_elsewhere(start, dtype, parallel):
+    class Started(Herd):
+        def action_space(self, agent: str) -> spaces.Space:
+            return spaces.Discrete(3, start=start)
+
+        def step(self, actions: dict) -> tuple[dict, ...]:
+            self.got = [int(action) for action in actions.values()]
+            return super().step(dict.fromkeys(actions, 5))
+
+    env = TorchRLEnv(parallel(Started, 2))
+    data = env.reset()
+    data["cow", "action"] = torch.tensor([[0, 1, 1], [1, 0, 1]], dtype=dtype)
+    env.step(data)
+    assert env.env.get_attr("got") == ([start, start + 1, start + 1], [start + 1, start, start + 1])
 
 
 def test_resets_of_none(parallel):
