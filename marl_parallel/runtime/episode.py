@@ -45,6 +45,7 @@ class Episode:
         self._all_act = False  # whether every possible agent is alive and acting, and nobody has been flagged
         self._over: tuple[Any, Any] | None = None
         self._put_off: Mapping[str, Any] | None = None
+        self._ahead: Transition | None = None
         self.ended_for_now = False
 
     def reset(self, keywords: Mapping[str, Any]) -> Transition:
@@ -57,7 +58,7 @@ class Episode:
             The first observations and infos; the agents in them have reward 0.0 and flags that are False.
         """
         if self._put_off is not None:
-            keywords, self._put_off = {**self._put_off, **keywords}, None
+            keywords, self._put_off, self._ahead = {**self._put_off, **keywords}, None, None
         self._ledger.enter(self.env_id, _RESET)
         try:
             observations, infos = self.env.reset(**keywords)
@@ -89,7 +90,11 @@ class Episode:
         """
         if self._over is not None:
             if self._mode is AutoresetMode.NEXT_STEP:
-                return self.reset({})
+                ahead = self._ahead
+                if ahead is None:
+                    return self.reset({})
+                self._over = self._put_off = self._ahead = None
+                return ahead
             if not self._dict_rules or self._put_off is not None:
                 terminated, truncated = self._over
                 return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {}, (), ())
@@ -150,6 +155,16 @@ class Episode:
             keywords: For the reset that will come.
         """
         self._put_off, self._over = keywords, (False, True)
+
+    def begin_early(self) -> None:
+        """Reset a simulator whose first reset was put off, for whoever wants to look at it before.
+
+        What it says is kept for the step that is to begin the episode; a reset by the caller goes before it.
+        """
+        if self._put_off is not None and self._ahead is None:
+            keywords, over = self._put_off, self._over
+            self._ahead = self.reset({})
+            self._put_off, self._over = keywords, over
 
     def _note(
         self, observations: dict[AgentID, Any], terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]

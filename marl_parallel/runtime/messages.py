@@ -70,12 +70,14 @@ class Failure(NamedTuple):
         summary: The exception in one line.
         traceback: The traceback, as text.
         exception: The exception, pickled; None where it does not pickle.
+        torn: Whether its record does not hold any more what it has said last.
     """
 
     method: str
     summary: str
     traceback: str
     exception: bytes | None
+    torn: bool = False
 
 
 class Reply(NamedTuple):

@@ -170,6 +170,8 @@ class Restarts:
         if env_id in self.marks and kind is Kind.IDLE:
             self.faults[env_id] = self.marks.pop(env_id)[0]
             return
+        if kind is Kind.RESET:
+            self.marks.pop(env_id, None)  # the episode that it would have ended is gone
         extras = self._extras(env_id)
         if kind is Kind.AUTO_RESET:
             told = marked(self._batch.peek(env_id, extras).dicts, str(error))

@@ -284,21 +284,20 @@ class Crew(Owner):
     def _failed(self, env_id: int, failure: Failure) -> ParallelEnvError:
         """An environment has raised: raise it in turn, or have it built anew in its process."""
         worker = self._worker_of[env_id]
-        return self._survive(
-            env_id, self._kind_of(env_id, failure), reports.env_error(env_id, worker, failure, self._advice)
-        )
+        error = reports.env_error(env_id, worker, failure, self._advice)
+        return self._survive(env_id, self._kind_of(env_id, failure), error, torn=failure.torn)
 
     def _kind_of(self, env_id: int, failure: Failure) -> Kind:
         return self._kind(env_id, failure.method == Activity.RESET.method)
 
-    def _survive(self, env_id: int, kind: Kind, error: EnvError) -> EnvError:
+    def _survive(self, env_id: int, kind: Kind, error: EnvError, *, torn: bool = False) -> EnvError:
         if self.restarts is None:
             try:
                 raise error
             finally:
                 del error  # its traceback refers to this frame: a cycle would keep everything from being freed
         self.restarts.blame([env_id], error)
-        self._begin_restart(env_id, kind, error)
+        self._begin_restart(env_id, kind, error, torn)
         logger.warning("%s; it is restarted", reports.first_line(error))
         self._rebuild(self._worker_of[env_id], [env_id])
         return error

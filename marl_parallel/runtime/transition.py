@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import marshal
+import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from marl_parallel.adapters.protocol import ALL as ALL
 from marl_parallel.adapters.protocol import AgentID, Dicts
+from marl_parallel.runtime.pickling import dumps
 
 COMMON = "__common__"
 """The key of the infos that are about the environment rather than an agent."""
@@ -112,7 +114,8 @@ def is_empty_info(info: Any) -> bool:
 def kept(dicts: Dicts) -> Dicts:
     """The five dicts of a step in memory of our own, whatever the simulator does to its own afterwards.
 
-    What is one object in several places is one in the copies, too; what cannot be copied stays as it is.
+    What is one object in several places is one in the copies, too; what can neither be copied nor pickled stays as it
+    is.
 
     Example:
         >>> seen = np.zeros(2)
@@ -122,14 +125,19 @@ def kept(dicts: Dicts) -> Dicts:
     """
     *others, infos = dicts
     memo: dict[int, Any] = {}
+    observations, rewards, terminateds, truncateds = [_own(part, memo) for part in others]
+    return observations, rewards, terminateds, truncateds, _own(infos, memo)
+
+
+def _own(values: Any, memo: dict[int, Any]) -> Any:
     try:
-        observations, rewards, terminateds, truncateds = [_copied(part, memo) for part in others]
-        # The only one of which the type is told, too.
-        told = _copied(infos, memo) if type(infos) is dict else copy.deepcopy(infos, memo)
+        # Infos are the only part of which the type is told, too.
+        return _copied(values, memo) if type(values) is dict else copy.deepcopy(values, memo)
     except Exception:
-        # What cannot be copied cannot be pickled either; that is found, and told, when it is to be sent.
-        return dicts
-    return observations, rewards, terminateds, truncateds, told
+        try:
+            return pickle.loads(dumps(values))
+        except Exception:  # that is told when it is to be sent
+            return values
 
 
 def _copied(values: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:

@@ -130,6 +130,7 @@ class Worker:
         self._layout: Layout | None = None
         self._restarts = False
         self._kept: dict[int, bytes] = {}
+        self._torn: set[int] = set()  # whose record does not hold what they said last
         self._send: Callable[[Reply], None]
         self._actions: ActionRecords
         self._transitions: TransitionRecords
@@ -173,7 +174,8 @@ class Worker:
             except BaseException as error:  # SystemExit is a simulator's failure too, not the worker's end
                 if self._in_line and isinstance(error, KeyboardInterrupt):
                     raise
-                failures[env_id] = _failure(error, self._ledger.latest or message)
+                failures[env_id] = _failure(error, self._ledger.latest or message, torn=env_id in self._torn)
+                self._torn.discard(env_id)
                 if (kept := self._kept.pop(env_id, None)) is not None:
                     results[env_id] = kept
             if prompt and (results or failures):
@@ -279,16 +281,26 @@ class Worker:
 
     def _advance(self, env_id: int, actions: dict[Any, Any]) -> bytes | None:
         episode = self._episodes[env_id]
-        transition = episode.step(actions)
-        if episode.ended_for_now:
-            if self._restarts:
-                self._keep(env_id, transition)
-            transition = episode.begin_anew(transition)
-        more = self._transitions.write(env_id, transition)
-        return None if more is None else dump_extras(more)
+        transition, last = episode.step(actions), None
+        try:
+            if episode.ended_for_now:
+                if self._restarts:
+                    self._keep(env_id, transition)
+                    last = transition
+                transition = episode.begin_anew(transition)
+            more = self._transitions.write(env_id, transition)
+            return None if more is None else dump_extras(more)
+        except BaseException:
+            # The record may be half written.
+            if last is None:
+                self._torn.add(env_id)
+            else:
+                self._transitions.write(env_id, last)
+            raise
 
     def _keep(self, env_id: int, transition: Transition) -> None:
         """Tell what the last step of an episode was, should the reset that follows it fail."""
+        self._kept.pop(env_id, None)
         more = self._transitions.write(env_id, transition)
         if more is not None:
             kept = self._kept[env_id] = dump_extras(more)
@@ -302,6 +314,7 @@ class Worker:
         return [self._actions.read(env_id, None) for env_id in (self._seeds if env_ids is None else env_ids)]
 
     def _state(self, env_id: int, _: Any) -> bytes | None:
+        self._episodes[env_id].begin_early()
         with self._ledger.during(env_id, Activity.STATE):
             state = self._episodes[env_id].env.state()
         assert self._layout is not None
@@ -317,6 +330,7 @@ class Worker:
         return dumps(as_array(state, np.dtype(space.dtype), space.shape))
 
     def _render(self, env_id: int, _: Any) -> bytes:
+        self._episodes[env_id].begin_early()
         with self._ledger.during(env_id, Activity.RENDER):
             return dumps(self._episodes[env_id].env.render())
 
@@ -398,7 +412,7 @@ def _try_to_close(thing: Any) -> None:
             thing.close()
 
 
-def _failure(error: BaseException, doing: Activity | Message) -> Failure:
+def _failure(error: BaseException, doing: Activity | Message, *, torn: bool) -> Failure:
     error.__traceback__ = _below_this_package(error.__traceback__)
     lines = traceback.format_exception(error)
     try:
@@ -407,7 +421,7 @@ def _failure(error: BaseException, doing: Activity | Message) -> Failure:
     except Exception:
         exception = None
     return Failure(
-        doing.name.lower(), "".join(traceback.format_exception_only(error)).strip(), "".join(lines), exception
+        doing.name.lower(), "".join(traceback.format_exception_only(error)).strip(), "".join(lines), exception, torn
     )
 
 
