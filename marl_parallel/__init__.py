@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.errors import EnvError, ParallelEnvError, RestartLimitExceeded, WorkerCrashed, WorkerTimeout
 from marl_parallel.making import make
+from marl_parallel.optional import installed
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.recording import record_video
 from marl_parallel.runtime.backend import Backend
@@ -29,7 +30,6 @@ __all__ = [
     "MultiAgentEnv",
     "ParallelEnv",
     "ParallelEnvError",
-    "RayBackend",
     "RestartLimitExceeded",
     "RestartPolicy",
     "Rules",
@@ -41,6 +41,8 @@ __all__ = [
     "make",
     "record_video",
 ]
+if installed("ray"):  # else to import everything would fail
+    __all__ += ["RayBackend"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -19,6 +20,7 @@ from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.restarts import RestartPolicy
 
 _POOL_SEEDS = 2**31  # they are 32-bit integers with a sign
+_ELEVEN_DAYS_S = 1e6  # in milliseconds this still fits where operating systems are told to wait
 
 
 def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
@@ -41,8 +43,19 @@ def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
         if not callable(constructor):
             raise TypeError(
                 f"env_constructors[{env_id}] must be a callable that returns an environment, got {constructor!r}"
+                f"{_instead(constructor)}"
             )
     return constructors
+
+
+def _instead(given: Any) -> str:
+    """What to pass in the place of something that makes no environment."""
+    if hasattr(given, "reset") and hasattr(given, "step"):
+        return "; that is one: pass what makes it, such as its class, or a function that returns a new one"
+    if isinstance(given, ModuleType):
+        found = [name for name in ("parallel_env", "env") if callable(getattr(given, name, None))]
+        return f"; pass {given.__name__}.{found[0]}" if found else ""
+    return f"; make({given!r}, num_envs=...) takes names" if isinstance(given, str) else ""
 
 
 def autoreset_mode(auto_reset: bool | AutoresetMode | str) -> AutoresetMode:
@@ -103,8 +116,12 @@ def checked_minimum(min_envs: Any, in_flight: int) -> int:
     """
     if min_envs is None:
         return in_flight
-    is_zero = hasattr(min_envs, "__index__") and operator.index(min_envs) == 0
-    number = 0 if is_zero else at_least_one(min_envs, "min_envs")
+    try:
+        number = operator.index(min_envs)
+    except TypeError:
+        raise TypeError(f"min_envs must be an integer or None, got {min_envs!r}") from None
+    if number < 0:
+        raise ValueError(f"min_envs must not be negative, got {number}")
     if number > in_flight:
         raise ValueError(f"min_envs={number}, but only {in_flight} environments are in flight")
     return number
@@ -271,11 +288,46 @@ def checked_ids(env_ids: Sequence[int], num_envs: int) -> tuple[int, ...]:
         ids = tuple(operator.index(env_id) for env_id in env_ids)
     except TypeError:
         raise TypeError(f"env_ids must be a sequence of integers or None, got {env_ids!r}") from None
+    if any(isinstance(env_id, bool | np.bool_) for env_id in env_ids):
+        raise TypeError(f"env_ids must be numbers of environments, got a mask, {env_ids!r}: pass np.flatnonzero of it")
     unknown = [env_id for env_id in ids if not 0 <= env_id < num_envs]
     if unknown or len(set(ids)) != len(ids) or not ids:
-        reason = f"there is no environment {unknown[0]}" if unknown else "one is named twice" if ids else "none"
-        raise ValueError(f"env_ids={list(ids)}: {reason}; there are environments 0 to {num_envs - 1}")
+        reason = (
+            f"there is no environment {unknown[0]}" if unknown else "one is named twice" if ids else "that is nobody"
+        )
+        raise ValueError(f"env_ids={[*ids]}: {reason}; there are environments 0 to {num_envs - 1}")
     return ids
+
+
+def checked_options(options: Any, count: int) -> list[Any]:
+    """A reset's options for each environment.
+
+    Args:
+        options: A dict or None for all, or a list with one for each.
+        count: How many there are.
+
+    Raises:
+        TypeError: They are something else.
+        ValueError: They are not so many.
+    """
+    for_each = options if isinstance(options, list) else [options] * count
+    if len(for_each) != count:
+        raise ValueError(f"expected options for each of {count} environments, got {len(for_each)}")
+    for own in for_each:
+        if own is not None and not isinstance(own, Mapping):
+            raise TypeError(f"options must be a dict or None, got {own!r}")
+    return for_each
+
+
+def closing_time(seconds: Any) -> float:
+    """For how long environments may close: a number of seconds that is not negative; None is no limit.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is negative.
+    """
+    patience = checked_patience(seconds)
+    return _ELEVEN_DAYS_S if patience is None else min(patience, _ELEVEN_DAYS_S)
 
 
 def addressed(actions: Any, env_ids: Sequence[int] | None, num_envs: int) -> tuple[tuple[int, ...], Sequence[Any]]:

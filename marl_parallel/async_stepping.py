@@ -13,7 +13,14 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.arguments import addressed, base_seed, checked_minimum, checked_patience, seeds_of
+from marl_parallel.arguments import (
+    addressed,
+    base_seed,
+    checked_minimum,
+    checked_options,
+    checked_patience,
+    seeds_of,
+)
 from marl_parallel.inquiries import Inquiries
 from marl_parallel.runtime.messages import Message
 from marl_parallel.runtime.pickling import sendable
@@ -47,7 +54,8 @@ class AsyncStepping(Inquiries):
 
         Raises:
             AlreadyPendingCallError: One of them is in flight already. Nothing has been stepped.
-            ValueError: As of `step`. Nothing has been stepped.
+            ValueError: As of `step`, or no environment is named, as where `recv(min_envs=0)` has returned none. Nothing
+                has been stepped.
             ResetNeeded: An environment has never been reset. Nothing has been stepped.
         """
         ids, rows = addressed(actions, env_ids, self._num_envs)
@@ -161,7 +169,7 @@ class AsyncStepping(Inquiries):
             )
             seed = None
         base, seeds = self._seeds_for(seed, ids)
-        for_each = options if isinstance(options, list) else [options] * len(ids)
+        for_each = checked_options(options, len(ids))
         keywords: dict[int, bytes] = {}
         told: dict[int, int] = {}
         for env_id, own, own_options in zip(ids, seeds, for_each, strict=True):
@@ -181,7 +189,8 @@ class AsyncStepping(Inquiries):
         """The base from now on, and the seed that each of these environments is explicitly given."""
         if seed is None:
             return self._base_seed, [None] * len(ids)
-        if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes):
+        one = isinstance(seed, str | bytes) or (isinstance(seed, np.ndarray) and seed.ndim == 0)
+        if isinstance(seed, Sequence | np.ndarray) and not one:
             return self._base_seed, seeds_of(seed, ids)
         base = base_seed(seed)
         return base, [base + env_id for env_id in ids]

@@ -123,7 +123,7 @@ class Inquiries:
             self._seeds_used, self._crew.seeds_stale = tuple(declared[env_id] for env_id in self._all), False
         return self._seeds_used
 
-    def call(self, name: str, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any) -> tuple[Any, ...]:
+    def call(self, name: str, /, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of each environment, looked for through wrappers and conversions.
 
         Args:
@@ -137,10 +137,12 @@ class Inquiries:
 
         Raises:
             AttributeError: An environment has no such attribute. Nothing is closed.
-            TypeError: The arguments or the result cannot be pickled. Nothing is closed.
+            TypeError: `name` is no text, or the arguments or the result cannot be pickled. Nothing is closed.
             EnvError: The method raised; everything has been closed.
         """
         self._check_idle("call")
+        if not isinstance(name, str):
+            raise TypeError(f"name must be that of a method or attribute, got {name!r}")
         ids = self._checked_ids(env_ids)
         payload = sendable((name, args, kwargs), f"the arguments of {name!r}")
         results = self._crew.ask(Message.CALL, ids, payload)

@@ -27,7 +27,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from gymnasium.vector import AutoresetMode
 
@@ -40,6 +40,7 @@ from marl_parallel.arguments import (
     checked_constructors,
     checked_timeout,
     checked_trace,
+    closing_time,
     pickled_adapter,
     pool_arguments,
     survives,
@@ -318,8 +319,8 @@ class ParallelEnv(AsyncStepping):
             observation of the old episode is `infos[i][agent]["final_obs"]`.
 
         Raises:
-            ValueError: A wrong number of dicts, an action that is missing, of a wrong shape or outside its space,
-                unknown or doubled `env_ids`. Nothing has been stepped.
+            ValueError: A wrong number of dicts, an action that is missing or of a wrong form, shape or dtype, or, with
+                `check_actions`, outside its space; unknown or doubled `env_ids`. Nothing has been stepped.
             ResetNeeded: An environment has never been reset. Nothing has been stepped.
             EnvError: An environment raised; everything has been closed.
             WorkerCrashed: A worker process died; everything has been closed.
@@ -336,20 +337,26 @@ class ParallelEnv(AsyncStepping):
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def close(self, terminate: bool = False, timeout: float = 5.0) -> None:
+    def close(self, terminate: bool = False, timeout: float | None = 5.0) -> None:
         """Close all environments, end all workers and free everything. Idempotent.
 
         Args:
             terminate: Do not let the environments close themselves first.
-            timeout: Seconds they are given for it; then workers are killed, where the backend can.
+            timeout: Seconds they are given for it; then workers are killed, where the backend can. None is no limit.
 
         Raises:
+            TypeError: `timeout` is no number. Nothing has been closed.
+            ValueError: It is negative. Likewise.
             EnvError: An environment raised in its own `close`; everything has been freed all the same.
         """
+        patience = closing_time(timeout)
         self._finalizer.detach()
-        error = self._crew.shut(ask=not terminate, timeout=timeout)
+        error = self._crew.shut(ask=not terminate, timeout=patience)
         if error is not None:
             raise error
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ParallelEnv has workers of its own and can be neither pickled nor copied: make another one")
 
     def __enter__(self) -> ParallelEnv:
         return self

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -64,6 +65,7 @@ def record_video(
 
     Raises:
         ImportError: imageio or Pillow are missing: they come with the extra `video`.
+        TypeError: `env` is no `ParallelEnv`, or `policy` cannot be called. Nothing has been reset or written.
         ValueError: Another suffix, no folder there, a number that is not positive, or environments that do not
             render arrays. Nothing has been reset or written.
 
@@ -75,13 +77,17 @@ def record_video(
         ...     record_video(env, f"{folder}/random.gif", steps=5, tile_width=100).name
         'random.gif'
     """
+    if not isinstance(env, ParallelEnv):
+        raise TypeError(f"a video is recorded of a ParallelEnv, got {type(env).__name__}")
+    if policy is not None and not callable(policy):
+        raise TypeError(f"policy must take observations and give actions, or be None; got {policy!r}")
     path = _checked_path(path)
     at_least_one(steps, "steps")
     if tile_width is not None:
         at_least_one(tile_width, "tile_width")
     if fps is None:
         fps = float(env.metadata.get("render_fps") or _DEFAULT_FPS)
-    if not 0 < fps < float("inf"):
+    if isinstance(fps, bool) or not isinstance(fps, Real) or not 0 < fps < float("inf"):
         raise ValueError(f"fps must be a positive number of frames per second, got {fps!r}")
     if env.render_mode != "rgb_array":
         raise ValueError(
@@ -155,9 +161,15 @@ def _mask(agent: AgentID, *places: Mapping[AgentID, Any]) -> Any:
     """What PettingZoo's convention has in an observation or an info: 1 for each action that is allowed."""
     for values in places:
         value = values.get(agent)
+        if isinstance(value, Mapping) and "final_obs" in value:  # all but this is of the episode that is over
+            value = value.get("reset_info")
         if isinstance(value, Mapping) and "action_mask" in value:
-            return np.asarray(value["action_mask"], np.int8)
+            return _as_mask(value["action_mask"])
     return None
+
+
+def _as_mask(allowed: Any) -> Any:
+    return tuple(map(_as_mask, allowed)) if isinstance(allowed, tuple) else np.asarray(allowed, np.int8)
 
 
 class _Picture:

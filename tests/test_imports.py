@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "marl_parallel"
 
 LEVELS = [
-    {"errors", "stats", "step_batch", "tiling", "adapters"},
+    {"errors", "optional", "stats", "step_batch", "tiling", "adapters"},
     {"runtime"},
     {"backends", "arguments"},
     {"inquiries"},
@@ -24,6 +24,7 @@ LEVELS = [
     {"making", "recording", "vector"},
     {"marl_parallel"},
     {"cli"},
+    {"__main__"},
 ]
 """From below; the package's own `__init__` has the package's name."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import marl_parallel as package
 from marl_parallel.cli.bench import bench
 from marl_parallel.cli.check import check
 from marl_parallel.cli.tune import tune
@@ -17,8 +20,18 @@ app = typer.Typer(
 )
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"marl-parallel {package.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def marl_parallel() -> None:
+def marl_parallel(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
     """Many copies of a multi-agent simulator, stepped side by side at the full speed of your cores."""
 
 

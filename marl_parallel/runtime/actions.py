@@ -18,7 +18,7 @@ from marl_parallel.runtime.builders import dict_of, dicts_of
 from marl_parallel.runtime.columns import Column, Unfit, over_records
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.pickling import Extras, in_order
-from marl_parallel.runtime.values import Mismatch, conform
+from marl_parallel.runtime.values import Mismatch, conform_action
 
 _ALL_IN_ORDER, _SOME = 1, 2
 _ALL = bytes((_ALL_IN_ORDER,))
@@ -116,7 +116,7 @@ class ActionRecords:
             try:
                 if not self._write_one(record, agent, action):
                     space = self._layout.schema.action_spaces.get(agent)
-                    extras[agent] = action if space is None else conform(space, action)
+                    extras[agent] = action if space is None else conform_action(space, action)
                     continue
                 present[self._position[agent]] = 1
             except Mismatch as error:

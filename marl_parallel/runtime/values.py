@@ -6,6 +6,7 @@ is in `columns.py`, how several are stacked in `stacking.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -45,11 +46,35 @@ def conform(space: Space[Any], value: Any) -> Any:
     return value
 
 
+def conform_action(space: Space[Any], action: Any) -> Any:
+    """As `conform`; what is missing in an action is not left for the simulator to find. None is none, and stays that.
+
+    Raises:
+        Mismatch: As there; or a dict has not all keys, or a tuple another length.
+
+    Example:
+        >>> conform_action(spaces.Dict({"go": spaces.Discrete(3)}), {"go": 2})
+        {'go': 2}
+    """
+    if action is None:
+        return None
+    if type(space) is spaces.Dict:
+        if not isinstance(action, Mapping) or not action.keys() >= space.spaces.keys():
+            got = f"the keys {[*action]}" if isinstance(action, Mapping) else repr(action)
+            raise Mismatch(f"expected a dict with the keys {[*space.spaces]}, got {got}")
+        return {k: conform_action(space.spaces[k], v) if k in space.spaces else v for k, v in action.items()}
+    if type(space) is spaces.Tuple:
+        if not isinstance(action, tuple | list) or len(action) != len(space.spaces):
+            raise Mismatch(f"expected a tuple of {len(space.spaces)}, got {action!r}")
+        return type(action)([conform_action(child, part) for child, part in zip(space.spaces, action)])
+    return conform(space, action)
+
+
 def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     """Turn one value into an array of exactly this dtype and shape, or raise `Mismatch`."""
     try:
         array = np.asarray(value)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # whatever its `__array__` raises
         raise _mismatch(dtype, shape, f"{type(value).__name__} ({error})") from error
     if array.shape != shape:
         raise _mismatch(dtype, shape, f"shape {array.shape}")

@@ -9,40 +9,37 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from marl_parallel.vector.agilerl import AgileRLVecEnv
-    from marl_parallel.vector.gymnasium import GymnasiumVectorEnv
-    from marl_parallel.vector.pettingzoo import PettingZooVecEnv
-    from marl_parallel.vector.rllib import ParallelMultiAgentEnvRunner, RLlibVectorMultiAgentEnv
-    from marl_parallel.vector.sb3 import SB3VecEnv
-    from marl_parallel.vector.torchrl import TorchRLEnv
+from marl_parallel.optional import installed
 
+if TYPE_CHECKING:
+    from marl_parallel.vector.agilerl import AgileRLVecEnv as AgileRLVecEnv
+    from marl_parallel.vector.gymnasium import GymnasiumVectorEnv as GymnasiumVectorEnv
+    from marl_parallel.vector.pettingzoo import PettingZooVecEnv as PettingZooVecEnv
+    from marl_parallel.vector.rllib import ParallelMultiAgentEnvRunner as ParallelMultiAgentEnvRunner
+    from marl_parallel.vector.rllib import RLlibVectorMultiAgentEnv as RLlibVectorMultiAgentEnv
+    from marl_parallel.vector.sb3 import SB3VecEnv as SB3VecEnv
+    from marl_parallel.vector.torchrl import TorchRLEnv as TorchRLEnv
+
+# Where each is, and the library without which it cannot be imported.
 _WHERE = {
-    "AgileRLVecEnv": "agilerl",
-    "GymnasiumVectorEnv": "gymnasium",
-    "ParallelMultiAgentEnvRunner": "rllib",
-    "PettingZooVecEnv": "pettingzoo",
-    "RLlibVectorMultiAgentEnv": "rllib",
-    "SB3VecEnv": "sb3",
-    "TorchRLEnv": "torchrl",
+    "AgileRLVecEnv": ("agilerl", "agilerl"),
+    "GymnasiumVectorEnv": ("gymnasium", "gymnasium"),
+    "ParallelMultiAgentEnvRunner": ("rllib", "ray"),
+    "PettingZooVecEnv": ("pettingzoo", "pettingzoo"),
+    "RLlibVectorMultiAgentEnv": ("rllib", "ray"),
+    "SB3VecEnv": ("sb3", "stable_baselines3"),
+    "TorchRLEnv": ("torchrl", "torchrl"),
 }
 
-__all__ = [
-    "AgileRLVecEnv",
-    "GymnasiumVectorEnv",
-    "ParallelMultiAgentEnvRunner",
-    "PettingZooVecEnv",
-    "RLlibVectorMultiAgentEnv",
-    "SB3VecEnv",
-    "TorchRLEnv",
-]
+# All that can be imported here, that to import everything does not fail; the others say what to install.
+__all__ = [name for name, (_, library) in _WHERE.items() if installed(library)]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_WHERE[name][0]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_WHERE)
