@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 
 import gymnasium
+import numpy as np
 import psutil
 import pytest
 from environments import Skirmish
+from mpe2 import simple_spread_v3
 
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.backends.serial import SerialBackend
@@ -65,6 +69,62 @@ def test_an_adapter_that_does_not_pickle():
 def test_constructors_that_are_no_sequence(constructors):
     with pytest.raises(TypeError, match="env_constructors must be a sequence of callables"):
         ParallelEnv(constructors)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (lambda: Skirmish(), "that is one: pass what makes it, such as its class"),
+        (
+            lambda: simple_spread_v3,
+            "pass .*parallel_env",
+        ),
+        (lambda: "mpe2.simple_spread_v3", r"make\('mpe2.simple_spread_v3', num_envs=...\) takes names"),
+    ],
+    ids=["environment", "module", "name"],
+)
+def test_what_makes_no_environment(given, says):
+    with pytest.raises(TypeError, match=rf"env_constructors\[1\] must be a callable .*; ({says})"):
+        ParallelEnv([Skirmish, given()])
+
+
+@pytest.fixture
+def two():
+    with ParallelEnv([Skirmish] * 2, backend="serial") as env:
+        yield env
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (
+            lambda env: env.reset(env_ids=[True, False]),
+            TypeError,
+            "must be numbers of environments, got a mask",
+        ),
+        (lambda env: env.reset(env_ids=np.array([True, False])), TypeError, "env_ids must be a sequence of integers"),
+        (lambda env: env.reset(env_ids=[]), ValueError, "that is nobody; there are environments 0 to 1"),
+        (lambda env: env.reset(options=[{}]), ValueError, "expected options for each of 2 environments, got 1"),
+        (lambda env: env.reset(options="x"), TypeError, "options must be a dict or None, got 'x'"),
+        (lambda env: (env.reset_async(), env.recv(min_envs=-1)), ValueError, "min_envs must not be negative, got -1"),
+        (
+            lambda env: (env.reset_async(), env.recv(min_envs="all")),
+            TypeError,
+            "min_envs must be an integer or None, got 'all'",
+        ),
+        (lambda env: env.call(3), TypeError, "name must be that of a method or attribute, got 3"),
+        (lambda env: env.close(timeout=-1), ValueError, "timeout must be positive"),
+        (lambda env: env.close(timeout="soon"), TypeError, "timeout must be a number of seconds"),
+        (pickle.dumps, TypeError, "can be neither pickled nor copied"),
+        (copy.deepcopy, TypeError, "can be neither pickled nor copied"),
+    ],
+)
+def test_refused_with_nothing_done(call, error, says, two):
+    with pytest.raises(error, match=says):
+        call(two)
+    if two.pending:
+        two.recv()
+    assert len(two.reset(seed=np.array(3))[0]) == 2  # a number like any other
 
 
 @pytest.mark.parametrize("backend", [SerialBackend, ThreadBackend])

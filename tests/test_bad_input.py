@@ -116,6 +116,29 @@ def test_a_wrong_shape(action, packed, build):
         env.close()
 
 
+@pytest.mark.parametrize(
+    ("action", "says"),
+    [
+        (0, r"expected a dict with the keys \['eat', 'move'\], got 0"),
+        ({"move": (1, 2)}, r"expected a dict with the keys \['eat', 'move'\], got the keys \['move'\]"),
+        ({"move": (1,), "eat": 0}, r"expected a tuple of 2, got \(1,\)"),
+        ({"move": 1, "eat": 0}, "expected a tuple of 2, got 1"),
+    ],
+    ids=["number", "key", "short", "part"],
+)
+def test_an_action_that_is_not_whole(action, says, packed, build):
+    space = spaces.Dict(eat=spaces.Discrete(3), move=spaces.Tuple([spaces.Discrete(3), spaces.Discrete(3)]))
+    good = {"eat": 1, "move": (1, 2)}
+    env = build([by_dict_rules(space)] * 2, packed)
+    env.reset()
+    with pytest.raises(ValueError, match=rf"environment 1: the action of agent 'a': {says}"):
+        env.step([{"a": good}, {"a": action}])
+    assert env.get_attr("actions") == ([], [])
+    env.step([{"a": good}, {"a": {**good, "more": "of it"}}])
+    env.step([{"a": good}, {"a": None}])  # as PettingZoo's turns have for those who are done
+    assert env.get_attr("actions")[1] == [{"a": {**good, "more": "of it"}}, {"a": None}]
+
+
 @pytest.mark.parametrize("beside", [None, np.array(1), "left"], ids=str)
 @pytest.mark.parametrize(
     "array", [np.zeros(2), np.zeros((3, 1)), np.zeros(3, complex)], ids=lambda a: f"{a.dtype}{a.shape}"

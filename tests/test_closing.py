@@ -56,6 +56,16 @@ def test_close_twice(setup, build, tmp_path):
     env.close(terminate=True)
 
 
+@pytest.mark.parametrize("timeout", [None, float("inf"), 1e12, 0])
+def test_close_takes_any_time(timeout, packed, build, tmp_path):
+    env = build(fleet(tmp_path), packed)
+    env.reset()
+    env.close(timeout=timeout)
+    if timeout != 0:
+        assert closed(tmp_path) == ALL_FOUR
+    assert gone(workers(tmp_path))
+
+
 def test_close_before_the_first_reset(setup, build, tmp_path):
     build(fleet(tmp_path), setup).close()
     assert closed(tmp_path) == ALL_FOUR

@@ -328,6 +328,24 @@ def test_make_what_is_not_there(each):
         make("json", num_envs=2, backend=each.backend)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"name": gymnasium.make}, TypeError, "name must be 'module' or 'module:attribute', got <function make"),
+        ({"name": "CartPole-v1"}, ImportError, r"pass 'gymnasium:make' with env_kwargs=\{'id': 'CartPole-v1'\}"),
+        ({"name": "json.loads"}, ImportError, "a function of a module is named 'json:loads'"),
+        ({"env_kwargs": "N=5"}, TypeError, "env_kwargs must be a dict of keywords"),
+        ({"N": 5}, TypeError, "ParallelEnv takes no argument 'N'; what is for each copy goes into env_kwargs"),
+        ({"num_envs": "two"}, TypeError, "num_envs must be an integer"),
+        ({"num_envs": 0}, ValueError, "num_envs must be at least 1"),
+    ],
+    ids=str,
+)
+def test_make_of_what_cannot_be(arguments, error, says):
+    with pytest.raises(error, match=says):
+        make(**{"name": "mpe2.simple_spread_v3", "num_envs": 2, **arguments})
+
+
 def test_lambdas_and_closures(setup, build):
     """Constructors need no module that a worker could import."""
     agents = ["x", "y"]

@@ -167,6 +167,33 @@ def test_action_masks_are_kept_to(tmp_path):
         assert env.get_attr("asked") == ([2, 1, 1, 1],)
 
 
+class MaskedInInfos(Lamp):
+    """Says in infos which action is allowed, another one at each moment of each episode; asks two numbers at a time."""
+
+    action_space = spaces.MultiDiscrete([4, 3])
+    episode = 0
+
+    def mask(self) -> dict:
+        self.allowed = (self.episode + self.steps) % 4
+        return {"action_mask": (np.eye(4, dtype=np.int8)[self.allowed], np.array([0, 0, 1], np.int8))}
+
+    def reset(self, **keywords: Any) -> tuple:
+        self.episode += 1
+        observation, _ = super().reset(**keywords)
+        return observation, self.mask()
+
+    def step(self, action: Any) -> tuple:
+        assert [*action] == [self.allowed, 2]
+        return *super().step(0)[:4], self.mask()
+
+
+@pytest.mark.parametrize("mode", [True, "NEXT_STEP", False])
+def test_masks_in_infos_are_of_the_episode_that_is_acted_in(mode, tmp_path):
+    with ParallelEnv([MaskedInInfos] * 2, mode, backend="serial") as env:
+        record_video(env, tmp_path / "masked.gif", 12)
+        assert env.stats().resets > 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -184,6 +211,16 @@ def test_wrong_arguments_touch_nothing(arguments, message, tmp_path):
             record_video(env, path, **{"steps": 2, **arguments})
         assert env.stats().resets == 0
     assert not [*tmp_path.iterdir()]
+
+
+def test_what_is_no_batch_or_policy(tmp_path):
+    with pytest.raises(TypeError, match="recorded of a ParallelEnv, got Lamp"):
+        record_video(Lamp(), tmp_path / "lamp.gif", 2)
+    with (
+        lamps() as env,
+        pytest.raises(TypeError, match="policy must take observations and give actions, .* got 3"),
+    ):
+        record_video(env, tmp_path / "lamp.gif", 2, policy=3)
 
 
 def test_what_does_not_render_is_refused(tmp_path):
