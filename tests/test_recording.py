@@ -218,7 +218,7 @@ def test_what_is_no_batch_or_policy(tmp_path):
         record_video(Lamp(), tmp_path / "lamp.gif", 2)
     with (
         lamps() as env,
-        pytest.raises(TypeError, match="policy must take observations and give actions, .* got 3"),
+        pytest.raises(TypeError, match=r"policy must take observations and give actions, .* got 3"),
     ):
         record_video(env, tmp_path / "lamp.gif", 2, policy=3)
 
