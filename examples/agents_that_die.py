@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,6 +235,8 @@ def record(agents: Agents, args: Args, path: Path) -> None:
 
 def main(args: Args) -> None:
     torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
+    if args.video is not None and args.video.suffix not in (".gif", ".mp4"):
+        sys.exit(f"--video wants a .gif or .mp4, got {args.video}")
     if args.smoke:
         args = dataclasses.replace(args, num_envs=2, num_steps=100, total_steps=1000, max_cycles=40)
     agents, log = train(args)

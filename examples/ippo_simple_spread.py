@@ -271,6 +271,8 @@ def record(agent: Agent, path: Path) -> None:
 
 def main(args: Args) -> None:
     torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
+    if args.video is not None and args.video.suffix not in (".gif", ".mp4"):
+        sys.exit(f"--video wants a .gif or .mp4, got {args.video}")
     if args.smoke:
         args = dataclasses.replace(args, num_envs=4, num_steps=50, total_steps=600, test_episodes=20)
     runs, better = {}, []

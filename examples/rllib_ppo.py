@@ -66,6 +66,6 @@ for iteration in range(2 if args.smoke else args.iterations):
     mean = sampled["episode_return_mean"]
     first = mean if first is None else first
     print(f"{iteration + 1:3}: mean return {mean:7.1f}, {steps / (time.perf_counter() - start):5.0f} steps per second")
-print(f"mean return of an episode: {first:.1f} at first, {mean:.1f} in the end, after {steps:.0f} steps")
+print(f"mean return of an episode, all agents together: {first:.1f} at first, {mean:.1f} in the end, {steps:.0f} steps")
 algorithm.stop()
 ray.shutdown()
