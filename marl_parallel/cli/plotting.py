@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from marl_parallel.cli.report import Report, in_microseconds
 COLOURS = {"process": "#2463a8", "thread": "#e08a1e", "serial": "#7a9a3a"}
 OTHER_COLOURS = ("#a23b72", "#5c5470", "#2a9d8f")
 GREY = "#555555"
+_PATTERNS = ("", "////", "....", "xxxx")
+_LEGEND_ENTRY_IN = 1.5
 PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 COLUMNS = 4
 FORMATS = (".png", ".svg", ".pdf")
@@ -29,11 +32,12 @@ def save_plot(report: Report, path: Path) -> None:
     panels = report.tables()
     columns = min(len(panels), COLUMNS)
     rows = -(-len(panels) // columns)
-    figure = framed(max(3.2 * columns, 6.0), 2.9 * rows + 1.0)
+    styles = _styles(report.measurements)
+    width = max(3.2 * columns, 6.0)
+    figure = framed(width, 2.9 * rows + 0.8 + 0.2 * (-(-(len(styles) + 2) // _legend_columns(width))))
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    colours = _colours(report.measurements)
     for panel, measurements in zip(axes, panels, strict=False):
-        _draw(panel, measurements, report.machine["cpus"], colours)
+        _draw(panel, measurements, report.machine["cpus"], styles)
     for unused in axes[len(panels) :]:
         unused.set_visible(False)
     figure.supylabel("environment steps per second (small: µs per step)", fontsize=9)
@@ -73,7 +77,7 @@ def _legend(figure: Figure) -> None:
         list(entries.values()),
         list(entries),
         loc="outside upper center",
-        ncols=len(entries),
+        ncols=min(len(entries), _legend_columns(figure.get_figwidth())),
         fontsize=8,
         frameon=False,
         handlelength=1.6,
@@ -81,20 +85,32 @@ def _legend(figure: Figure) -> None:
     )
 
 
-def _colours(measurements: Sequence[Measurement]) -> dict[str, str]:
-    present = dict.fromkeys(m.kind for m in measurements if m.backend != LOOP)
-    others = iter(OTHER_COLOURS * len(present))
-    return {kind: COLOURS.get(kind) or next(others) for kind in present}
+def _legend_columns(width: float) -> int:
+    return max(int(width / _LEGEND_ENTRY_IN), 1)
 
 
-def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, colours: dict[str, str]) -> None:
+def _styles(measurements: Sequence[Measurement]) -> dict[str, dict[str, Any]]:
+    """How bars of each kind are drawn: the colour says which backend, the pattern which way of stepping."""
+    kinds = [*dict.fromkeys(m.kind for m in measurements if m.backend != LOOP)]
+    backends, ways = ([*dict.fromkeys(kind.partition(", ")[part] for kind in kinds)] for part in (0, 2))
+    others = itertools.cycle(OTHER_COLOURS)
+    colours = {backend: COLOURS.get(backend) or next(others) for backend in backends}
+    patterns = dict(zip(ways, itertools.cycle(_PATTERNS)))
+    return {
+        kind: {"color": colours[backend], "hatch": patterns[way], "edgecolor": "white"}
+        for kind in kinds
+        for backend, _, way in [kind.partition(", ")]
+    }
+
+
+def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, styles: dict[str, dict[str, Any]]) -> None:
     """Bars in groups, one group for each number of workers; the ideal is a dashed line over each group."""
     loop = next(m for m in measurements if m.backend == LOOP)
     counts = sorted({m.workers for m in measurements if m.backend != LOOP})
     panel.axhline(loop.steps_per_second, color=GREY, linewidth=1, label="plain loop")
     for position, count in enumerate(counts):
         group = [m for m in measurements if m.backend != LOOP and m.workers == count]
-        width = 0.8 / max(len(colours), 2)
+        width = 0.8 / max(len(styles), 2)
         for place, one in enumerate(group):
             bar = panel.bar(
                 position + (place - (len(group) - 1) / 2) * width,
@@ -102,8 +118,8 @@ def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, colours: 
                 0.92 * width,
                 yerr=one.spread * one.steps_per_second,
                 error_kw={"elinewidth": 0.8, "ecolor": GREY},
-                color=colours[one.kind],
                 label=one.kind,
+                **styles[one.kind],
             )
             panel.bar_label(bar, [in_microseconds(one)], fontsize=6, padding=2, color=GREY, bbox=PATCH)
         ideal = loop.steps_per_second * min(count, cpus)
