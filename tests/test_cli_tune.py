@@ -151,9 +151,9 @@ def test_send_and_recv_where_steps_are_uneven(tune):
     assert result.exit_code == 0, result.output
     (line,) = (line for line in result.stdout.splitlines() if "proposed" in line)
     assert "send, recv" in line
-    code = result.stdout.strip().splitlines()[-1]
-    assert code.startswith('env = marl_parallel.make("tunable:Uneven", num_envs=2, num_workers=2)')
-    assert code.endswith("env.recv(min_envs=1)")
+    *_, code, how = result.stdout.strip().splitlines()
+    assert code == 'env = marl_parallel.make("tunable:Uneven", num_envs=2, num_workers=2)'
+    assert "env.recv(min_envs=1)" in how
 
 
 def test_memory_is_measured_and_kept_within(tune):

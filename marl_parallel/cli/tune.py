@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -179,7 +180,8 @@ class Tuning:
             arguments.insert(2, f"env_kwargs={self.env_kwargs!r}")
         line = f"env = marl_parallel.make({', '.join(arguments)})"
         if way == ASYNC:
-            line += f"  # env.send(actions), then again and again env.recv(min_envs={max(1, shape.num_envs // 2)})"
+            some = max(1, shape.num_envs // 2)
+            line += f"\n# env.reset_async(); then again and again env.recv(min_envs={some}), and env.send to who came"
         return line
 
     def as_json(self) -> dict[str, Any]:
@@ -223,13 +225,20 @@ def _importable(target: str) -> str:
 def show(found: Tuning) -> None:
     """Print what was measured, the fastest first, and the line to paste."""
     console = Console()
-    table = Table(title=found.environment, title_justify="left", title_style="bold")
-    for heading in ("workers", "copies in each", "copies"):
-        table.add_column(heading, justify="right")
-    table.add_column("by")
+    table = Table(
+        title=found.environment,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for heading in ("workers", "in each", "copies"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("by", no_wrap=True)
     for heading in ("steps/s", "± %", "rounds", "memory"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for trial in found.ranked:
         shape, way = trial.setting
         table.add_row(
@@ -241,7 +250,7 @@ def show(found: Tuning) -> None:
             f"{100 * spread(trial.rounds):.0f}" if len(trial.rounds) > 1 else "",
             f"{len(trial.rounds)}",
             "" if trial.memory is None else in_size(trial.memory),
-            "proposed" if trial is found.best else "" if trial.fits else "too much memory",
+            "proposed" if trial is found.best else "" if trial.fits else "too large",
             style="bold green" if trial is found.best else None if trial.fits else "dim",
         )
     console.print(table)
