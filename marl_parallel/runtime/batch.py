@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.adapters import Dicts as FiveDicts
 from marl_parallel.runtime.actions import ActionRecords
-from marl_parallel.runtime.arrays import ArrayBatch
+from marl_parallel.runtime.block_arrays import ArrayBatch
 from marl_parallel.runtime.episode import needs_actions
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.pickling import sendable
