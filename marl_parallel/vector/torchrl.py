@@ -1,12 +1,13 @@
 """`TorchRLEnv`: the batch as one TorchRL environment, agents stacked in groups.
 
-Here are groups, specs and tensors. When episodes end and begin is decided by the core and by TorchRL's own loops, which
-reset by `_reset`; what the arrays mean that the tensors are made of is in `runtime/arrays.py`.
+Here are groups, and what TorchRL calls; specs and values of spaces are in `tensors.py`. When episodes end and begin is
+decided by the core and by TorchRL's own loops, which reset by `_reset`; what the arrays mean that tensors are made of
+is in `runtime/arrays.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,15 +20,24 @@ from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays, Stacked
 from marl_parallel.runtime.layout import alike, evenly_spaced
 from marl_parallel.runtime.transition import COMMON, is_empty_info
-from marl_parallel.runtime.values import fits_block
 from marl_parallel.vector.facade import Stepper
 
 try:
     import torch
     from tensordict import TensorDict, TensorDictBase
-    from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
+    from torchrl.data import Composite, Unbounded
     from torchrl.envs import EnvBase
     from torchrl.envs.utils import MarlGroupMapType, check_marl_grouping
+
+    from marl_parallel.vector.tensors import (
+        action_leaf,
+        arrays_of,
+        flag_spec,
+        has_tensors,
+        observation_leaf,
+        spec_of,
+        tensors_of,
+    )
 except ImportError as error:
     raise ImportError('TorchRLEnv needs TorchRL: pip install "marl-parallel[torchrl]"') from error
 
@@ -118,11 +128,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         actions, observations, rewards, dones = (Composite(shape=(n,)) for _ in range(4))
         for name, group in self._groups.items():
             shape = n, len(group.agents)
-            action = {"action": _spec(group.action_space, shape, _action_leaf)}
-            observation = {"observation": _spec(group.observation_space, shape, _observation_leaf)}
-            masks = {key: _flag_spec(shape) for key in ("mask", "present")}
+            action = {"action": spec_of(group.action_space, shape, action_leaf)}
+            observation = {"observation": spec_of(group.observation_space, shape, observation_leaf)}
+            masks = {key: flag_spec(shape) for key in ("mask", "present")}
             reward = {"reward": Unbounded(shape=(*shape, 1), dtype=torch.float32)}
-            flags = {flag: _flag_spec((*shape, 1)) for flag in _FLAGS}
+            flags = {flag: flag_spec((*shape, 1)) for flag in _FLAGS}
             for whole, leaves in (
                 (actions, action),
                 (observations, observation | masks),
@@ -131,9 +141,9 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             ):
                 whole[name] = Composite(leaves, shape=shape)
         for flag in _FLAGS:
-            dones[flag] = _flag_spec((n, 1))
+            dones[flag] = flag_spec((n, 1))
         if self._says_restarted:
-            observations["restarted"] = _flag_spec((n, 1))
+            observations["restarted"] = flag_spec((n, 1))
         if self.device is not None:
             actions, observations, rewards, dones = (
                 whole.to(self.device) for whole in (actions, observations, rewards, dones)
@@ -246,7 +256,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         for name, group in self._groups.items():
             shape = n, len(group.agents)
             of_group: dict[str, Any] = {
-                "observation": _tensors(arrays.observations[group.block], group.rows, shape),
+                "observation": tensors_of(arrays.observations[group.block], group.rows, shape),
                 "mask": torch.from_numpy(arrays.acting[:, group.places]),
                 "present": torch.from_numpy(arrays.present[:, group.places]),
             }
@@ -292,7 +302,7 @@ class _Group(NamedTuple):
         """The actions in a tensordict, as arrays."""
         if value is None:
             raise ValueError(f"no actions for the group {name!r}: there is no {(name, 'action')}")
-        return Stacked(self.agents, _arrays(self.action_space, value))
+        return Stacked(self.agents, arrays_of(self.action_space, value))
 
 
 def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -310,7 +320,7 @@ def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | Non
     agents, schema = env.possible_agents, env._schema
     for kind, declared in (("observation", schema.observation_spaces), ("action", schema.action_spaces)):
         for agent in agents:
-            if not _has_tensors(declared[agent]):
+            if not has_tensors(declared[agent]):
                 raise ValueError(f"agent {agent!r}: the {kind} space {declared[agent]} has no form in tensors")
     both = {agent: spaces.Tuple((schema.observation_spaces[agent], schema.action_spaces[agent])) for agent in agents}
     if group_map is None:
@@ -346,98 +356,3 @@ def _by_name(agents: Sequence[AgentID], both: Mapping[AgentID, Space[Any]]) -> G
 
 def _is_mark(common: Any) -> bool:
     return isinstance(common, dict) and common.get("restarted") is True
-
-
-# -- spaces and their values -------------------------------------------------------------------------------------------
-
-_Leaf = Callable[[Any], TensorSpec]
-
-
-def _children(space: Space[Any]) -> list[tuple[str, Any, Space[Any]]] | None:
-    """Of a space of several: names in tensordicts, keys in values, spaces; None for any other."""
-    if isinstance(space, spaces.Dict):
-        return [(str(key), key, child) for key, child in space.spaces.items()]
-    if isinstance(space, spaces.Tuple):
-        return [(str(place), place, child) for place, child in enumerate(space.spaces)]
-    return None
-
-
-def _has_tensors(space: Space[Any]) -> bool:
-    children = _children(space)
-    if children is not None:  # TorchRL loses those that are empty
-        return fits_block(space) and bool(children) and all(_has_tensors(child) for _, _, child in children)
-    # Torch knows larger unsigned integers by name only: it can neither compare nor draw them.
-    return fits_block(space) and space.dtype not in (np.uint16, np.uint32, np.uint64)
-
-
-def _spec(space: Space[Any], shape: tuple[int, ...], leaf: _Leaf) -> TensorSpec:
-    """The spec of a space for environments and agents of this shape."""
-    children = _children(space)
-    if children is not None:
-        return Composite({name: _spec(child, shape, leaf) for name, _, child in children}, shape=shape)
-    spec = leaf(space)
-    return spec.expand(*shape, *spec.shape)
-
-
-def _flag_spec(shape: tuple[int, ...]) -> TensorSpec:
-    return Categorical(2, shape=shape, dtype=torch.bool)
-
-
-def _bounded(low: Any, high: Any, dtype: Any) -> TensorSpec:
-    bounds = [torch.from_numpy(np.array(bound, dtype)) for bound in (low, high)]
-    limits = (-np.inf, np.inf) if np.dtype(dtype).kind == "f" else (0, 1)
-    if np.dtype(dtype).kind in "iu":
-        limits = np.iinfo(dtype).min, np.iinfo(dtype).max
-    shape, of_torch = bounds[0].shape, bounds[0].dtype
-    if (np.asarray(low) == limits[0]).all() and (np.asarray(high) == limits[1]).all() and of_torch != torch.bool:
-        return Unbounded(shape=shape, dtype=of_torch)
-    return Bounded(*bounds, shape=shape, dtype=of_torch)
-
-
-def _action_leaf(space: Any) -> TensorSpec:
-    if isinstance(space, spaces.Discrete):
-        return Categorical(int(space.n), dtype=torch.int64)
-    if isinstance(space, spaces.MultiDiscrete):
-        if space.nvec.ndim == 1:
-            return MultiCategorical(space.nvec, dtype=torch.int64)
-        return _bounded(np.zeros_like(space.nvec), space.nvec - 1, np.int64)
-    if isinstance(space, spaces.MultiBinary):
-        return Binary(space.shape[-1], shape=space.shape, dtype=torch.int8)
-    return _bounded(space.low, space.high, space.dtype)
-
-
-def _observation_leaf(space: Any) -> TensorSpec:
-    """With zeros, which the rows of absent agents are."""
-    dtype: Any
-    if isinstance(space, spaces.MultiBinary):
-        return _action_leaf(space)
-    if isinstance(space, spaces.Discrete):
-        if space.start == 0:
-            return _action_leaf(space)
-        low, high, dtype = space.start, space.start + space.n - 1, np.int64
-    elif isinstance(space, spaces.MultiDiscrete):
-        low, high, dtype = space.start, space.start + space.nvec - 1, space.dtype
-    else:
-        low, high, dtype = space.low, space.high, space.dtype
-    return _bounded(np.minimum(low, 0), np.maximum(high, 0), dtype)
-
-
-def _tensors(values: Any, rows: slice | list[int], shape: tuple[int, int]) -> Any:
-    """Some rows of stacked values; those of arrays share their memory where rows are a slice."""
-    if isinstance(values, np.ndarray):
-        return torch.from_numpy(values[:, rows])
-    items = values.items() if isinstance(values, dict) else enumerate(values)
-    return TensorDict({str(key): _tensors(value, rows, shape) for key, value in items}, batch_size=shape)
-
-
-def _arrays(space: Space[Any], value: Any) -> Any:
-    """The other way, for actions."""
-    children = _children(space)
-    if children is not None:
-        parts = {key: _arrays(child, value.get(name)) for name, key, child in children}
-        return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
-    array = (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True)  # NumPy has no bfloat16
-    start = getattr(space, "start", None)
-    if start is None or not np.any(start) or array.dtype.kind not in "biu":
-        return array
-    return array.astype(np.int64) + start
