@@ -21,9 +21,9 @@ from marl_parallel.arguments import checked_ids, checked_trace
 from marl_parallel.runtime.engine import BatchView, Engine
 from marl_parallel.runtime.layout import Schema
 from marl_parallel.runtime.messages import Message, Request
+from marl_parallel.runtime.payloads import Refusal
 from marl_parallel.runtime.pickling import sendable
 from marl_parallel.runtime.tracing import Tracer
-from marl_parallel.runtime.worker import Refusal
 from marl_parallel.stats import Stats
 from marl_parallel.tiling import tile as tiled
 

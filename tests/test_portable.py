@@ -19,7 +19,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.backends import portable_process, portable_worker
 from marl_parallel.backends.portable import PortableProcessBackend
 from marl_parallel.runtime.messages import Lost, Message, Reply, Request
-from marl_parallel.runtime.worker import Plan
+from marl_parallel.runtime.payloads import Plan
 
 TESTS = str(Path(__file__).parent)
 

@@ -12,8 +12,8 @@ import cloudpickle
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.runtime.messages import Message, Request
+from marl_parallel.runtime.payloads import Description, Plan, Refusal
 from marl_parallel.runtime.supervision import Crew
-from marl_parallel.runtime.worker import Description, Plan, Refusal
 
 Constructor = Callable[..., Any]
 

@@ -18,8 +18,8 @@ from marl_parallel.errors import EnvError
 from marl_parallel.runtime.engine import Taken
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.native import EnvIds, NativeSimulator, Received, merged
+from marl_parallel.runtime.payloads import Refusal
 from marl_parallel.runtime.tracing import Tracer
-from marl_parallel.runtime.worker import Refusal
 from marl_parallel.stats import Stats, WorkerStats
 
 

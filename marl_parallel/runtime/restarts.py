@@ -22,9 +22,9 @@ from marl_parallel.adapters.protocol import Dicts
 from marl_parallel.errors import ParallelEnvError, RestartLimitExceeded
 from marl_parallel.runtime.batch import Batch, Made
 from marl_parallel.runtime.episode import interrupted, marked, renewed
+from marl_parallel.runtime.payloads import Description, Plan, Rebuild, Refusal
 from marl_parallel.runtime.reports import first_line
 from marl_parallel.runtime.schemas import common_schema
-from marl_parallel.runtime.worker import Description, Plan, Rebuild, Refusal
 
 
 @dataclass(frozen=True)

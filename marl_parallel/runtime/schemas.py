@@ -8,7 +8,7 @@ from typing import Any
 from gymnasium import Space, spaces
 
 from marl_parallel.runtime.layout import Schema
-from marl_parallel.runtime.worker import Description
+from marl_parallel.runtime.payloads import Description
 
 
 def common_schema(described: Sequence[Description]) -> Schema:

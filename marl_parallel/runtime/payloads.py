@@ -1,0 +1,79 @@
+"""What requests and replies carry where it is more than bytes: what is to be built, what it is, and what cannot be had.
+
+When each of them is sent is said in `messages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from gymnasium import Space
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.adapters import AgentID, Rules
+
+
+class Plan(NamedTuple):
+    """The payload of `ACCESS`: what a worker builds.
+
+    Attributes:
+        constructors: By environment, pickled by value.
+        seeds: By environment.
+        mode: When episodes begin anew.
+        adapter: Pickled by value: None, a name, or what makes a `MultiAgentEnv` of a simulator.
+        restarts: Whether what fails is built anew, so that what was said before it must not be lost.
+        traced: Whether the worker is to keep a trace, where it does not do so yet.
+        counts: By environment, how often it has been built anew; None for never.
+    """
+
+    constructors: Mapping[int, bytes]
+    seeds: Mapping[int, int]
+    mode: AutoresetMode
+    adapter: bytes
+    restarts: bool = False
+    traced: bool = False
+    counts: Mapping[int, int] | None = None
+
+
+class Rebuild(NamedTuple):
+    """The payload of `REBUILD`, by environment; the reply is its pickled `Description` and what the reset has to say.
+
+    Attributes:
+        plan: For this environment.
+        block: The payload of `ATTACH`, for a worker that is new itself.
+        reset: Whether its first episode is to begin at once; else with whatever resets it next.
+        keywords: Of the reset that failed where its caller had asked for one, pickled; its seed is not used again.
+    """
+
+    plan: Plan
+    block: tuple[int, bool]
+    reset: bool
+    keywords: bytes | None = None
+
+
+class Description(NamedTuple):
+    """The reply to `ACCESS`: what the parent must know of an environment; the fields are those of `MultiAgentEnv`."""
+
+    rules: Rules
+    possible_agents: list[AgentID]
+    observation_spaces: Mapping[AgentID, Space[Any]]
+    action_spaces: Mapping[AgentID, Space[Any]]
+    state_space: Space[Any] | None
+    metadata: dict[str, Any]
+    render_mode: str | None
+    reset_keywords: frozenset[str]
+    check_options: Callable[[Any], None]
+    seeded_when_made: bool
+
+
+class Refusal(NamedTuple):
+    """In place of a result: what was asked cannot be had, and nothing has happened to the environment.
+
+    Attributes:
+        kind: What the caller's error is to be.
+        text: What is missing, or in the way; of a missing module, its name.
+    """
+
+    kind: type[Exception]
+    text: str
