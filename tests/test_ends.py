@@ -42,6 +42,9 @@ class Uncopiable:
     def __deepcopy__(self, memo: dict) -> Any:
         raise RuntimeError("there is only one of me")
 
+    def __reduce__(self) -> Any:
+        raise RuntimeError("and I do not travel")
+
 
 @pytest.mark.parametrize(
     "value",
@@ -94,7 +97,12 @@ def test_the_type_of_infos_is_kept(info):
 
 def test_what_cannot_be_copied_stays():
     dicts = tuple(last_step(infos={"a": Uncopiable()}))
-    assert kept(dicts) is dicts
+    *others, infos = kept(dicts)
+    assert infos is dicts[4]
+    for own, given in zip(others, dicts[:4], strict=True):
+        assert_same(own, given)
+        assert own is not given
+    assert others[0]["b"] is not dicts[0]["b"]
 
 
 # What arrives

@@ -66,7 +66,9 @@ def conform_action(space: Space[Any], action: Any) -> Any:
     if type(space) is spaces.Tuple:
         if not isinstance(action, tuple | list) or len(action) != len(space.spaces):
             raise Mismatch(f"expected a tuple of {len(space.spaces)}, got {action!r}")
-        return type(action)([conform_action(child, part) for child, part in zip(space.spaces, action)])
+        if isinstance(action, list):  # of another form: as it is
+            return action
+        return tuple(conform_action(child, part) for child, part in zip(space.spaces, action))
     return conform(space, action)
 
 
