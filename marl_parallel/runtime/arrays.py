@@ -50,6 +50,7 @@ class Arrays(NamedTuple):
         rewarded: `(num_envs, n)`, bool: who has a reward.
         quiet: True where everybody is there and acts, no flag is set and no infos are told, as with most steps; that
             may be so with False, too.
+        together: True where each agent is flagged as its copy is, likewise.
     """
 
     observations: list[Any]
@@ -64,6 +65,7 @@ class Arrays(NamedTuple):
     observed: NDArray[np.bool_]
     rewarded: NDArray[np.bool_]
     quiet: bool = False
+    together: bool = False
 
 
 class Stacked(NamedTuple):

@@ -157,7 +157,7 @@ class ArrayBatch(ArrayView):
         of_all = no[:, 0]
         return Arrays(
             observations, rewards, no.copy(), no.copy(), of_all.copy(), of_all.copy(),
-            there.copy(), there.copy(), {}, there.copy(), there.copy(), quiet,
+            there.copy(), there.copy(), {}, there.copy(), there.copy(), quiet, quiet,
         )  # fmt: skip
 
     def _from_block(self) -> Arrays:
@@ -225,7 +225,7 @@ class ArrayBatch(ArrayView):
 
     def _clear(self, arrays: Arrays, env_id: int) -> None:
         for part in arrays:
-            if part is not arrays.infos and part is not arrays.quiet:
+            if part is not arrays.infos and not isinstance(part, bool):
                 stacking.clear(part, env_id)
 
     def _put_observations(self, arrays: Arrays, env_id: int, seen: Mapping[Any, Any]) -> None:

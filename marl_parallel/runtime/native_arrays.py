@@ -93,6 +93,7 @@ class NativeArrays(ArrayView):
         self._action_groups = action_groups(batch.schema)
         self._acting_together = [tuple(self.agents[place] for place in places) for _, places in self._action_groups]
         self._num_envs = len(batch.env_ids)
+        self._alone = len(self.agents) == 1  # who lives as long as the episode, as `NativeBatch` notes it
         self._everybody = np.ones((self._num_envs, len(self.agents)), np.bool_)
         # Groups whose values are not in the dtype that arrays have.
         self._to_cast = [place for place, (space, _) in enumerate(self.groups) if _has_discrete(space)]
@@ -160,6 +161,7 @@ class NativeArrays(ArrayView):
             InfoColumns(told, self.agents),
             present,
             present,
+            together=self._alone and told.present is None,
         )
         return self._latest
 

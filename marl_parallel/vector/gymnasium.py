@@ -230,7 +230,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def _told(self, arrays: Arrays) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         flags = self._of_rows(arrays.terminations), self._of_rows(arrays.truncations)
-        if not arrays.quiet or self._deaths.any:
+        if not arrays.together or self._deaths.any:
             were_dead = self._deaths.dead if self._deaths.any else None
             flags = self._deaths.told(flags, arrays)
             if were_dead is not None:

@@ -186,7 +186,7 @@ class PettingZooVecEnv(Inquiries):
     def _told(self, arrays: Arrays) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
         self._present, self._acting = arrays.present, arrays.acting
         flags = arrays.terminations, arrays.truncations
-        if not arrays.quiet and np.count_nonzero(
+        if not arrays.together and np.count_nonzero(
             (arrays.terminated | arrays.truncated)[:, None] > (arrays.terminations | arrays.truncations)
         ):
             flags = handed_down(arrays, took_part(arrays, self.possible_agents, same_step=self._same_step))
