@@ -123,11 +123,14 @@ class Inquiries:
             self._seeds_used, self._crew.seeds_stale = tuple(declared[env_id] for env_id in self._all), False
         return self._seeds_used
 
-    def call(self, name: str, /, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any) -> tuple[Any, ...]:
+    def call(
+        self, name: str | Callable[..., Any], /, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any
+    ) -> tuple[Any, ...]:
         """Call a method of each environment, looked for through wrappers and conversions.
 
         Args:
-            name: Of the method; the value of what is not callable is returned as it is.
+            name: Of the method; the value of what is not callable is returned as it is. Or a function, which is called
+                where each environment is, with it as the first argument.
             args: For the method.
             env_ids: Which environments, in any order; None for all of them.
             kwargs: For the method.
@@ -137,12 +140,12 @@ class Inquiries:
 
         Raises:
             AttributeError: An environment has no such attribute. Nothing is closed.
-            TypeError: `name` is no text, or the arguments or the result cannot be pickled. Nothing is closed.
+            TypeError: `name` is something else, or the arguments or the result cannot be pickled. Nothing is closed.
             EnvError: The method raised; everything has been closed.
         """
         self._check_idle("call")
-        if not isinstance(name, str):
-            raise TypeError(f"name must be that of a method or attribute, got {name!r}")
+        if not isinstance(name, str) and not callable(name):
+            raise TypeError(f"name must be that of a method or attribute, or a function, got {name!r}")
         ids = self._checked_ids(env_ids)
         payload = sendable((name, args, kwargs), f"the arguments of {name!r}")
         results = self._crew.ask(Message.CALL, ids, payload)
