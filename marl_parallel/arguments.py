@@ -285,10 +285,12 @@ def checked_ids(env_ids: Sequence[int], num_envs: int) -> tuple[int, ...]:
         (2, 0)
     """
     try:
-        ids = tuple(operator.index(env_id) for env_id in env_ids)
+        given = [*env_ids]
+        mask = any(isinstance(env_id, bool | np.bool_) for env_id in given)
+        ids = () if mask else tuple(map(operator.index, given))
     except TypeError:
         raise TypeError(f"env_ids must be a sequence of integers or None, got {env_ids!r}") from None
-    if any(isinstance(env_id, bool | np.bool_) for env_id in env_ids):
+    if mask:
         raise TypeError(f"env_ids must be numbers of environments, got a mask, {env_ids!r}: pass np.flatnonzero of it")
     unknown = [env_id for env_id in ids if not 0 <= env_id < num_envs]
     if unknown or len(set(ids)) != len(ids) or not ids:
