@@ -86,13 +86,17 @@ def at_least_one(number: Any, name: str) -> int:
         TypeError: It is no integer.
         ValueError: It is less than 1.
     """
-    try:
-        value = operator.index(number)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {number!r}") from None
+    value = _integer(number, f"{name} must be an integer")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     return value
+
+
+def _integer(given: Any, wanted: str) -> int:
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise TypeError(f"{wanted}, got {given!r}") from None
 
 
 def checked_patience(seconds: Any) -> float | None:
@@ -116,10 +120,7 @@ def checked_minimum(min_envs: Any, in_flight: int) -> int:
     """
     if min_envs is None:
         return in_flight
-    try:
-        number = operator.index(min_envs)
-    except TypeError:
-        raise TypeError(f"min_envs must be an integer or None, got {min_envs!r}") from None
+    number = _integer(min_envs, "min_envs must be an integer or None")
     if number < 0:
         raise ValueError(f"min_envs must not be negative, got {number}")
     if number > in_flight:
@@ -223,10 +224,7 @@ def base_seed(seed: Any) -> int:
     """
     if seed is None:
         return int(np.random.SeedSequence().generate_state(1)[0] >> 1)
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        raise TypeError(f"seed must be an integer or None, got {seed!r}") from None
+    number = _integer(seed, "seed must be an integer or None")
     if number < 0:
         raise ValueError(f"seed must not be negative, got {number}")
     return number

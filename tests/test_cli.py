@@ -206,9 +206,11 @@ def test_a_missing_module_of_our_own_is_not_blamed_on_the_extra():
 
 
 def test_the_module_runs_as_the_script_does():
-    result = python("-m", "marl_parallel.cli", "--help")
-    assert result.returncode == 0
-    assert "bench" in result.stdout
+    for module in ("marl_parallel", "marl_parallel.cli"):
+        result = python("-m", module, "--help")
+        assert result.returncode == 0
+        assert "bench" in result.stdout
+    assert python("-m", "marl_parallel", "--version").stdout == f"marl-parallel {__version__}\n"
 
 
 # -- the measuring itself ----------------------------------------------------------------------------------------------

@@ -75,6 +75,15 @@ HEAVY = {
 }  # fmt: skip
 
 
+def test_everything_can_be_imported(tmp_path):
+    """With the libraries that there are; a folder of the name of one is none, as where Ray leaves its `/tmp/ray`."""
+    (tmp_path / "ray").mkdir()
+    program = "from marl_parallel import *; from marl_parallel.vector import *; print(ParallelEnv, PettingZooVecEnv)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "PettingZooVecEnv" in done.stdout, done.stderr
+
+
 def test_a_bare_import_is_light(tmp_path):
     """What only the command line, the tests or somebody's simulators need is not loaded, though it is there."""
     for name in HEAVY:

@@ -1,4 +1,4 @@
-"""`SB3VecEnv`: rows are the agents of all copies, and Stable-Baselines3's algorithms and wrappers take it as it is."""
+"""`SB3VecEnv`: rows are the agents of all copies, and it is what a `VecEnv` has to be; wrong use is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TorchRLEnv`: its tensors are the core's dicts, TorchRL's own loops and losses run on it, wrong use is refused."""
+"""`TorchRLEnv`: its tensors are the core's dicts, TorchRL's own loops and checks run on it, wrong use is refused."""
 
 from __future__ import annotations
 
