@@ -284,8 +284,12 @@ class Crew(Owner):
     def _failed(self, env_id: int, failure: Failure) -> ParallelEnvError:
         """An environment has raised: raise it in turn, or have it built anew in its process."""
         worker = self._worker_of[env_id]
-        error = reports.env_error(env_id, worker, failure, self._advice)
-        return self._survive(env_id, self._kind_of(env_id, failure), error, torn=failure.torn)
+        return self._survive(
+            env_id,
+            self._kind_of(env_id, failure),
+            reports.env_error(env_id, worker, failure, self._advice),  # in no variable: see there
+            torn=failure.torn,
+        )
 
     def _kind_of(self, env_id: int, failure: Failure) -> Kind:
         return self._kind(env_id, failure.method == Activity.RESET.method)
