@@ -74,7 +74,7 @@ WANTED = {
     "videos": ("moviepy",),
     "examples": ("torch", "tyro"),
     **dict.fromkeys(["mlagents", "unity", "unity_player"], ("mlagents_envs",)),
-    **dict.fromkeys(["ray_backend", "ray_cluster", "ray_host", "clusters"], ("ray",)),
+    **dict.fromkeys(["ray_backend", "ray_scripts", "ray_cluster", "ray_host", "clusters"], ("ray",)),
 }
 """The libraries without which `<name>.py` and `test_<name>.py` cannot even be imported."""
 

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -420,43 +417,3 @@ def test_children_end_with_their_simulator(local):
     env.close()
     assert gone(pids)
     assert wait_for(lambda: not children.running())
-
-
-SCRIPT = """
-import os, sys, time
-from mpe2 import simple_spread_v3
-from marl_parallel import ParallelEnv
-
-env = ParallelEnv([simple_spread_v3.parallel_env] * 2, backend="ray", num_workers=2)
-env.reset()
-print(*env.call(lambda _: os.getpid()), flush=True)
-{ending}
-"""
-
-
-@pytest.mark.parametrize("ending", ["", "env.close()", "raise SystemExit(3)", "time.sleep(600)"])
-def test_a_script_ends(ending, grounds):
-    """Without a close, with one, by exception and killed: its workers end, too."""
-    grounds.nothing()
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT.format(ending=ending)], stdout=subprocess.PIPE, text=True)
-    with process:
-        assert process.stdout is not None
-        pids = [*map(int, process.stdout.readline().split()[-2:])]
-        if "sleep" in ending:
-            process.kill()
-        assert process.wait(60) == {"raise SystemExit(3)": 3, "time.sleep(600)": -signal.SIGKILL}.get(ending, 0)
-    assert gone(pids, 30)
-
-
-def test_the_readme_and_the_example(local):
-    blocks = re.findall(r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    (block,) = (block for block in blocks if "RayBackend" in block)
-    address = ray.get_runtime_context().gcs_address
-    environ = {**os.environ, "RAY_ADDRESS": address}
-    example = [str(ROOT / "examples" / "ray_cluster.py"), "--steps", "20", "--copies", "8", "--actors", "2"]
-    benchmark = [str(ROOT / "benchmarks" / "ray_scaling.py"), "--quick"]
-    for arguments in (["-c", block], benchmark, example):
-        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100, env=environ)
-        assert done.returncode == 0, done.stderr
-    assert "4 copies were interrupted" in done.stdout
-    assert "4 restarts" in done.stdout

@@ -13,6 +13,8 @@ import signal
 import time
 from collections.abc import Iterator
 
+from marl_parallel.backends.stacks import state_of
+
 MARKER = "MARL_PARALLEL_WORKER"
 """The environment variable that every worker, and what it starts, carries."""
 
@@ -65,6 +67,20 @@ def kill_marked(value: str) -> None:
         if not any(found):
             return
         time.sleep(_PAUSE)
+
+
+def kill_left_behind(pid: int, marker: str) -> None:
+    """Kill what a process that led a group has left behind, though it may be another's to reap.
+
+    Args:
+        pid: Its number.
+        marker: What it has started carries.
+    """
+    # The number of its group is nobody else's while somebody is in it; that of a process may be.
+    if state_of(pid) in ("", "Z"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    kill_marked(marker)
 
 
 def adopt_orphans() -> None:

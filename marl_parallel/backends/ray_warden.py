@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from marl_parallel.backends import descendants
 from marl_parallel.backends.memory import Block
+from marl_parallel.backends.ray_survivor import Survivor
 from marl_parallel.backends.ray_worker import Files, Greeting
-from marl_parallel.backends.stacks import CrashFile, state_of
+from marl_parallel.backends.stacks import CrashFile
 from marl_parallel.runtime.ledger import Ledger
 
 _STACK_WITHIN_S = 1.0
@@ -65,16 +66,15 @@ class _Held:
             stack.pop_all()
         self.crash = CrashFile(self.files.crash)
 
+    def watched_by(self, survivor: Survivor) -> bool:
+        return survivor.watch(self.handle, self.pid, self.marker)
+
     def end(self) -> None:
         """Kill it, with its process group and whatever else carries its mark."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
             select.select([self.handle], [], [], _DEAD_WITHIN_S)
-        # The number of its group is nobody else's while somebody is in it; that of a process may be.
-        if state_of(self.pid) in ("", "Z"):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-        descendants.kill_marked(self.marker)
+        descendants.kill_left_behind(self.pid, self.marker)
 
     def exitcode(self) -> int | None:
         """How it ended, once it has: others than its parent are told by Linux 6.15 and later."""
@@ -99,13 +99,18 @@ class RayWarden:
 
     def __init__(self) -> None:
         self._held: dict[int, _Held] = {}
+        self._survivor: Survivor | None = None
 
     def hold(self, key: int, greeting: Greeting) -> bool:
         """Get hold of a worker; says whether that could be done."""
         try:
-            self._held[key] = _Held(greeting)
+            self._held[key] = held = _Held(greeting)
         except (OSError, AttributeError):  # it is gone already, or this system has no such things
             return False
+        if self._survivor is None or not held.watched_by(self._survivor):
+            self._survivor = survivor = Survivor()
+            for held in self._held.values():
+                held.watched_by(survivor)
         return True
 
     def look(self, keys: Iterable[int]) -> tuple[float, dict[int, bytes]]:
