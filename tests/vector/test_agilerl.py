@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from marl_parallel import ParallelEnv
 from marl_parallel.vector import AgileRLVecEnv
 
 COPIES = 3
+ROOT = Path(__file__).parents[2]
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=8),
