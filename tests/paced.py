@@ -29,9 +29,11 @@ class Paced(gymnasium.Env):
     def __init__(self, notes: Path, size: int = 1, *, env_id: int) -> None:
         self.notes, self.env_id = Path(notes), env_id
         space = spaces.Box(-np.inf, np.inf, (size,), np.float32)
+        self.options: dict | None = None
         self.observation_space = self.action_space = spaces.Dict({"a": space})
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.options = options
         self.take_turn("reset")
         return {"a": np.zeros(self.observation_space["a"].shape, np.float32)}, {}
 

@@ -109,6 +109,7 @@ class Restarts:
             ours any more.
         kept: Likewise of a last step whose automatic reset has not ended yet.
         resets: By environment, the keywords of a reset that was asked for and has not ended yet, pickled.
+        awaited: Likewise of one that is to begin when the environment has been restarted.
         traced: Whether workers keep a trace.
         unborn: Those that have been built anew and have said nothing since: nobody is alive in them.
     """
@@ -129,6 +130,7 @@ class Restarts:
         self.marks: dict[int, tuple[Fault, Made]] = {}
         self.latest: dict[int, bytes | None] = {}
         self.resets: dict[int, bytes] = {}
+        self.awaited: dict[int, bytes] = {}
         self.unborn: set[int] = set()
         self.kept: dict[int, bytes] = {}
         self.traced = False

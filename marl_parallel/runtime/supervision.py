@@ -87,7 +87,7 @@ class Crew(Owner):
             self.check_open()
             try:
                 if self.restarts is not None:
-                    self._await_restarts(range(len(self._worker_of)))
+                    self._await_restarts()
                 watch, wait = self._watch, self.backend.wait
                 self.backend.post(requests, together=True)
                 watch.begin(requests)
@@ -147,12 +147,10 @@ class Crew(Owner):
         with self._lock:
             self.check_open()
             try:
-                if message is Message.RESET:
-                    self._await_restarts(env_ids)
-                    if self.restarts is not None:
-                        self.restarts.resets.update(payload)
                 self.in_flight.update(dict.fromkeys(env_ids, message))
-                todo = env_ids if self.restarts is None else self._unmarked(message, env_ids)
+                todo = env_ids
+                if self.restarts is not None:
+                    todo = self._unmarked(env_ids) if message is Message.STEP else self._to_reset(env_ids, payload)
                 requests = self._shared_out(
                     message, todo, payload, each=each, prompt=self.restarts is not None and not each
                 )
@@ -262,20 +260,40 @@ class Crew(Owner):
                 extras = self.restarts.result_of_reset(env_id, extras)
         self._arrived[env_id] = moment, extras
 
-    def _unmarked(self, message: Message, env_ids: Sequence[int]) -> list[int]:
-        """Those to be sent to; the others have their result already, or get it when they have been restarted."""
+    def _unmarked(self, env_ids: Sequence[int]) -> list[int]:
+        """Those to be stepped; the others have their result already, or get it when they have been restarted."""
         assert self.restarts is not None
         todo = []
         for env_id in env_ids:
-            if message is Message.STEP and env_id in self.restarts.marks:
+            if env_id in self.restarts.marks:
                 self._arrived[env_id] = time.monotonic(), self.restarts.take_mark(env_id)
-            elif message is not Message.STEP or env_id not in self.restarts.faults:
+            elif env_id not in self.restarts.faults:
                 todo.append(env_id)
         return todo
 
-    def _await_restarts(self, env_ids: Iterable[int]) -> None:
-        """Wait until none of these is missing any more; what is sent to them now would meet with nobody."""
-        while self.restarts is not None and not self.restarts.faults.keys().isdisjoint(env_ids):
+    def _to_reset(self, env_ids: Sequence[int], keywords: Mapping[int, bytes]) -> list[int]:
+        """Those to be reset now; the others, when they have been restarted."""
+        assert self.restarts is not None
+        todo = []
+        for env_id in env_ids:
+            if env_id in self.restarts.faults:
+                self.restarts.awaited[env_id] = keywords[env_id]
+            else:
+                self.restarts.resets[env_id] = keywords[env_id]
+                todo.append(env_id)
+        return todo
+
+    def _reset_at_last(self, env_id: int) -> None:
+        assert self.restarts is not None
+        keywords = {env_id: self.restarts.awaited.pop(env_id)}
+        self.restarts.resets.update(keywords)
+        requests = self._shared_out(Message.RESET, [env_id], keywords, each=True)
+        self.backend.post(requests)
+        self._watch.begin(requests)
+
+    def _await_restarts(self) -> None:
+        """Wait until nobody is missing any more; what is sent to them now would meet with nobody."""
+        while self.restarts is not None and self.restarts.faults:
             self._take_in(None, 1)
             self._check_still_open()
 
@@ -400,6 +418,8 @@ class Crew(Owner):
                 self._failed(env_id, Failure("constructor", problem, problem, None))
                 continue
             made = self.restarts.finish(env_id, result[1])
+            if env_id in self.restarts.awaited:
+                self._reset_at_last(env_id)
             if made is None and env_id not in self._arrived and self.in_flight.get(env_id) is Message.STEP:
                 made = self.restarts.take_mark(env_id)  # it has been sent to meanwhile
             if made is not None and env_id in self.in_flight:
