@@ -175,13 +175,17 @@ class AsyncStepping(Inquiries):
         for env_id, own, own_options in zip(ids, seeds, for_each, strict=True):
             if own_options is not None:
                 self._check_options(own_options)
-            if own is None and not self._batch.begun[env_id]:
+            if own is None and not self._batch.begun[env_id] and not self._restarted(env_id):
                 own = base + env_id
             if own is not None:
                 told[env_id] = own
             given = {"seed": own, "options": own_options}
             keywords[env_id] = sendable({k: v for k, v in given.items() if v is not None}, "options")
         return base, told, keywords
+
+    def _restarted(self, env_id: int) -> bool:
+        """Whether it has been built anew, with a seed of its own."""
+        return self._crew.restarts is not None and self._crew.restarts.counts[env_id] > 0
 
     def _seeds_for(
         self, seed: int | Sequence[int | None] | None, ids: Sequence[int]

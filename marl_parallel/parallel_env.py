@@ -204,7 +204,7 @@ class ParallelEnv(AsyncStepping):
                 layout, block, described[0].rules, self._mode, copy=copy, check_actions=check_actions
             )
             if survive:
-                crew.restarts = Restarts(restart_policy, plan, attach.payload, batch, described[0], self._base_seed)
+                crew.restarts = Restarts(restart_policy, plan, attach.payload, batch, self._base_seed)
             self._all = batch.env_ids
             self._schema = schema
             self._reset_keywords, self._check_options = described[0].reset_keywords, described[0].check_options

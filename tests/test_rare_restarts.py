@@ -5,6 +5,9 @@ Each simulator's observation is a hundred for each time it was built, ten for ea
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +16,11 @@ import pytest
 from conftest import Setup
 from gymnasium import spaces
 
-from marl_parallel import EnvError, ParallelEnv
+from marl_parallel import EnvError, ParallelEnv, WorkerCrashed, WorkerTimeout
 
 SETUPS = [Setup("serial", True, 1), Setup("thread", True, 1), Setup("process", True, 1), Setup("process", False, 1)]
+KILLABLE = [Setup("process", True, 1), Setup("process", False, 1), Setup("portable", True, 1)]
+each_killable = pytest.mark.parametrize("setup", KILLABLE, ids=str)
 each_setup = pytest.mark.parametrize("setup", SETUPS, ids=str)
 ACTIONS = {"a": 0, "b": 0}
 
@@ -102,9 +107,9 @@ def test_a_mark_goes_with_its_episode(mode, setup, build):
     (observations,), (infos,) = env.reset()
     assert observations["a"] == 210
     assert infos["__common__"]["restarted"]
-    for time in (1, 2):
+    for moment in (1, 2):
         observations, rewards, terminateds, truncateds, infos = step(env)
-        assert observations["a"] == 210 + time
+        assert observations["a"] == 210 + moment
         assert rewards == {"a": 1.0, "b": 1.0}
         assert not terminateds["__all__"]
         assert not truncateds["__all__"]
@@ -239,3 +244,146 @@ def test_a_last_observation_is_kept_whatever_is_beside_it(setup, build):
     assert observations["a"] == 20
     assert infos["a"]["final_obs"] == 13
     assert [*infos["a"]["near"]] == ["b"]
+
+
+class Fickle(Clock):
+    """The first copy dies in its first step, and the first to be built anew has other spaces."""
+
+    def __init__(self, env_id: int, restarts: int) -> None:
+        super().__init__(restarts)
+        self.dies = env_id == 0 and restarts == 0
+        if env_id == 0 and restarts == 1:
+            self.observation_space = spaces.Dict({agent: spaces.Box(-999, 999, (64,), np.float64) for agent in "ab"})
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        if self.dies:
+            os._exit(1)
+        return super().step(actions)
+
+
+@each_killable
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+def test_another_simulator_for_once(mode, setup, build):
+    """It is refused, before it has had a say in how anybody's records lie in the block."""
+    env = build([Fickle] * 2, setup, mode, on_error="restart")
+    env.reset()
+    for _ in range(4):
+        observations = env.step([ACTIONS] * 2)[0]
+    assert env.stats().restarts == 3
+    now = env.call("now")
+    assert [seen["b"] for seen in observations] == list(now)
+    assert [int(own[0]) // 100 for own in now] == [2, 1]
+
+
+class SlowToBegin(Clock):
+    """Breaks in its first step, and what takes its place hangs in its first reset."""
+
+    render_mode = "ansi"
+
+    def reset(self, **keywords: Any) -> tuple[dict, dict]:
+        if self.restarts == 1:
+            time.sleep(600)
+        return super().reset(**keywords)
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        raise RuntimeError("broken")
+
+    def render(self) -> str:
+        return str(self.now())
+
+
+@pytest.mark.parametrize("ask", [ParallelEnv.state, ParallelEnv.render], ids=lambda ask: ask.__name__)
+def test_a_reset_that_somebody_looks_in_on_has_its_limit(ask, build):
+    setup = Setup("process", True, 1)
+    env = build([SlowToBegin], setup, "NEXT_STEP", on_error="restart", reset_timeout=0.5)
+    env.reset()
+    step(env)
+    with pytest.raises(WorkerTimeout, match=r"has not finished its reset within 0\.5 s"):
+        ask(env)
+
+
+class Seeded(Clock):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seeds = [seed]
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.seeds.append(seed)
+        return super().reset()
+
+
+def pid_of(_: Any) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+def test_a_copy_that_died_before_its_first_reset_has_a_seed_of_its_own(mode, build):
+    env = build([Seeded] * 2, Setup("process", True, 2), mode, seed=7, on_error="restart")
+    os.kill(env.call(pid_of)[1], signal.SIGKILL)
+    with pytest.raises(WorkerCrashed):
+        env.call("seeds")
+    env.reset()
+    own = int(np.random.SeedSequence((7, 1, 1)).generate_state(1)[0] >> 1)
+    assert env.seed() == (7, own)
+    assert env.get_attr("seeds") == ([7, 7], [own, own])
+
+
+class Computed:
+    """An observation that is computed when it is looked at, as on a GPU, which may be fatal."""
+
+    shape, dtype, ndim = (1,), np.dtype(np.float32), 1
+
+    def __init__(self, value: np.ndarray, *, fatal: bool) -> None:
+        self.value, self.fatal = value, fatal
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        if self.fatal:
+            os._exit(1)
+        return self.value
+
+
+class DiesOfBeingSeen(Clock):
+    def seen(self) -> dict[str, Any]:
+        fatal = self.restarts == 0 and self.episode == 2
+        return {"a": Computed(self.now(), fatal=False), "b": Computed(self.now(), fatal=fatal)}
+
+
+@each_killable
+def test_a_death_while_the_new_episode_is_told(setup, build):
+    """What was written of it already is not mistaken for the old one's."""
+    env = build([DiesOfBeingSeen], setup, on_error="restart")
+    env.reset()
+    for _ in range(Clock.length):
+        _, rewards, terminateds, _, infos = step(env)
+    assert (rewards["a"], terminateds["__all__"]) == (1.0, True)
+    assert infos["__common__"]["restarted"] is True
+    assert {agent: float(infos[agent]["final_obs"][0]) for agent in "ab"} in (
+        {"a": 13.0, "b": 13.0},
+        {"a": 0.0, "b": 0.0},
+    )
+
+
+class StopsForAWhile(Clock):
+    """Is stopped in the last step of its first episode; whoever asks where it is has it go on."""
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        if (self.restarts, self.episode, self.time) == (0, 1, 2):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().step(actions)
+
+
+@each_killable
+def test_whoever_goes_on_when_time_is_up(setup, build):
+    """Either its step counts, and the next result has the mark, or it was interrupted; nothing in between is told."""
+    env = build([StopsForAWhile], setup, on_error="restart", step_timeout=0.3)
+    env.reset()
+    for _ in range(Clock.length):
+        _, rewards, _, truncateds, infos = step(env)
+    final = float(infos["a"]["final_obs"][0])
+    if "__common__" in infos:
+        assert final in (12.0, 0.0)
+        assert (rewards["a"], truncateds["__all__"]) in ((0.0, True), (1.0, False))
+    else:
+        assert (rewards["a"], final) == (1.0, 13.0)
+        assert step(env)[4]["__common__"]["restarted"] is True
+    assert float(step(env)[0]["a"][0]) // 100 == 1

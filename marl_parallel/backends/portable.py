@@ -99,9 +99,16 @@ class PortableProcessBackend(Backend):
         start = portable_ends.Start(worker, num_workers, self._folder, key, argv, memory)
         return PortableProcess(start, self._threads)
 
+    def end(self, worker: int) -> list[Reply]:
+        if not self._workers:
+            return []  # closed meanwhile by a signal handler
+        self._workers[worker].signal(KILL)
+        await_ends([self._workers[worker]], _KILLED_WITHIN_S)
+        return [reply for _, reply in self._taken_from(worker) if type(reply) is Reply]
+
     def replace(self, worker: int) -> None:
         if not self._workers:
-            return  # closed meanwhile by a signal handler
+            return
         old = self._workers[worker]
         old.signal(KILL)
         await_ends([old], _KILLED_WITHIN_S)
@@ -157,20 +164,27 @@ class PortableProcessBackend(Backend):
         look = now - self._looked >= _TICK_S  # also while others have so much to say that there is never a pause
         if look:
             self._looked = now
-        for worker, before in enumerate(self._before):
-            try:
-                while before and worker not in self._lost and self._workers[worker].connection.poll():
-                    reply: Reply = self._workers[worker].connection.recv()
-                    replies.append((worker, reply))
-                    if reply.last:
-                        before.popleft()
-            except (EOFError, OSError):
-                self._lost[worker] = self._workers[worker].buried()
-            if look and before and worker not in self._lost:
-                self._look_at(worker)
-            if before and worker in self._lost:
-                before.clear()
-                replies.append((worker, self._lost[worker]))
+        for worker in range(len(self._before)):
+            replies += self._taken_from(worker, look=look)
+        return replies
+
+    def _taken_from(self, worker: int, *, look: bool = False) -> list[tuple[int, Reply | Lost]]:
+        """Of one worker."""
+        replies: list[tuple[int, Reply | Lost]] = []
+        before = self._before[worker]
+        try:
+            while before and worker not in self._lost and self._workers[worker].connection.poll():
+                reply: Reply = self._workers[worker].connection.recv()
+                replies.append((worker, reply))
+                if reply.last:
+                    before.popleft()
+        except (EOFError, OSError):
+            self._lost[worker] = self._workers[worker].buried()
+        if look and before and worker not in self._lost:
+            self._look_at(worker)
+        if before and worker in self._lost:
+            before.clear()
+            replies.append((worker, self._lost[worker]))
         return replies
 
     def _look_at(self, worker: int) -> None:

@@ -97,9 +97,15 @@ class ProcessBackend(Backend):
             raise
         return channel, pid
 
+    def end(self, worker: int) -> list[Reply]:
+        if self._launcher is None:
+            return []  # closed meanwhile by a signal handler
+        self._await_death(worker, patience=0.0)
+        return [reply for _, reply in self._taken_from(worker) if type(reply) is Reply]
+
     def replace(self, worker: int) -> None:
         if self._launcher is None:
-            return  # closed meanwhile by a signal handler
+            return
         self._await_death(worker, patience=0.0)
         self._before[worker].clear()
         self._channels[worker].close()
@@ -169,30 +175,35 @@ class ProcessBackend(Backend):
         if time.monotonic() - self._looked > _TICK_S:
             self._lost_now()  # also while others have so much to say that there is never a pause
         for worker, before in enumerate(self._before):
-            if not before:
-                continue
-            done, channel = self._desks[worker].done, self._channels[worker]
-            if channel.unsent:
-                with contextlib.suppress(Gone):  # found out below
-                    channel.flush()
-            while before and done.signal.try_take():
-                note = done.taken()
-                if note == _ALL_DONE:
-                    replies.append((worker, Reply(*_DONE, None, {}, {}, done.moment)))
-                elif note & control.KIND == control.PLAIN:
-                    last = bool(note & control.LAST)
-                    replies.append((worker, Reply(*_DONE, control.env_ids_of(note), {}, {}, done.moment, last)))
-                else:
-                    try:
-                        replies.append((worker, channel.receive()))
-                    except Gone:
-                        self._await_death(worker)
-                        break
-                if note & control.LAST:
-                    before.popleft()
-            if before and worker in self._lost:
-                before.clear()
-                replies.append((worker, self._lost[worker]))
+            if before:
+                replies += self._taken_from(worker)
+        return replies
+
+    def _taken_from(self, worker: int) -> list[tuple[int, Reply | Lost]]:
+        """Of one worker."""
+        replies: list[tuple[int, Reply | Lost]] = []
+        before, done, channel = self._before[worker], self._desks[worker].done, self._channels[worker]
+        if channel.unsent:
+            with contextlib.suppress(Gone):  # found out below
+                channel.flush()
+        while before and done.signal.try_take():
+            note = done.taken()
+            if note == _ALL_DONE:
+                replies.append((worker, Reply(*_DONE, None, {}, {}, done.moment)))
+            elif note & control.KIND == control.PLAIN:
+                last = bool(note & control.LAST)
+                replies.append((worker, Reply(*_DONE, control.env_ids_of(note), {}, {}, done.moment, last)))
+            else:
+                try:
+                    replies.append((worker, channel.receive()))
+                except Gone:
+                    self._await_death(worker)
+                    break
+            if note & control.LAST:
+                before.popleft()
+        if before and worker in self._lost:
+            before.clear()
+            replies.append((worker, self._lost[worker]))
         return replies
 
     def _lost_now(self) -> Mapping[int, Lost]:

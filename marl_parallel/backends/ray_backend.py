@@ -264,8 +264,8 @@ class RayBackend(Backend):
     def stack(self, worker: int) -> str:
         return self._hosts[worker].stack()
 
-    def salvage(self, worker: int) -> list[Reply]:
-        return self._hosts[worker].salvage(self._parcels)[0]
+    def end(self, worker: int) -> list[Reply]:
+        return self._hosts[worker].salvage(self._parcels, kill=True)[0]
 
     def ahead(self, worker: int) -> float:
         return self._hosts[worker].ahead

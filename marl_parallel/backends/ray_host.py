@@ -186,12 +186,17 @@ class RayHost:
         """The Python stack as it is right now, empty where it cannot be had."""
         return "" if self._warden is None else told_by_warden(self._warden.stack.remote(self._key)) or ""
 
-    def salvage(self, parcels: Parcels | None, *, dead: bool = False) -> tuple[list[Reply], Remains | None]:
-        """What it has said and not yet been heard to say, and all that it has left; what it has written is put in."""
+    def salvage(self, parcels: Parcels | None, *, kill: bool = False) -> tuple[list[Reply], Remains | None]:
+        """What it has said and not yet been heard to say, and all that it has left; what it has written is put in.
+
+        Args:
+            parcels: This end's block; None where there is none yet.
+            kill: Whether it is to be ended; else it has died, or is just dying.
+        """
         places = None if parcels is None else parcels.places(self._share)
         remains: Remains | None = None
         if self._warden is not None:
-            remains = told_by_warden(self._warden.remains.remote(self._key, places, dead=dead))
+            remains = told_by_warden(self._warden.remains.remote(self._key, places, kill=kill))
         if remains is None:
             return [], None
         self.ledger.mirror(remains.ledger, self.ahead)
@@ -205,7 +210,7 @@ class RayHost:
 
     def _bury(self, error: RayError, parcels: Parcels | None) -> list[Reply | Lost]:
         """What it has still said, and that it is gone."""
-        replies, remains = self.salvage(parcels, dead=True)
+        replies, remains = self.salvage(parcels)
         reason = _said_by(error)
         exitcode, stack = (None, "") if remains is None else (remains.exitcode, remains.stack)
         self.lost = Lost(exitcode, stack, "" if reason == _PROCESS_DIED else reason)

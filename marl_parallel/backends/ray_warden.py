@@ -32,14 +32,14 @@ _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO_NBYTES << 16 | 0xFF << 8 | 11
 
 
 class Remains(NamedTuple):
-    """Of a worker that has died, or is about to be ended.
+    """Of a worker that has died.
 
     Attributes:
         ledger: Its bytes.
         records: The whole records of its environments; empty where there was no block yet.
         said: What `ray_worker.what_was_said` reads.
         stack: The stack at a native crash, empty where there is none.
-        exitcode: As of `Lost`; None where it lives, or the kernel does not tell.
+        exitcode: As of `Lost`; None where the kernel does not tell.
     """
 
     ledger: bytes
@@ -69,11 +69,15 @@ class _Held:
     def watched_by(self, survivor: Survivor) -> bool:
         return survivor.watch(self.handle, self.pid, self.marker)
 
-    def end(self) -> None:
-        """Kill it, with its process group and whatever else carries its mark."""
+    def kill(self) -> None:
+        """Kill it, and wait until it has died."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
             select.select([self.handle], [], [], _DEAD_WITHIN_S)
+
+    def end(self) -> None:
+        """Kill it, with its process group and whatever else carries its mark."""
+        self.kill()
         descendants.kill_left_behind(self.pid, self.marker)
 
     def exitcode(self) -> int | None:
@@ -126,13 +130,13 @@ class RayWarden:
         """The Python stack of a worker as it is right now, empty where it cannot be had."""
         return self._held[key].crash.stack(self._held[key].pid, _STACK_WITHIN_S) if key in self._held else ""
 
-    def remains(self, key: int, places: tuple[int, int] | None, *, dead: bool) -> Remains | None:
-        """What a worker has left behind, or leaves if it ends now.
+    def remains(self, key: int, places: tuple[int, int] | None, *, kill: bool) -> Remains | None:
+        """What a worker has left behind.
 
         Args:
             key: Which.
             places: Where the records of its environments begin and end; None where there is no block yet.
-            dead: Whether it has ended, or is just ending.
+            kill: Whether it is to be ended; else it has died, or is just dying.
 
         Returns:
             None where nothing is known of it.
@@ -140,14 +144,15 @@ class RayWarden:
         if key not in self._held:
             return None
         held, (start, stop) = self._held[key], places or (0, 0)
-        if dead:
-            select.select([held.handle], [], [], _DEAD_WITHIN_S)
+        if kill:
+            held.kill()
+        select.select([held.handle], [], [], _DEAD_WITHIN_S)
         return Remains(
             bytes(held.memory.buffer),
             os.pread(held.files.block, stop - start, start),
             os.pread(held.files.said, os.fstat(held.files.said).st_size, 0),
             held.crash.text(),
-            held.exitcode() if dead else None,
+            held.exitcode(),
         )
 
     def end(self, keys: Sequence[int]) -> None:

@@ -48,6 +48,9 @@ class SerialBackend(Backend):
         replies, self._replies = self._replies, []
         return replies
 
+    def end(self, worker: int) -> Sequence[Reply]:
+        raise NotImplementedError("a worker in line is the caller itself")
+
     def replace(self, worker: int) -> None:
         raise NotImplementedError("a worker in line is the caller itself")
 

@@ -82,6 +82,9 @@ class ThreadBackend(Backend):
         except Empty:
             return replies  # either the time is over or everything that was there has been taken
 
+    def end(self, worker: int) -> Sequence[Reply]:
+        raise NotImplementedError("a thread cannot be killed")
+
     def replace(self, worker: int) -> None:
         raise NotImplementedError("a thread cannot be killed")
 

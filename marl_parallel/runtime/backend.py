@@ -95,26 +95,25 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def end(self, worker: int) -> Sequence[Reply]:
+        """End a worker that is to be replaced, whatever it is doing: what it has written changes no more.
+
+        For backends that `can_kill`.
+
+        Returns:
+            What it has said and `wait` has not returned.
+        """
+
+    @abstractmethod
     def replace(self, worker: int) -> None:
-        """End a worker, whatever it is doing, and start a fresh one in its place, with a ledger of its own.
+        """Start a fresh worker, with a ledger of its own, in the place of one that was ended or is lost.
 
         What had been asked of the old one is forgotten. For backends that `can_kill`.
-
-        Args:
-            worker: Which; alive or lost.
         """
 
     def look(self) -> None:
         """Bring the ledgers up to date; nothing is to be done where they lie in shared memory."""
         return
-
-    def salvage(self, worker: int) -> Sequence[Reply]:
-        """Before a worker that hangs is replaced: bring what it has written so far within reach.
-
-        Returns:
-            What it has said and `wait` has not returned; nothing where memory is shared and messages are sent at once.
-        """
-        return ()
 
     def ahead(self, worker: int) -> float:
         """Seconds that this clock is ahead of a worker's; 0 where they are the same."""

@@ -46,6 +46,7 @@ def construct(
     by_value: list[ModuleType] = []
     pickled = _pickle(constructors, range(len(constructors)), by_value)
     described: dict[int, Description] = {}
+    first = b""
     while len(described) < len(constructors):
         requests = {}
         for worker, share in enumerate(crew.shares):
@@ -60,7 +61,8 @@ def construct(
                     raise TypeError(f"environment {env_id}: {result.text}")
                 unknown[env_id] = result.text
             else:
-                described[env_id] = result
+                described[env_id] = crew.read(env_id, result.description)
+                first = first or result.description
         # Some modules exist in this process only, such as a test's that was loaded from its file, or a notebook's.
         tried = [*by_value]
         for env_id, name in unknown.items():
@@ -74,7 +76,7 @@ def construct(
             if module not in by_value:
                 by_value.append(module)
         pickled.update(_pickle(constructors, unknown, by_value))
-    plan = Plan(pickled, dict(enumerate(seeds)), mode, adapter, restarts)
+    plan = Plan(pickled, dict(enumerate(seeds)), mode, adapter, restarts, described=first)
     return [described[env_id] for env_id in range(len(constructors))], plan
 
 

@@ -19,6 +19,7 @@ _LOOK_EVERY_S = 0.05
 _UNMOVED_S = 0.02
 _STARTS = (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE)
 _STARTED_BY = (Message.ACCESS, Message.ATTACH, Message.REBUILD)
+_MAY_RESET = (Message.STEP, Message.REBUILD, Message.STATE, Message.RENDER)
 
 
 class Limits(NamedTuple):
@@ -66,7 +67,7 @@ class Watch:
         of = {self._limits.start if message in _STARTED_BY else self._limits.step}
         if message is Message.RESET:
             of = {self._limits.reset}
-        elif message in (Message.STEP, Message.REBUILD):
+        elif message in _MAY_RESET:
             of.add(self._limits.reset)
         return min((limit for limit in of if limit is not None), default=None)
 

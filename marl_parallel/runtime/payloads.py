@@ -25,6 +25,7 @@ class Plan(NamedTuple):
         restarts: Whether what fails is built anew, so that what was said before it must not be lost.
         traced: Whether the worker is to keep a trace, where it does not do so yet.
         counts: By environment, how often it has been built anew; None for never.
+        described: What all environments are like: a pickled `Description`, for those that are built anew.
     """
 
     constructors: Mapping[int, bytes]
@@ -34,10 +35,11 @@ class Plan(NamedTuple):
     restarts: bool = False
     traced: bool = False
     counts: Mapping[int, int] | None = None
+    described: bytes = b""
 
 
 class Rebuild(NamedTuple):
-    """The payload of `REBUILD`, by environment; the reply is its pickled `Description` and what the reset has to say.
+    """The payload of `REBUILD`, by environment; the reply is `Rebuilt`, or a `Refusal` where it has become another.
 
     Attributes:
         plan: For this environment.
@@ -52,8 +54,28 @@ class Rebuild(NamedTuple):
     keywords: bytes | None = None
 
 
+class Rebuilt(NamedTuple):
+    """The reply to `REBUILD`.
+
+    Attributes:
+        told: What the reset has to say beyond the block, pickled; None for nothing.
+    """
+
+    told: bytes | None
+
+
+class Built(NamedTuple):
+    """The reply to `ACCESS`.
+
+    Attributes:
+        description: A `Description`, pickled.
+    """
+
+    description: bytes
+
+
 class Description(NamedTuple):
-    """The reply to `ACCESS`: what the parent must know of an environment; the fields are those of `MultiAgentEnv`."""
+    """What the parent must know of an environment; the fields are those of `MultiAgentEnv`."""
 
     rules: Rules
     possible_agents: list[AgentID]

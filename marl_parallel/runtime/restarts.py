@@ -22,9 +22,8 @@ from marl_parallel.adapters.protocol import Dicts
 from marl_parallel.errors import ParallelEnvError, RestartLimitExceeded
 from marl_parallel.runtime.batch import Batch, Made
 from marl_parallel.runtime.episode import interrupted, marked, renewed
-from marl_parallel.runtime.payloads import Description, Plan, Rebuild, Refusal
+from marl_parallel.runtime.payloads import Plan, Rebuild
 from marl_parallel.runtime.reports import first_line
-from marl_parallel.runtime.schemas import common_schema
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,6 @@ class Restarts:
         plan: Constructors and all else that workers were told, of all environments.
         block: The payload of `ATTACH`.
         batch: The parent's side of the block.
-        described: What all environments are like.
         base_seed: What seeds are drawn from.
 
     Attributes:
@@ -120,11 +118,9 @@ class Restarts:
         plan: Plan,
         block: tuple[int, bool],
         batch: Batch,
-        described: Description,
         base_seed: int,
     ) -> None:
         self._policy, self._plan, self._block, self._batch = policy, plan, block, batch
-        self._described = described
         self.base_seed = base_seed
         self.faults: dict[int, Fault] = {}
         self.marks: dict[int, tuple[Fault, Made]] = {}
@@ -177,6 +173,8 @@ class Restarts:
         extras = self._extras(env_id)
         if kind is Kind.AUTO_RESET:
             told = marked(self._batch.peek(env_id, extras).dicts, str(error))
+            if torn:
+                told = (self._batch.last_known(env_id, extras, torn=True)[0], *told[1:])
         elif kind is Kind.RESET:
             told = ({}, {}, {}, {}, {})
         else:
@@ -208,16 +206,6 @@ class Restarts:
     def kind_of_reset(self) -> Kind:
         """What has been interrupted where a step was in the middle of a reset."""
         return Kind.AUTO_RESET if self._plan.mode is AutoresetMode.SAME_STEP else Kind.RESET
-
-    def problem_with(self, result: Any) -> str | None:
-        """Why an environment that was built anew cannot take the old one's place."""
-        if isinstance(result, Refusal):
-            return result.text
-        try:
-            common_schema([self._described, pickle.loads(result[0])])
-        except ValueError as error:
-            return f"the environment that was built anew is another: {error}"
-        return None
 
     def note_begun(self, env_id: int) -> None:
         """Its reset has been carried out, though the caller has not been told yet."""

@@ -21,6 +21,7 @@ from marl_parallel.runtime.ledger import Activity, Running
 from marl_parallel.runtime.limits import Limits, Watch
 from marl_parallel.runtime.messages import Failure, Lost, Message, Reply, Request
 from marl_parallel.runtime.ownership import Owner
+from marl_parallel.runtime.payloads import Refusal
 from marl_parallel.runtime.reports import logger
 from marl_parallel.runtime.restarts import Kind, Restarts
 from marl_parallel.stats import Stats, WorkerStats
@@ -117,7 +118,7 @@ class Crew(Owner):
                     for env_id in sorted(failures):
                         faults.append(self._failed(env_id, failures.pop(env_id)))
                 if not faults:
-                    return {i: self._read(i, result) for i, result in results.items()} if results else {}
+                    return {i: self.read(i, result) for i, result in results.items()} if results else {}
             except BaseException as error:
                 self._shut_after(error)
                 raise
@@ -250,7 +251,7 @@ class Crew(Owner):
 
     def _finished(self, env_id: int, moment: float, result: Any) -> None:
         try:
-            extras = self._read(env_id, result)
+            extras = self.read(env_id, result)
         except EnvError as error:
             self._survive(env_id, self._kind(env_id, in_reset=False), error)
             return
@@ -331,14 +332,17 @@ class Crew(Owner):
 
     def _late(self, worker: int) -> ParallelEnvError:
         """A worker hangs."""
-        for reply in self.backend.salvage(worker):
-            self._hear(worker, reply)
         running, doing, limit = self._watch.overrun(worker)
         assert limit is not None
         stack = self.backend.stack(worker)
         share = self.shares[worker]
         advice = self._advice if self.backend.can_kill else _NO_WAY
-        return self._replace(worker, running, reports.timed_out(worker, share, running, doing, limit, stack, advice))
+        error = reports.timed_out(worker, share, running, doing, limit, stack, advice)
+        if self.restarts is not None and self.backend.can_kill:
+            for reply in self.backend.end(worker):  # it may have gone on meanwhile
+                if self.in_flight or reply.answers is Message.REBUILD:
+                    self._hear(worker, reply)
+        return self._replace(worker, self.backend.ledgers[worker].running, error)
 
     def _replace(self, worker: int, running: Running | None, error: ParallelEnvError) -> ParallelEnvError:
         """All environments of a worker are gone: raise, or have them built anew in another."""
@@ -413,11 +417,10 @@ class Crew(Owner):
         for env_id, failure in reply.failures.items():
             self._failed(env_id, failure)
         for env_id, result in reply.results.items():
-            problem = self.restarts.problem_with(result)
-            if problem is not None:
-                self._failed(env_id, Failure("constructor", problem, problem, None))
+            if isinstance(result, Refusal):
+                self._failed(env_id, Failure("constructor", result.text, result.text, None))
                 continue
-            made = self.restarts.finish(env_id, result[1])
+            made = self.restarts.finish(env_id, result.told)
             if env_id in self.restarts.awaited:
                 self._reset_at_last(env_id)
             if made is None and env_id not in self._arrived and self.in_flight.get(env_id) is Message.STEP:
@@ -479,7 +482,7 @@ class Crew(Owner):
             for worker, ids in shares.items()
         }
 
-    def _read(self, env_id: int, result: Any) -> Any:
+    def read(self, env_id: int, result: Any) -> Any:
         """What a worker sent; bytes are something of the simulator's, pickled."""
         if type(result) is not bytes:
             return result

@@ -30,9 +30,10 @@ from marl_parallel.runtime.episode import Episode
 from marl_parallel.runtime.layout import Layout, Schema
 from marl_parallel.runtime.ledger import Activity, Ledger
 from marl_parallel.runtime.messages import Failure, Message, Reply, Request
-from marl_parallel.runtime.payloads import Description, Plan, Rebuild, Refusal
+from marl_parallel.runtime.payloads import Built, Description, Plan, Rebuild, Rebuilt, Refusal
 from marl_parallel.runtime.pickling import dump_extras, dumps
 from marl_parallel.runtime.records import TransitionRecords
+from marl_parallel.runtime.schemas import common_schema
 from marl_parallel.runtime.sharing import span_of
 from marl_parallel.runtime.transition import Transition
 from marl_parallel.runtime.values import as_array
@@ -122,7 +123,7 @@ class Worker:
 
     # -- one handler for each request; each takes an environment's id and the payload ----------------------------------
 
-    def _build(self, env_id: int, plan: Plan) -> bytes | Refusal:
+    def _build(self, env_id: int, plan: Plan) -> Built | Refusal:
         seed = self._seeds[env_id] = plan.seeds[env_id]
         with self._ledger.during(env_id, Activity.CONSTRUCTOR):
             if self._own_process:
@@ -146,52 +147,54 @@ class Worker:
         self._episodes[env_id] = Episode(env, env_id, plan.mode, self._ledger)
         self._share = span_of([*self._seeds])
         self._restarts = plan.restarts
-        return bytes(
-            cloudpickle.dumps(
-                Description(
-                    env.rules,
-                    list(env.possible_agents),
-                    env.observation_spaces,
-                    env.action_spaces,
-                    env.state_space,
-                    dict(env.metadata),
-                    env.render_mode,
-                    env.reset_keywords,
-                    env.check_options,
-                    env.seeded_when_made,
-                )
-            )
+        description = Description(
+            env.rules,
+            list(env.possible_agents),
+            env.observation_spaces,
+            env.action_spaces,
+            env.state_space,
+            dict(env.metadata),
+            env.render_mode,
+            env.reset_keywords,
+            env.check_options,
+            env.seeded_when_made,
         )
+        return Built(bytes(cloudpickle.dumps(description)))
 
     def _lay_out(self, env_id: int, payload: tuple[int, bool]) -> None:
         if self._layout is not None:
             return  # one block for all environments
         num_records, arrays = payload
-        self._layout = Layout(Schema.of(self._episodes[env_id].env), num_records, arrays=arrays)
-        buffer = self._attach(self._layout)
-        self._layout.bind(buffer)
-        self._actions = ActionRecords(self._layout, buffer)
-        self._transitions = TransitionRecords(self._layout, buffer)
+        layout = Layout(Schema.of(self._episodes[env_id].env), num_records, arrays=arrays)
+        buffer = self._attach(layout)
+        layout.bind(buffer)
+        self._actions = ActionRecords(layout, buffer)
+        self._transitions = TransitionRecords(layout, buffer)
+        self._layout = layout
 
-    def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> tuple[bytes, bytes | None] | Refusal:
+    def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> Rebuilt | Refusal:
         plan, block, reset, asked = payload[env_id]
         old = self._episodes.pop(env_id, None)
         if old is not None:
             # What a broken simulator raises when it is closed would only hide what broke it.
             with self._ledger.during(env_id, Activity.CLOSE), contextlib.suppress(BaseException):
                 old.env.close()
-        description = self._build(env_id, plan)
-        if isinstance(description, Refusal):
-            return description
+        built = self._build(env_id, plan)
+        if isinstance(built, Refusal):
+            return built
+        try:  # before the block is laid out as this one would have it: the others' records are there, too
+            common_schema([pickle.loads(plan.described), pickle.loads(built.description)])
+        except ValueError as error:
+            return Refusal(ValueError, f"the environment that was built anew is another: {error}")
         self._lay_out(env_id, block)
         episode = self._episodes[env_id]
         keywords = {} if asked is None else pickle.loads(asked)
         keywords = self._passed(env_id, {**keywords, "seed": plan.seeds[env_id]})
         if not reset:
             episode.put_off(keywords)
-            return description, None
+            return Rebuilt(None)
         more = self._transitions.write(env_id, episode.reset(keywords))
-        return description, None if more is None else dump_extras(more)
+        return Rebuilt(None if more is None else dump_extras(more))
 
     def _seed(self, env_id: int, _: Any) -> int:
         declared = lookup.declared_seed(self._episodes[env_id].env.source)
