@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from environments import Hunt
 from faults import Fragile, SimulatorError, raising
 from gymnasium.error import ClosedEnvironmentError
 from liveness import wait_for, workers
+from ways import arguments
 
 from marl_parallel import EnvError, ParallelEnv
 
@@ -270,6 +273,40 @@ def test_interpreter_exit(how, backend, ending, tmp_path):
     assert done.stdout == ""
     assert closed(tmp_path) == ALL_FOUR
     assert gone(workers(tmp_path))
+
+
+def linger() -> None:
+    atexit.register(time.sleep, 3)
+
+
+@pytest.fixture
+def impatience():
+    """Whoever is impatient presses Ctrl-C when the timer rings."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def open_files() -> list[str]:
+    paths = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    return sorted(re.sub(r"\d+", "", os.readlink(path)) for path in paths if os.path.islink(path))
+
+
+@pytest.mark.usefixtures("impatience")
+def test_ctrl_c_while_workers_end(way, tmp_path):
+    """Nothing of theirs stays all the same: no process, no descriptor, no memory."""
+    before = open_files()
+    env = ParallelEnv(fleet(tmp_path, 2, constructor=linger), num_workers=2, **arguments(way))
+    env.reset()
+    signal.setitimer(signal.ITIMER_REAL, 0.7)
+    with pytest.raises(KeyboardInterrupt):
+        env.close()
+    assert gone(workers(tmp_path))
+    env.close()
+    del env
+    gc.collect()
+    assert open_files() == before
 
 
 def test_more_workers_than_cpus():

@@ -276,3 +276,34 @@ def test_unknown_context(backend, tmp_path):
 def test_contexts_are_for_processes(backend, tmp_path):
     with pytest.raises(ValueError, match='backend="process" only'):
         ParallelEnv(fleet(tmp_path), context="spawn", backend=backend)
+
+
+PRESSED = """
+import gc, os, signal, sys
+sys.path.append({tests!r})
+import psutil
+from environments import Hunt
+from marl_parallel import ParallelEnv
+
+forks = []
+
+def press():
+    forks.append(1)
+    if len(forks) == {number}:
+        os.kill(os.getpid(), signal.SIGINT)
+
+os.register_at_fork(after_in_parent=press)
+try:
+    ParallelEnv([Hunt] * 2, num_workers=2, context="fork")
+except KeyboardInterrupt:
+    gc.collect()
+    print("interrupted", psutil.Process().children())
+"""
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_ctrl_c_in_the_middle_of_a_fork(number):
+    """As where the parent is large, so that it takes a while: the child is known, or is none."""
+    program = PRESSED.format(tests=str(Path(__file__).parent), number=number)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted []\n", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -72,6 +73,25 @@ def test_the_dead_are_told_once(portable):
     assert portable.wait(0.05) == []
     portable.post({1: Request(Message.CLOSE)})
     assert portable.wait(1.0) == [(1, Lost(0, ""))]
+
+
+def test_a_replacement_that_dies_while_it_starts(portable, monkeypatch):
+    """It is lost as the one before, and can be replaced again."""
+    connect = portable_process.PortableProcess.connect
+
+    def too_late(process: portable_process.PortableProcess, deadline: float) -> None:
+        process.signal(signal.SIGKILL)
+        connect(process, deadline)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(portable_process.PortableProcess, "connect", too_late)
+        portable.replace(1)
+    portable.post({1: Request(Message.CLOSE)})
+    assert heard(portable, 1) == [(1, Lost(-signal.SIGKILL, ""))]
+    portable.replace(1)
+    portable.post({1: Request(Message.CLOSE)})
+    ((worker, reply),) = heard(portable, 1)
+    assert (worker, reply.answers) == (1, Message.CLOSE)
 
 
 def test_worker_that_cannot_start(monkeypatch, capfd):

@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from marl_parallel.backends import child, threads
+from marl_parallel.backends import child, descendants, threads
 from marl_parallel.backends.own_children import OwnChildrenLauncher
 
 
@@ -33,12 +33,19 @@ class ForkLauncher(OwnChildrenLauncher):
             if stream is not None:
                 stream.flush()
         mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+        pid = 0
         try:
             if pid := os.fork():
                 return pid
             child.become_worker(lambda: _prepare(setting), fds, crash=crash, guards=[guard])
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            except BaseException:  # Ctrl-C has waited for this: nobody would get to know of the child
+                if pid:
+                    descendants.send(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                raise
 
 
 def _prepare(setting: child.Setting) -> child.Setting:

@@ -22,6 +22,7 @@ What is weaker here than in `process.py`, which needs Linux:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -126,10 +127,12 @@ class PortableProcessBackend(Backend):
         try:
             self._workers[worker] = self._new_process(worker, len(self._workers), memory)
             self._workers[worker].connect(time.monotonic() + _STARTED_WITHIN_S)
+            del self._lost[worker]
+        except RuntimeError:  # it has died already, as the one before
+            self._lost[worker] = self._workers[worker].buried()
         finally:
             if sys.platform != "win32":
                 self._remove_folder()
-        del self._lost[worker]
 
     def allocate(self, layout: Layout) -> Any:
         return self._memory[1].map(layout.nbytes)
@@ -202,18 +205,18 @@ class PortableProcessBackend(Backend):
 
     def stop(self, timeout: float) -> list[int]:
         workers, self._workers = self._workers, []
-        await_ends(workers, timeout)
-        for number, patience in ((signal.SIGTERM, _TERMINATED_WITHIN_S), (KILL, _KILLED_WITHIN_S)):
-            for worker in workers:
-                worker.signal(number)
-            await_ends(workers, patience)
-        left = [index for index, worker in enumerate(workers) if worker.exitcode() is None]
-        for worker in workers:
-            worker.let_go()
-        self._let_go()
-        self._remove_folder()
         self._lost = dict.fromkeys(range(len(self._before)), Lost(None, ""))
-        return left
+        try:
+            with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
+                at_last.callback(_signalled, workers, KILL, _KILLED_WITHIN_S)
+                await_ends(workers, timeout)
+                _signalled(workers, signal.SIGTERM, _TERMINATED_WITHIN_S)
+            return [index for index, worker in enumerate(workers) if worker.exitcode() is None]
+        finally:
+            for worker in workers:
+                worker.let_go()
+            self._let_go()
+            self._remove_folder()
 
     def abandon(self) -> None:
         # The copies of the pipes are the point: a worker takes their end for its parent's.
@@ -234,6 +237,13 @@ class PortableProcessBackend(Backend):
         if folder:
             # On Windows a file that somebody still has open cannot go; better it stays than an error in `close`.
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _signalled(workers: Sequence[PortableProcess], number: int, patience: float) -> None:
+    """Send all of them a signal, and give them time to end."""
+    for worker in workers:
+        worker.signal(number)
+    await_ends(workers, patience)
 
 
 def _new_folder() -> str:

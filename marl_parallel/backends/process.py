@@ -239,14 +239,15 @@ class ProcessBackend(Backend):
 
     def stop(self, timeout: float) -> list[int]:
         launcher, self._launcher = self._launcher, None
-        if launcher is not None:
-            if launcher.wait_gone(self._pids, timeout):
-                for pid in self._pids:
-                    launcher.terminate(pid)
-                launcher.wait_gone(self._pids, _TERMINATED_WITHIN_S)
-            launcher.close()
-            self._board.close_fd()
-        self._forget()
+        with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
+            at_last.callback(self._forget)
+            if launcher is not None:
+                at_last.callback(self._board.close_fd)
+                at_last.callback(launcher.close)
+                if launcher.wait_gone(self._pids, timeout):
+                    for pid in self._pids:
+                        launcher.terminate(pid)
+                    launcher.wait_gone(self._pids, _TERMINATED_WITHIN_S)
         return []
 
     def _forget(self) -> None:
