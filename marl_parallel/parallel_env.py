@@ -161,7 +161,7 @@ class ParallelEnv(AsyncStepping):
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
         constructors = checked_constructors(env_constructors)
-        self._mode = autoreset_mode(auto_reset)
+        mode = autoreset_mode(auto_reset)
         limits = Limits(
             checked_timeout(step_timeout, "step_timeout"),
             checked_timeout(reset_timeout, "reset_timeout"),
@@ -194,22 +194,20 @@ class ParallelEnv(AsyncStepping):
         try:
             hosts.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
             started = True
-            described, plan = construct(crew, constructors, seeds, self._mode, how_adapted, survive)
+            described, plan = construct(crew, constructors, seeds, mode, how_adapted, survive)
             schema = common_schema(described)
             layout = Layout(schema, self._num_envs, arrays=shared_memory)
             block = hosts.allocate(layout)
             attach = Request(Message.ATTACH, None, (self._num_envs, shared_memory))
             crew.run(dict.fromkeys(range(len(shares)), attach))
-            self._batch = batch = Batch(
-                layout, block, described[0].rules, self._mode, copy=copy, check_actions=check_actions
-            )
+            self._batch = batch = Batch(layout, block, described[0].rules, mode, copy=copy, check_actions=check_actions)
             if survive:
                 crew.restarts = Restarts(restart_policy, plan, attach.payload, batch, self._base_seed)
             self._all = batch.env_ids
             self._schema = schema
             self._reset_keywords, self._check_options = described[0].reset_keywords, described[0].check_options
             self._seeded_when_made = described[0].seeded_when_made
-            self._metadata = {**described[0].metadata, "autoreset_mode": self._mode}
+            self._metadata = {**described[0].metadata, "autoreset_mode": mode}
             self._render_mode = described[0].render_mode
             self._seeds_used = tuple(seeds)
             if trace is not None:

@@ -8,6 +8,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 from simulators import BOX, MOVES, Crossing, Declared, DictGym, FakeRLlib, OnlyDictsAEC, Open, real
 
+from marl_parallel import ParallelEnv
 from marl_parallel.adapters import ADAPTERS, MultiAgentEnv, Rules, adapt
 from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
@@ -61,6 +62,43 @@ def test_adapter_by_name_and_by_callable():
     assert adapt(Crossing(), "pettingzoo").rules is Rules.PETTINGZOO
     assert type(adapt(Open(), DictEnv)) is DictEnv
     assert type(adapt(Crossing(), lambda env: PettingZooEnv(env))) is PettingZooEnv
+
+
+class Native(MultiAgentEnv):
+    """Written against the protocol, with nothing behind it."""
+
+    rules = Rules.DICT
+    possible_agents = ["a"]  # noqa: RUF012
+    observation_spaces = {"a": BOX}  # noqa: RUF012
+    action_spaces = {"a": MOVES}  # noqa: RUF012
+    state_space, render_mode = None, None
+    metadata = {}  # noqa: RUF012
+    reset_keywords = frozenset()
+
+    def reset(self, **keywords):
+        return {"a": BOX.low}, {}
+
+    def step(self, actions):
+        return {"a": BOX.low}, {"a": 1.0}, {}, {}, {}
+
+    def render(self):
+        return None
+
+    def state(self):
+        return None
+
+    def close(self):
+        pass
+
+    def size(self):
+        return 7
+
+
+def test_a_multi_agent_env_is_its_own_simulator():
+    with ParallelEnv([Native] * 2, backend="serial", seed=5) as env:
+        env.reset()
+        assert env.step([{"a": 0}] * 2)[1] == ({"a": 1.0}, {"a": 1.0})
+        assert (env.seed(), env.call("size")) == ((5, 6), (7, 7))
 
 
 class Bare:

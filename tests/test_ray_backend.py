@@ -214,6 +214,9 @@ def test_another_cluster_than_the_one_connected_to(local):
         ({"num_cpus": 0}, "CPU"),
         ({"num_cpus": "two"}, "CPU"),
         ({"resources": {"GPU": -1}}, "GPU"),
+        ({"num_threads": 0}, "num_threads"),
+        ({"num_threads": 1.5}, "num_threads"),
+        ({"placement_timeout": "x"}, "placement_timeout"),
     ],
     ids=str,
 )

@@ -76,6 +76,8 @@ def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentE
     adapted = make(env)
     if not isinstance(adapted, MultiAgentEnv):
         raise NotAnEnvironment(f"The adapter {make!r} must return a MultiAgentEnv; it returned {type_name(adapted)}.")
+    if not hasattr(adapted, "source"):
+        adapted.source = adapted
     return adapted
 
 

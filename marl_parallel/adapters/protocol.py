@@ -38,7 +38,8 @@ class MultiAgentEnv(ABC):
     Attributes:
         rules: The convention it follows.
         seeded_when_made: Whether a seed belongs to its constructor alone, so that to give `reset` one is a mistake.
-        source: The simulator as its constructor returned it. Attributes and methods are looked up from here.
+        source: The simulator as its constructor returned it. Attributes and methods are looked up from here; in the
+            `MultiAgentEnv` itself where it has none.
         possible_agents: All agents that may appear, in the simulator's own order; empty where open-ended.
         observation_spaces: Of the agents that declare one, in the order of `possible_agents`; where these are
             open-ended, `GroupSpaces`.

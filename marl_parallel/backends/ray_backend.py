@@ -90,6 +90,10 @@ class RayBackend(Backend):
                     f"each worker must want more than nothing of {name}, got {amount!r}; for simulators that mostly "
                     "wait, num_cpus=0.1 will do"
                 )
+        for name, number in (("placement_timeout", placement_timeout), ("num_threads", num_threads)):
+            kinds = int | float if name == "placement_timeout" else int | None
+            if isinstance(number, bool) or not isinstance(number, kinds) or (number is not None and not number > 0):
+                raise ValueError(f"{name} must be a number more than 0, got {number!r}")
         self._address, self._placement, self._num_threads = address, placement, num_threads
         self._placement_timeout = placement_timeout
         self._runtime_env = dict(runtime_env) if runtime_env else None
