@@ -5,7 +5,7 @@ memory or of what a transition means. A step's way::
 
     ParallelEnv.step(actions)
       |  Batch.write_actions      refuses what is wrong, writes the rest into the block     runtime/batch.py
-      |  Crew.run                                                                           runtime/supervision.py
+      |  Crew.run                                                                           runtime/crew.py
       |    Backend.post(STEP)     wakes the workers                                         backends/
       |      Worker.execute       each in its process or thread                             runtime/worker.py
       |        Episode.step       steps the simulator, resets where the episode is over     runtime/episode.py
@@ -51,6 +51,7 @@ from marl_parallel.backends import open_backend
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.batch import Batch, Dicts
 from marl_parallel.runtime.construction import construct
+from marl_parallel.runtime.crew import Crew
 from marl_parallel.runtime.engine import Engine
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.limits import Limits
@@ -62,7 +63,6 @@ from marl_parallel.runtime.reports import logger
 from marl_parallel.runtime.restarts import RestartPolicy, Restarts
 from marl_parallel.runtime.schemas import common_schema
 from marl_parallel.runtime.sharing import share_out
-from marl_parallel.runtime.supervision import Crew
 
 START_TIMEOUT_S = 60.0
 _MORE_REQUESTS = 8  # before a worker, beyond two for each of its environments: such as the one to close

@@ -11,9 +11,9 @@ from typing import Any
 import cloudpickle
 from gymnasium.vector import AutoresetMode
 
+from marl_parallel.runtime.crew import Crew
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.payloads import Description, Plan, Refusal
-from marl_parallel.runtime.supervision import Crew
 
 Constructor = Callable[..., Any]
 
