@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from marl_parallel.backends import descendants
@@ -25,8 +26,9 @@ from marl_parallel.cli.machine import in_one_line, machine
 from marl_parallel.cli.measure import Traits, build, draw_actions, rate, spread, traits_of
 from marl_parallel.cli.memory import available, in_size, parsed_size, used_by
 from marl_parallel.cli.options import AsJson, Debug, EnvArgument, EnvKwargs, whole_numbers
+from marl_parallel.cli.output import reserved
 from marl_parallel.cli.report import progress
-from marl_parallel.cli.search import RUNGS, Axes, Search, Shape, Trial, Turn
+from marl_parallel.cli.search import Axes, Search, Shape, Trial, Turn
 from marl_parallel.cli.target import constructor_of, distributions_of
 from marl_parallel.cli.ways import ASYNC, STEP, Constructor, run_of
 from marl_parallel.parallel_env import ParallelEnv
@@ -67,12 +69,14 @@ def tune(
     with told_briefly(debug):
         axes = _axes(workers, envs_per_worker, max_envs or _ENVS_PER_CPU * usable_cpus())
         limit = _limit(memory)
-        constructor = constructor_of(env, env_kwargs)
-        traits = _traits(constructor)
-        described = machine(distributions_of(env))
-        with progress(_most_turns(axes), "tuning") as on_turn:
-            search = Search(axes, Turns(constructor, traits, seconds, on_turn), limit)
-            best = search.run()
+        with reserved(as_json):
+            constructor = constructor_of(env, env_kwargs)
+            traits = _traits(constructor)
+            described = machine(distributions_of(env))
+            with progress(0, "tuning") as on_turn:
+                turns = Turns(constructor, traits, seconds, lambda turn: on_turn(turn, search.most_turns()))
+                search = Search(axes, turns, limit)
+                best = search.run()
         found = Tuning(env, json.loads(env_kwargs), described, limit, list(search.trials.values()), best)
         if as_json:
             typer.echo(json.dumps(found.as_json(), indent=2))
@@ -104,11 +108,6 @@ def _traits(constructor: Constructor) -> Traits:
     traits = traits_of(env)
     getattr(env, "close", lambda: None)()
     return traits
-
-
-def _most_turns(axes: Axes) -> int:
-    shapes = len(axes.shapes())
-    return sum(rounds * max(1, round(share * shapes)) for share, rounds in RUNGS)
 
 
 class Turns:
@@ -226,7 +225,7 @@ def show(found: Tuning) -> None:
     """Print what was measured, the fastest first, and the line to paste."""
     console = Console()
     table = Table(
-        title=found.environment,
+        title=escape(found.environment),
         title_justify="left",
         title_style="bold",
         box=SIMPLE_HEAD,
@@ -254,5 +253,5 @@ def show(found: Tuning) -> None:
             style="bold green" if trial is found.best else None if trial.fits else "dim",
         )
     console.print(table)
-    console.print(f"[dim]{in_one_line(found.machine)}", highlight=False)
+    console.print(f"[dim]{escape(in_one_line(found.machine))}", highlight=False)
     console.print(f"\n{found.code}", markup=False, highlight=False, soft_wrap=True)
