@@ -18,6 +18,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from marl_parallel.action_masks import mask_among
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import at_least_one
 from marl_parallel.parallel_env import ParallelEnv
@@ -152,24 +153,9 @@ class _Chance:
 
     def actions(self, observations: Dicts, infos: Dicts) -> list[dict[AgentID, Any]]:
         return [
-            {agent: self._spaces[agent].sample(_mask(agent, *seen)) for agent in acting}
+            {agent: self._spaces[agent].sample(mask_among(*(one.get(agent) for one in seen))) for agent in acting}
             for acting, *seen in zip(self._env.acting, observations, infos)
         ]
-
-
-def _mask(agent: AgentID, *places: Mapping[AgentID, Any]) -> Any:
-    """What PettingZoo's convention has in an observation or an info: 1 for each action that is allowed."""
-    for values in places:
-        value = values.get(agent)
-        if isinstance(value, Mapping) and "final_obs" in value:  # all but this is of the episode that is over
-            value = value.get("reset_info")
-        if isinstance(value, Mapping) and "action_mask" in value:
-            return _as_mask(value["action_mask"])
-    return None
-
-
-def _as_mask(allowed: Any) -> Any:
-    return tuple(map(_as_mask, allowed)) if isinstance(allowed, tuple) else np.asarray(allowed, np.int8)
 
 
 class _Picture:

@@ -23,16 +23,17 @@ from marl_parallel.backends import descendants
 from marl_parallel.cli.failures import CommandError, told_briefly
 from marl_parallel.cli.isolation import ON_LINUX
 from marl_parallel.cli.machine import in_one_line, machine
-from marl_parallel.cli.measure import Traits, build, draw_actions, rate, spread, traits_of
+from marl_parallel.cli.measure import Traits, draw_actions, rate, spread, traits_of
 from marl_parallel.cli.memory import available, in_size, parsed_size, used_by
 from marl_parallel.cli.options import AsJson, Debug, EnvArgument, EnvKwargs, whole_numbers
 from marl_parallel.cli.output import reserved
 from marl_parallel.cli.report import progress
 from marl_parallel.cli.search import Axes, Search, Shape, Trial, Turn
 from marl_parallel.cli.target import constructor_of, distributions_of
-from marl_parallel.cli.ways import ASYNC, STEP, Constructor, run_of
+from marl_parallel.cli.ways import ASYNC, STEP, Constructor, closed_after, run_of
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.sharing import usable_cpus
+from marl_parallel.runtime.signatures import construct_one
 
 ENVS_PER_WORKER = (1, 2, 4, 8)
 _ENVS_PER_CPU = 16
@@ -104,10 +105,8 @@ def _limit(memory: str) -> int | None:
 
 
 def _traits(constructor: Constructor) -> Traits:
-    env = build(constructor, 0, 42)
-    traits = traits_of(env)
-    getattr(env, "close", lambda: None)()
-    return traits
+    with closed_after(construct_one(constructor, seed=42, env_id=0)) as env:
+        return traits_of(env)
 
 
 class Turns:
@@ -132,7 +131,7 @@ class Turns:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs may be what is best
             env = ParallelEnv([self._constructor] * shape.num_envs, num_workers=shape.workers)
-        with env:
+        with closed_after(env):
             rates = {}
             for way in ways:
                 run = run_of(env, pool, self._traits.rules, way)
