@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
-from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds, Workers
+from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds, Workers, counts, folder_for
 from policies import Clocked, Drawn, Network
 from rich.console import Console
 from rich.table import Table
@@ -44,6 +44,7 @@ from marl_parallel.runtime.sharing import usable_cpus
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "async_stepping"
+WORKERS = "1,2,3,4"
 NUM_ENVS = 8
 STEP_US = 1000
 UNEVEN, OVERLAP = "uneven simulators", "policy and simulators"
@@ -361,7 +362,7 @@ def read_json(path: Path) -> Report:
 
 def main(
     quick: Quick = False,
-    workers: Workers = "1,2,3,4",
+    workers: Workers = WORKERS,
     only: Only = "",
     seconds: Seconds = 1.0,
     repeats: Repeats = 5,
@@ -375,10 +376,10 @@ def main(
     chosen = [case for case in cases() if only in f"{case.benchmark}: {case.name}"]
     if not chosen:
         raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
+    directory = folder_for(output, RESULTS, whole=not (quick or only) and workers == WORKERS)
     if quick:
         workers, seconds, repeats = "1,2", 0.05, 2
-    directory = output or (None if quick else RESULTS)
-    report = run(chosen, [int(n) for n in workers.split(",")], seconds, repeats)
+    report = run(chosen, counts(workers), seconds, repeats)
     show(report)
     if directory is not None:
         write_json(report, directory / f"{NAME}.json")

@@ -16,7 +16,18 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from mpe2 import simple_spread_v3
-from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds, Workers
+from options import (
+    AsMarkdown,
+    Only,
+    Output,
+    Quick,
+    Repeats,
+    Seconds,
+    Workers,
+    backend_names,
+    counts,
+    folder_for,
+)
 from pettingzoo.butterfly import pistonball_v6
 from pettingzoo.sisl import multiwalker_v9
 from synthetic import Synthetic, rounds_per_microsecond
@@ -28,6 +39,7 @@ from marl_parallel.cli.report import Report, markdown, progress, read_json, show
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "compare_workers"
+WORKERS, BACKENDS = "1,2,4", "serial,thread,process"
 
 
 class Case(NamedTuple):
@@ -56,8 +68,8 @@ def cases() -> list[Case]:
 
 def main(
     quick: Quick = False,
-    workers: Workers = "1,2,4",
-    backends: Annotated[str, typer.Option(help="With commas between.")] = "serial,thread,process",
+    workers: Workers = WORKERS,
+    backends: Annotated[str, typer.Option(help="With commas between.")] = BACKENDS,
     only: Only = "",
     seconds: Seconds = 0.9,
     repeats: Repeats = 5,
@@ -71,10 +83,11 @@ def main(
     chosen = [case for case in cases() if only in case.name]
     if not chosen:
         raise typer.BadParameter(f"no environment's name contains {only!r}", param_hint="--only")
+    whole = not only and (workers, backends) == (WORKERS, BACKENDS)
     if quick:
         backends, workers, seconds, repeats = "process", "1,2", 0.02, 2
-    directory = output or (None if quick else RESULTS)
-    report = run(chosen, backends.split(","), [int(n) for n in workers.split(",")], seconds, repeats)
+    directory = folder_for(output, RESULTS, whole=whole and not quick)
+    report = run(chosen, backend_names(backends), counts(workers), seconds, repeats)
     show(report)
     if directory is not None:
         write_json(report, directory / f"{NAME}.json")

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import typer
 from mpe2 import simple_spread_v3
-from options import AsMarkdown, Only, Output, Quick, Repeats
+from options import AsMarkdown, Only, Output, Quick, Repeats, folder_for
 from pettingzoo.utils import BaseParallelWrapper
 from rich.console import Console
 from rich.table import Table
@@ -315,7 +315,7 @@ def main(
     chosen = [case for case in cases() if only in str(case)]
     if not chosen:
         raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
-    directory = output or (None if quick else RESULTS)
+    directory = folder_for(output, RESULTS, whole=not (quick or only))
     report = run(chosen, 1 if quick else repeats)
     show(report)
     if directory is not None:

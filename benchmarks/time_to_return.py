@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from options import AsMarkdown, Output, Quick, Repeats
+from options import AsMarkdown, Output, Quick, Repeats, counts, folder_for
 from rich.console import Console
 from rich.table import Table
 
@@ -33,6 +33,7 @@ from marl_parallel.cli.report import progress, write_json, write_rows
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "time_to_return"
+WORKERS = "0,1,2,4"
 SCRIPT = Path(__file__).parents[1] / "examples" / "ippo_simple_spread.py"
 DISTRIBUTIONS = ("torch", "mpe2")
 
@@ -192,7 +193,7 @@ def read(path: Path) -> Report:
 
 def main(
     quick: Quick = False,
-    workers: Annotated[str, typer.Option(help="Numbers of workers with commas between; 0 for none.")] = "0,1,2,4",
+    workers: Annotated[str, typer.Option(help="Numbers of workers with commas between; 0 for none.")] = WORKERS,
     target: Annotated[float, typer.Option(help="The mean return to reach.")] = -18.0,
     seed: Annotated[int, typer.Option(help="Of the training.")] = 1,
     repeats: Repeats = 2,
@@ -200,18 +201,16 @@ def main(
     as_markdown: AsMarkdown = False,
 ) -> None:
     """Measure how long training takes to a fixed return."""
-    folder = output or RESULTS
     if as_markdown:
-        print(markdown(read(folder / f"{NAME}.json")))
+        print(markdown(read((output or RESULTS) / f"{NAME}.json")))
         return
-    if not all(count.strip().isdigit() for count in workers.split(",")):
-        raise typer.BadParameter(f"expected numbers with commas between, got {workers!r}", param_hint="--workers")
-    counts = [int(count) for count in workers.split(",")]
+    numbers = counts(workers, least=0)
+    folder = folder_for(output, RESULTS, whole=workers == WORKERS and not quick)
     repeats = 1 if quick else repeats
     settings = {"target": target, "seed": seed, "repeats": repeats}
-    report = Report(machine(DISTRIBUTIONS), settings, measure(counts, target, seed, repeats, quick))
+    report = Report(machine(DISTRIBUTIONS), settings, measure(numbers, target, seed, repeats, quick))
     show(report)
-    if output is not None or not quick:
+    if folder is not None:
         write_json(report, folder / f"{NAME}.json")
         write_rows(report.results, folder / f"{NAME}.csv")
         save_plot(report, folder / f"{NAME}.png")

@@ -146,7 +146,7 @@ def checked_timeout(seconds: Any, name: str) -> float | None:
 
 
 def checked_trace(path: Any) -> Path:
-    """Where a trace is to be written.
+    """Where a trace is to be written, wherever this process will work by then.
 
     Raises:
         TypeError: It is no path.
@@ -157,7 +157,7 @@ def checked_trace(path: Any) -> Path:
     file = Path(path)
     if file.is_dir() or not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"trace={str(path)!r}: no file can be written there")
-    return file
+    return file.absolute()
 
 
 def survives(on_error: Any, restart_policy: Any) -> bool:

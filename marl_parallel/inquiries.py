@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.group_spaces import GroupSpaces
 from marl_parallel.arguments import checked_ids, checked_trace
+from marl_parallel.errors import ParallelEnvError
 from marl_parallel.runtime.engine import BatchView, Engine
 from marl_parallel.runtime.layout import Schema
 from marl_parallel.runtime.messages import Message, Request
@@ -219,18 +220,21 @@ class Inquiries:
         Raises:
             ValueError: No file can be written there.
             RuntimeError: One is being kept already.
+            ParallelEnvError: A worker has died meanwhile. Where it is there again (`on_error="restart"`), none is kept.
         """
         self._check_idle("start_trace")
         if self._crew.tracer is not None:
             raise RuntimeError(f"a trace is being kept already, for {self._crew.tracer.path}: call stop_trace first")
         tracer = Tracer(checked_trace(path), self._crew.shares)
-        self._tell_workers_to_trace(True)
+        _, fault = self._tell_workers_to_trace(True)
+        if fault is not None:
+            self._tell_workers_to_trace(False)
+            raise fault
         self._crew.tracer = tracer
         tracer.watch(self._crew, "run", lambda requests: f"wait for {_kind_of(requests)}")
         tracer.watch(self._crew, "send", lambda message, *_: f"send {message.name.lower()}")
         tracer.watch(self._crew, "receive", lambda *_: "wait")
-        tracer.watch(self._batch, "write_actions", lambda *_: "write actions")
-        tracer.watch(self._batch, "read", lambda *_: "read results")
+        tracer.watch_batch(self._batch)
 
     def stop_trace(self) -> Path:
         """Write the trace that `start_trace` began, or the argument `trace`.
@@ -241,27 +245,38 @@ class Inquiries:
         Raises:
             RuntimeError: None is being kept.
             OSError: The file cannot be written.
+            ParallelEnvError: A worker has died meanwhile. Where it is there again (`on_error="restart"`), the others'
+                lanes are not lost: call this once more.
         """
         self._check_idle("stop_trace")
         if self._crew.tracer is None:
             raise RuntimeError("no trace is being kept: call start_trace first, or pass trace=")
         tracer = self._crew.tracer
-        kept = self._tell_workers_to_trace(False)
+        kept, fault = self._tell_workers_to_trace(False)
+        for worker, slices in kept.items():
+            tracer.add(worker, slices, self._crew.ahead(worker))
+        if fault is not None:
+            raise fault
         self._crew.tracer = None
-        for worker, share in enumerate(self._crew.shares):
-            if share[0] in kept:
-                tracer.add(worker, kept[share[0]], self._crew.ahead(worker))
         tracer.finish()
         return tracer.path
 
-    def _tell_workers_to_trace(self, on: bool) -> dict[int, Any]:
+    def _tell_workers_to_trace(self, on: bool) -> tuple[dict[int, Any], ParallelEnvError | None]:
+        """By worker, what it has kept, and the first error of one that failed and is there again."""
         if self._crew.restarts is not None:
             self._crew.restarts.traced = on
-        shares = enumerate(self._crew.shares)
-        told: dict[int, Any] = self._crew.run(
-            {worker: Request(Message.TRACE, (share[0],), on) for worker, share in shares}
-        )
-        return told
+        kept: dict[int, Any] = {}
+        fault = None
+        for worker, share in enumerate(self._crew.shares):  # one by one: what some answer is not lost with others
+            try:
+                told = self._crew.run({worker: Request(Message.TRACE, (share[0],), on)})
+            except ParallelEnvError as error:
+                if self._crew.closed:
+                    raise
+                fault = fault or error
+            else:
+                kept.update((worker, slices) for slices in told.values())
+        return kept, fault
 
     def stats(self) -> Stats:
         """What has been done so far, and where the time went; of each worker and summed up."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -29,10 +31,10 @@ def make(
         parallel_env_arguments: For `ParallelEnv`.
 
     Raises:
-        ModuleNotFoundError: There is no such module.
+        ModuleNotFoundError: There is no such module, or `name` is that of a file.
         AttributeError: The module has no such attribute.
         TypeError: `name` is no text, `env_kwargs` is no mapping, or `ParallelEnv` takes no such argument.
-        ValueError: `num_envs` is less than 1.
+        ValueError: `num_envs` is less than 1, or `name` is empty.
 
     Example:
         >>> with make("mpe2.simple_spread_v3", num_envs=2, env_kwargs={"N": 4}) as env:
@@ -58,7 +60,14 @@ def find_constructor(name: str) -> Callable[..., Any]:
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be 'module' or 'module:attribute', got {name!r}; ParallelEnv takes constructors")
-    module_name, _, attribute = name.partition(":")
+    module_name, colon, attribute = name.partition(":")
+    if not module_name:
+        raise ValueError(f"name must be 'module' or 'module:attribute', got {name!r}")
+    if "/" in module_name or os.sep in module_name or module_name.endswith(".py"):
+        instead = f"{Path(module_name).stem}{colon}{attribute}"
+        raise ModuleNotFoundError(
+            f"{module_name!r} is a file, but modules are wanted: put its folder on sys.path and pass {instead!r}"
+        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

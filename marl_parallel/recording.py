@@ -10,14 +10,16 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from marl_parallel.action_masks import mask_among
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import at_least_one
 from marl_parallel.parallel_env import ParallelEnv
@@ -29,7 +31,8 @@ Policy: TypeAlias = Callable[[Dicts], Sequence[Mapping[AgentID, Any]]]
 
 _Act: TypeAlias = Callable[[Dicts, Dicts], Sequence[Mapping[AgentID, Any]]]  # from observations and infos
 
-_SUFFIXES = (".gif", ".mp4")
+_MOST_FPS = {".gif": 50.0, ".mp4": float("inf")}
+"""By suffix; viewers take a GIF's frames of less than two hundredths of a second for ten."""
 _DEFAULT_FPS = 30.0
 _LABEL_SHARE = 14  # the label's height is that part of a frame's
 _LABEL_LEAST = 12
@@ -56,8 +59,10 @@ def record_video(
         path: Of the file; `.gif` and `.mp4` will do. One that is there is replaced, once the new one is whole.
         steps: Of every environment. There is a frame more than that, the first after `reset`.
         policy: Gives the actions; None acts at random, by action masks where observations or infos have them.
-        fps: Frames per second; None takes what the simulators' metadata say in `render_fps`, else 30.
-        tile_width: Pixels; frames are scaled to it. None leaves them as they are.
+        fps: Frames per second; None takes what the simulators' metadata say in `render_fps`, else 30. A GIF has 50 at
+            most.
+        tile_width: Pixels; frames are scaled to it. None leaves them as they are. Later frames may be smaller than the
+            first ones, not larger.
         labels: False leaves out what stands above the copies.
 
     Returns:
@@ -66,8 +71,9 @@ def record_video(
     Raises:
         ImportError: imageio or Pillow are missing: they come with the extra `video`.
         TypeError: `env` is no `ParallelEnv`, or `policy` cannot be called. Nothing has been reset or written.
-        ValueError: Another suffix, no folder there, a number that is not positive, or environments that do not
-            render arrays. Nothing has been reset or written.
+        ValueError: Another suffix, no folder there or one in its place, a number that is not positive or too large,
+            environments that do not render arrays, or agents without action spaces and no policy. Nothing has been
+            reset or written. Or frames that grow: nothing has been written.
 
     Example:
         >>> import tempfile
@@ -85,10 +91,13 @@ def record_video(
     at_least_one(steps, "steps")
     if tile_width is not None:
         at_least_one(tile_width, "tile_width")
+    most = _MOST_FPS[path.suffix.lower()]
     if fps is None:
-        fps = float(env.metadata.get("render_fps") or _DEFAULT_FPS)
+        fps = min(float(env.metadata.get("render_fps") or _DEFAULT_FPS), most)
     if isinstance(fps, bool) or not isinstance(fps, Real) or not 0 < fps < float("inf"):
         raise ValueError(f"fps must be a positive number of frames per second, got {fps!r}")
+    if fps > most:
+        raise ValueError(f"fps must be {most:g} at most in a {path.suffix}, whose frames last longer, got {fps!r}")
     if env.render_mode != "rgb_array":
         raise ValueError(
             f"a video wants simulators that render arrays; their render_mode is {env.render_mode!r}: "
@@ -96,16 +105,21 @@ def record_video(
         )
     act = _Chance(env).actions if policy is None else _asking(policy)
     picture = _Picture(tile_width, labels)
-    with _written(path, fps) as write:
+    with _written(path, float(fps)) as write:
+        cell = None
         for frames, returns in _run(env, steps, act):
-            write(tile([picture.of(frame, env_id, returns[env_id]) for env_id, frame in enumerate(frames)]))
+            pictures = [picture.of(frame, env_id, returns[env_id]) for env_id, frame in enumerate(frames)]
+            cell = cell or _Size(*(max(one.shape[axis] for one in pictures) for axis in (0, 1)))
+            write(tile([cell.filled(one, env_id) for env_id, one in enumerate(pictures)]))
     return path
 
 
 def _checked_path(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"a video is written as {' or '.join(_SUFFIXES)}, got {path.name!r}")
+    if path.suffix.lower() not in _MOST_FPS:
+        raise ValueError(f"a video is written as {' or '.join(_MOST_FPS)}, got {path.name!r}")
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} is a folder, no place for a video: name a file in it")
     if not path.parent.is_dir():
         raise ValueError(f"no folder {str(path.parent)!r} to write {path.name!r} into")
     return path
@@ -144,32 +158,24 @@ class _Chance:
     """Random actions that leave the environments' own spaces, and so their generators, alone."""
 
     def __init__(self, env: ParallelEnv) -> None:
-        if env.action_space is None:
+        declared: Any = env.action_space  # agents need not be strings, as a Dict's keys are declared
+        if declared is None:
             raise ValueError("these simulators declare no action spaces to draw random actions from: pass a policy")
-        self._env = env
-        self._spaces: Any = copy.deepcopy(env.action_space)  # agents need not be strings, as a Dict's keys are declared
+        for agent in env.possible_agents:
+            try:
+                declared[agent]
+            except KeyError:
+                raise ValueError(
+                    f"agent {agent!r} declares no action space to draw random actions from: pass a policy"
+                ) from None
+        self._env, self._spaces = env, copy.deepcopy(declared)
         self._spaces.seed(0)
 
     def actions(self, observations: Dicts, infos: Dicts) -> list[dict[AgentID, Any]]:
         return [
-            {agent: self._spaces[agent].sample(_mask(agent, *seen)) for agent in acting}
+            {agent: self._spaces[agent].sample(mask_among(*(one.get(agent) for one in seen))) for agent in acting}
             for acting, *seen in zip(self._env.acting, observations, infos)
         ]
-
-
-def _mask(agent: AgentID, *places: Mapping[AgentID, Any]) -> Any:
-    """What PettingZoo's convention has in an observation or an info: 1 for each action that is allowed."""
-    for values in places:
-        value = values.get(agent)
-        if isinstance(value, Mapping) and "final_obs" in value:  # all but this is of the episode that is over
-            value = value.get("reset_info")
-        if isinstance(value, Mapping) and "action_mask" in value:
-            return _as_mask(value["action_mask"])
-    return None
-
-
-def _as_mask(allowed: Any) -> Any:
-    return tuple(map(_as_mask, allowed)) if isinstance(allowed, tuple) else np.asarray(allowed, np.int8)
 
 
 class _Picture:
@@ -201,19 +207,48 @@ class _Picture:
         return np.asarray(whole)
 
 
+class _Size(NamedTuple):
+    """Of what is shown of one environment, in pixels."""
+
+    height: int
+    width: int
+
+    def filled(self, picture: NDArray[np.uint8], env_id: int) -> NDArray[np.uint8]:
+        """With black to the right and below where a picture is smaller; a video's frames are all of one size."""
+        height, width, _ = picture.shape
+        if height > self.height or width > self.width:
+            raise ValueError(
+                f"environment {env_id}: expected frames no larger than the first ones, which are shown in "
+                f"{self.width} x {self.height} pixels, got one of {width} x {height}"
+            )
+        return np.pad(picture, ((0, self.height - height), (0, self.width - width), (0, 0)))
+
+
 @contextlib.contextmanager
 def _written(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], None]]:
     """What takes the frames of a file that is there when all have come, or not at all."""
     imageio = _imageio()
     part = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
-    is_gif = path.suffix.lower() == ".gif"
-    how = {"duration": 1000 / fps, "loop": 0} if is_gif else {"fps": fps, "macro_block_size": 2}
     try:
-        with imageio.get_writer(part, **how) as writer:
-            yield lambda frame: writer.append_data(_even(frame))
+        if path.suffix.lower() == ".gif":
+            frames: list[NDArray[np.uint8]] = []
+            yield lambda frame: frames.append(_even(frame))
+            _write_gif(part, frames, fps)
+        else:
+            writer = imageio.get_writer(part, fps=fps, macro_block_size=2)
+            with contextlib.closing(writer):  # its own `with` leaves it open after an error
+                yield lambda frame: writer.append_data(_even(frame))
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _write_gif(path: Path, frames: Sequence[NDArray[np.uint8]], fps: float) -> None:
+    """Each frame lasts whole hundredths of a second, some of them one more than others, so that the speed is right."""
+    first, *others = map(_pillow()[0].fromarray, frames)
+    ends = [round(100 * count / fps) for count in range(len(frames) + 1)]
+    lengths = [10 * (end - begin) for begin, end in pairwise(ends)]
+    first.save(path, save_all=True, append_images=others, duration=lengths, loop=0)
 
 
 def _even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:

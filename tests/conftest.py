@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 BACKENDS = ("serial", "thread", "process", *(["ray"] if importlib.util.find_spec("ray") else []))
 OF_PROCESSES = {
-    "test_async_faults", "test_benchmarks", "test_chaos", "test_cli_tune", "test_closing", "test_contexts",
+    "test_async_faults", "test_benchmarks", "test_chaos", "test_cli_output", "test_cli_tune",
+    "test_cli_watch", "test_closing",
+    "test_contexts",
     "test_in_flight", "test_launching", "test_leaks", "test_notices", "test_orphans", "test_parents", "test_policy",
     "test_portable", "test_readiness", "test_readme", "test_restart_cases", "test_restarts", "test_scripts",
     "test_semaphores", "test_stacks", "test_timeouts", "test_worker_threads",

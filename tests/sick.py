@@ -279,3 +279,79 @@ class Single(gymnasium.Env):
 
     def step(self, action):
         return np.full(1, 2.0, np.float32), 0.0, False, True, {}
+
+
+class Masked(Healthy):
+    """Tells in its infos which actions are allowed, as bools and as whatever integers NumPy makes."""
+
+    def reset(self, seed=None, options=None):
+        return super().reset(seed)[0], self.masks()
+
+    def step(self, actions):
+        assert all(action != 1 for action in actions.values())
+        return *super().step(actions)[:4], self.masks()
+
+    def masks(self):
+        allowed = {"agent_0": np.array([True, False, True]), "agent_1": np.array([1, 0, 1])}
+        return {agent: {"action_mask": allowed[agent]} for agent in self.agents or self.possible_agents}
+
+
+class OddInfos(gymnasium.Env):
+    """One info is an array, another one contains itself."""
+
+    possible_agents = ["a", "b"]  # noqa: RUF012
+    observation_space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
+    action_space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
+
+    def reset(self, *, seed=None, options=None):
+        self.time = 0
+        return dict.fromkeys("ab", 0), {}
+
+    def step(self, actions):
+        self.time += 1
+        itself: dict[str, Any] = {}
+        itself["me"] = itself
+        over = {"__all__": self.time == 5}
+        return dict.fromkeys("ab", 0), dict.fromkeys("ab", 0.0), over, over, {"a": np.ones(2), "b": itself}
+
+
+class StepTakesNothing(Healthy):
+    def step(self):
+        return super().step({})
+
+
+class Counts(Healthy):
+    """Asks for all that there is."""
+
+    def __init__(self, seed, *, env_id, restarts) -> None:
+        super().__init__()
+
+
+class Slowly(Healthy):
+    """Each call takes a while, though no longer than it may."""
+
+    def __init__(self) -> None:
+        time.sleep(0.02)
+        super().__init__()
+
+    def step(self, actions):
+        time.sleep(0.02)
+        return super().step(actions)
+
+
+class Starts(Healthy):
+    """Has a process of its own, which goes on though nobody is left to talk to; says where it is."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(613)"], start_new_session=True)
+        with open(file, "w") as told:
+            told.write(str(self.child.pid))
+
+    def step(self, actions):
+        time.sleep(0.01)
+        return super().step(actions)
+
+    def close(self):
+        self.child.kill()
+        self.child.wait()

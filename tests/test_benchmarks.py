@@ -214,6 +214,37 @@ def test_what_is_not_known_is_refused(script):
 
 
 @pytest.mark.parametrize(
+    ("script", "option", "value"),
+    [
+        ("compare_workers.py", "--workers", "1,a"),
+        ("compare_workers.py", "--backends", "greenlet"),
+        ("async_stepping.py", "--workers", "0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(script, option, value):
+    result = run(script, option, value, "--seconds", "0.001", "--repeats", "1", "--output", "/dev/null/nowhere")
+    assert f"Invalid value for {option}" in result.stderr
+
+
+def test_a_part_does_not_take_the_place_of_the_whole(synthetic, monkeypatch, tmp_path):
+    import compare_workers
+    import options
+
+    assert options.folder_for(None, tmp_path, whole=True) == options.folder_for(tmp_path, BENCHMARKS, whole=False)
+    saved = []
+    monkeypatch.setattr(compare_workers, "run", lambda *_: None)
+    monkeypatch.setattr(compare_workers, "show", lambda _: None)
+    for write in ("write_json", "write_csv", "save_plot"):
+        monkeypatch.setattr(compare_workers, write, lambda _, path: saved.append(path.parent))
+    for part in ({"only": "0 µs"}, {"workers": "2"}, {"backends": "thread"}, {"quick": True}):
+        compare_workers.main(**part)
+        assert not saved
+    compare_workers.main(only="0 µs", output=tmp_path)
+    compare_workers.main()
+    assert saved == [tmp_path] * 3 + [compare_workers.RESULTS] * 3
+
+
+@pytest.mark.parametrize(
     ("computes", "workers", "cpus", "limit"),
     [
         (True, 1, 2, 2.0),

@@ -85,7 +85,7 @@ def test_bench_shows_a_table(bench):
 
 
 def test_bench_saves_what_it_measured(bench, tmp_path):
-    files = {suffix: tmp_path / "new" / f"result.{suffix}" for suffix in ("json", "csv", "png")}
+    files = {suffix.lower(): tmp_path / "new" / f"result.{suffix}" for suffix in ("json", "csv", "PNG")}
     result = bench(
         SPREAD,
         *BRIEF,
@@ -156,6 +156,7 @@ def test_the_working_directory_is_on_the_path(file, tmp_path):
         ([MIXED, *BRIEF, "--facade", "gymnasium"], ["rows must be alike", "--facade pettingzoo"]),
         ([SPREAD, "--plot", "plot.docx"], ["docx", ".png"]),
         ([SPREAD, "--json", "."], ["directory"]),
+        ([SPREAD, "--csv", f"{__file__}/new/a.csv"], [f"{__file__} is no directory"]),
         (["pettingzoo.classic.connect_four_v3"], ["turns", "parallel_env"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
@@ -232,6 +233,19 @@ def test_every_kind_of_environment_can_be_measured(constructor):
     for one in found:
         assert one.microseconds_per_step == pytest.approx(1e6 / one.steps_per_second)
         assert one.efficiency == pytest.approx(one.speedup / min(one.workers, usable_cpus()))
+
+
+class Unclosable(Hunt):
+    """Does not end well."""
+
+    def close(self):
+        raise RuntimeError("it is stuck")
+
+
+def test_what_cannot_be_closed_has_been_measured():
+    with pytest.warns(RuntimeWarning, match="it is stuck") as warned:
+        found = measure("it", Unclosable, 1, [Contender("serial")], seconds=1e-3, repeats=1)
+    assert len(found) == len(warned) == 2
 
 
 class Counted(Hunt):

@@ -107,7 +107,7 @@ def test_the_line_of_a_crash_and_of_a_hang_is_the_simulators(alone):
 
 def test_what_steps_and_resets_cost(alone):
     facts = alone["Slow"].facts
-    assert facts["step"]["count"] >= 10
+    assert facts["step"]["count"] >= 1
     assert 2e-3 <= facts["step"]["median_s"] <= facts["step"]["p99_s"]
     assert 20e-3 <= facts["reset"]["median_s"] <= facts["reset"]["p99_s"]
 
@@ -224,6 +224,7 @@ def test_json_and_nothing_else(check):
         ([f"{SICK}:Helthy"], ["Helthy", "Healthy"]),
         (["no/such/file.py:env"], ["no/such/file.py"]),
         (["mpe2.simple_spread_v3", "--backends", "greenlet"], ["greenlet", "thread"]),
+        (["mpe2.simple_spread_v3", "--backends", "ray"], ["'ray' to choose here", "serial, thread, process"]),
         (["mpe2.simple_spread_v3", "--env-kwargs", "[5]"], ["JSON object"]),
     ],
 )
@@ -309,14 +310,18 @@ def test_what_is_equal_to_the_bit():
     parts = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
     assert fingerprint({"a": 0, "b": 1}, parts) == fingerprint({"b": 1, "a": 0}, parts)
     assert fingerprint({"a": 0, "b": 1}) != fingerprint({"b": 1, "a": 0})
+    loops: list[list] = [[], []]
+    for loop in loops:
+        loop.append(loop)
+    assert fingerprint(loops[0]) == fingerprint(loops[1]) != fingerprint([[]])
     box = spaces.Box(0, 1, (1,), np.float32)
     assert fingerprint(np.ones(1), box) == fingerprint(np.ones(1, np.float32), box)
 
 
 def test_an_actor_heeds_masks_and_who_acts():
     act = Actor({"a": spaces.Discrete(5), "b": spaces.Discrete(5)}, seed=0)
-    mask = np.array([0, 0, 0, 1, 0], np.int8)
-    for _ in range(10):
+    for kind in (np.int8, np.bool_, np.int64) * 4:
+        mask = np.array([0, 0, 0, 1, 0], kind)
         assert act(["a"], {"a": {"action_mask": mask}}, {}) == {"a": 3}
         assert act(["b"], {}, {"b": {"action_mask": mask}}) == {"b": 3}
     one, other = (Actor(adapt(Hunt()).action_spaces, 7) for _ in range(2))

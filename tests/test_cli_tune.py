@@ -123,6 +123,25 @@ def test_rounds_take_turns():
     assert len(again) < 5 * len(first)
 
 
+@pytest.mark.parametrize(
+    "axes", [AXES, Axes((1, 2), (1,)), Axes((1,), (1,)), Axes((1, 2), (1, 2), grow=True, most_envs=64)]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_how_many_turns_there_are_is_never_passed(axes, seed):
+    """By what is known before each of them, and once all is known, but for a way of a shape that is measured alone."""
+    told = []
+
+    def measure(shape, ways):
+        told.append(search.most_turns())
+        return landscape(shape, ways)
+
+    landscape = Landscape(seed)
+    search = Search(axes, measure)
+    search.run()
+    assert all(done < most for done, most in enumerate(told))
+    assert told[-1] == search.most_turns() <= 2 * len(told)
+
+
 # -- the command, on simulators that wait ------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "marl_parallel"
 
 LEVELS = [
-    {"errors", "optional", "stats", "step_batch", "tiling", "adapters"},
+    {"action_masks", "errors", "optional", "stats", "step_batch", "tiling", "adapters"},
     {"runtime"},
     {"backends", "arguments"},
     {"inquiries"},

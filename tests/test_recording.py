@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,12 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 from gymnasium import spaces
+from liveness import gone
 from mpe2 import simple_spread_v3
+from PIL import Image
 
 from marl_parallel import AutoresetMode, EnvError, ParallelEnv, record_video
+from marl_parallel.backends import descendants
 from marl_parallel.recording import _LABEL_LEAST
 
 HEIGHT, WIDTH = 40, 61
@@ -202,6 +206,7 @@ def test_masks_in_infos_are_of_the_episode_that_is_acted_in(mode, tmp_path):
         ({"steps": 0}, "steps"),
         ({"tile_width": 0}, "tile_width"),
         ({"fps": -1.0}, "fps must be a positive number"),
+        ({"fps": 51}, r"fps must be 50 at most in a \.gif"),
     ],
 )
 def test_wrong_arguments_touch_nothing(arguments, message, tmp_path):
@@ -234,11 +239,67 @@ def test_what_does_not_render_is_refused(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_fault_leaves_what_was_there(tmp_path):
-    (tmp_path / "lamp.gif").write_bytes(b"the last one")
-    with lamps(breaks=True) as env, pytest.raises(EnvError, match="the bulb is gone"):
-        record_video(env, tmp_path / "lamp.gif", 5)
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+def test_a_fault_leaves_what_was_there(suffix, tmp_path):
+    path = tmp_path / f"lamp{suffix}"
+    path.write_bytes(b"the last one")
+    others = {*descendants.below(os.getpid())}
+    with lamps(breaks=True) as env, pytest.raises(EnvError, match="the bulb is gone") as held:
+        record_video(env, path, 5)
+    assert held.tb is not None  # nothing is freed by chance
     assert [one.read_bytes() for one in tmp_path.iterdir()] == [b"the last one"]
+    assert gone({*descendants.below(os.getpid())} - others)
+
+
+class Resized(Lamp):
+    """Its frames become smaller for a while, and larger in the end than they were at first."""
+
+    def render(self):
+        return super().render()[:: 1 + self.steps % 2].repeat(1 + self.steps // 4, axis=0)
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+def test_frames_of_different_sizes(suffix, tmp_path):
+    path = tmp_path / f"lamp{suffix}"
+    with ParallelEnv([Resized, Lamp], "NEXT_STEP", num_workers=1) as env:
+        record_video(env, path, 3, labels=False)
+        one, two = (iio.imread(path, index=index)[:, :WIDTH].mean(axis=(1, 2)) for index in (1, 2))
+        assert one[:18] == pytest.approx(50, abs=3)
+        assert one[24:] == pytest.approx(0, abs=3)
+        assert two[:40] == pytest.approx(100, abs=3)
+        with pytest.raises(ValueError, match=r"environment 0: .* in 61 x 40 pixels, got one of 61 x 80"):
+            record_video(env, path, 4, labels=False)
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_gif_is_as_fast_as_it_was_asked_for(tmp_path):
+    """Though its frames last whole hundredths of a second."""
+    with lamps() as env:
+        record_video(env, tmp_path / "lamp.gif", 29, fps=30)
+    with Image.open(tmp_path / "lamp.gif") as video:
+        lengths = [video.seek(index) or video.info["duration"] for index in range(video.n_frames)]
+    assert sum(lengths) == 1000
+
+
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "lamp.gif").mkdir()
+    with lamps() as env:
+        with pytest.raises(ValueError, match="is a folder"):
+            record_video(env, tmp_path / "lamp.gif", 2)
+        assert env.stats().resets == 0
+
+
+def test_who_declares_no_space_is_named(tmp_path):
+    with ParallelEnv([Spaceless], backend="serial") as env, pytest.raises(ValueError, match=r"agent 'b' declares no"):
+        record_video(env, tmp_path / "lamp.gif", 2)
+
+
+class Spaceless(Lamp):
+    """Two agents, of whom one is not to be drawn actions for."""
+
+    possible_agents: ClassVar[list[str]] = ["a", "b"]
+    observation_space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
+    action_space = spaces.Dict(a=spaces.Discrete(2))
 
 
 @pytest.mark.parametrize("library", ["imageio", "PIL"])

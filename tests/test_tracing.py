@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import logging
+import os
+import signal
 import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from faults import Fragile, hard_exit
 from gymnasium.error import AlreadyPendingCallError
+from liveness import gone
 
 from marl_parallel import ParallelEnv, WorkerCrashed
 from marl_parallel.runtime import tracing
+from marl_parallel.vector import PettingZooVecEnv
 
 ACTIONS = {"a": 0, "b": 0}
 TOLERANCE_US = 0.01  # numbers in the file are rounded
@@ -181,3 +187,94 @@ def test_times_are_those_of_the_clock(tmp_path):
     assert step["dur"] >= 50_000
     assert wait["ts"] <= step["ts"] + TOLERANCE_US
     assert step["ts"] + step["dur"] <= wait["ts"] + wait["dur"] + TOLERANCE_US
+
+
+def killed(env: ParallelEnv, env_id: int) -> None:
+    """The worker of an environment is gone, and nobody has noticed yet."""
+    (pid,) = env.call(_process_of, env_ids=[env_id])
+    os.kill(pid, signal.SIGKILL)
+    assert gone([pid])
+
+
+def _process_of(simulator: Any) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_worker_that_dies_where_a_trace_begins_or_ends(which, tmp_path):
+    """No trace is half begun; and where one ends, what the other worker has kept is not lost."""
+    env = ParallelEnv(fragile(tmp_path, 2, 100), num_workers=2, on_error="restart")
+    file, other = tmp_path / "run.json", 2 - which
+    with env:
+        env.reset()
+        killed(env, which)
+        with pytest.raises(WorkerCrashed):
+            env.start_trace(file)
+        env.step([ACTIONS] * 2)
+        with pytest.raises(RuntimeError, match="no trace is being kept"):
+            env.stop_trace()
+        env.start_trace(file)
+        env.step([ACTIONS] * 2)
+        killed(env, which)
+        with pytest.raises(WorkerCrashed):
+            env.stop_trace()
+        env.stop_trace()
+        assert Counter(one["name"] for one in slices(file, other))["step"] == 1
+        assert not [one for one in slices(file, which + 1) if one["name"] == "step"]
+        env.step([ACTIONS] * 2)
+        env.start_trace(file)
+        env.stop_trace()
+        assert all(one["name"] not in ("step", "constructor") for lane in (1, 2) for one in slices(file, lane))
+
+
+def test_it_is_written_where_it_was_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with ParallelEnv(fragile(tmp_path), backend="serial", trace="run.json"):
+        monkeypatch.chdir("elsewhere")
+    assert slices(tmp_path / "run.json", 1)
+
+
+def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    file, link = tmp_path / "run.json", tmp_path / "link.json"
+    file.write_text("the last one")
+    link.symlink_to(file)
+    with ParallelEnv(fragile(tmp_path), backend="serial", trace=link) as env:
+        with monkeypatch.context() as patch:
+            patch.setattr(tracing.json, "dump", _write_half)
+            with pytest.raises(OSError, match="no space"):
+                env.stop_trace()
+        assert file.read_text() == "the last one"
+        assert not [*tmp_path.glob(".*")]
+        env.start_trace(link)
+    assert link.is_symlink()
+    assert slices(file, 1)
+    with ParallelEnv(fragile(tmp_path), backend="serial", trace="/dev/null"):
+        pass
+    assert Path("/dev/null").is_char_device()
+
+
+def _write_half(_: Any, file: Any) -> None:
+    file.write("{")
+    raise OSError("no space left")
+
+
+@pytest.mark.parametrize("traced_first", [True, False])
+def test_what_a_facade_does_is_in_the_parents_lane(traced_first, tmp_path):
+    file = tmp_path / "facade.json"
+    env = ParallelEnv(fragile(tmp_path), backend="serial", trace=file if traced_first else None)
+    facade = PettingZooVecEnv(env)
+    if not traced_first:
+        env.start_trace(file)
+    facade.reset()
+    for _ in range(7):  # with ends of episodes, which are read one by one
+        facade.step({agent: np.zeros(4, np.int64) for agent in ACTIONS})
+    assert env.stop_trace() == file
+    own = Counter(one["name"] for one in slices(file, 0))
+    assert own["write actions"] == own["read results"] - 1 == 7
+    (view,) = env._batch.views
+    assert not {"read", "write"} & vars(view).keys()
+    del facade, view
+    gc.collect()
+    assert not [*env._batch.views]
+    env.close()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 
+from marl_parallel.cli.output import replace_unknown_letters
+
 EXTRA = ("matplotlib", "rich", "typer")
 
 
@@ -20,4 +22,5 @@ def main() -> None:
         if missing not in EXTRA:
             raise
         sys.exit(f'error: the command line needs {missing}: pip install "marl-parallel[cli]"')
+    replace_unknown_letters()
     app()

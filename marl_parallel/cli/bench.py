@@ -90,10 +90,13 @@ def _outputs(
     if plot_file is not None:
         from marl_parallel.cli.plotting import FORMATS, save_plot  # half a second that only pictures cost
 
-        if plot_file.suffix not in FORMATS:
+        if plot_file.suffix.lower() not in FORMATS:
             raise CommandError(f"--plot {plot_file}: no picture is saved as {plot_file.suffix!r}", " ".join(FORMATS))
         outputs.append((plot_file, save_plot))
     for path, _ in outputs:
         if path.is_dir():
             raise CommandError(f"{path} is a directory", "name a file")
+        above = next(folder for folder in path.absolute().parents if folder.exists())  # the others are made
+        if not above.is_dir():
+            raise CommandError(f"{path}: {above} is no directory", "name a file in a directory")
     return outputs

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from marl_parallel.backends import NAMES
+from marl_parallel.cli.endings import closed_at_signals
 from marl_parallel.cli.failures import told_briefly
-from marl_parallel.cli.findings import Examination, Finding, Question, Severity
+from marl_parallel.cli.findings import BACKENDS, Examination, Finding, Question, Severity
 from marl_parallel.cli.isolation import Job, Outcome, run_probes
 from marl_parallel.cli.options import AsJson, Debug, EnvArgument, EnvKwargs, backend_names
 from marl_parallel.cli.report import progress
@@ -26,13 +26,13 @@ from marl_parallel.cli.rollout import Trace, parting
 from marl_parallel.runtime.sharing import usable_cpus
 
 _OTHER_GENERATORS = 1_000_003
-_EVERYTHING = ",".join(("serial", "thread", "process"))
+_EVERYTHING = ",".join(BACKENDS)
 
 
 def check(
     env: EnvArgument,
     env_kwargs: EnvKwargs = "{}",
-    backends: Annotated[str, typer.Option(help=f"Of {', '.join(NAMES)}; with commas between.")] = _EVERYTHING,
+    backends: Annotated[str, typer.Option(help=f"Of {', '.join(BACKENDS)}; with commas between.")] = _EVERYTHING,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a constructor, step or reset may take.")] = 30.0,
     seconds: Annotated[float, typer.Option(min=0.01, help="How long each run lasts, at most.")] = 2.0,
     steps: Annotated[int, typer.Option(min=1, help="How many steps each run has, at most.")] = 200,
@@ -48,8 +48,8 @@ def check(
     """
     with told_briefly(debug):
         job = Job("alone", env, env_kwargs, timeout=timeout, seconds=seconds, steps=steps)
-        names = backend_names(backends)
-        with progress(3 + len(names), "checking") as on_start:
+        names = backend_names(backends, BACKENDS)
+        with closed_at_signals(), progress(3 + len(names), "checking") as on_start:
             found = examine(job, names, on_start)
         if as_json:
             typer.echo(json.dumps(found.as_json(), indent=2))
@@ -80,7 +80,7 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
         return found
     others = [replace(job, probe="again", global_seed=_OTHER_GENERATORS, hash_seed=1)]
     others += [replace(job, probe="copies", backend=backend) for backend in backends]
-    others.append(replace(job, probe="official", cycles=_cycles(job.seconds, found.facts["step"]["median_s"])))
+    others.append(_official(job, found.facts))
     traces: dict[str, dict[int, Trace]] = {}
     for done, outcome in run_probes(others, usable_cpus(), told):
         _take(outcome, found)
@@ -107,9 +107,15 @@ def _take(outcome: Outcome, found: Examination) -> None:
     found.add(outcome.findings)
 
 
-def _cycles(seconds: float, step_s: float) -> int:
-    """How many steps the tests of others may take, so that they last about as long as everything else."""
-    return int(min(max(seconds / step_s, 10), 500))
+def _official(job: Job, facts: dict[str, Any]) -> Job:
+    """The tests of others, with so many steps that they last about as long as everything else, or as few as there are.
+
+    Nothing is known of their single calls, so that they are given up by what they should take altogether.
+    """
+    step_s, reset_s = (facts[what]["median_s"] for what in ("step", "reset"))
+    cycles = int(min(max(job.seconds / step_s, 10), 500))
+    seconds = max(job.seconds, cycles * step_s + 10 * reset_s + facts["construct_s"])
+    return replace(job, probe="official", cycles=cycles, seconds=seconds)
 
 
 # -- what follows from comparing ---------------------------------------------------------------------------------------

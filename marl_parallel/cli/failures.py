@@ -21,7 +21,7 @@ class CommandError(Exception):
 
 @contextmanager
 def told_briefly(debug: bool) -> Iterator[None]:
-    """End the process with status 1 and two lines on standard error where something within raises.
+    """End the process with status 1 and two lines on standard error where something within raises, or exits.
 
     Args:
         debug: Let the traceback through instead.
@@ -34,15 +34,24 @@ def told_briefly(debug: bool) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        if debug:
+    except (Exception, SystemExit) as error:
+        if debug and isinstance(error, Exception):
             raise
-        hint = error.hint if isinstance(error, CommandError) else "--debug shows the whole traceback"
+        if debug:
+            raise RuntimeError(f"{_one_line(error)}: {_EXITS}") from error
+        hint = "--debug shows the whole traceback"
+        if isinstance(error, CommandError):
+            hint = error.hint
+        elif isinstance(error, SystemExit):
+            hint = f"{_EXITS}; {hint}"
         print(f"error: {_one_line(error)}\nhint: {hint}", file=sys.stderr)
         raise SystemExit(1) from None
 
 
-def _one_line(error: Exception) -> str:
+_EXITS = "the simulator, or a module it imports, calls sys.exit"
+
+
+def _one_line(error: BaseException) -> str:
     text = next(filter(None, map(str.strip, str(error).splitlines())), "")
     if isinstance(error, CommandError):
         return text

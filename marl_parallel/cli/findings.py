@@ -47,6 +47,9 @@ class Question(str, Enum):
 
 _BACKENDS = (Question.SERIAL, Question.THREAD, Question.PROCESS)
 
+BACKENDS = tuple(question.name.lower() for question in _BACKENDS)
+"""Those that there is a question about."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -109,7 +112,7 @@ class Examination:
         return list(backends.items())
 
     def answers(self) -> Mapping[Question, str]:
-        """By question: "yes", "no", "yes, but ..." where there are remarks only, or "not checked".
+        """By question: "yes", "no", "yes, with a remark" where there are remarks only, or "not checked".
 
         Example:
             >>> examination = Examination("it", checked={Question.RUNS})

@@ -12,7 +12,7 @@ from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.cli.findings import Question, Severity
 from marl_parallel.cli.isolation import Notebook
 from marl_parallel.cli.values import is_flag, misfit, odd_reward, pickling_error
-from marl_parallel.runtime.transition import ALL
+from marl_parallel.runtime.transition import ALL, is_empty_info
 
 _WHAT_REMAINS = "it then works, but travels pickled, which is slower"
 
@@ -99,7 +99,7 @@ class Inspector:
                 )
 
     def _look_at_info(self, key: Any, info: Any) -> None:
-        reason = pickling_error(info) if info != {} else None
+        reason = None if is_empty_info(info) else pickling_error(info)
         if reason is not None:
             self._note(
                 Question.PICKLING,

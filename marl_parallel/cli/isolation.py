@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from marl_parallel.backends import descendants, interpreter
+from marl_parallel.cli.endings import end_with_the_command
 from marl_parallel.cli.failures import CommandError
 from marl_parallel.cli.findings import Finding, Question, Severity
 from marl_parallel.cli.rollout import Trace
@@ -34,8 +35,10 @@ from marl_parallel.runtime.reports import manner_of_death, place
 ON_LINUX = sys.platform == "linux"
 _EVENTS, _STACK, _OUTPUT = "events", "stack", "output"
 _TICK_S = 0.02
+_BEAT_S = 1.0
+"""So often at most is said again what is being done: whoever says nothing is in the middle of one call."""
 _PATIENCE_S = 120.0
-"""Beyond the timeout, until a probe is given up that says nothing new: its own watch should have ended it."""
+"""Beyond what it may take, until a probe is given up that says nothing new: its own watch should have ended it."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Notebook:
         self._stack = (folder / _STACK).open("a")
         self._job = job
         self._doing: tuple[Any, ...] = ()
+        self._said = 0.0
         self._found: set[Any] = set()
         faulthandler.enable(self._stack)
 
@@ -163,8 +167,8 @@ class Notebook:
             severity: How bad a crash or a hang would be.
         """
         doing_now = (doing, (question or self._job.question).name, self._job.timeout + seconds, severity.value)
-        if doing_now != self._doing:
-            self._doing = doing_now
+        if doing_now != self._doing or time.monotonic() - self._said > _BEAT_S:
+            self._doing, self._said = doing_now, time.monotonic()
             self._write("doing", doing_now)
         faulthandler.dump_traceback_later(self._job.timeout + seconds, exit=True, file=self._stack)
         try:
@@ -192,8 +196,11 @@ class Notebook:
 
     def _find_raised(self, doing: str, error: BaseException) -> None:
         where = place(traceback.format_exc())
-        if not where and isinstance(error, TypeError):  # our adapter's, of what it got from the simulator
-            what, question, to_do = str(error), Question.API, f"let {doing} return that"
+        if not where and isinstance(error, TypeError):
+            last = traceback.extract_tb(error.__traceback__)[-1].line or ""
+            # It is our adapter's, of what it got from the simulator, or Python's, of how it called it.
+            to_do = f"let {doing} return that" if last.startswith("raise ") else f"let {doing} take what its API says"
+            what, question = str(error), Question.API
         else:
             at = f", at {where}" if where else ""
             what, question, to_do = f"{doing} raises{at}: {in_brief(error)}", self._job.question, "mend that line"
@@ -218,11 +225,12 @@ class Notebook:
 
 
 def child_main() -> NoReturn:
-    """What runs in the process of a probe: its arguments are a `Job` and a folder."""
+    """What runs in the process of a probe: its arguments are a `Job`, a folder and the end of a pipe."""
     from marl_parallel.cli import probes
 
     job, folder = Job(**json.loads(sys.argv[1])), Path(sys.argv[2])
     notebook = Notebook(folder, job)
+    end_with_the_command(int(sys.argv[3]), sys.argv[2])
     if ON_LINUX:
         descendants.adopt_orphans()
     try:
@@ -258,16 +266,20 @@ class Probe:
         self._mark = f"check-{secrets.token_hex(8)}"
         environ = {**os.environ, "PYTHONHASHSEED": str(job.hash_seed), descendants.MARKER: self._mark}
         program = "from marl_parallel.cli.isolation import child_main\nchild_main()"
+        heard, self._kept_open = os.pipe()
         with self._path(_OUTPUT).open("wb") as output:
             self._process = subprocess.Popen(
-                [*interpreter.command(program), json.dumps(asdict(job)), self._folder.name],
+                [*interpreter.command(program), json.dumps(asdict(job)), self._folder.name, str(heard)],
                 stdin=subprocess.DEVNULL,
+                pass_fds=(heard,),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environ,
                 start_new_session=True,
             )
+        os.close(heard)
         self._news = (0, time.monotonic())
+        self._limit = job.timeout
         self._silent = False
 
     def _path(self, name: str) -> Path:
@@ -281,23 +293,26 @@ class Probe:
         """Whether it has; one that has long been silent is killed."""
         if self._process.poll() is not None:
             return True
-        size = len(self._read(_EVENTS))
-        if size != self._news[0]:
-            self._news = (size, time.monotonic())
-        self._silent = time.monotonic() - self._news[1] > self.job.timeout + 10 * self.job.seconds + _PATIENCE_S
+        said = self._read(_EVENTS)
+        if len(said) != self._news[0]:
+            self._news = (len(said), time.monotonic())
+            whole = said[: said.rfind("\n") + 1].splitlines()
+            self._limit = max((json.loads(line)[1][2] for line in whole if line.startswith('["doing"')), default=0.0)
+        self._silent = time.monotonic() - self._news[1] > max(self._limit, self.job.timeout) + _PATIENCE_S
         if self._silent:
             self._process.kill()
             self._process.wait()
         return self._silent
 
     def close(self) -> None:
-        """Kill it and all that it has started, and remove its files. Idempotent."""
+        """Kill it and all that it has started, and remove its files."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
         if ON_LINUX:
             descendants.kill_marked(self._mark)
+        os.close(self._kept_open)
         self._folder.cleanup()
 
     def outcome(self) -> Outcome:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +25,9 @@ from pettingzoo import AECEnv  # type: ignore[import-untyped]
 from marl_parallel.adapters import MultiAgentEnv, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.cli.failures import CommandError
-from marl_parallel.cli.ways import STEP, Actions, Constructor, Run, repeatedly, stepping
+from marl_parallel.cli.ways import STEP, Actions, Constructor, Run, closed_after, repeatedly, stepping
 from marl_parallel.runtime.sharing import usable_cpus
+from marl_parallel.runtime.signatures import construct_one
 
 StepAll = Callable[[Sequence[Actions]], object]
 """Steps every environment once, each with its own actions, and begins a new episode where one is over."""
@@ -148,8 +148,8 @@ def measure(
         on_turn(str(everyone[0]))
         envs = []
         for env_id in range(num_envs):
-            envs.append(build(constructor, env_id, 42 + env_id))
-            stack.callback(getattr(envs[-1], "close", lambda: None))
+            envs.append(construct_one(constructor, seed=42 + env_id, env_id=env_id))
+            stack.enter_context(closed_after(envs[-1]))
         traits = traits_of(envs[0])
         pool = draw_actions(traits.action_spaces, num_envs)
         runs = {everyone[0]: repeatedly(plain_loop(envs, traits), pool, num_envs)}
@@ -255,17 +255,6 @@ def draw_actions(action_spaces: Mapping[Any, spaces.Space[Any]], num_envs: int) 
     for seed, space in enumerate(own.values()):
         space.seed(seed)
     return [[{agent: space.sample() for agent, space in own.items()} for _ in range(num_envs)] for _ in range(BATCHES)]
-
-
-def build(constructor: Constructor, env_id: int, seed: int) -> Any:
-    """One copy, given its seed and number if it asks for them as `ParallelEnv` would give them."""
-    try:
-        named = inspect.signature(constructor).parameters
-    except (TypeError, ValueError):
-        return constructor()
-    bound = constructor.keywords if isinstance(constructor, functools.partial) else {}
-    offered = {"seed": seed, "env_id": env_id}
-    return constructor(**{k: v for k, v in offered.items() if k in named and k not in bound})
 
 
 # -- the loops ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -23,11 +24,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing els
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-def backend_names(backends: str) -> list[str]:
+def backend_names(backends: str, among: Sequence[str] = NAMES) -> list[str]:
     """The names in a list with commas between.
 
+    Args:
+        backends: The list.
+        among: The backends that there are.
+
     Raises:
-        CommandError: One of them is no backend's.
+        CommandError: One of them is not among them.
 
     Example:
         >>> backend_names("serial, process")
@@ -35,8 +40,9 @@ def backend_names(backends: str) -> list[str]:
     """
     names = [name.strip() for name in backends.split(",")]
     for name in names:
-        if name not in NAMES:
-            raise CommandError(f"there is no backend {name!r}", f"there are {', '.join(NAMES)}")
+        if name not in among:
+            missing = f"backend {name!r} to choose here" if name in NAMES else f"backend {name!r}"
+            raise CommandError(f"there is no {missing}", f"there are {', '.join(among)}")
     return list(dict.fromkeys(names))
 
 

@@ -16,7 +16,8 @@ import random
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,6 @@ from marl_parallel.backends import descendants
 from marl_parallel.cli.findings import Question, Severity
 from marl_parallel.cli.inspection import Inspector
 from marl_parallel.cli.isolation import ON_LINUX, Job, Notebook, Stopped
-from marl_parallel.cli.measure import build
 from marl_parallel.cli.official import take, tests_for
 from marl_parallel.cli.rollout import Actor, Solo, Trace, parting, run_alone, run_copies
 from marl_parallel.cli.target import constructor_of
@@ -35,12 +35,18 @@ from marl_parallel.cli.values import fingerprint, pickling_error
 from marl_parallel.errors import ParallelEnvError
 from marl_parallel.parallel_env import START_TIMEOUT_S
 from marl_parallel.runtime.reports import first_line
+from marl_parallel.runtime.signatures import construct_one
 
 Constructor = Callable[..., Any]
 
 _PROBLEM, _REMARK = Severity.PROBLEM, Severity.REMARK
 _GONE_WITHIN_S = 2.0
 _RESETS = 8
+_COPIES = 3
+_BESIDE_S = 10.0
+"""What a `ParallelEnv` may take beside the simulators, as when processes start."""
+_STRETCH_S = 0.1
+"""So long is timed under one watch: one for each call would show in what short steps cost."""
 _ITS_OWN = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 """Processes that `multiprocessing` keeps until its interpreter ends, whoever used it."""
 
@@ -83,7 +89,7 @@ def official(job: Job, notebook: Notebook) -> None:
     """The tests that the environment's own project has for it; dict environments have none."""
     constructor = _imported(job, notebook)
     solo = _solo(constructor, job, notebook)
-    tests = tests_for(solo.env, lambda: build(constructor, 0, job.seed), job.cycles)
+    tests = tests_for(solo.env, lambda: construct_one(constructor, seed=job.seed, env_id=0), job.cycles)
     for one in tests:
         take(one, notebook, 20 * job.seconds)
     notebook.fact(tests=[one.name for one in tests])
@@ -95,12 +101,21 @@ def copies(job: Job, notebook: Notebook) -> None:
     constructor = _imported(job, notebook)
     before = {*_started()}
     question = Question.of_backend(job.backend)
-    name = f'ParallelEnv(backend="{job.backend}")'
+
+    def calling(what: str) -> AbstractContextManager[None]:
+        # One copy after the other; beyond what workers may take: they are to be told of by their own errors.
+        return notebook.watch(f'ParallelEnv(backend="{job.backend}"){what}', seconds=_COPIES * job.timeout + _BESIDE_S)
+
     try:
-        # Beyond what workers may take: they are to be told of by their own errors.
-        with notebook.watch(name, seconds=job.timeout + 2 * job.seconds), _three_copies(constructor, job) as env:
-            for env_id, trace in enumerate(run_copies(env, job.seed, job.steps, job.seconds)):
+        with calling(""):
+            env = _made(constructor, job)
+        try:
+            traces = run_copies(env, job.seed, job.steps, job.seconds, lambda method: calling(f".{method}"))
+            for env_id, trace in enumerate(traces):
                 notebook.trace(env_id, trace)
+        finally:
+            with calling(".close"):
+                env.close()
     except (ParallelEnvError, TypeError, ValueError, OSError) as error:
         _, _, to_do = str(error).partition("What to do: ")
         what = re.sub(r" at 0x[0-9a-f]+", "", first_line(error))
@@ -134,7 +149,7 @@ def _solo(constructor: Constructor, job: Job, notebook: Notebook, env_id: int = 
     random.seed(job.global_seed + env_id)
     np.random.seed(job.global_seed + env_id)
     with notebook.calling("the constructor"):
-        simulator = build(constructor, env_id, job.seed + env_id)
+        simulator = construct_one(constructor, seed=job.seed + env_id, env_id=env_id)
     try:
         with notebook.watch("reading its spaces"):
             return Solo(adapt(simulator), notebook.calling)
@@ -154,12 +169,12 @@ def _description(env: MultiAgentEnv) -> dict[str, Any]:
     }
 
 
-def _three_copies(constructor: Constructor, job: Job) -> marl_parallel.ParallelEnv:
+def _made(constructor: Constructor, job: Job) -> marl_parallel.ParallelEnv:
     limit = None if job.backend == "serial" else job.timeout
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         return marl_parallel.ParallelEnv(
-            [constructor] * 3,
+            [constructor] * _COPIES,
             False,
             job.seed,
             num_workers=2,
@@ -245,23 +260,37 @@ def _check_seed_matters(beginnings: _Beginnings, copies: set[str], notebook: Not
 
 def _measure_cost(solo: Solo, job: Job, notebook: Notebook) -> None:
     """Time steps and resets, with nothing else in between."""
-    env, actor = solo.env, Actor(solo.env.action_spaces, job.seed)
     costs: dict[str, list[float]] = {"step": [], "reset": []}
-    with notebook.calling("a step or reset", seconds=2 * job.seconds):
-        deadline = time.perf_counter() + job.seconds
-        while time.perf_counter() < deadline or len(costs["step"]) < 10:
-            begun = time.perf_counter()
-            observations, infos = env.reset()
-            costs["reset"].append(time.perf_counter() - begun)
-            solo.note(observations)
-            while not solo.over and (time.perf_counter() < deadline or len(costs["step"]) < 10):
-                actions = actor(solo.acting, observations, infos)
-                begun = time.perf_counter()
-                observations, _, terminateds, truncateds, infos = env.step(actions)
-                costs["step"].append(time.perf_counter() - begun)
-                solo.note(observations, terminateds, truncateds)
+    calls = _timed_calls(solo, job.seed, costs)
+    deadline = time.perf_counter() + job.seconds
+    while time.perf_counter() < deadline or not costs["step"]:
+        with notebook.calling("a step or reset", seconds=_STRETCH_S):
+            pause = min(time.perf_counter() + _STRETCH_S, deadline)
+            for _ in calls:
+                if time.perf_counter() > pause:
+                    break
     notebook.fact(**{what: _in_figures(took) for what, took in costs.items()})
     notebook.checked(Question.COST)
+
+
+def _timed_calls(solo: Solo, seed: int, costs: dict[str, list[float]]) -> Iterator[None]:
+    """Episodes without end; what each call has taken is noted, and the caller may stop after it."""
+    env, actor = solo.env, Actor(solo.env.action_spaces, seed)
+    while True:
+        begun = time.perf_counter()
+        observations, infos = env.reset()
+        costs["reset"].append(time.perf_counter() - begun)
+        solo.note(observations)
+        over = False
+        yield
+        while not over:  # after a step at least, as in `run_alone`
+            actions = actor(solo.acting, observations, infos)
+            begun = time.perf_counter()
+            observations, _, terminateds, truncateds, infos = env.step(actions)
+            costs["step"].append(time.perf_counter() - begun)
+            solo.note(observations, terminateds, truncateds)
+            over = solo.over
+            yield
 
 
 def _in_figures(took: list[float]) -> dict[str, float]:

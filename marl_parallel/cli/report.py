@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -46,6 +47,8 @@ class Report:
 def progress(total: int, description: str = "measuring") -> Iterator[Any]:
     """A progress bar on standard error; gives the function to be called before each turn, with a text.
 
+    Where it becomes known only meanwhile how many turns there are, it takes their number, too.
+
     It is drawn between turns only: a thread that redraws it would take part in what is measured.
     """
     columns = (
@@ -62,9 +65,9 @@ def progress(total: int, description: str = "measuring") -> Iterator[Any]:
         task = bar.add_task(description, total=total, turn="")
         begun = 0
 
-        def on_turn(text: str) -> None:
+        def on_turn(text: str, total: int | None = None) -> None:
             nonlocal begun
-            bar.update(task, completed=begun, turn=text, refresh=True)
+            bar.update(task, completed=begun, total=total, turn=text, refresh=True)
             begun += 1
 
         yield on_turn
@@ -73,7 +76,7 @@ def progress(total: int, description: str = "measuring") -> Iterator[Any]:
 def table(measurements: Sequence[Measurement]) -> Table:
     """One environment's measurements, for the terminal."""
     first = measurements[0]
-    title = f"{first.environment}, {first.num_envs} copies"
+    title = escape(f"{first.environment}, {first.num_envs} copies")
     shown = Table(title=title, title_justify="left", title_style="bold")
     shown.add_column("")
     for heading in ("steps/s", "± %", "µs/step", "x loop", "efficiency"):
@@ -96,7 +99,7 @@ def show(report: Report) -> None:
     console = Console()
     for measurements in report.tables():
         console.print(table(measurements))
-    console.print(f"[dim]{in_one_line(report.machine)}", highlight=False)
+    console.print(f"[dim]{escape(in_one_line(report.machine))}", highlight=False)
 
 
 def markdown(report: Report) -> str:

@@ -6,6 +6,7 @@ draw the same actions.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 
 from gymnasium import Space
 
+from marl_parallel.action_masks import mask_among
 from marl_parallel.adapters import AgentID, MultiAgentEnv, Rules
 from marl_parallel.cli.values import fingerprint
 from marl_parallel.parallel_env import ParallelEnv
@@ -49,17 +51,10 @@ class Actor:
     def __call__(self, acting: Sequence[AgentID], observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> Any:
         in_order = sorted(acting, key=lambda agent: self._rank.get(agent, len(self._rank)))
         return {
-            agent: self._spaces[agent].sample(_mask(observations.get(agent), infos.get(agent)))
+            agent: self._spaces[agent].sample(mask_among(observations.get(agent), infos.get(agent)))
             for agent in in_order
             if agent in self._spaces
         }
-
-
-def _mask(observation: Any, info: Any) -> Any:
-    for told in (observation, info):
-        if isinstance(told, Mapping) and "action_mask" in told:
-            return told["action_mask"]
-    return None
 
 
 class Solo:
@@ -138,23 +133,40 @@ def run_alone(solo: Solo, seed: int, steps: int, seconds: float, look: Look = la
     return trace
 
 
-def run_copies(env: ParallelEnv, seed: int, steps: int, seconds: float) -> list[Trace]:
-    """Step copies side by side; they have been made with this seed, and with `auto_reset=False`."""
+def run_copies(
+    env: ParallelEnv,
+    seed: int,
+    steps: int,
+    seconds: float,
+    calling: Calling = lambda method: contextlib.nullcontext(),
+) -> list[Trace]:
+    """Step copies side by side; they have been made with this seed, and with `auto_reset=False`.
+
+    Args:
+        env: The copies.
+        seed: Of the actions.
+        steps: How many steps at most.
+        seconds: How long at most; one step is taken.
+        calling: Entered around each call of `env`.
+    """
     schema = env._schema
     actors = [Actor(schema.action_spaces, seed + env_id) for env_id in range(env.num_envs)]
     space_of = schema.observation_spaces
     deadline = time.monotonic() + seconds
-    latest, infos = map(list, env.reset())
+    with calling("reset"):
+        latest, infos = map(list, env.reset())
     traces = [[_entry(space_of, seen, infos=told)] for seen, told in zip(latest, infos)]
     for _ in range(steps):
         actions = [act(*known) for act, known in zip(actors, zip(env.acting, latest, infos))]
-        told = env.step(actions)
+        with calling("step"):
+            told = env.step(actions)
         for trace, own in zip(traces, zip(*told)):
             trace.append(_entry(space_of, *own))
         latest, infos = list(told[0]), list(told[4])
         over = [env_id for env_id in range(env.num_envs) if told[2][env_id][ALL] or told[3][env_id][ALL]]
         if over:
-            begun = env.reset(env_ids=over)
+            with calling("reset"):
+                begun = env.reset(env_ids=over)
             for env_id, observations, own_infos in zip(over, *begun):
                 latest[env_id], infos[env_id] = observations, own_infos
                 traces[env_id].append(_entry(space_of, observations, infos=own_infos))

@@ -127,6 +127,23 @@ class Search:
         self._axes, self._measure, self._limit = axes, measure, limit
         self.trials: dict[Setting, Trial] = {}
 
+    def most_turns(self) -> int:
+        """How often shapes are measured at most, as far as is known: more axes may come to be looked at."""
+        shapes = len({setting.shape for setting in self._settings(self._axes)})
+        settings = len(self._settings(self._axes))
+        later = sum(rounds * min(self._kept_of(share, settings), shapes) for share, rounds in RUNGS[1:])
+        return RUNGS[0][1] * shapes + later
+
+    @staticmethod
+    def _kept_of(share: float, settings: int) -> int:
+        """How many settings are kept for a rung."""
+        return min(max(FINALISTS, math.ceil(share * settings)), settings)
+
+    @staticmethod
+    def _settings(axes: Axes) -> list[Setting]:
+        every = [Setting(shape, way) for shape in axes.shapes() for way in axes.ways]
+        return [one for one in every if one.way == STEP or one.shape.num_envs > 1]
+
     def run(self) -> Trial:
         """Measure, and return the best.
 
@@ -136,7 +153,7 @@ class Search:
         self._explore()
         kept = everything = self._fitting()
         for share, rounds in RUNGS[1:]:
-            most = max(FINALISTS, math.ceil(share * len(everything)))
+            most = self._kept_of(share, len(everything))
             kept = sorted(kept, key=lambda trial: -trial.steps_per_second)[:most]
             for _ in range(rounds):
                 self._round(trial.setting for trial in kept)
@@ -167,8 +184,8 @@ class Search:
         """Measure everything once, and what lies beyond an edge while that is where the best is."""
         axes: Axes | None = self._axes
         while axes is not None:
-            every = [Setting(shape, way) for shape in axes.shapes() for way in axes.ways]
-            self._round(one for one in every if one not in self.trials and (one.way == STEP or one.shape.num_envs > 1))
+            self._axes = axes
+            self._round(one for one in self._settings(axes) if one not in self.trials)
             axes = self._grown(axes)
 
     def _grown(self, axes: Axes) -> Axes | None:

@@ -16,21 +16,24 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from marl_parallel.backends import descendants
 from marl_parallel.cli.failures import CommandError, told_briefly
 from marl_parallel.cli.isolation import ON_LINUX
 from marl_parallel.cli.machine import in_one_line, machine
-from marl_parallel.cli.measure import Traits, build, draw_actions, rate, spread, traits_of
+from marl_parallel.cli.measure import Traits, draw_actions, rate, spread, traits_of
 from marl_parallel.cli.memory import available, in_size, parsed_size, used_by
 from marl_parallel.cli.options import AsJson, Debug, EnvArgument, EnvKwargs, whole_numbers
+from marl_parallel.cli.output import reserved
 from marl_parallel.cli.report import progress
-from marl_parallel.cli.search import RUNGS, Axes, Search, Shape, Trial, Turn
+from marl_parallel.cli.search import Axes, Search, Shape, Trial, Turn
 from marl_parallel.cli.target import constructor_of, distributions_of
-from marl_parallel.cli.ways import ASYNC, STEP, Constructor, run_of
+from marl_parallel.cli.ways import ASYNC, STEP, Constructor, closed_after, run_of
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.sharing import usable_cpus
+from marl_parallel.runtime.signatures import construct_one
 
 ENVS_PER_WORKER = (1, 2, 4, 8)
 _ENVS_PER_CPU = 16
@@ -67,12 +70,14 @@ def tune(
     with told_briefly(debug):
         axes = _axes(workers, envs_per_worker, max_envs or _ENVS_PER_CPU * usable_cpus())
         limit = _limit(memory)
-        constructor = constructor_of(env, env_kwargs)
-        traits = _traits(constructor)
-        described = machine(distributions_of(env))
-        with progress(_most_turns(axes), "tuning") as on_turn:
-            search = Search(axes, Turns(constructor, traits, seconds, on_turn), limit)
-            best = search.run()
+        with reserved(as_json):
+            constructor = constructor_of(env, env_kwargs)
+            traits = _traits(constructor)
+            described = machine(distributions_of(env))
+            with progress(0, "tuning") as on_turn:
+                turns = Turns(constructor, traits, seconds, lambda turn: on_turn(turn, search.most_turns()))
+                search = Search(axes, turns, limit)
+                best = search.run()
         found = Tuning(env, json.loads(env_kwargs), described, limit, list(search.trials.values()), best)
         if as_json:
             typer.echo(json.dumps(found.as_json(), indent=2))
@@ -100,15 +105,8 @@ def _limit(memory: str) -> int | None:
 
 
 def _traits(constructor: Constructor) -> Traits:
-    env = build(constructor, 0, 42)
-    traits = traits_of(env)
-    getattr(env, "close", lambda: None)()
-    return traits
-
-
-def _most_turns(axes: Axes) -> int:
-    shapes = len(axes.shapes())
-    return sum(rounds * max(1, round(share * shapes)) for share, rounds in RUNGS)
+    with closed_after(construct_one(constructor, seed=42, env_id=0)) as env:
+        return traits_of(env)
 
 
 class Turns:
@@ -133,7 +131,7 @@ class Turns:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs may be what is best
             env = ParallelEnv([self._constructor] * shape.num_envs, num_workers=shape.workers)
-        with env:
+        with closed_after(env):
             rates = {}
             for way in ways:
                 run = run_of(env, pool, self._traits.rules, way)
@@ -226,7 +224,7 @@ def show(found: Tuning) -> None:
     """Print what was measured, the fastest first, and the line to paste."""
     console = Console()
     table = Table(
-        title=found.environment,
+        title=escape(found.environment),
         title_justify="left",
         title_style="bold",
         box=SIMPLE_HEAD,
@@ -254,5 +252,5 @@ def show(found: Tuning) -> None:
             style="bold green" if trial is found.best else None if trial.fits else "dim",
         )
     console.print(table)
-    console.print(f"[dim]{in_one_line(found.machine)}", highlight=False)
+    console.print(f"[dim]{escape(in_one_line(found.machine))}", highlight=False)
     console.print(f"\n{found.code}", markup=False, highlight=False, soft_wrap=True)

@@ -187,7 +187,12 @@ def fingerprint(value: Any, space: Space[Any] | None = None) -> str:
     return digest.hexdigest()
 
 
-def _bytes_of(value: Any, space: Space[Any] | None, depth: int = 0) -> Iterator[bytes]:
+def _bytes_of(value: Any, space: Space[Any] | None, above: tuple[int, ...] = ()) -> Iterator[bytes]:
+    """Args: `above` are the ids of what it lies in; what lies in itself ends there."""
+    if id(value) in above:
+        yield f"^{above.index(id(value))}".encode()
+        return
+    within = (*above, id(value))
     if isinstance(space, _ARRAYS) and space.dtype is not None:
         array = np.asarray(value)
         value = array.astype(space.dtype) if array.dtype.kind in "biuf" else value
@@ -201,20 +206,20 @@ def _bytes_of(value: Any, space: Space[Any] | None, depth: int = 0) -> Iterator[
         # The order of keys is the space's, where there is one; else it counts.
         for key in dict.fromkeys([*(key for key in children if key in value), *value]):
             yield repr(key).encode()
-            yield from _bytes_of(value[key], children.get(key), depth + 1)
+            yield from _bytes_of(value[key], children.get(key), within)
     elif isinstance(value, list | tuple | np.ndarray):
         parts = (
             space.spaces if isinstance(space, spaces.Tuple) and len(space.spaces) == len(value) else [None] * len(value)
         )
         for part, child in zip(value, parts):
-            yield from _bytes_of(part, child, depth + 1)
+            yield from _bytes_of(part, child, within)
     elif isinstance(value, set | frozenset):
         yield repr(sorted(map(repr, value))).encode()
     elif isinstance(value, float):
         yield value.hex().encode()
     elif isinstance(value, int | str | bytes | complex | None.__class__):
         yield repr(value).encode()
-    elif depth < 10:
+    elif len(above) < 10:
         # An object's own text may show where in memory it lies.
-        yield from _bytes_of(getattr(value, "__dict__", None), None, depth + 1)
+        yield from _bytes_of(getattr(value, "__dict__", None), None, within)
     yield b")"

@@ -18,6 +18,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from marl_parallel.adapters import Rules
 from marl_parallel.cli.failures import CommandError
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.reports import first_line
 from marl_parallel.runtime.transition import ALL
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
@@ -49,6 +50,18 @@ def repeatedly(step_all: Callable[[Any], object], batches: Sequence[Any], num_en
 
 
 @contextmanager
+def closed_after(env: Any) -> Iterator[Any]:
+    """Something that may have a `close`, closed in the end; that it fails to is a warning: it takes nothing back."""
+    try:
+        yield env
+    finally:
+        try:
+            getattr(env, "close", lambda: None)()
+        except (Exception, SystemExit) as error:
+            warnings.warn(f"close raises {type(error).__name__}: {first_line(error)}", RuntimeWarning, stacklevel=3)
+
+
+@contextmanager
 def stepping(
     constructors: Sequence[Constructor], pool: Pool, rules: Rules, way: str = STEP, **arguments: Any
 ) -> Iterator[Run]:
@@ -68,7 +81,7 @@ def stepping(
         # More workers than CPUs, where they are asked for, are what is to be measured.
         warnings.simplefilter("ignore", ResourceWarning)
         env = ParallelEnv(constructors, **arguments)
-    with env:
+    with closed_after(env):
         yield run_of(env, pool, rules, way)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -70,6 +71,7 @@ class Batch:
         transitions: Their records.
         copies: Whether observations are handed out as arrays of the caller's own.
         checks: Whether every action must be contained in its space.
+        views: Those made by `arrays` that somebody still has.
     """
 
     mode_is_fixed: ClassVar[bool] = False
@@ -97,6 +99,7 @@ class Batch:
         self.env_ids = tuple(range(layout.num_records))
         self._everywhere = range(layout.num_records)
         self._pettingzoo = rules is Rules.PETTINGZOO
+        self.views: WeakSet[ArrayBatch] = WeakSet()
 
     def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> dict[int, bytes]:
         """Write one dict of actions for each environment.
@@ -223,7 +226,9 @@ class Batch:
 
     def arrays(self, *, copy: bool) -> ArrayBatch:
         """The same as arrays; `copy` says whether observations are arrays of the caller's own."""
-        return ArrayBatch(self, copy=copy)
+        view = ArrayBatch(self, copy=copy)
+        self.views.add(view)
+        return view
 
     def begin(self, env_ids: Iterable[int]) -> None:
         """Note that these environments have been reset."""

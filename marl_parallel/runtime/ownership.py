@@ -66,7 +66,7 @@ class Owner:
                 left = self.backend.stop(patience)
                 # A signal handler may have closed in the middle of a call: its `wait` must not go on for ever.
                 self.backend.interrupt()
-            self._finish_trace()
+                self._finish_trace()
             for worker in left:
                 logger.warning(
                     "worker %d could not be ended, it is left behind: a thread cannot be killed. It runs\n%s",

@@ -6,14 +6,16 @@ While nothing is traced, nothing here runs. When a trace begins and ends is deci
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from marl_parallel.runtime.ledger import Activity, Ledger
 
@@ -82,9 +84,10 @@ class Tracer:
         self._events: list[dict[str, Any]] = []
         self._own: list[tuple[str, float, float]] = []
         self._watched: list[tuple[Any, str]] = []
+        self._doing: set[str] = set()
 
     def watch(self, owner: Any, method: str, name: Callable[..., str]) -> None:
-        """Keep a slice of each call of an object's method, until `finish`.
+        """Keep a slice of each call of an object's method, until `finish`; none within another of the same name.
 
         Args:
             owner: The object.
@@ -95,14 +98,47 @@ class Tracer:
 
         @functools.wraps(inner)
         def watched(*args: Any, **kwargs: Any) -> Any:
+            doing = name(*args)
+            if doing in self._doing:
+                return inner(*args, **kwargs)
+            self._doing.add(doing)
             begun = time.monotonic()
             try:
                 return inner(*args, **kwargs)
             finally:
+                self._doing.discard(doing)
                 if len(self._own) < MOST_SLICES:
-                    self._own.append((name(*args), begun, time.monotonic()))
+                    self._own.append((doing, begun, time.monotonic()))
 
-        setattr(owner, method, watched)
+        self._replace(owner, method, watched)
+
+    def watch_batch(self, batch: Any) -> None:
+        """Keep a slice whenever actions are written to a batch or results read from it, also through its arrays.
+
+        Args:
+            batch: Whose `views` are those that it has handed out by `arrays`.
+        """
+        make = batch.arrays
+
+        @functools.wraps(make)
+        def arrays(**keywords: Any) -> Any:
+            view = make(**keywords)
+            self._watch_view(view)
+            return view
+
+        self._replace(batch, "arrays", arrays)
+        self.watch(batch, "write_actions", lambda *_: "write actions")
+        self.watch(batch, "read", lambda *_: "read results")
+        for view in [*batch.views]:
+            self._watch_view(view)
+
+    def _watch_view(self, view: Any) -> None:
+        self.watch(view, "write", lambda *_: "write actions")
+        for method in ("read", "read_some"):
+            self.watch(view, method, lambda *_: "read results")
+
+    def _replace(self, owner: Any, method: str, by: Callable[..., Any]) -> None:
+        setattr(owner, method, by)
         self._watched.append((owner, method))
 
     def add(self, worker: int, slices: array[float], ahead: float) -> None:
@@ -130,7 +166,7 @@ class Tracer:
         self._events.append({"ph": "i", "s": "t", "name": what, "pid": 1, "tid": worker + 1, "ts": moment})
 
     def finish(self) -> None:
-        """Watch nothing any more, and write the file.
+        """Watch nothing any more, and write the file, whole or not at all.
 
         Raises:
             OSError: It cannot be written.
@@ -148,7 +184,7 @@ class Tracer:
             for lane, name in names.items()
             for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": lane}))
         ]
-        with self.path.open("w") as file:
+        with _written(self.path) as file:
             json.dump({"traceEvents": [*lanes, *self._events], "displayTimeUnit": "ms"}, file)
 
     def _slice(self, lane: int, name: str, category: str, begun: float, ended: float, **arguments: Any) -> None:
@@ -159,6 +195,23 @@ class Tracer:
 
     def _microseconds(self, moment: float) -> float:
         return round(1e6 * (moment - self._begun), 3)
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[TextIO]:
+    """A file that takes a path's place once it is whole; what is no regular file is written to as it is."""
+    target = path.resolve()
+    if (path.exists() and not path.is_file()) or not os.access(target.parent, os.W_OK):
+        with path.open("w") as file:
+            yield file
+        return
+    part = target.with_name(f".{target.name}-{os.getpid()}")
+    try:
+        with part.open("w") as file:
+            yield file
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _between(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import pickle
 import random
 import time
@@ -35,6 +34,7 @@ from marl_parallel.runtime.pickling import dump_extras, dumps
 from marl_parallel.runtime.records import TransitionRecords
 from marl_parallel.runtime.schemas import common_schema
 from marl_parallel.runtime.sharing import span_of
+from marl_parallel.runtime.signatures import construct_one
 from marl_parallel.runtime.transition import Transition
 from marl_parallel.runtime.values import as_array
 
@@ -133,8 +133,8 @@ class Worker:
                 constructor = cloudpickle.loads(plan.constructors[env_id])
             except ModuleNotFoundError as error:
                 return Refusal(ModuleNotFoundError, error.name or str(error))
-            offered = {"seed": seed, "env_id": env_id, "restarts": (plan.counts or {}).get(env_id, 0)}
-            simulator = constructor(**_accepted(constructor, offered))
+            restarts = (plan.counts or {}).get(env_id, 0)
+            simulator = construct_one(constructor, seed=seed, env_id=env_id, restarts=restarts)
             try:
                 env = adapt(simulator, cloudpickle.loads(plan.adapter))
             except BaseException as error:
@@ -328,18 +328,6 @@ _HANDLERS: dict[Message, Callable[[Worker, int, Any], Any]] = {
 
 def _kind(failures: Mapping[int, Failure]) -> Message:
     return Message.EXCEPTION if failures else Message.RESULT
-
-
-def _accepted(constructor: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the keywords that a constructor names in its signature and that nothing has bound yet."""
-    try:
-        parameters = inspect.signature(constructor).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {parameter.name for parameter in parameters if parameter.kind in by_keyword}
-    bound = constructor.keywords if isinstance(constructor, functools.partial) else {}
-    return {name: value for name, value in keywords.items() if name in named and name not in bound}
 
 
 def _try_to_close(thing: Any) -> None:
