@@ -27,7 +27,8 @@ def reserved(wanted: bool = True) -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        ctypes.CDLL(None).fflush(None)  # what native code has printed and still holds back
+        if sys.platform != "win32":
+            ctypes.CDLL(None).fflush(None)  # what native code has printed and still holds back
         os.dup2(kept, 1)
         os.close(kept)
 
