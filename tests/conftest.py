@@ -70,7 +70,7 @@ WANTED = {
     "envpool": ("envpool", "torchrl"),
     **dict.fromkeys(["torchrl", "torchrl_learning", "tensors"], ("torchrl",)),
     **dict.fromkeys(["rllib", "rllib_runner"], ("ray", "tree", "torch")),
-    **dict.fromkeys(["agilerl", "agilerl_training"], ("agilerl",)),
+    **dict.fromkeys(["agilerl", "agilerl_cases", "agilerl_training"], ("agilerl",)),
     "videos": ("moviepy",),
     "examples": ("torch", "tyro"),
     **dict.fromkeys(["mlagents", "unity", "unity_player"], ("mlagents_envs",)),

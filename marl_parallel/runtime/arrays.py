@@ -48,6 +48,7 @@ class Arrays(NamedTuple):
         infos: By environment, its infos as they are in the dicts, where any of them says something; not to be changed.
         observed: `(num_envs, n)`, bool: whose observations are data.
         rewarded: `(num_envs, n)`, bool: who has a reward.
+        flagged: `(num_envs, n)`, bool: of whom flags say something, be it False. Not to be changed.
         quiet: True where everybody is there and acts, no flag is set and no infos are told, as with most steps; that
             may be so with False, too.
         together: True where each agent is flagged as its copy is, likewise.
@@ -64,6 +65,7 @@ class Arrays(NamedTuple):
     infos: Mapping[int, dict[Any, Any]]
     observed: NDArray[np.bool_]
     rewarded: NDArray[np.bool_]
+    flagged: NDArray[np.bool_]
     quiet: bool = False
     together: bool = False
 

@@ -27,7 +27,8 @@ _IN_INFOS = {"infos", "reset_infos"}
 """What may travel pickled of a transition without that anything but its infos is missing in the block."""
 
 _OBSERVED, _REWARDED = BITS["observations"], BITS["rewards"]
-_MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED], np.uint8)
+_FLAGGED = BITS["terminateds"] | BITS["truncateds"]
+_MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED, _FLAGGED], np.uint8)
 
 
 class ArrayBatch(ArrayView):
@@ -157,18 +158,19 @@ class ArrayBatch(ArrayView):
         of_all = no[:, 0]
         return Arrays(
             observations, rewards, no.copy(), no.copy(), of_all.copy(), of_all.copy(),
-            there.copy(), there.copy(), {}, there.copy(), there.copy(), quiet, quiet,
+            there.copy(), there.copy(), {}, there.copy(), there.copy(), there if quiet else there.copy(), quiet, quiet,
         )  # fmt: skip
 
     def _from_block(self) -> Arrays:
         """All but the infos, as the block has it."""
         transitions, n = self._batch.transitions, len(self.agents)
-        flags, (present, acting, observed, rewarded) = transitions.all_flags(), transitions.all_presence(_MASKS)
+        flags, who = transitions.all_flags(), transitions.all_presence(_MASKS)
+        present, acting, observed, rewarded, flagged = who
         observations = self._all_observations()
         self._clear_unobserved(observations, observed)
         return Arrays(
             observations, transitions.all_rewards(), flags[:, 0, :n], flags[:, 1, :n], flags[:, 0, n], flags[:, 1, n],
-            present, acting, {}, observed, rewarded,
+            present, acting, {}, observed, rewarded, flagged,
         )  # fmt: skip
 
     def _clear_unobserved(self, observations: list[Any], observed: NDArray[np.bool_]) -> None:
@@ -219,7 +221,8 @@ class ArrayBatch(ArrayView):
                 if agent == ALL:
                     of_all[env_id] = flag
                 else:
-                    of_agents[env_id, self._column[self._known(env_id, agent)]] = flag
+                    place = env_id, self._column[self._known(env_id, agent)]
+                    of_agents[place], arrays.flagged[place] = flag, True
         self._put_acting(arrays, env_id)
         self._note_infos(arrays, env_id, infos)
 

@@ -33,10 +33,10 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
     """A vector environment that AgileRL's multi-agent training functions take as it is.
 
     Everything is a dict by agent of arrays over all copies, for all possible agents at all times. Rewards are float64
-    and flags bool, `(num_envs,)`. Where an agent takes no part in a copy, its reward and flags are NaN (flags are
-    float64 then), and so is its observation where that is of floats; integers have no NaN and are zeros. Observations
-    that are single numbers have the shape `(num_envs, 1)`. All arrays are the caller's own, also where `env` was made
-    with `copy=False`.
+    and flags bool, `(num_envs,)`. Where an agent has no reward, it is NaN; so are its flags where it takes no part in a
+    copy and has none (they are float64 then), and its observation where that is of floats; integers have no NaN and
+    are zeros. Observations that are single numbers have the shape `(num_envs, 1)`. All arrays are the caller's own,
+    also where `env` was made with `copy=False`.
 
     Episodes begin anew in the step in which they end. Then observations are the new episode's; an agent's flags are
     its own, or those of its copy where it has none; and infos are the reset's, with the old episode's last as
@@ -153,14 +153,14 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
         arrays = self._stepper.receive(timeout)
-        whom, flags = arrays.rewarded, (arrays.terminations, arrays.truncations)
+        whom, flags = arrays.flagged, (arrays.terminations, arrays.truncations)
         if not arrays.quiet:
-            whom = took_part(arrays, self.agents, same_step=True)
+            whom = whom | took_part(arrays, self.agents, same_step=True)
             flags = handed_down(arrays, whom)
         terminations, truncations = flags
         return (
             self._seen(arrays),
-            self._by_agent(np.where(whom, arrays.rewards, np.nan)),
+            self._by_agent(np.where(arrays.rewarded, arrays.rewards, np.nan)),
             self._marked(terminations, whom),
             self._marked(truncations, whom),
             self._infos(arrays, arrays.terminated | arrays.truncated),
@@ -216,14 +216,12 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
     def _by_agent(self, array: NDArray[Any]) -> ByAgent:
         return dict(zip(self.agents, array.T))
 
-    def _marked(self, flags: NDArray[np.bool_], took_part: NDArray[np.bool_]) -> ByAgent:
-        """Flags by agent; NaN where it took no part, as AgileRL's own, which has bool where it did everywhere."""
-        if took_part.all():
+    def _marked(self, flags: NDArray[np.bool_], whom: NDArray[np.bool_]) -> ByAgent:
+        """Flags by agent; NaN but for these, as AgileRL's own, which has bool for an agent that is everywhere."""
+        if whom.all():
             return self._by_agent(flags)
-        floats = np.where(took_part, flags, np.nan)
-        return {
-            agent: (flags if took_part[:, place].all() else floats)[:, place] for place, agent in enumerate(self.agents)
-        }
+        floats = np.where(whom, flags, np.nan)
+        return {agent: (flags if whom[:, place].all() else floats)[:, place] for place, agent in enumerate(self.agents)}
 
     def _seen(self, arrays: Arrays) -> ByAgent:
         self.present, self.acting = self._by_agent(arrays.present), self._by_agent(arrays.acting)
