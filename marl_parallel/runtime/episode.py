@@ -124,7 +124,7 @@ class Episode:
             return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting)
         if self._mode is not AutoresetMode.SAME_STEP:
             self._over = over
-            acting = self._acting if self._dict_rules else []
+            acting = self._acting if needs_actions(self.env.rules, self._mode, over=True) else []
             return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, acting)
         self.ended_for_now = True
         # Simulators that use the same arrays and dicts again would overwrite them with the next episode's.

@@ -165,6 +165,21 @@ def test_the_dead_are_back_with_the_next_episode(in_rows):
     assert [bool(step[2][0]) for step in told] == [True, False, True, True]
 
 
+@TRAVELS
+def test_a_reset_that_is_due_wants_no_actions(shared_memory, by_agent, in_rows):
+    env = by_agent("NEXT_STEP", shared_memory, length=1)
+    env.reset()
+    env.step(NOBODY)
+    assert not env.acting["a"].any()
+    observations, _, terminations, *_ = env.step({})
+    assert observations["a"].ravel().tolist() == [0, 0]
+    assert not terminations["a"].any()
+    rows = in_rows(length=1)
+    rows.reset()
+    assert not rows.step(np.zeros(4, np.int64))[4]["acting"].any()
+    assert rows.step(np.zeros(4, np.int64))[4]["acting"].all()
+
+
 # Actions
 
 
