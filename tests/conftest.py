@@ -66,7 +66,7 @@ KILLABLE_SETUPS = [setup for setup in ALL_SETUPS if setup.backend in ("process",
 
 
 WANTED = {
-    **dict.fromkeys(["sb3", "sb3_algorithms"], ("stable_baselines3",)),
+    **dict.fromkeys(["sb3", "sb3_cases", "sb3_algorithms"], ("stable_baselines3",)),
     "envpool": ("envpool", "torchrl"),
     **dict.fromkeys(["torchrl", "torchrl_learning", "tensors"], ("torchrl",)),
     **dict.fromkeys(["rllib", "rllib_runner"], ("ray", "tree", "torch")),

@@ -221,7 +221,7 @@ def with_final(
     """Add what an automatic reset has to say to the infos of the step before it, in place.
 
     Args:
-        infos: The parent's own copy of the step's infos.
+        infos: The parent's own copy of the step's infos; mappings that are no dicts become dicts.
         final_observations: Go under `final_obs` of each agent.
         reset_infos: Those that are not empty go under `reset_info` of each key.
     """
@@ -229,8 +229,9 @@ def with_final(
     for name, additions in (("final_obs", final_observations), ("reset_info", told)):
         for key, value in additions.items():
             info = infos.get(key)
-            if info is None or isinstance(info, dict):
-                infos[key] = {} if info is None else copy.copy(info)  # simulators give one dict to several agents
+            if info is None or isinstance(info, Mapping):
+                # Simulators give one dict to several agents.
+                infos[key] = copy.copy(info) if isinstance(info, dict) else dict(info or {})
                 infos[key].setdefault(name, value)
 
 

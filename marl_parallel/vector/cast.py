@@ -7,7 +7,7 @@ the environment says. Nothing here imports RLlib.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from marl_parallel.adapters import AgentID
@@ -92,7 +92,7 @@ def _with_common(infos: dict[Any, Any], observations: dict[AgentID, Any]) -> dic
     if COMMON not in infos:
         return infos
     own = {agent: infos.get(agent) or {} for agent in observations}
-    return {**infos, **{a: {COMMON: infos[COMMON], **info} for a, info in own.items() if isinstance(info, dict)}}
+    return {**infos, **{a: {COMMON: infos[COMMON], **info} for a, info in own.items() if isinstance(info, Mapping)}}
 
 
 def _restarted(infos: dict[Any, Any]) -> bool:

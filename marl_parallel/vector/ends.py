@@ -6,7 +6,7 @@ who were not told of one of their own, and that nobody has two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -82,7 +82,7 @@ def took_part(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> 
         infos = arrays.infos.get(env_id, {})
         for place, agent in enumerate(agents):
             own = infos.get(agent)
-            there[env_id, place] |= isinstance(own, dict) and "final_obs" in own
+            there[env_id, place] |= isinstance(own, Mapping) and "final_obs" in own
     return there
 
 

@@ -16,6 +16,7 @@ from marl_parallel.arguments import check_one_for_each, checked_patience
 from marl_parallel.async_stepping import Options
 from marl_parallel.errors import ParallelEnvError
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Actions, Arrays
 
 _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False", AutoresetMode.NEXT_STEP: '"NEXT_STEP"'}
@@ -221,6 +222,10 @@ class Stepper(Holder):
             raise
         self.latest = self.batch.read(told)
         return self.latest
+
+    def own(self, observation: Any) -> Any:
+        """One of the last observations in memory of the caller's own, also where the environment hands out views."""
+        return observation if self.env._batch.copies else stacking.copied(observation)
 
     def _check_may_step(self, name: str) -> None:
         self.claim()

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
@@ -135,7 +134,9 @@ class SB3VecEnv(VecEnv):
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             AlreadyPendingCallError: A step is on its way already.
         """
-        given = stacked(self.action_space, _whole(self.action_space, actions), self.env.num_envs, self._per_copy)
+        given = stacked(
+            self.action_space, stacking.whole(self.action_space, actions), self.env.num_envs, self._per_copy
+        )
         self._stepper.send([Stacked(tuple(self.agents), given)])
         self._waiting = True
 
@@ -176,14 +177,11 @@ class SB3VecEnv(VecEnv):
             elif arrays.observed[place]:
                 last = _row(observations, row)
             known = last is not None and not were_dead[place]
-            info["terminal_observation"] = self._own(last) if known else zeros(self.observation_space)
+            info["terminal_observation"] = self._stepper.own(last) if known else zeros(self.observation_space)
             info["TimeLimit.truncated"] = bool(cut_off[place]) and known
         arrays.rewards[were_dead] = 0.0
         stacking.clear(observations, np.flatnonzero(self._deaths.dead))
         return dones.ravel()
-
-    def _own(self, value: Any) -> Any:
-        return value if self.env._batch.copies else _copied(value)
 
     def _note(self, arrays: Arrays) -> None:
         self.present, self.acting = arrays.present.ravel(), arrays.acting.ravel()
@@ -237,15 +235,12 @@ class SB3VecEnv(VecEnv):
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """An attribute of each row's copy; as `ParallelEnv.get_attr`, which returns a method called."""
-        rows = self._rows(indices)
-        copies = self._copies_of(rows)
         try:
-            told = dict(zip(copies, self.env.call(attr_name, env_ids=copies)))
+            return self._called(indices, attr_name)
         except AttributeError:
             if attr_name != "render_mode":  # simulators need not declare one; Stable-Baselines3 asks for it
                 raise
-            told = dict.fromkeys(copies, self.env.render_mode)
-        return [told[row // self._per_copy] for row in rows]
+            return [self.env.render_mode for _ in self._rows(indices)]
 
     def has_attr(self, attr_name: str) -> bool:
         """Whether all copies have an attribute, which may be a method; it is not called."""
@@ -254,7 +249,8 @@ class SB3VecEnv(VecEnv):
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
         """Set an attribute of each copy that one of the rows belongs to."""
         copies = self._copies_of(self._rows(indices))
-        self.env.set_attr(attr_name, [value] * len(copies), env_ids=copies)
+        if copies:
+            self.env.set_attr(attr_name, [value] * len(copies), env_ids=copies)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
@@ -264,10 +260,7 @@ class SB3VecEnv(VecEnv):
         Returns:
             For each row, what its copy's returned.
         """
-        rows = self._rows(indices)
-        copies = self._copies_of(rows)
-        told = dict(zip(copies, self.env.call(method_name, *method_args, env_ids=copies, **method_kwargs)))
-        return [told[row // self._per_copy] for row in rows]
+        return self._called(indices, method_name, *method_args, **method_kwargs)
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
         """Whether each row's copy is wrapped in such a wrapper."""
@@ -287,6 +280,13 @@ class SB3VecEnv(VecEnv):
         """Close the environment; idempotent. What is on its way is dropped."""
         self._stepper.close()
 
+    def _called(self, indices: Indices, name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """What the copies of rows return, which are called once each."""
+        rows = self._rows(indices)
+        copies = self._copies_of(rows)
+        told = dict(zip(copies, self.env.call(name, *args, env_ids=copies, **kwargs))) if copies else {}
+        return [told[row // self._per_copy] for row in rows]
+
     def _rows(self, indices: Indices) -> list[int]:
         rows = [*self._get_indices(indices)]
         unknown = [row for row in rows if not -self.num_envs <= row < self.num_envs]
@@ -305,26 +305,9 @@ class SB3VecEnv(VecEnv):
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-def _whole(space: Space[Any], actions: Any) -> Any:
-    """Actions whose numbers are whole as integers, where the space wants these."""
-    array = np.asarray(actions)
-    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or array.dtype.kind != "f":
-        return actions
-    whole = array.astype(np.int64)
-    return whole if np.array_equal(whole, array) else actions
-
-
 def _row(stacked: Any, row: int) -> Any:
     if isinstance(stacked, dict):
         return {key: _row(child, row) for key, child in stacked.items()}
     if isinstance(stacked, tuple):
         return tuple(_row(child, row) for child in stacked)
     return stacked[row].copy()
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(child) for key, child in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_copied, value))
-    return value.copy() if isinstance(value, np.ndarray) else value

@@ -310,7 +310,7 @@ def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[A
     told = dict(infos)
     for key, info in of_reset.items():
         before = told.get(key) or {}
-        if info is not None and not is_empty_info(info) and isinstance(before, dict):
+        if info is not None and not is_empty_info(info) and isinstance(before, Mapping):
             told[key] = {**before, **(info if _is_mark(info) else {"reset_info": info})}
     return told
 
