@@ -14,10 +14,12 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays
+from marl_parallel.runtime.transition import FINAL_OBS
 from marl_parallel.vector.ends import handed_down, took_part
 from marl_parallel.vector.facade import Inquiries, Stepper
-from marl_parallel.vector.infos import own_infos, vector_infos
+from marl_parallel.vector.infos import about_copy, begun_anew, vector_infos, with_copys
 
 try:
     from agilerl.vector.pz_vec_env import PettingZooVecEnv
@@ -26,7 +28,6 @@ except ImportError as error:
 
 ByAgent = dict[Any, Any]
 _FORCED = "env_defined_actions"
-_OURS = ("final_obs", "reset_info")
 
 
 class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
@@ -58,7 +59,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
     Raises:
         TypeError: `env` is no `ParallelEnv`.
         ValueError: Its auto-reset is another one, its agents are not known beforehand or no strings, or one declares no
-            space.
+            space, or actions that are dicts or tuples.
 
     Example:
         >>> from agilerl.algorithms import IPPO
@@ -81,6 +82,9 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
         schema, agents = env._schema, [str(agent) for agent in env.possible_agents]
         if agents != env.possible_agents:
             raise ValueError(f"AgileRL knows agents by strings, got {env.possible_agents}")
+        for agent, space in schema.action_spaces.items():
+            if isinstance(space, spaces.Dict | spaces.Tuple):
+                raise ValueError(f"AgileRL's actions are arrays, but the action space of agent {agent!r} is {space}")
         super().__init__(
             env.num_envs,
             {agent: schema.observation_spaces[agent] for agent in agents},
@@ -183,7 +187,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
             array = _array(given)
             if array.shape[:1] != (self.num_envs,):
                 raise ValueError(f"expected actions of agent {agent!r} for {self.num_envs} copies, got {array.shape}")
-            if array.dtype.kind == "f":
+            if array.dtype.kind == "f" and array.size:
                 nan = np.isnan(array.reshape(self.num_envs, -1)).all(axis=1)
                 if nan.any():
                     absent[agent] = nan
@@ -206,7 +210,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
         formed: ByAgent = {}
         for agent, given in actions.items():
             array = _array(given)
-            if array.dtype.kind == "f" and np.isnan(array).all():
+            if array.dtype.kind == "f" and array.size and np.isnan(array).all():
                 continue
             formed[agent] = _formed(self._single_action_spaces.get(agent), array[None], 1)[0]
         return formed
@@ -233,33 +237,26 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
 
     def _infos(self, arrays: Arrays, over: NDArray[np.bool_] | None = None) -> ByAgent:
         infos: ByAgent = {}
-        of_copies = {
-            env_id: {key: info for key, info in told.items() if key not in self.agents}
-            for env_id, told in arrays.infos.items()
+        told = {
+            env_id: self._told(env_id, own, over is not None and bool(over[env_id]))
+            for env_id, own in arrays.infos.items()
         }
-        for agent in self.agents:
-            rows = (
-                (
-                    env_id,
-                    self._told(
-                        own_infos(env_id, told, agent), of_copies[env_id], over is not None and bool(over[env_id])
-                    ),
-                )
-                for env_id, told in arrays.infos.items()
-            )
-            infos[agent] = vector_infos(rows, self.num_envs) if of_copies else {}
+        for place, agent in enumerate(self.agents):
+            rows = ((env_id, of_agents[place]) for env_id, of_agents in told.items())
+            infos[agent] = vector_infos(rows, self.num_envs)
             if _FORCED in infos[agent]:
-                infos[agent][_FORCED] = _forced(infos[agent][_FORCED], infos[agent][f"_{_FORCED}"])
+                infos[agent][_FORCED] = _forced(agent, infos[agent][_FORCED], infos[agent][f"_{_FORCED}"])
             infos[f"_{agent}"] = np.ones(self.num_envs, np.bool_)
         return infos
 
-    @staticmethod
-    def _told(info: Mapping[Any, Any], of_copy: dict[Any, Any], over: bool) -> dict[Any, Any]:
+    def _told(self, env_id: int, infos: Mapping[Any, Any], over: bool) -> list[dict[Any, Any]]:
+        """What one copy says of each agent, laid out anew where its next episode has begun."""
+        told = with_copys(env_id, infos, self.agents, self.agents)
         if not over:
-            return {**of_copy, **info}
-        last = {key: value for key, value in info.items() if key not in _OURS}
-        final = {"final_obs": info["final_obs"]} if "final_obs" in info else {}
-        return {**of_copy, **info.get("reset_info", {}), **final, "final_info": last}
+            return told
+        of_copy = about_copy(infos, self.agents)
+        finals = [{FINAL_OBS: self._stepper.own(own[FINAL_OBS])} if FINAL_OBS in own else {} for own in told]
+        return [{**begun_anew(own, of_copy), **final} for own, final in zip(told, finals)]
 
 
 # -- values --------------------------------------------------------------------------------------------------------
@@ -270,13 +267,13 @@ def _array(value: Any) -> NDArray[Any]:
 
 
 def _formed(space: Space[Any] | None, array: NDArray[Any], count: int) -> NDArray[Any]:
-    """Rows in the shape of their space, where there are as many numbers; whole floats as integers, where it wants."""
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) and array.dtype.kind == "f":
-        whole = array.astype(np.int64)
-        array = whole if np.array_equal(whole, array) else array
-    if space is None or space.shape is None or array.size != count * int(np.prod(space.shape)):
+    """Rows in the shape of their space, where axes of length 1 differ or they are flat; whole floats as integers."""
+    if space is None or space.shape is None:
         return array
-    return array.reshape(count, *space.shape)
+    array = stacking.whole(space, array)
+    flat = array.shape == (count, int(np.prod(space.shape)))
+    alike = [length for length in array.shape[1:] if length != 1] == [length for length in space.shape if length != 1]
+    return array.reshape(count, *space.shape) if flat or alike else array
 
 
 def _blank(stacked: Any, absent: NDArray[np.bool_]) -> None:
@@ -298,14 +295,23 @@ def _with_axis(value: Any) -> Any:
     return value[:, None] if isinstance(value, np.ndarray) and value.ndim == 1 else value
 
 
-def _forced(actions: Any, told: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Actions that simulators have chosen themselves; NaN where they have not, or only say None."""
+def _forced(agent: str, actions: Any, told: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Actions that simulators have chosen themselves; NaN where they have not, or only say None.
+
+    Raises:
+        ValueError: They are of several shapes.
+    """
     rows = [
         None if action is None or not there else np.asarray(action, np.float64) for action, there in zip(actions, told)
     ]
     shape = next((row.shape for row in rows if row is not None), ())
     forced = np.full((len(rows), *shape), np.nan)
     for number, row in enumerate(rows):
-        if row is not None:
-            forced[number] = row
+        if row is None:
+            continue
+        if row.shape != shape:
+            raise ValueError(
+                f"environment {number}: the {_FORCED} of agent {agent!r} have shape {row.shape}, others {shape}"
+            )
+        forced[number] = row
     return forced

@@ -18,12 +18,11 @@ from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays, Stacked
 from marl_parallel.runtime.layout import evenly_spaced
 from marl_parallel.runtime.native_arrays import InfoColumns
+from marl_parallel.runtime.transition import FINAL_OBS
 from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
-from marl_parallel.vector.infos import infos_by_row, own_infos, vector_infos
+from marl_parallel.vector.infos import about_copy, begun_anew, infos_by_row, last_of, vector_infos, with_copys
 from marl_parallel.vector.rows import chosen, rows_of, stacked, still
-
-_OURS = ("final_obs", "reset_info")
 
 Others = Callable[[AgentID, Any], Any]
 """Acts for an agent that has no rows: takes it and its observations in all copies, gives its actions in all copies."""
@@ -263,9 +262,8 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def _told_infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any) -> dict[str, Any]:
         rows: dict[int, dict[Any, Any]] = {}
         for env_id, infos in arrays.infos.items():
-            of_copy = {key: info for key, info in infos.items() if key not in self._batch.agents}
-            for place, agent in enumerate(self.agents):
-                rows[env_id * len(self.agents) + place] = {**of_copy, **own_infos(env_id, infos, agent)}
+            told = with_copys(env_id, infos, self.agents, self._batch.agents)
+            rows |= enumerate(told, env_id * len(self.agents))
         for row in [] if done is None else np.flatnonzero(done).tolist():
             self._lay_out(rows, row, arrays, observations)
         return vector_infos(sorted(rows.items()), self.num_envs)
@@ -274,20 +272,14 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """A row that is done: its last observation and info, as Gymnasium's SAME_STEP has them."""
         told = rows.get(row, {})
         env_id = row // len(self.agents)
-        last = {key: value for key, value in told.items() if key not in _OURS}
         if arrays.terminated[env_id] or arrays.truncated[env_id]:
             nothing = gymnasium.vector.utils.create_empty_array(self.single_observation_space, 1, np.zeros)
-            final = told.get("final_obs", _row(self.single_observation_space, nothing, 0))
-            of_copy = {k: v for k, v in arrays.infos.get(env_id, {}).items() if k not in self._batch.agents}
-            on_top = {**{key: _of_reset(value) for key, value in of_copy.items()}, **told.get("reset_info", {})}
+            final = told.get(FINAL_OBS, _row(self.single_observation_space, nothing, 0))
+            laid_out = begun_anew(told, about_copy(arrays.infos.get(env_id, {}), self._batch.agents))
         else:  # the copy goes on without this agent
-            final, on_top = _row(self.single_observation_space, observations, row), last
-        rows[row] = {**on_top, "final_obs": final, "final_info": last}
-
-
-def _of_reset(info: Any) -> Any:
-    """What the reset has said of a copy, where that is known, else what the step has."""
-    return info["reset_info"] if isinstance(info, Mapping) and "reset_info" in info else info
+            final, last = _row(self.single_observation_space, observations, row), last_of(told)
+            laid_out = {**last, "final_info": last}
+        rows[row] = {**laid_out, FINAL_OBS: final}
 
 
 def _row(space: Space[Any], stacked: Any, row: int) -> Any:

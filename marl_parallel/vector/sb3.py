@@ -5,7 +5,6 @@ When episodes begin and end is the core's business; what Stable-Baselines3 calls
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,10 +17,11 @@ from marl_parallel.adapters import attributes
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays, Stacked
+from marl_parallel.runtime.transition import FINAL_OBS, RESET_INFO
 from marl_parallel.runtime.values import fits_block, zeros
 from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
-from marl_parallel.vector.infos import own_infos
+from marl_parallel.vector.infos import about_copy, of_reset, with_copys
 from marl_parallel.vector.rows import chosen, rows_of, stacked
 
 try:
@@ -172,8 +172,10 @@ class SB3VecEnv(VecEnv):
             place, info = divmod(row, self._per_copy), infos[row]
             last = None
             if over[place[0]]:
-                last = info.pop("final_obs", None)
-                self.reset_infos[row] = info.pop("reset_info", {})
+                last = info.pop(FINAL_OBS, None)
+                of_copy = about_copy(arrays.infos.get(place[0], {}), self.agents)
+                self.reset_infos[row] = of_reset(info, of_copy)
+                info.pop(RESET_INFO, None)
             elif arrays.observed[place]:
                 last = _row(observations, row)
             known = last is not None and not were_dead[place]
@@ -190,9 +192,8 @@ class SB3VecEnv(VecEnv):
         """One for each row: its agent's, and what is about its copy."""
         rows: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for env_id, infos in arrays.infos.items():
-            for place, agent in enumerate(self.agents):
-                of_copy = {key: copy.copy(info) for key, info in infos.items() if key not in self.agents}
-                rows[env_id * self._per_copy + place] = {**of_copy, **own_infos(env_id, infos, agent)}
+            first = env_id * self._per_copy
+            rows[first : first + self._per_copy] = with_copys(env_id, infos, self.agents, self.agents)
         return rows
 
     # -- before a reset --------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays, Stacked
 from marl_parallel.runtime.layout import alike, evenly_spaced
-from marl_parallel.runtime.transition import COMMON, is_empty_info
+from marl_parallel.runtime.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.vector.facade import Stepper
 
 try:
@@ -311,7 +311,7 @@ def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[A
     for key, info in of_reset.items():
         before = told.get(key) or {}
         if info is not None and not is_empty_info(info) and isinstance(before, Mapping):
-            told[key] = {**before, **(info if _is_mark(info) else {"reset_info": info})}
+            told[key] = {**before, **(info if _is_mark(info) else {RESET_INFO: info})}
     return told
 
 

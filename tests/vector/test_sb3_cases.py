@@ -52,3 +52,13 @@ def test_actions_of_several_parts(odd):
     whole, fine = env.get_attr("actions", 2)[0]["b"]
     assert whole == 0
     assert fine.tolist() == [0.5, 0.5]
+
+
+def test_infos_of_a_reset_that_are_about_a_copy(odd):
+    """They are told of the resets that follow the ends of episodes, as of the first."""
+    env = odd(length=1, infos=lambda time: {"level": {"n": time}}, first={"a": {"x": 7}, "level": {"n": 8}})
+    first = env.reset_infos
+    assert first[:2] == [{"x": 7, "level": {"n": 8}}, {"level": {"n": 8}}]
+    env.reset_infos = [{}] * 4
+    env.step(np.zeros(4, np.int64))
+    assert env.reset_infos == first
