@@ -137,13 +137,15 @@ class ArrayBatch(ArrayView):
             return self._unflagged(self._all_observations(), rewards, self._everybody, quiet=True)
         else:
             arrays = self._from_block()
+        apart = []
         for env_id in range(self._num_envs):
             more = told.get(env_id)
             if self._in_block and (more is None or (type(more) is dict and more.keys() <= _IN_INFOS)):
                 self._note_infos(arrays, env_id, self._batch.read_rest(env_id, more))
                 self._apart.pop(env_id, None)
             else:
-                self._read_dicts(arrays, env_id, told)
+                apart.append(env_id)
+        self._read_dicts(arrays, apart, told)
         return arrays
 
     def _unobserved(self) -> Arrays:
@@ -195,9 +197,13 @@ class ArrayBatch(ArrayView):
         return arrays
 
     def read_some(self, env_ids: Sequence[int], told: Mapping[int, Any], last: Arrays) -> Arrays:
-        for env_id in env_ids:
-            self._read_dicts(last, env_id, told)
+        self._read_dicts(last, env_ids, told)
         return last
+
+    def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
+        present = self._nobody[env_id].copy()
+        present[[self._column[agent] for agent in {**observations, **rewards} if agent in self._column]] = True
+        self._apart[env_id] = stacking.copied(observations), present
 
     def _all_observations(self) -> list[Any]:
         """Everybody's, as they lie in the block."""
@@ -206,7 +212,18 @@ class ArrayBatch(ArrayView):
             self._observations = observations
         return observations
 
-    def _read_dicts(self, arrays: Arrays, env_id: int, extras: Mapping[int, Any]) -> None:
+    def _read_dicts(self, arrays: Arrays, env_ids: Sequence[int], extras: Mapping[int, Any]) -> None:
+        """The transitions of some environments: of all of them, before it is said what has no place in an array."""
+        wrong: list[ValueError] = []
+        for env_id in env_ids:
+            try:
+                self._read_dicts_of(arrays, env_id, extras)
+            except ValueError as error:
+                wrong = wrong or [error]
+        if wrong:
+            raise wrong.pop()
+
+    def _read_dicts_of(self, arrays: Arrays, env_id: int, extras: Mapping[int, Any]) -> None:
         (seen,), (rewards,), (terminateds,), (truncateds,), (infos,) = self._batch.read((env_id,), extras)
         self._clear(arrays, env_id)
         self._put_observations(arrays, env_id, seen)

@@ -198,6 +198,9 @@ class NativeArrays(ArrayView):
         )
         return self._latest
 
+    def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
+        """Nothing: environments that reset by themselves are not stepped one at a time."""
+
     def _observations(self, told: Received) -> list[Any]:
         observations = told.observations
         for place in self._to_cast:

@@ -128,7 +128,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
 
         Raises:
             ValueError: Actions of another shape or dtype; by PettingZoo's rules, also none for an agent that acts.
-                Nothing has been stepped.
+                Nothing has been stepped. Or as of `step_wait`.
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
@@ -154,6 +154,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
         Raises:
             NoAsyncCallError: Nothing is on its way.
             TimeoutError: They were not there in time. Nothing is lost, and this can be called again.
+            ValueError: What came of it has no place in arrays, as a reward that is no number. All has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
         arrays = self._stepper.receive(timeout)

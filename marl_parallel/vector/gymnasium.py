@@ -125,7 +125,8 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             Observations, rewards, terminations, truncations and infos.
 
         Raises:
-            ValueError: Actions of another shape or dtype. Nothing has been stepped.
+            ValueError: Actions of another shape or dtype, and nothing has been stepped; or all has been stepped, but
+                what came of it has no place in arrays, such as a reward that is no number.
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """

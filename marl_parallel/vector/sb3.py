@@ -148,6 +148,7 @@ class SB3VecEnv(VecEnv):
 
         Raises:
             NoAsyncCallError: Nothing is on its way.
+            ValueError: What came of it has no place in arrays, as a reward that is no number. All has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
         self._waiting = False
