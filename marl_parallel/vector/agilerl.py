@@ -24,7 +24,9 @@ from marl_parallel.vector.infos import about_copy, begun_anew, vector_infos, wit
 try:
     from agilerl.vector.pz_vec_env import PettingZooVecEnv
 except ImportError as error:
-    raise ImportError('AgileRLVecEnv needs AgileRL: pip install "marl-parallel[agilerl]"') from error
+    raise ImportError(
+        f'AgileRLVecEnv needs AgileRL: pip install "marl-parallel[agilerl]" ({error})', name=error.name
+    ) from error
 
 ByAgent = dict[Any, Any]
 _FORCED = "env_defined_actions"

@@ -27,7 +27,9 @@ from marl_parallel.vector.rows import chosen, rows_of, stacked
 try:
     from stable_baselines3.common.vec_env import VecEnv
 except ImportError as error:
-    raise ImportError('SB3VecEnv needs Stable-Baselines3: pip install "marl-parallel[sb3]"') from error
+    raise ImportError(
+        f'SB3VecEnv needs Stable-Baselines3: pip install "marl-parallel[sb3]" ({error})', name=error.name
+    ) from error
 
 Indices = int | Iterable[int] | None
 """Of rows; None for all of them."""

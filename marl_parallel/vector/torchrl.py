@@ -39,7 +39,9 @@ try:
         tensors_of,
     )
 except ImportError as error:
-    raise ImportError('TorchRLEnv needs TorchRL: pip install "marl-parallel[torchrl]"') from error
+    raise ImportError(
+        f'TorchRLEnv needs TorchRL: pip install "marl-parallel[torchrl]" ({error})', name=error.name
+    ) from error
 
 GroupMap = dict[str, list[AgentID]]
 _FLAGS = ("done", "terminated", "truncated")
