@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import attributes
+from marl_parallel.arguments import base_seed
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays, Stacked
@@ -206,8 +207,12 @@ class SB3VecEnv(VecEnv):
 
         Returns:
             The seed of each row, which is its copy's.
+
+        Raises:
+            TypeError: It is no integer.
+            ValueError: It is negative.
         """
-        self._first_seed = int(np.random.randint(2**31 - self.env.num_envs)) if seed is None else seed
+        self._first_seed = base_seed(np.random.randint(2**31 - self.env.num_envs) if seed is None else seed)
         self._seeds = [self._first_seed + row // self._per_copy for row in range(self.num_envs)]
         return self._seeds
 

@@ -62,3 +62,13 @@ def test_infos_of_a_reset_that_are_about_a_copy(odd):
     env.reset_infos = [{}] * 4
     env.step(np.zeros(4, np.int64))
     assert env.reset_infos == first
+
+
+@pytest.mark.parametrize("seed", ["x", -1, 0.5], ids=repr)
+def test_what_is_no_seed_is_refused_at_once(seed, odd):
+    env = odd()
+    env.seed(3)
+    with pytest.raises((TypeError, ValueError), match="seed"):
+        env.seed(seed)
+    env.reset()
+    assert env.env.seed() == (3, 4)
