@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from marl_parallel.runtime.transition import FINAL_OBS
 from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.infos import about_copy, begun_anew, infos_by_row, last_of, vector_infos, with_copys
-from marl_parallel.vector.rows import chosen, rows_of, stacked, still
+from marl_parallel.vector.rows import chosen, row_of, rows_of, stacked, still
 
 Others = Callable[[AgentID, Any], Any]
 """Acts for an agent that has no rows: takes it and its observations in all copies, gives its actions in all copies."""
@@ -275,17 +274,9 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         env_id = row // len(self.agents)
         if arrays.terminated[env_id] or arrays.truncated[env_id]:
             nothing = gymnasium.vector.utils.create_empty_array(self.single_observation_space, 1, np.zeros)
-            final = told.get(FINAL_OBS, _row(self.single_observation_space, nothing, 0))
+            final = told.get(FINAL_OBS, row_of(self.single_observation_space, nothing, 0))
             laid_out = begun_anew(told, about_copy(arrays.infos.get(env_id, {}), self._batch.agents))
         else:  # the copy goes on without this agent
-            final, last = _row(self.single_observation_space, observations, row), last_of(told)
+            final, last = row_of(self.single_observation_space, observations, row), last_of(told)
             laid_out = {**last, "final_info": last}
         rows[row] = {**laid_out, FINAL_OBS: final}
-
-
-def _row(space: Space[Any], stacked: Any, row: int) -> Any:
-    if isinstance(space, spaces.Dict) and isinstance(stacked, Mapping):
-        return {key: _row(child, stacked[key], row) for key, child in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_row(child, part, row) for child, part in zip(space.spaces, stacked))
-    return stacked[row].copy() if isinstance(stacked[row], np.ndarray) else stacked[row]

@@ -23,7 +23,7 @@ from marl_parallel.runtime.values import fits_block, zeros
 from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.infos import about_copy, of_reset, with_copys
-from marl_parallel.vector.rows import chosen, rows_of, stacked
+from marl_parallel.vector.rows import chosen, row_of, rows_of, stacked
 
 try:
     from stable_baselines3.common.vec_env import VecEnv
@@ -181,7 +181,7 @@ class SB3VecEnv(VecEnv):
                 self.reset_infos[row] = of_reset(info, of_copy)
                 info.pop(RESET_INFO, None)
             elif arrays.observed[place]:
-                last = _row(observations, row)
+                last = row_of(self.observation_space, observations, row)
             known = last is not None and not were_dead[place]
             info["terminal_observation"] = self._stepper.own(last) if known else zeros(self.observation_space)
             info["TimeLimit.truncated"] = bool(cut_off[place]) and known
@@ -309,14 +309,3 @@ class SB3VecEnv(VecEnv):
     def _options_by_copy(self) -> list[dict[str, Any] | None] | None:
         of_copies: list[dict[str, Any] | None] = [own or None for own in self._options[:: self._per_copy]]
         return of_copies if any(of_copies) else None
-
-
-# -- rows ----------------------------------------------------------------------------------------------------------
-
-
-def _row(stacked: Any, row: int) -> Any:
-    if isinstance(stacked, dict):
-        return {key: _row(child, row) for key, child in stacked.items()}
-    if isinstance(stacked, tuple):
-        return tuple(_row(child, row) for child in stacked)
-    return stacked[row].copy()
