@@ -68,11 +68,11 @@ KILLABLE_SETUPS = [setup for setup in ALL_SETUPS if setup.backend in ("process",
 
 
 WANTED = {
-    **dict.fromkeys(["sb3", "sb3_algorithms"], ("stable_baselines3",)),
+    **dict.fromkeys(["sb3", "sb3_cases", "sb3_algorithms"], ("stable_baselines3",)),
     "envpool": ("envpool", "torchrl"),
     **dict.fromkeys(["torchrl", "torchrl_learning", "tensors"], ("torchrl",)),
     **dict.fromkeys(["rllib", "rllib_runner"], ("ray", "tree", "torch")),
-    **dict.fromkeys(["agilerl", "agilerl_training"], ("agilerl",)),
+    **dict.fromkeys(["agilerl", "agilerl_cases", "agilerl_training"], ("agilerl",)),
     "videos": ("moviepy",),
     "examples": ("torch", "tyro"),
     **dict.fromkeys(["mlagents", "unity", "unity_player"], ("mlagents_envs",)),

@@ -55,6 +55,28 @@ class Reborn(Fading):
         return {"x": self.observed("x")}, {"x": float(self.time)}, flags, {"x": False, "__all__": False}, {}
 
 
+class Relay(Fading):
+    """Agent x dies at once; y comes with the end of the episode, after RLlib's, where everybody has died, has ended."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.possible_agents = self.agents = ["x", "y"]
+        self.resets = 0
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        super().reset(seed=seed)
+        self.resets += 1
+        return {"x": self.observed("x")}, {}
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        self.time += 1
+        if self.resets == 2:
+            raise RuntimeError("the track ends here")
+        (agent, over) = ("x", False) if self.time == 1 else ("y", True)
+        flags = {"x": True, "__all__": False} if agent == "x" else {"__all__": over}
+        return {agent: self.observed(agent)}, {agent: 1.0}, flags, {"__all__": False}, {}
+
+
 class Silent(Fading):
     """A reward that RLlib's check of environments refuses."""
 

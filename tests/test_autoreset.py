@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from typing import Any
 
 import gymnasium
@@ -129,6 +129,16 @@ def test_infos_of_a_class_of_their_own(packed, build):
     }
     assert_same(env.step([{}, {}])[4], (expected, expected))
     assert counted == {"laps": [2]}
+
+
+def test_infos_that_are_mappings_but_no_dicts(packed, build):
+    """They become dicts where something is added."""
+    script = [step_of({"a": seen(1)}, over=True, infos={"a": UserDict(hp=3), "b": UserDict(hp=2)})]
+    env = build([by_dict_rules(script, ({"a": seen(100)}, {"a": {"spawn": 1}}))] * 2, packed, SAME_STEP)
+    env.reset()
+    told = env.step([{}, {}])[4][1]
+    assert_same(told["a"], {"hp": 3, "final_obs": seen(1), "reset_info": {"spawn": 1}})
+    assert type(told["b"]) is UserDict
 
 
 def test_infos_that_are_one_and_the_same_dict(packed, build):

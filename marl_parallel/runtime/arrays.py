@@ -48,6 +48,7 @@ class Arrays(NamedTuple):
         infos: By environment, its infos as they are in the dicts, where any of them says something; not to be changed.
         observed: `(num_envs, n)`, bool: whose observations are data.
         rewarded: `(num_envs, n)`, bool: who has a reward.
+        flagged: `(num_envs, n)`, bool: of whom flags say something, be it False. Not to be changed.
         quiet: True where everybody is there and acts, no flag is set and no infos are told, as with most steps; that
             may be so with False, too.
         together: True where each agent is flagged as its copy is, likewise.
@@ -64,6 +65,7 @@ class Arrays(NamedTuple):
     infos: Mapping[int, dict[Any, Any]]
     observed: NDArray[np.bool_]
     rewarded: NDArray[np.bool_]
+    flagged: NDArray[np.bool_]
     quiet: bool = False
     together: bool = False
 
@@ -82,7 +84,7 @@ class Stacked(NamedTuple):
 
 Actions: TypeAlias = Mapping[Any, Any] | list[Stacked]
 """By agent, stacked in the form of its space: arrays `(num_envs, ...)`, dicts and tuples of them, or one value for each
-environment; or of several agents at a time."""
+environment; or of several agents at a time. Those of `Discrete` spaces reach simulators as int64."""
 
 
 class ArrayView(ABC):
@@ -131,6 +133,7 @@ class ArrayView(ABC):
 
         Raises:
             ValueError: Something has no place in an array, such as a vector of rewards or an agent that is unknown.
+                All has been done, and where each environment stands is known.
         """
 
     @abstractmethod
@@ -149,6 +152,10 @@ class ArrayView(ABC):
             told: As of `read`.
             last: From before it was done; not to be used any more.
         """
+
+    @abstractmethod
+    def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
+        """Note what one environment has said that was stepped or reset by dicts, for `last`."""
 
     def by_agent(self, observations: list[Any]) -> dict[Any, Any]:
         """What each agent sees, of the arrays of all groups: views of shape `(num_envs, ...)`."""

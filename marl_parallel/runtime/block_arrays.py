@@ -27,7 +27,8 @@ _IN_INFOS = {"infos", "reset_infos"}
 """What may travel pickled of a transition without that anything but its infos is missing in the block."""
 
 _OBSERVED, _REWARDED = BITS["observations"], BITS["rewards"]
-_MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED], np.uint8)
+_FLAGGED = BITS["terminateds"] | BITS["truncateds"]
+_MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED, _FLAGGED], np.uint8)
 
 
 class ArrayBatch(ArrayView):
@@ -136,13 +137,15 @@ class ArrayBatch(ArrayView):
             return self._unflagged(self._all_observations(), rewards, self._everybody, quiet=True)
         else:
             arrays = self._from_block()
+        apart = []
         for env_id in range(self._num_envs):
             more = told.get(env_id)
             if self._in_block and (more is None or (type(more) is dict and more.keys() <= _IN_INFOS)):
                 self._note_infos(arrays, env_id, self._batch.read_rest(env_id, more))
                 self._apart.pop(env_id, None)
             else:
-                self._read_dicts(arrays, env_id, told)
+                apart.append(env_id)
+        self._read_dicts(arrays, apart, told)
         return arrays
 
     def _unobserved(self) -> Arrays:
@@ -157,18 +160,19 @@ class ArrayBatch(ArrayView):
         of_all = no[:, 0]
         return Arrays(
             observations, rewards, no.copy(), no.copy(), of_all.copy(), of_all.copy(),
-            there.copy(), there.copy(), {}, there.copy(), there.copy(), quiet, quiet,
+            there.copy(), there.copy(), {}, there.copy(), there.copy(), there if quiet else there.copy(), quiet, quiet,
         )  # fmt: skip
 
     def _from_block(self) -> Arrays:
         """All but the infos, as the block has it."""
         transitions, n = self._batch.transitions, len(self.agents)
-        flags, (present, acting, observed, rewarded) = transitions.all_flags(), transitions.all_presence(_MASKS)
+        flags, who = transitions.all_flags(), transitions.all_presence(_MASKS)
+        present, acting, observed, rewarded, flagged = who
         observations = self._all_observations()
         self._clear_unobserved(observations, observed)
         return Arrays(
             observations, transitions.all_rewards(), flags[:, 0, :n], flags[:, 1, :n], flags[:, 0, n], flags[:, 1, n],
-            present, acting, {}, observed, rewarded,
+            present, acting, {}, observed, rewarded, flagged,
         )  # fmt: skip
 
     def _clear_unobserved(self, observations: list[Any], observed: NDArray[np.bool_]) -> None:
@@ -193,9 +197,13 @@ class ArrayBatch(ArrayView):
         return arrays
 
     def read_some(self, env_ids: Sequence[int], told: Mapping[int, Any], last: Arrays) -> Arrays:
-        for env_id in env_ids:
-            self._read_dicts(last, env_id, told)
+        self._read_dicts(last, env_ids, told)
         return last
+
+    def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
+        present = self._nobody[env_id].copy()
+        present[[self._column[agent] for agent in {**observations, **rewards} if agent in self._column]] = True
+        self._apart[env_id] = stacking.copied(observations), present
 
     def _all_observations(self) -> list[Any]:
         """Everybody's, as they lie in the block."""
@@ -204,7 +212,18 @@ class ArrayBatch(ArrayView):
             self._observations = observations
         return observations
 
-    def _read_dicts(self, arrays: Arrays, env_id: int, extras: Mapping[int, Any]) -> None:
+    def _read_dicts(self, arrays: Arrays, env_ids: Sequence[int], extras: Mapping[int, Any]) -> None:
+        """The transitions of some environments: of all of them, before it is said what has no place in an array."""
+        wrong: list[ValueError] = []
+        for env_id in env_ids:
+            try:
+                self._read_dicts_of(arrays, env_id, extras)
+            except ValueError as error:
+                wrong = wrong or [error]
+        if wrong:
+            raise wrong.pop()
+
+    def _read_dicts_of(self, arrays: Arrays, env_id: int, extras: Mapping[int, Any]) -> None:
         (seen,), (rewards,), (terminateds,), (truncateds,), (infos,) = self._batch.read((env_id,), extras)
         self._clear(arrays, env_id)
         self._put_observations(arrays, env_id, seen)
@@ -219,7 +238,8 @@ class ArrayBatch(ArrayView):
                 if agent == ALL:
                     of_all[env_id] = flag
                 else:
-                    of_agents[env_id, self._column[self._known(env_id, agent)]] = flag
+                    place = env_id, self._column[self._known(env_id, agent)]
+                    of_agents[place], arrays.flagged[place] = flag, True
         self._put_acting(arrays, env_id)
         self._note_infos(arrays, env_id, infos)
 

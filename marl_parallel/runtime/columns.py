@@ -249,11 +249,11 @@ class ScalarColumn(Column):
     def write_stacked(self, row: int | slice, values: Any) -> None:
         array = np.asarray(values)
         column = self._numbers[:, row]
-        if array.shape != column.shape or array.dtype.type not in _SCALAR_TAGS:
+        if array.shape != column.shape or array.dtype.kind not in "bui":
             count = " x ".join(map(str, column.shape))
             raise Mismatch(f"expected {count} integers, got shape {array.shape} and dtype {array.dtype}")
         column[...] = as_array(array, column.dtype, column.shape)
-        self._tags[:, row] = _SCALAR_TAGS[array.dtype.type]
+        self._tags[:, row] = _SCALAR_TAGS[np.int64]
 
 
 class DictColumn(Column):

@@ -15,7 +15,16 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
 from marl_parallel.runtime.ledger import Activity, Ledger
-from marl_parallel.runtime.transition import ALL, COMMON, Transition, Usual, is_empty_info, kept
+from marl_parallel.runtime.transition import (
+    ALL,
+    COMMON,
+    FINAL_OBS,
+    RESET_INFO,
+    Transition,
+    Usual,
+    is_empty_info,
+    kept,
+)
 
 _RESET, _STEP = int(Activity.RESET), int(Activity.STEP)  # a member of an Enum costs a look-up each time
 _NOT_ENDED = (False, False)
@@ -221,16 +230,17 @@ def with_final(
     """Add what an automatic reset has to say to the infos of the step before it, in place.
 
     Args:
-        infos: The parent's own copy of the step's infos.
+        infos: The parent's own copy of the step's infos; mappings that are no dicts become dicts.
         final_observations: Go under `final_obs` of each agent.
         reset_infos: Those that are not empty go under `reset_info` of each key.
     """
     told = {key: info for key, info in reset_infos.items() if info is not None and not is_empty_info(info)}
-    for name, additions in (("final_obs", final_observations), ("reset_info", told)):
+    for name, additions in ((FINAL_OBS, final_observations), (RESET_INFO, told)):
         for key, value in additions.items():
             info = infos.get(key)
-            if info is None or isinstance(info, dict):
-                infos[key] = {} if info is None else copy.copy(info)  # simulators give one dict to several agents
+            if info is None or isinstance(info, Mapping):
+                # Simulators give one dict to several agents.
+                infos[key] = copy.copy(info) if isinstance(info, dict) else dict(info or {})
                 infos[key].setdefault(name, value)
 
 

@@ -147,7 +147,7 @@ class NativeArrays(ArrayView):
         """Of what was received; see `ArrayView`."""
         if not self._batch.note(told):
             told = told.at(np.argsort(told.env_ids))
-        # Who is observed is rewarded, too.
+        # Who is observed is rewarded and flagged, too.
         present = (self._everybody if told.present is None else told.present).copy()
         self._latest = Arrays(
             self._observations(told),
@@ -159,6 +159,7 @@ class NativeArrays(ArrayView):
             present,
             self._batch.acting_now.copy(),
             InfoColumns(told, self.agents),
+            present,
             present,
             present,
             together=self._alone and told.present is None,
@@ -173,6 +174,7 @@ class NativeArrays(ArrayView):
         self._batch.note(told)
         ids = told.env_ids
         present = self._everybody[ids] if told.present is None else told.present
+        stepped = stacking.placed(np.zeros_like(last.rewarded), ids, present)
 
         def placed(whole: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
             return stacking.placed(whole, ids, rows)
@@ -191,9 +193,13 @@ class NativeArrays(ArrayView):
             self._batch.acting_now.copy(),
             InfoColumns(told, self.agents),
             placed(last.observed, present),
-            placed(np.zeros_like(last.rewarded), present),
+            stepped,
+            stepped,
         )
         return self._latest
+
+    def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
+        """Nothing: environments that reset by themselves are not stepped one at a time."""
 
     def _observations(self, told: Received) -> list[Any]:
         observations = told.observations

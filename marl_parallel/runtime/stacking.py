@@ -95,6 +95,28 @@ def together(function: Callable[..., Any], *trees: Any) -> Any:
     return None if first is None else function(*trees)
 
 
+def copied(tree: Any) -> Any:
+    """The same in arrays of one's own; what is no array stays what it is."""
+    return each(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
+
+
+def whole(space: Space[Any], values: Any) -> Any:
+    """Whole numbers that come as floats as integers, where the space wants these; all else as it is.
+
+    Example:
+        >>> whole(spaces.Discrete(3), [0.0, 2.0]), whole(spaces.Discrete(3), [0.5])
+        (array([0, 2]), [0.5])
+    """
+    if not isinstance(space, (spaces.Discrete, *_ARRAYS)) or np.dtype(space.dtype).kind not in "iu":
+        return values
+    array = np.asarray(values)
+    if array.dtype.kind != "f":
+        return values
+    with np.errstate(invalid="ignore"):
+        integers = array.astype(_WHOLE_NUMBERS)
+    return integers if np.array_equal(integers, array) else values
+
+
 def one_by_one(stacked: Any, count: int) -> Sequence[Any]:
     """The values along the first axis; arrays among them are views.
 

@@ -20,6 +20,9 @@ from marl_parallel.runtime.pickling import dumps
 COMMON = "__common__"
 """The key of the infos that are about the environment rather than an agent."""
 
+FINAL_OBS, RESET_INFO = "final_obs", "reset_info"
+"""What an automatic reset adds to infos: the old episode's last observation, and what the reset itself has said."""
+
 FLOATS: tuple[type, ...] = (float, np.float64, np.float32, np.float16)
 """The types of rewards that a double holds exactly, whatever the number."""
 

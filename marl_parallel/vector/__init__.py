@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from marl_parallel.vector.sb3 import SB3VecEnv as SB3VecEnv
     from marl_parallel.vector.torchrl import TorchRLEnv as TorchRLEnv
 
-# Where each is, and the library without which it cannot be imported.
+# Where each is, and the libraries without which it cannot be imported; RLlib's own are not all there with Ray alone.
 _WHERE = {
-    "AgileRLVecEnv": ("agilerl", "agilerl"),
-    "GymnasiumVectorEnv": ("gymnasium", "gymnasium"),
-    "ParallelMultiAgentEnvRunner": ("rllib", "ray"),
-    "PettingZooVecEnv": ("pettingzoo", "pettingzoo"),
-    "RLlibVectorMultiAgentEnv": ("rllib", "ray"),
-    "SB3VecEnv": ("sb3", "stable_baselines3"),
-    "TorchRLEnv": ("torchrl", "torchrl"),
+    "AgileRLVecEnv": ("agilerl", ("agilerl",)),
+    "GymnasiumVectorEnv": ("gymnasium", ("gymnasium",)),
+    "ParallelMultiAgentEnvRunner": ("rllib", ("ray", "tree")),
+    "PettingZooVecEnv": ("pettingzoo", ("pettingzoo",)),
+    "RLlibVectorMultiAgentEnv": ("rllib", ("ray", "tree")),
+    "SB3VecEnv": ("sb3", ("stable_baselines3",)),
+    "TorchRLEnv": ("torchrl", ("torchrl",)),
 }
 
 # All that can be imported here, that to import everything does not fail; the others say what to install.
-__all__ = [name for name, (_, library) in _WHERE.items() if installed(library)]
+__all__ = [name for name, (_, libraries) in _WHERE.items() if all(map(installed, libraries))]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,29 +14,32 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays
+from marl_parallel.runtime.transition import FINAL_OBS
 from marl_parallel.vector.ends import handed_down, took_part
 from marl_parallel.vector.facade import Inquiries, Stepper
-from marl_parallel.vector.infos import own_infos, vector_infos
+from marl_parallel.vector.infos import about_copy, begun_anew, vector_infos, with_copys
 
 try:
     from agilerl.vector.pz_vec_env import PettingZooVecEnv
 except ImportError as error:
-    raise ImportError('AgileRLVecEnv needs AgileRL: pip install "marl-parallel[agilerl]"') from error
+    raise ImportError(
+        f'AgileRLVecEnv needs AgileRL: pip install "marl-parallel[agilerl]" ({error})', name=error.name
+    ) from error
 
 ByAgent = dict[Any, Any]
 _FORCED = "env_defined_actions"
-_OURS = ("final_obs", "reset_info")
 
 
 class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
     """A vector environment that AgileRL's multi-agent training functions take as it is.
 
     Everything is a dict by agent of arrays over all copies, for all possible agents at all times. Rewards are float64
-    and flags bool, `(num_envs,)`. Where an agent takes no part in a copy, its reward and flags are NaN (flags are
-    float64 then), and so is its observation where that is of floats; integers have no NaN and are zeros. Observations
-    that are single numbers have the shape `(num_envs, 1)`. All arrays are the caller's own, also where `env` was made
-    with `copy=False`.
+    and flags bool, `(num_envs,)`. Where an agent has no reward, it is NaN; so are its flags where it takes no part in a
+    copy and has none (they are float64 then), and its observation where that is of floats; integers have no NaN and
+    are zeros. Observations that are single numbers have the shape `(num_envs, 1)`. All arrays are the caller's own,
+    also where `env` was made with `copy=False`.
 
     Episodes begin anew in the step in which they end. Then observations are the new episode's; an agent's flags are
     its own, or those of its copy where it has none; and infos are the reset's, with the old episode's last as
@@ -58,7 +61,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
     Raises:
         TypeError: `env` is no `ParallelEnv`.
         ValueError: Its auto-reset is another one, its agents are not known beforehand or no strings, or one declares no
-            space.
+            space, or actions that are dicts or tuples.
 
     Example:
         >>> from agilerl.algorithms import IPPO
@@ -81,6 +84,9 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
         schema, agents = env._schema, [str(agent) for agent in env.possible_agents]
         if agents != env.possible_agents:
             raise ValueError(f"AgileRL knows agents by strings, got {env.possible_agents}")
+        for agent, space in schema.action_spaces.items():
+            if isinstance(space, spaces.Dict | spaces.Tuple):
+                raise ValueError(f"AgileRL's actions are arrays, but the action space of agent {agent!r} is {space}")
         super().__init__(
             env.num_envs,
             {agent: schema.observation_spaces[agent] for agent in agents},
@@ -124,7 +130,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
 
         Raises:
             ValueError: Actions of another shape or dtype; by PettingZoo's rules, also none for an agent that acts.
-                Nothing has been stepped.
+                Nothing has been stepped. Or as of `step_wait`.
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
@@ -150,17 +156,18 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
         Raises:
             NoAsyncCallError: Nothing is on its way.
             TimeoutError: They were not there in time. Nothing is lost, and this can be called again.
+            ValueError: What came of it has no place in arrays, as a reward that is no number. All has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
         arrays = self._stepper.receive(timeout)
-        whom, flags = arrays.rewarded, (arrays.terminations, arrays.truncations)
+        whom, flags = arrays.flagged, (arrays.terminations, arrays.truncations)
         if not arrays.quiet:
-            whom = took_part(arrays, self.agents, same_step=True)
+            whom = whom | took_part(arrays, self.agents, same_step=True)
             flags = handed_down(arrays, whom)
         terminations, truncations = flags
         return (
             self._seen(arrays),
-            self._by_agent(np.where(whom, arrays.rewards, np.nan)),
+            self._by_agent(np.where(arrays.rewarded, arrays.rewards, np.nan)),
             self._marked(terminations, whom),
             self._marked(truncations, whom),
             self._infos(arrays, arrays.terminated | arrays.truncated),
@@ -183,7 +190,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
             array = _array(given)
             if array.shape[:1] != (self.num_envs,):
                 raise ValueError(f"expected actions of agent {agent!r} for {self.num_envs} copies, got {array.shape}")
-            if array.dtype.kind == "f":
+            if array.dtype.kind == "f" and array.size:
                 nan = np.isnan(array.reshape(self.num_envs, -1)).all(axis=1)
                 if nan.any():
                     absent[agent] = nan
@@ -206,7 +213,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
         formed: ByAgent = {}
         for agent, given in actions.items():
             array = _array(given)
-            if array.dtype.kind == "f" and np.isnan(array).all():
+            if array.dtype.kind == "f" and array.size and np.isnan(array).all():
                 continue
             formed[agent] = _formed(self._single_action_spaces.get(agent), array[None], 1)[0]
         return formed
@@ -216,14 +223,12 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
     def _by_agent(self, array: NDArray[Any]) -> ByAgent:
         return dict(zip(self.agents, array.T))
 
-    def _marked(self, flags: NDArray[np.bool_], took_part: NDArray[np.bool_]) -> ByAgent:
-        """Flags by agent; NaN where it took no part, as AgileRL's own, which has bool where it did everywhere."""
-        if took_part.all():
+    def _marked(self, flags: NDArray[np.bool_], whom: NDArray[np.bool_]) -> ByAgent:
+        """Flags by agent; NaN but for these, as AgileRL's own, which has bool for an agent that is everywhere."""
+        if whom.all():
             return self._by_agent(flags)
-        floats = np.where(took_part, flags, np.nan)
-        return {
-            agent: (flags if took_part[:, place].all() else floats)[:, place] for place, agent in enumerate(self.agents)
-        }
+        floats = np.where(whom, flags, np.nan)
+        return {agent: (flags if whom[:, place].all() else floats)[:, place] for place, agent in enumerate(self.agents)}
 
     def _seen(self, arrays: Arrays) -> ByAgent:
         self.present, self.acting = self._by_agent(arrays.present), self._by_agent(arrays.acting)
@@ -235,33 +240,26 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
 
     def _infos(self, arrays: Arrays, over: NDArray[np.bool_] | None = None) -> ByAgent:
         infos: ByAgent = {}
-        of_copies = {
-            env_id: {key: info for key, info in told.items() if key not in self.agents}
-            for env_id, told in arrays.infos.items()
+        told = {
+            env_id: self._told(env_id, own, over is not None and bool(over[env_id]))
+            for env_id, own in arrays.infos.items()
         }
-        for agent in self.agents:
-            rows = (
-                (
-                    env_id,
-                    self._told(
-                        own_infos(env_id, told, agent), of_copies[env_id], over is not None and bool(over[env_id])
-                    ),
-                )
-                for env_id, told in arrays.infos.items()
-            )
-            infos[agent] = vector_infos(rows, self.num_envs) if of_copies else {}
+        for place, agent in enumerate(self.agents):
+            rows = ((env_id, of_agents[place]) for env_id, of_agents in told.items())
+            infos[agent] = vector_infos(rows, self.num_envs)
             if _FORCED in infos[agent]:
-                infos[agent][_FORCED] = _forced(infos[agent][_FORCED], infos[agent][f"_{_FORCED}"])
+                infos[agent][_FORCED] = _forced(agent, infos[agent][_FORCED], infos[agent][f"_{_FORCED}"])
             infos[f"_{agent}"] = np.ones(self.num_envs, np.bool_)
         return infos
 
-    @staticmethod
-    def _told(info: Mapping[Any, Any], of_copy: dict[Any, Any], over: bool) -> dict[Any, Any]:
+    def _told(self, env_id: int, infos: Mapping[Any, Any], over: bool) -> list[dict[Any, Any]]:
+        """What one copy says of each agent, laid out anew where its next episode has begun."""
+        told = with_copys(env_id, infos, self.agents, self.agents)
         if not over:
-            return {**of_copy, **info}
-        last = {key: value for key, value in info.items() if key not in _OURS}
-        final = {"final_obs": info["final_obs"]} if "final_obs" in info else {}
-        return {**of_copy, **info.get("reset_info", {}), **final, "final_info": last}
+            return told
+        of_copy = about_copy(infos, self.agents)
+        finals = [{FINAL_OBS: self._stepper.own(own[FINAL_OBS])} if FINAL_OBS in own else {} for own in told]
+        return [{**begun_anew(own, of_copy), **final} for own, final in zip(told, finals)]
 
 
 # -- values --------------------------------------------------------------------------------------------------------
@@ -272,13 +270,13 @@ def _array(value: Any) -> NDArray[Any]:
 
 
 def _formed(space: Space[Any] | None, array: NDArray[Any], count: int) -> NDArray[Any]:
-    """Rows in the shape of their space, where there are as many numbers; whole floats as integers, where it wants."""
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) and array.dtype.kind == "f":
-        whole = array.astype(np.int64)
-        array = whole if np.array_equal(whole, array) else array
-    if space is None or space.shape is None or array.size != count * int(np.prod(space.shape)):
+    """Rows in the shape of their space, where axes of length 1 differ or they are flat; whole floats as integers."""
+    if space is None or space.shape is None:
         return array
-    return array.reshape(count, *space.shape)
+    array = stacking.whole(space, array)
+    flat = array.shape == (count, int(np.prod(space.shape)))
+    alike = [length for length in array.shape[1:] if length != 1] == [length for length in space.shape if length != 1]
+    return array.reshape(count, *space.shape) if flat or alike else array
 
 
 def _blank(stacked: Any, absent: NDArray[np.bool_]) -> None:
@@ -300,14 +298,23 @@ def _with_axis(value: Any) -> Any:
     return value[:, None] if isinstance(value, np.ndarray) and value.ndim == 1 else value
 
 
-def _forced(actions: Any, told: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Actions that simulators have chosen themselves; NaN where they have not, or only say None."""
+def _forced(agent: str, actions: Any, told: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Actions that simulators have chosen themselves; NaN where they have not, or only say None.
+
+    Raises:
+        ValueError: They are of several shapes.
+    """
     rows = [
         None if action is None or not there else np.asarray(action, np.float64) for action, there in zip(actions, told)
     ]
     shape = next((row.shape for row in rows if row is not None), ())
     forced = np.full((len(rows), *shape), np.nan)
     for number, row in enumerate(rows):
-        if row is not None:
-            forced[number] = row
+        if row is None:
+            continue
+        if row.shape != shape:
+            raise ValueError(
+                f"environment {number}: the {_FORCED} of agent {agent!r} have shape {row.shape}, others {shape}"
+            )
+        forced[number] = row
     return forced

@@ -7,7 +7,7 @@ the environment says. Nothing here imports RLlib.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from marl_parallel.adapters import AgentID
@@ -28,12 +28,14 @@ class Cast:
         self._batch, self._env_id = batch, env_id
         self._seen: dict[AgentID, Any] = {}  # with what each has observed last
         self._dead: set[AgentID] = set()
+        self._begun = False  # whether RLlib's episode has; it may end before the environment's
 
     def begin(self, observations: dict[AgentID, Any], infos: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
         """An episode begins; returns the observations and infos that it is told."""
         self._forget()
         observations = self._to_act(observations)
         self._seen.update(observations)
+        self._begun = True
         return observations, _with_common(infos, observations)
 
     def step(self, was_over: bool, told: FiveDicts) -> FiveDicts:
@@ -48,6 +50,9 @@ class Cast:
             # Over again: it was restarted before it could begin. What was observed last is no beginning.
             observations, infos = self.begin({} if over else told[0], told[4])
             return observations, *told[1:4], infos
+        if not self._begun and over:  # nor is it here, where RLlib's has ended before
+            return {}, *told[1:]
+        self._begun = True
         if self._dead:
             told = _without(self._dead, told)
         observations, rewards, terminateds, truncateds, infos = told
@@ -65,7 +70,7 @@ class Cast:
         return observations, rewards, terminateds, truncateds, infos
 
     def _forget(self) -> None:
-        self._seen, self._dead = {}, set()
+        self._seen, self._dead, self._begun = {}, set(), False
 
     def _to_act(self, observations: dict[AgentID, Any]) -> dict[AgentID, Any]:
         """The observations without those of agents who are alive and must wait."""
@@ -92,7 +97,7 @@ def _with_common(infos: dict[Any, Any], observations: dict[AgentID, Any]) -> dic
     if COMMON not in infos:
         return infos
     own = {agent: infos.get(agent) or {} for agent in observations}
-    return {**infos, **{a: {COMMON: infos[COMMON], **info} for a, info in own.items() if isinstance(info, dict)}}
+    return {**infos, **{a: {COMMON: infos[COMMON], **info} for a, info in own.items() if isinstance(info, Mapping)}}
 
 
 def _restarted(infos: dict[Any, Any]) -> bool:

@@ -6,7 +6,7 @@ who were not told of one of their own, and that nobody has two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.runtime.arrays import Arrays
+from marl_parallel.runtime.transition import FINAL_OBS
 
 Flags: TypeAlias = tuple[NDArray[np.bool_], NDArray[np.bool_]]
 """Terminations and truncations, `(copies, agents)`."""
@@ -82,7 +83,7 @@ def took_part(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> 
         infos = arrays.infos.get(env_id, {})
         for place, agent in enumerate(agents):
             own = infos.get(agent)
-            there[env_id, place] |= isinstance(own, dict) and "final_obs" in own
+            there[env_id, place] |= isinstance(own, Mapping) and FINAL_OBS in own
     return there
 
 

@@ -16,6 +16,7 @@ from marl_parallel.arguments import check_one_for_each, checked_patience
 from marl_parallel.async_stepping import Options
 from marl_parallel.errors import ParallelEnvError
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Actions, Arrays
 
 _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False", AutoresetMode.NEXT_STEP: '"NEXT_STEP"'}
@@ -152,7 +153,7 @@ class Stepper(Holder):
             env_ids: Which; None for all of them. The others' observations stay.
 
         Raises:
-            ValueError: As of `send`, or `env_ids` are unknown or doubled.
+            ValueError: As of `send` and `receive`, or `env_ids` are unknown or doubled.
             RuntimeError: As of `send`, with all its other errors.
         """
         env = self.env
@@ -206,6 +207,7 @@ class Stepper(Holder):
 
         Raises:
             NoAsyncCallError: Nothing was.
+            ValueError: Something has no place in an array. All has been stepped.
             TimeoutError: It was not there in time; nothing is lost, and this can be called again.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
@@ -221,6 +223,14 @@ class Stepper(Holder):
             raise
         self.latest = self.batch.read(told)
         return self.latest
+
+    def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
+        """Note what one environment has said that was stepped or reset without this stepper."""
+        self.batch.note(env_id, observations, rewards)
+
+    def own(self, observation: Any) -> Any:
+        """One of the last observations in memory of the caller's own, also where the environment hands out views."""
+        return observation if self.env._batch.copies else stacking.copied(observation)
 
     def _check_may_step(self, name: str) -> None:
         self.claim()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
@@ -18,12 +17,11 @@ from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays, Stacked
 from marl_parallel.runtime.layout import evenly_spaced
 from marl_parallel.runtime.native_arrays import InfoColumns
+from marl_parallel.runtime.transition import FINAL_OBS
 from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
-from marl_parallel.vector.infos import infos_by_row, own_infos, vector_infos
-from marl_parallel.vector.rows import chosen, rows_of, stacked, still
-
-_OURS = ("final_obs", "reset_info")
+from marl_parallel.vector.infos import about_copy, begun_anew, infos_by_row, last_of, vector_infos, with_copys
+from marl_parallel.vector.rows import chosen, row_of, rows_of, stacked, still
 
 Others = Callable[[AgentID, Any], Any]
 """Acts for an agent that has no rows: takes it and its observations in all copies, gives its actions in all copies."""
@@ -126,7 +124,8 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             Observations, rewards, terminations, truncations and infos.
 
         Raises:
-            ValueError: Actions of another shape or dtype. Nothing has been stepped.
+            ValueError: Actions of another shape or dtype, and nothing has been stepped; or all has been stepped, but
+                what came of it has no place in arrays, such as a reward that is no number.
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
@@ -263,9 +262,8 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def _told_infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any) -> dict[str, Any]:
         rows: dict[int, dict[Any, Any]] = {}
         for env_id, infos in arrays.infos.items():
-            of_copy = {key: info for key, info in infos.items() if key not in self._batch.agents}
-            for place, agent in enumerate(self.agents):
-                rows[env_id * len(self.agents) + place] = {**of_copy, **own_infos(env_id, infos, agent)}
+            told = with_copys(env_id, infos, self.agents, self._batch.agents)
+            rows |= enumerate(told, env_id * len(self.agents))
         for row in [] if done is None else np.flatnonzero(done).tolist():
             self._lay_out(rows, row, arrays, observations)
         return vector_infos(sorted(rows.items()), self.num_envs)
@@ -274,25 +272,11 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """A row that is done: its last observation and info, as Gymnasium's SAME_STEP has them."""
         told = rows.get(row, {})
         env_id = row // len(self.agents)
-        last = {key: value for key, value in told.items() if key not in _OURS}
         if arrays.terminated[env_id] or arrays.truncated[env_id]:
             nothing = gymnasium.vector.utils.create_empty_array(self.single_observation_space, 1, np.zeros)
-            final = told.get("final_obs", _row(self.single_observation_space, nothing, 0))
-            of_copy = {k: v for k, v in arrays.infos.get(env_id, {}).items() if k not in self._batch.agents}
-            on_top = {**{key: _of_reset(value) for key, value in of_copy.items()}, **told.get("reset_info", {})}
+            final = told.get(FINAL_OBS, row_of(self.single_observation_space, nothing, 0))
+            laid_out = begun_anew(told, about_copy(arrays.infos.get(env_id, {}), self._batch.agents))
         else:  # the copy goes on without this agent
-            final, on_top = _row(self.single_observation_space, observations, row), last
-        rows[row] = {**on_top, "final_obs": final, "final_info": last}
-
-
-def _of_reset(info: Any) -> Any:
-    """What the reset has said of a copy, where that is known, else what the step has."""
-    return info["reset_info"] if isinstance(info, Mapping) and "reset_info" in info else info
-
-
-def _row(space: Space[Any], stacked: Any, row: int) -> Any:
-    if isinstance(space, spaces.Dict) and isinstance(stacked, Mapping):
-        return {key: _row(child, stacked[key], row) for key, child in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_row(child, part, row) for child, part in zip(space.spaces, stacked))
-    return stacked[row].copy() if isinstance(stacked[row], np.ndarray) else stacked[row]
+            final, last = row_of(self.single_observation_space, observations, row), last_of(told)
+            laid_out = {**last, "final_info": last}
+        rows[row] = {**laid_out, FINAL_OBS: final}

@@ -7,6 +7,7 @@ all, and what does not go into one array, an array of objects. Infos that come i
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.runtime import stacking
 from marl_parallel.runtime.native_arrays import InfoColumns
-from marl_parallel.runtime.transition import COMMON
+from marl_parallel.runtime.transition import COMMON, FINAL_OBS, RESET_INFO
 
 _NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 
@@ -57,6 +58,48 @@ def own_infos(env_id: int, infos: Mapping[Any, Any], agent: AgentID) -> Mapping[
     if own is not None and not isinstance(own, Mapping):
         raise ValueError(f"environment {env_id}: the infos of agent {agent!r} must be a dict, got {own!r}")
     return own or {}
+
+
+def about_copy(infos: Mapping[Any, Any], agents: Sequence[AgentID]) -> dict[Any, Any]:
+    """What an environment says of itself: all that is under a key that is none of its agents."""
+    return {key: info for key, info in infos.items() if key not in agents}
+
+
+def with_copys(
+    env_id: int, infos: Mapping[Any, Any], agents: Sequence[AgentID], possible_agents: Sequence[AgentID]
+) -> list[dict[Any, Any]]:
+    """What an environment says of each of some agents and, where that leaves a key free, of itself."""
+    of_copy = about_copy(infos, possible_agents)
+    return [
+        {**{key: copy.copy(info) for key, info in of_copy.items()}, **own_infos(env_id, infos, agent)}
+        for agent in agents
+    ]
+
+
+def of_reset(told: Mapping[Any, Any], of_copy: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What the reset has said that followed in the same step, of an agent and of its copy.
+
+    Args:
+        told: Of the agent, as of `with_copys`.
+        of_copy: As of `about_copy`.
+    """
+    said = {k: i[RESET_INFO] for k, i in of_copy.items() if isinstance(i, Mapping) and RESET_INFO in i}
+    return {**said, **told.get(RESET_INFO, {})}
+
+
+def begun_anew(told: Mapping[Any, Any], of_copy: Mapping[Any, Any]) -> dict[Any, Any]:
+    """An info of a step in which the next episode has begun: the reset's, with the last of the old one as `final_info`.
+
+    Args:
+        told: Of an agent, as of `with_copys`.
+        of_copy: As of `about_copy`; what the reset says nothing of stays.
+    """
+    return {**of_copy, **of_reset(told, of_copy), "final_info": last_of(told)}
+
+
+def last_of(told: Mapping[Any, Any]) -> dict[Any, Any]:
+    """An info without what an automatic reset has added to it."""
+    return {key: value for key, value in told.items() if key not in (FINAL_OBS, RESET_INFO)}
 
 
 def infos_by_agent(
@@ -156,7 +199,7 @@ def _placed(
 
 
 def _joined(key: Any, rows: Sequence[int], values: Sequence[Any], num_rows: int) -> Any:
-    if key != "final_obs":  # which is easier to take one by one
+    if key != FINAL_OBS:  # which is easier to take one by one
         if all(isinstance(value, dict) for value in values):
             return vector_infos(zip(rows, values), num_rows)
         array = _of_numbers(rows, values, num_rows)

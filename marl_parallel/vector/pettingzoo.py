@@ -164,7 +164,8 @@ class PettingZooVecEnv(Inquiries):
 
         Raises:
             TypeError: The actions are no dict. Nothing has been stepped.
-            ValueError: Actions are missing or of another shape or dtype. Nothing has been stepped.
+            ValueError: Actions are missing or of another shape or dtype, and nothing has been stepped; or all has been
+                stepped, but what came of it has no place in arrays: a reward that is no number, an unknown agent.
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
@@ -179,6 +180,7 @@ class PettingZooVecEnv(Inquiries):
 
         Raises:
             NoAsyncCallError: Nothing is on its way.
+            ValueError: As of `step`, where that is after it.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
         return self._told(self._stepper.receive())
@@ -210,7 +212,7 @@ class PettingZooVecEnv(Inquiries):
         Raises:
             ValueError: The environment resets by itself, which PettingZoo's own do not: pass `auto_reset=False`.
         """
-        return SingleEnv(self.env, env_id)
+        return SingleEnv(self.env, env_id, self._stepper.note)
 
     def state(self) -> NDArray[Any]:
         """The global states, `(num_envs, *state_space.shape)`; raises as `ParallelEnv.state`."""

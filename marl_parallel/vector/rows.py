@@ -57,6 +57,15 @@ def rows_of(stacked: Any, places: Sequence[int] | None) -> Any:
     return tuple(rows) if rows.dtype.hasobject else rows
 
 
+def row_of(space: Space[Any], rows: Any, row: int) -> Any:
+    """One row's value, of rows in the form of a batched space: arrays of the caller's own."""
+    if isinstance(space, spaces.Dict) and isinstance(rows, Mapping):
+        return {key: row_of(child, rows[key], row) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(row_of(child, part, row) for child, part in zip(space.spaces, rows))
+    return rows[row].copy() if isinstance(rows[row], np.ndarray) else rows[row]
+
+
 def stacked(space: Space[Any], rows: Any, copies: int, agents: int) -> Any:
     """Rows in the form of a batched space as values `(copies, agents, ...)`: views, where they are arrays.
 

@@ -5,30 +5,32 @@ When episodes begin and end is the core's business; what Stable-Baselines3 calls
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import attributes
+from marl_parallel.arguments import base_seed
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays, Stacked
+from marl_parallel.runtime.transition import FINAL_OBS, RESET_INFO
 from marl_parallel.runtime.values import fits_block, zeros
 from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
-from marl_parallel.vector.infos import own_infos
-from marl_parallel.vector.rows import chosen, rows_of, stacked
+from marl_parallel.vector.infos import about_copy, of_reset, with_copys
+from marl_parallel.vector.rows import chosen, row_of, rows_of, stacked
 
 try:
     from stable_baselines3.common.vec_env import VecEnv
 except ImportError as error:
-    raise ImportError('SB3VecEnv needs Stable-Baselines3: pip install "marl-parallel[sb3]"') from error
+    raise ImportError(
+        f'SB3VecEnv needs Stable-Baselines3: pip install "marl-parallel[sb3]" ({error})', name=error.name
+    ) from error
 
 Indices = int | Iterable[int] | None
 """Of rows; None for all of them."""
@@ -135,7 +137,9 @@ class SB3VecEnv(VecEnv):
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             AlreadyPendingCallError: A step is on its way already.
         """
-        given = stacked(self.action_space, _whole(self.action_space, actions), self.env.num_envs, self._per_copy)
+        given = stacked(
+            self.action_space, stacking.whole(self.action_space, actions), self.env.num_envs, self._per_copy
+        )
         self._stepper.send([Stacked(tuple(self.agents), given)])
         self._waiting = True
 
@@ -147,6 +151,7 @@ class SB3VecEnv(VecEnv):
 
         Raises:
             NoAsyncCallError: Nothing is on its way.
+            ValueError: What came of it has no place in arrays, as a reward that is no number. All has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
         self._waiting = False
@@ -171,19 +176,18 @@ class SB3VecEnv(VecEnv):
             place, info = divmod(row, self._per_copy), infos[row]
             last = None
             if over[place[0]]:
-                last = info.pop("final_obs", None)
-                self.reset_infos[row] = info.pop("reset_info", {})
+                last = info.pop(FINAL_OBS, None)
+                of_copy = about_copy(arrays.infos.get(place[0], {}), self.agents)
+                self.reset_infos[row] = of_reset(info, of_copy)
+                info.pop(RESET_INFO, None)
             elif arrays.observed[place]:
-                last = _row(observations, row)
+                last = row_of(self.observation_space, observations, row)
             known = last is not None and not were_dead[place]
-            info["terminal_observation"] = self._own(last) if known else zeros(self.observation_space)
+            info["terminal_observation"] = self._stepper.own(last) if known else zeros(self.observation_space)
             info["TimeLimit.truncated"] = bool(cut_off[place]) and known
         arrays.rewards[were_dead] = 0.0
         stacking.clear(observations, np.flatnonzero(self._deaths.dead))
         return dones.ravel()
-
-    def _own(self, value: Any) -> Any:
-        return value if self.env._batch.copies else _copied(value)
 
     def _note(self, arrays: Arrays) -> None:
         self.present, self.acting = arrays.present.ravel(), arrays.acting.ravel()
@@ -192,9 +196,8 @@ class SB3VecEnv(VecEnv):
         """One for each row: its agent's, and what is about its copy."""
         rows: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for env_id, infos in arrays.infos.items():
-            for place, agent in enumerate(self.agents):
-                of_copy = {key: copy.copy(info) for key, info in infos.items() if key not in self.agents}
-                rows[env_id * self._per_copy + place] = {**of_copy, **own_infos(env_id, infos, agent)}
+            first = env_id * self._per_copy
+            rows[first : first + self._per_copy] = with_copys(env_id, infos, self.agents, self.agents)
         return rows
 
     # -- before a reset --------------------------------------------------------------------------------------------
@@ -204,8 +207,12 @@ class SB3VecEnv(VecEnv):
 
         Returns:
             The seed of each row, which is its copy's.
+
+        Raises:
+            TypeError: It is no integer.
+            ValueError: It is negative.
         """
-        self._first_seed = int(np.random.randint(2**31 - self.env.num_envs)) if seed is None else seed
+        self._first_seed = base_seed(np.random.randint(2**31 - self.env.num_envs) if seed is None else seed)
         self._seeds = [self._first_seed + row // self._per_copy for row in range(self.num_envs)]
         return self._seeds
 
@@ -237,15 +244,12 @@ class SB3VecEnv(VecEnv):
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """An attribute of each row's copy; as `ParallelEnv.get_attr`, which returns a method called."""
-        rows = self._rows(indices)
-        copies = self._copies_of(rows)
         try:
-            told = dict(zip(copies, self.env.call(attr_name, env_ids=copies)))
+            return self._called(indices, attr_name)
         except AttributeError:
             if attr_name != "render_mode":  # simulators need not declare one; Stable-Baselines3 asks for it
                 raise
-            told = dict.fromkeys(copies, self.env.render_mode)
-        return [told[row // self._per_copy] for row in rows]
+            return [self.env.render_mode for _ in self._rows(indices)]
 
     def has_attr(self, attr_name: str) -> bool:
         """Whether all copies have an attribute, which may be a method; it is not called."""
@@ -254,7 +258,8 @@ class SB3VecEnv(VecEnv):
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
         """Set an attribute of each copy that one of the rows belongs to."""
         copies = self._copies_of(self._rows(indices))
-        self.env.set_attr(attr_name, [value] * len(copies), env_ids=copies)
+        if copies:
+            self.env.set_attr(attr_name, [value] * len(copies), env_ids=copies)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
@@ -264,10 +269,7 @@ class SB3VecEnv(VecEnv):
         Returns:
             For each row, what its copy's returned.
         """
-        rows = self._rows(indices)
-        copies = self._copies_of(rows)
-        told = dict(zip(copies, self.env.call(method_name, *method_args, env_ids=copies, **method_kwargs)))
-        return [told[row // self._per_copy] for row in rows]
+        return self._called(indices, method_name, *method_args, **method_kwargs)
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
         """Whether each row's copy is wrapped in such a wrapper."""
@@ -287,6 +289,13 @@ class SB3VecEnv(VecEnv):
         """Close the environment; idempotent. What is on its way is dropped."""
         self._stepper.close()
 
+    def _called(self, indices: Indices, name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """What the copies of rows return, which are called once each."""
+        rows = self._rows(indices)
+        copies = self._copies_of(rows)
+        told = dict(zip(copies, self.env.call(name, *args, env_ids=copies, **kwargs))) if copies else {}
+        return [told[row // self._per_copy] for row in rows]
+
     def _rows(self, indices: Indices) -> list[int]:
         rows = [*self._get_indices(indices)]
         unknown = [row for row in rows if not -self.num_envs <= row < self.num_envs]
@@ -300,31 +309,3 @@ class SB3VecEnv(VecEnv):
     def _options_by_copy(self) -> list[dict[str, Any] | None] | None:
         of_copies: list[dict[str, Any] | None] = [own or None for own in self._options[:: self._per_copy]]
         return of_copies if any(of_copies) else None
-
-
-# -- rows ----------------------------------------------------------------------------------------------------------
-
-
-def _whole(space: Space[Any], actions: Any) -> Any:
-    """Actions whose numbers are whole as integers, where the space wants these."""
-    array = np.asarray(actions)
-    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or array.dtype.kind != "f":
-        return actions
-    whole = array.astype(np.int64)
-    return whole if np.array_equal(whole, array) else actions
-
-
-def _row(stacked: Any, row: int) -> Any:
-    if isinstance(stacked, dict):
-        return {key: _row(child, row) for key, child in stacked.items()}
-    if isinstance(stacked, tuple):
-        return tuple(_row(child, row) for child in stacked)
-    return stacked[row].copy()
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(child) for key, child in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_copied, value))
-    return value.copy() if isinstance(value, np.ndarray) else value

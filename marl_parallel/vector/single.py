@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.transition import ALL
 
+ByAgent = dict[AgentID, Any]
+
 
 class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
     """What PettingZoo's wrappers, tests and loops take; the other copies stay as they are.
@@ -20,12 +23,13 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
     Args:
         env: Made with `auto_reset=False`.
         env_id: Which copy.
+        note: Told of what it says, for whoever steps all copies: its number, observations and rewards.
 
     Raises:
         ValueError: It was not, or there is no such copy.
     """
 
-    def __init__(self, env: ParallelEnv, env_id: int = 0) -> None:
+    def __init__(self, env: ParallelEnv, env_id: int, note: Callable[[int, ByAgent, ByAgent], None]) -> None:
         if env._batch.mode is not AutoresetMode.DISABLED:
             raise ValueError(
                 "one copy as a PettingZoo environment wants a ParallelEnv with auto_reset=False, got "
@@ -33,7 +37,7 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
             )
         if not 0 <= env_id < env.num_envs:
             raise ValueError(f"there is no copy {env_id!r}: they are numbered from 0 to {env.num_envs - 1}")
-        self._env, self._env_id = env, env_id
+        self._env, self._env_id, self._note = env, env_id, note
         self.metadata = env.metadata
         self.render_mode = env.render_mode
         self.possible_agents = env.possible_agents
@@ -64,12 +68,14 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
             options = None
         seeds = None if seed is None else [seed]
         (observations,), (infos,) = self._env.reset(seed=seeds, options=options, env_ids=[self._env_id])
+        self._note(self._env_id, observations, {})
         return observations, infos
 
     def step(self, actions: dict[AgentID, Any]) -> tuple[dict[AgentID, Any], ...]:
         """Step once; `__all__` is left out, as PettingZoo knows no such key: who has no flag of its own has this."""
         told = self._env.step([actions], env_ids=[self._env_id])
         observations, rewards, terminateds, truncateds, infos = (dicts[0] for dicts in told)
+        self._note(self._env_id, observations, rewards)
         left = self._env._batch.alive[self._env_id] if terminateds[ALL] or truncateds[ALL] else []
         terminations, truncations = (
             {**{a: f for a, f in flags.items() if a != ALL}, **dict.fromkeys(left, flags[ALL])}

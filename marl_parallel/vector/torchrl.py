@@ -19,7 +19,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays, Stacked
 from marl_parallel.runtime.layout import alike, evenly_spaced
-from marl_parallel.runtime.transition import COMMON, is_empty_info
+from marl_parallel.runtime.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.vector.facade import Stepper
 
 try:
@@ -39,7 +39,9 @@ try:
         tensors_of,
     )
 except ImportError as error:
-    raise ImportError('TorchRLEnv needs TorchRL: pip install "marl-parallel[torchrl]"') from error
+    raise ImportError(
+        f'TorchRLEnv needs TorchRL: pip install "marl-parallel[torchrl]" ({error})', name=error.name
+    ) from error
 
 GroupMap = dict[str, list[AgentID]]
 _FLAGS = ("done", "terminated", "truncated")
@@ -310,8 +312,8 @@ def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[A
     told = dict(infos)
     for key, info in of_reset.items():
         before = told.get(key) or {}
-        if info is not None and not is_empty_info(info) and isinstance(before, dict):
-            told[key] = {**before, **(info if _is_mark(info) else {"reset_info": info})}
+        if info is not None and not is_empty_info(info) and isinstance(before, Mapping):
+            told[key] = {**before, **(info if _is_mark(info) else {RESET_INFO: info})}
     return told
 
 

@@ -165,6 +165,21 @@ def test_the_dead_are_back_with_the_next_episode(in_rows):
     assert [bool(step[2][0]) for step in told] == [True, False, True, True]
 
 
+@TRAVELS
+def test_a_reset_that_is_due_wants_no_actions(shared_memory, by_agent, in_rows):
+    env = by_agent("NEXT_STEP", shared_memory, length=1)
+    env.reset()
+    env.step(NOBODY)
+    assert not env.acting["a"].any()
+    observations, _, terminations, *_ = env.step({})
+    assert observations["a"].ravel().tolist() == [0, 0]
+    assert not terminations["a"].any()
+    rows = in_rows(length=1)
+    rows.reset()
+    assert not rows.step(np.zeros(4, np.int64))[4]["acting"].any()
+    assert rows.step(np.zeros(4, np.int64))[4]["acting"].all()
+
+
 # Actions
 
 
@@ -303,3 +318,25 @@ def test_spaces_derived_from_others_are_arrays_too(in_rows):
     env = in_rows(seen=Narrow(-9, 9, (1,)))
     observations, _ = env.reset()
     assert observations in env.observation_space
+
+
+@TRAVELS
+def test_all_copies_are_read_before_one_is_found_wrong(shared_memory):
+    """They have been stepped: who acts next is known of those after it, too."""
+
+    class Unpaid(Odd):
+        def __init__(self, env_id: int) -> None:
+            super().__init__(flags=lambda time: {"b": time == 1})
+            self.pays = env_id != 0
+
+        def step(self, actions: dict) -> tuple[dict, ...]:
+            observations, rewards, *rest = super().step(actions)
+            return observations, rewards if self.pays or self.time > 1 else {"a": None}, *rest
+
+    with PettingZooVecEnv(ParallelEnv([Unpaid] * 2, False, backend="serial", shared_memory=shared_memory)) as env:
+        env.reset()
+        with pytest.raises(ValueError, match="environment 0: the reward of agent 'a' is None"):
+            env.step(NOBODY)
+        assert env.env.acting == (["a"], ["a"])
+        assert env.step({"a": np.ones(2, np.int64)})[1]["a"].tolist() == [1, 1]
+        assert env.acting["b"].tolist() == [False, False]

@@ -256,12 +256,18 @@ def test_attributes_calls_frames_state():
         assert env.render_mode == "rgb_array"
 
 
-def test_actions_keep_their_type():
-    with PettingZooVecEnv(ParallelEnv([functools.partial(Herd, plain=True)] * 2, backend="serial")) as env:
+@pytest.mark.parametrize("how", [{}, {"shared_memory": False}, {"check_actions": True}])
+def test_discrete_actions_are_of_one_type(how):
+    """Whatever they come in and however they travel: `action - 1` in a simulator must not wrap round."""
+    with PettingZooVecEnv(ParallelEnv([functools.partial(Herd, plain=True)] * 2, backend="serial", **how)) as env:
+        for kinds in (np.int32, np.longlong, np.uint8), (np.bool_, np.int64, np.uint64):
+            env.reset()
+            env.step({agent: np.ones(2, kind) for agent, kind in zip("abc", kinds)})
+            for received in env.get_attr("received"):
+                assert [type(action) for action in received.values()] == [np.int64] * 3
         env.reset()
-        env.step({"a": np.ones(2, np.int32), "b": np.ones(2, np.int64), "c": np.ones(2, np.uint8)})
-        for received in env.get_attr("received"):
-            assert [type(action) for action in received.values()] == [np.int32, np.int64, np.uint8]
+        with pytest.raises(ValueError, match=r"agent 'a': expected .* int64, got uint64 values that int64 cannot hold"):
+            env.step({"a": np.full(2, 2**63, np.uint64), "b": np.ones(2, int), "c": np.ones(2, int)})
 
 
 def test_infos_are_vectors():

@@ -22,7 +22,7 @@ from ray.rllib.env.env_context import EnvContext
 from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.utils.error import EnvError as RLlibEnvError
 from ray.tune import register_env
-from rllib import Duel, Fading, Haunted, Reborn, Silent, Spread, at_random, config_for, story
+from rllib import Duel, Fading, Haunted, Reborn, Relay, Silent, Spread, at_random, config_for, story
 from survival import OFTEN
 
 from marl_parallel import EnvError
@@ -99,6 +99,14 @@ def test_turns(random_actions, runner_of):
         one, two = (len(episode.agent_episodes.get(agent, ())) for agent in ("player_1", "player_2"))
         assert one + two == len(episode)
         assert one - two in (0, 1)
+
+
+def test_an_end_after_all_have_died(runner_of):
+    """RLlib's next episode has not begun where its first observations would be the last ones of the copy's."""
+    options = {"backend": "serial", "on_error": "restart", "restart_policy": OFTEN}
+    config = at_random(config_for(Relay, num_envs=1, parallel_env=options), "xy")
+    for episode in runner_of(config.environment(disable_env_checking=True)).sample(num_timesteps=12):
+        assert [*episode.agent_episodes] in ([], ["x"])
 
 
 @pytest.mark.parametrize("make", [Fading, Haunted, Duel])

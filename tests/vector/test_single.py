@@ -12,6 +12,7 @@ import pytest
 from gymnasium.error import ClosedEnvironmentError
 from herd import Herd
 from mpe2 import simple_spread_v3
+from odd import Odd
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
 from pettingzoo.test import parallel_api_test, parallel_seed_test
 from vectorised import same
@@ -83,3 +84,21 @@ def test_there_is_no_such_copy():
     env = PettingZooVecEnv(ParallelEnv([Herd] * 2, False, backend="serial"))
     with env, pytest.raises(ValueError, match="no copy 2"):
         env.single(2)
+
+
+@pytest.mark.parametrize("how", [{}, {"shared_memory": False}, {"copy": False}], ids=repr)
+def test_the_facade_knows_what_one_copy_has_seen(how):
+    with PettingZooVecEnv(ParallelEnv([Odd] * 3, False, backend="serial", **how)) as env:
+        env.reset()
+        env.reset(env_ids=[2])
+        ones = [env.single(0), env.single(0), env.single(2)]
+        for one in ones:
+            one.reset()
+            observations, *_ = one.step({"a": 0, "b": 0})
+        ones[0].step({"a": 0, "b": 0})
+        observations["b"][...] = 7
+        del observations["a"]
+        observations, _ = env.reset(env_ids=[1])
+        assert observations["a"].ravel().tolist() == [2, 0, 1]
+        assert how == {"copy": False} or observations["b"].ravel().tolist() == [2, 0, 1]
+        assert env.present["a"].all()
