@@ -142,7 +142,8 @@ class Inquiries:
         Raises:
             AttributeError: An environment has no such attribute. Nothing is closed.
             TypeError: `name` is something else, or the arguments or the result cannot be pickled. Nothing is closed.
-            EnvError: The method raised; everything has been closed.
+            EnvError: The method raised; everything has been closed, or, with `on_error="restart"`, the environment is
+                built anew.
         """
         self._check_idle("call")
         if not isinstance(name, str) and not callable(name):
