@@ -103,6 +103,7 @@ class Inquiries:
         Raises:
             NotImplementedError: The environment has none.
             ResetNeeded: An environment has never been reset.
+            ParallelEnvError: A fault, as in `call`; `step_timeout` applies.
         """
         self._check_idle("state")
         if self._schema.state_space is None:
@@ -165,6 +166,8 @@ class Inquiries:
 
         Raises:
             AttributeError: An environment has no such attribute. Nothing is closed.
+            TypeError: It cannot be pickled. Nothing is closed.
+            EnvError: A property or method raised, as in `call`.
         """
         return self.call(name)
 
@@ -179,6 +182,8 @@ class Inquiries:
         Raises:
             AttributeError: An environment has no such attribute. Nothing is closed.
             ValueError: There is not one value for each environment.
+            TypeError: A value cannot be pickled. Nothing is closed.
+            EnvError: A property raised, as in `call`.
         """
         self._check_idle("set_attr")
         ids = self._checked_ids(env_ids)
@@ -201,6 +206,7 @@ class Inquiries:
 
         Raises:
             ValueError: `tile`, and the frames are no arrays.
+            ParallelEnvError: A fault, as in `call`; `step_timeout` applies.
         """
         self._check_idle("render")
         if self._render_mode is None:

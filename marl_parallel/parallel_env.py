@@ -290,11 +290,15 @@ class ParallelEnv(AsyncStepping):
             env_ids: Which environments, in any order; None for all of them.
 
         Returns:
-            Observations and infos: two tuples of dicts by agent, in the order of `env_ids`.
+            Observations and infos: two tuples of dicts by agent, in the order of `env_ids`. Views, with `copy=False`,
+            are valid until that environment is next stepped or reset.
 
         Raises:
             ValueError: Unknown or doubled `env_ids`, a wrong number of seeds, or options that the environments'
                 `reset` does not take. Nothing has been reset.
+            TypeError: `seed`, `options` or `env_ids` are something else than they should be. Nothing has been reset.
+            AlreadyPendingCallError: Something is in flight. Nothing has been reset.
+            ClosedEnvironmentError: Everything has been closed.
             ParallelEnvError: A fault, as in `step`; everything has been closed.
         """
         ids, told = self._reset(seed, options, env_ids)
@@ -314,12 +318,16 @@ class ParallelEnv(AsyncStepping):
         Returns:
             Observations, rewards, terminateds, truncateds, infos: five tuples of dicts by agent, in the order of
             `env_ids`. The flags also have the key `"__all__"`. After an automatic reset in the same step, the last
-            observation of the old episode is `infos[i][agent]["final_obs"]`.
+            observation of the old episode is `infos[i][agent]["final_obs"]`. Views, with `copy=False`, are valid until
+            that environment is next stepped or reset.
 
         Raises:
             ValueError: A wrong number of dicts, an action that is missing or of a wrong form, shape or dtype, or, with
                 `check_actions`, outside its space; unknown or doubled `env_ids`. Nothing has been stepped.
+            TypeError: Actions are no dicts, or `env_ids` no integers. Nothing has been stepped.
             ResetNeeded: An environment has never been reset. Nothing has been stepped.
+            AlreadyPendingCallError: Something is in flight. Nothing has been stepped.
+            ClosedEnvironmentError: Everything has been closed.
             EnvError: An environment raised; everything has been closed.
             WorkerCrashed: A worker process died; everything has been closed.
             WorkerTimeout: An environment took longer than it may; everything has been closed.

@@ -10,7 +10,7 @@ _HEADINGS = ("", "steps", "resets", "restarts", "simulator s", "transport s", "w
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """What one worker has done since it started.
+    """What one worker has done, with those in whose place it may have come.
 
     Attributes:
         steps: Environment steps.
