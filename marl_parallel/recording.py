@@ -60,7 +60,7 @@ def record_video(
         steps: Of every environment. There is a frame more than that, the first after `reset`.
         policy: Gives the actions; None acts at random, by action masks where observations or infos have them.
         fps: Frames per second; None takes what the simulators' metadata say in `render_fps`, else 30. A GIF has 50 at
-            most.
+            most, and its frames are kept in memory until all have come.
         tile_width: Pixels; frames are scaled to it. None leaves them as they are. Later frames may be smaller than the
             first ones, not larger.
         labels: False leaves out what stands above the copies.

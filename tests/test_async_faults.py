@@ -1,4 +1,5 @@
-"""What goes wrong while something is in flight is told by `recv`, never by `send`, and then everything is closed.
+"""What goes wrong while something is in flight is told by `recv`, never by `send`, and then everything is closed,
+or, where faults are survived, what failed is built anew.
 
 The same faults in calls that wait are tested in `test_faults`.
 """
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Setup
 from faults import Fragile, SimulatorError, dozing, hard_exit, killed_by, raising, system_exit
 from gymnasium.error import ClosedEnvironmentError
 from liveness import gone, wait_for, workers
-from paced import acts, fleet, hold, release
+from paced import AT_MOST_S, Paced, acts, fleet, hold, release, seen
 from ways import arguments
 
-from marl_parallel import EnvError, ParallelEnv, WorkerCrashed
+from marl_parallel import EnvError, ParallelEnv, RestartLimitExceeded, RestartPolicy, WorkerCrashed
 
 NOOP = {"a": 0, "b": 1}
 STEP_OR_RESET = pytest.mark.parametrize("method", ["step", "reset"])
@@ -182,3 +184,52 @@ def test_a_death_is_noticed_while_others_go_on(way, tmp_path):
         go_on()
     assert caught.value.worker == 1
     assert_over(env, tmp_path)
+
+
+def pid_of(_: Any) -> int:
+    return os.getpid()
+
+
+class Awaited(Paced):
+    """Can be held up while it is constructed, too, and may be doomed then."""
+
+    def __init__(self, notes: Any, *, env_id: int) -> None:
+        super().__init__(notes, env_id=env_id)
+        self.take_turn("constructor")
+        if (self.notes / "doomed").exists():
+            raise RuntimeError("none is left")
+
+
+@pytest.mark.parametrize("setup", [Setup("process", True, 1), Setup("portable", True, 1)], ids=str)
+@pytest.mark.parametrize("mode", ["SAME_STEP", "DISABLED"])
+@pytest.mark.parametrize("doomed", [False, True], ids=["comes", "does not come"])
+def test_what_is_built_anew_is_reset_when_it_is_there(doomed, mode, setup, build, tmp_path):
+    """`reset_async` does not wait for an idle environment whose process has died, and `recv` says what came of it."""
+    policy = RestartPolicy(max_restarts=1)
+    env = build([functools.partial(Awaited, tmp_path)] * 2, setup, mode, on_error="restart", restart_policy=policy)
+    env.reset()
+    pid = env.call(pid_of)[0]
+    hold(tmp_path, 1)
+    os.kill(pid, signal.SIGKILL)
+    env.send(acts(1.0), env_ids=[0])
+    env.recv()
+    before = time.monotonic()
+    env.reset_async(env_ids=[1], options={"map": "big"})
+    assert time.monotonic() - before < AT_MOST_S / 2
+    assert env.pending == (1,)
+    with pytest.raises(TimeoutError):
+        env.recv(timeout=0.05)
+    if doomed:
+        (tmp_path / "doomed").touch()
+    release(tmp_path, 1)
+    if doomed:
+        with pytest.raises(RestartLimitExceeded, match="none is left"):
+            env.recv()
+        return
+    batch = env.recv()
+    assert batch.env_ids == (1,)
+    assert batch.infos[0]["__common__"]["restarted"] is True
+    assert "SIGKILL" in batch.infos[0]["__common__"]["error"]
+    assert batch.truncateds[0]["__all__"] is False
+    assert env.get_attr("options")[1] == {"map": "big"}
+    assert seen(env.step(acts(3.0), env_ids=[1])[0]) == [3.0]

@@ -7,9 +7,6 @@ environments the second breaks. Whatever else may happen is compared with a refe
 from __future__ import annotations
 
 import functools
-import os
-import signal
-import time
 from typing import Any
 
 import numpy as np
@@ -19,10 +16,8 @@ from conftest import Setup
 from counting import ACTIONS, Counting, CountingDicts, seen
 from gymnasium.vector import AutoresetMode
 from mortal import WAYS, Fate, mortal
-from paced import AT_MOST_S, Paced, acts, hold, release
-from paced import seen as paced_seen
 
-from marl_parallel import ParallelEnv, RestartLimitExceeded, RestartPolicy
+from marl_parallel import ParallelEnv
 
 SAME_STEP, NEXT_STEP, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
 OLD, FRESH, FRESHER = 43, 1067095921, 1218218947  # of environment 1, with base 42
@@ -52,10 +47,6 @@ def start(build: Any, make: Any, mode: AutoresetMode, setup: Setup, *lives: Fate
 def step(env: ParallelEnv, env_id: int = 1) -> tuple[Any, ...]:
     """What one environment says to a step of all."""
     return tuple(dicts[env_id] for dicts in env.step([ACTIONS] * 2))
-
-
-def pid_of(_: Any) -> int:
-    return os.getpid()
 
 
 def mark(infos: dict[Any, Any], way: str) -> dict[str, Any]:
@@ -352,50 +343,6 @@ def test_a_seed_is_the_base_of_the_reset_that_failed(asynchronous, way, setup, b
     else:
         env.reset(seed=100)
     assert env.seed() == (100, int(np.random.SeedSequence((100, 1, 1)).generate_state(1)[0] >> 1))
-
-
-class Awaited(Paced):
-    """Can be held up while it is constructed, too, and may be doomed then."""
-
-    def __init__(self, notes: Any, *, env_id: int) -> None:
-        super().__init__(notes, env_id=env_id)
-        self.take_turn("constructor")
-        if (self.notes / "doomed").exists():
-            raise RuntimeError("none is left")
-
-
-@pytest.mark.parametrize("setup", [Setup("process", True, 1), Setup("portable", True, 1)], ids=str)
-@pytest.mark.parametrize("mode", [SAME_STEP, DISABLED], ids=lambda mode: mode.name)
-@pytest.mark.parametrize("doomed", [False, True], ids=["comes", "does not come"])
-def test_what_is_built_anew_is_reset_when_it_is_there(doomed, mode, setup, build, tmp_path):
-    """`reset_async` does not wait for an idle environment whose process has died, and `recv` says what came of it."""
-    policy = RestartPolicy(max_restarts=1)
-    env = build([functools.partial(Awaited, tmp_path)] * 2, setup, mode, on_error="restart", restart_policy=policy)
-    env.reset()
-    pid = env.call(pid_of)[0]
-    hold(tmp_path, 1)
-    os.kill(pid, signal.SIGKILL)
-    env.send(acts(1.0), env_ids=[0])
-    env.recv()
-    before = time.monotonic()
-    env.reset_async(env_ids=[1], options={"map": "big"})
-    assert time.monotonic() - before < AT_MOST_S / 2
-    assert env.pending == (1,)
-    with pytest.raises(TimeoutError):
-        env.recv(timeout=0.05)
-    if doomed:
-        (tmp_path / "doomed").touch()
-    release(tmp_path, 1)
-    if doomed:
-        with pytest.raises(RestartLimitExceeded, match="none is left"):
-            env.recv()
-        return
-    batch = env.recv()
-    assert batch.env_ids == (1,)
-    assert batch.infos[0]["__common__"] == mark(batch.infos[0], "SIGKILL")
-    assert batch.truncateds[0]["__all__"] is False
-    assert env.get_attr("options")[1] == {"map": "big"}
-    assert paced_seen(env.step(acts(3.0), env_ids=[1])[0]) == [3.0]
 
 
 def refuse() -> None:

@@ -17,6 +17,7 @@ import sys
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 try:
@@ -90,10 +91,12 @@ class RayBackend(Backend):
                     f"each worker must want more than nothing of {name}, got {amount!r}; for simulators that mostly "
                     "wait, num_cpus=0.1 will do"
                 )
-        for name, number in (("placement_timeout", placement_timeout), ("num_threads", num_threads)):
-            kinds = int | float if name == "placement_timeout" else int | None
-            if isinstance(number, bool) or not isinstance(number, kinds) or (number is not None and not number > 0):
-                raise ValueError(f"{name} must be a number more than 0, got {number!r}")
+        numbers = [("placement_timeout", placement_timeout, Real, "a number")]
+        if num_threads is not None:
+            numbers.append(("num_threads", num_threads, Integral, "None or an integer"))
+        for name, number, kind, what in numbers:
+            if isinstance(number, bool) or not isinstance(number, kind) or not number > 0:
+                raise ValueError(f"{name} must be {what} more than 0, got {number!r}")
         self._address, self._placement, self._num_threads = address, placement, num_threads
         self._placement_timeout = placement_timeout
         self._runtime_env = dict(runtime_env) if runtime_env else None

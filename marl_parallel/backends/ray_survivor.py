@@ -31,8 +31,10 @@ class Survivor:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            streams = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": output(sys.stderr, 2)}
-            subprocess.run(command(_PROGRAM), check=True, **streams)  # type: ignore[call-overload]
+            errors = output(sys.stderr, 2)
+            subprocess.run(
+                command(_PROGRAM), check=True, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=errors
+            )
 
     def watch(self, handle: int, pid: int, marker: str) -> bool:
         """Have it wait for the death of a worker; says whether it is there to do so.

@@ -129,9 +129,9 @@ class Search:
 
     def most_turns(self) -> int:
         """How often shapes are measured at most, as far as is known: more axes may come to be looked at."""
-        shapes = len({setting.shape for setting in self._settings(self._axes)})
-        settings = len(self._settings(self._axes))
-        later = sum(rounds * min(self._kept_of(share, settings), shapes) for share, rounds in RUNGS[1:])
+        settings = self._settings(self._axes)
+        shapes = len({setting.shape for setting in settings})
+        later = sum(rounds * min(self._kept_of(share, len(settings)), shapes) for share, rounds in RUNGS[1:])
         return RUNGS[0][1] * shapes + later
 
     @staticmethod
