@@ -180,7 +180,7 @@ class AsyncStepping(Inquiries):
             if own is not None:
                 told[env_id] = own
             given = {"seed": own, "options": own_options}
-            keywords[env_id] = sendable({k: v for k, v in given.items() if v is not None}, "options")
+            keywords[env_id] = sendable({k: v for k, v in given.items() if v is not None}, "options", self._only_here)
         return base, told, keywords
 
     def _restarted(self, env_id: int) -> bool:

@@ -9,6 +9,7 @@ import copy as copying
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from gymnasium import Space, spaces
@@ -23,7 +24,7 @@ from marl_parallel.runtime.engine import BatchView, Engine
 from marl_parallel.runtime.layout import Schema
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.payloads import Refusal
-from marl_parallel.runtime.pickling import sendable
+from marl_parallel.runtime.pickling import sendable, take_along
 from marl_parallel.runtime.tracing import Tracer
 from marl_parallel.stats import Stats
 from marl_parallel.tiling import tile as tiled
@@ -40,6 +41,7 @@ class Inquiries:
     _render_mode: str | None
     _all: tuple[int, ...]
     _seeds_used: tuple[int, ...]
+    _only_here: list[ModuleType]
 
     @property
     def num_envs(self) -> int:
@@ -143,6 +145,7 @@ class Inquiries:
         Raises:
             AttributeError: An environment has no such attribute. Nothing is closed.
             TypeError: `name` is something else, or the arguments or the result cannot be pickled. Nothing is closed.
+            ModuleNotFoundError: They need a module that a worker can have in no way. Nothing is closed.
             EnvError: The method raised; everything has been closed, or, with `on_error="restart"`, the environment is
                 built anew.
         """
@@ -150,15 +153,15 @@ class Inquiries:
         if not isinstance(name, str) and not callable(name):
             raise TypeError(f"name must be that of a method or attribute, or a function, got {name!r}")
         ids = self._checked_ids(env_ids)
-        payload = sendable((name, args, kwargs), f"the arguments of {name!r}")
-        results = self._crew.ask(Message.CALL, ids, payload)
-        _raise_refused(results)
+        results = self._told(
+            Message.CALL, ids, lambda: sendable((name, args, kwargs), f"the arguments of {name!r}", self._only_here)
+        )
         return tuple(results[env_id] for env_id in ids)
 
     def _find_out(self, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
         """What a function of this package finds out about each simulator, given as its first argument."""
         self._check_idle("call")
-        told = self._crew.ask(Message.CALL, self._all, sendable((function, args, {}), "a function"))
+        told = self._told(Message.CALL, self._all, lambda: sendable((function, args, {}), "a function", ()))
         return tuple(told[env_id] for env_id in self._all)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
@@ -183,6 +186,7 @@ class Inquiries:
             AttributeError: An environment has no such attribute. Nothing is closed.
             ValueError: There is not one value for each environment.
             TypeError: A value cannot be pickled. Nothing is closed.
+            ModuleNotFoundError: It needs a module that a worker can have in no way. Nothing is closed.
             EnvError: A property raised, as in `call`.
         """
         self._check_idle("set_attr")
@@ -191,8 +195,24 @@ class Inquiries:
             values = [values] * len(ids)
         if len(values) != len(ids):
             raise ValueError(f"expected one value for each of {len(ids)} environments, got {len(values)}")
-        payload = {i: sendable((name, value), f"the value for environment {i}") for i, value in zip(ids, values)}
-        _raise_refused(self._crew.ask(Message.ASSIGN, ids, payload))
+        self._told(
+            Message.ASSIGN,
+            ids,
+            lambda: {
+                env_id: sendable((name, value), f"the value for environment {env_id}", self._only_here)
+                for env_id, value in zip(ids, values)
+            },
+        )
+
+    def _told(self, message: Message, env_ids: tuple[int, ...], pickled: Callable[[], Any]) -> dict[int, Any]:
+        """What each environment says to something of the caller's, which workers may not be able to import."""
+        results: dict[int, Any] = self._crew.ask(message, env_ids, pickled())
+        while missing := _missing(results):
+            take_along(self._only_here, missing, "what is sent to")
+            answered = {env_id: result for env_id, result in results.items() if env_id not in missing}
+            results = answered | self._crew.ask(message, tuple(missing), pickled())
+        _raise_refused(results)
+        return results
 
     def render(self, *, tile: bool = False) -> Any:
         """Render one frame of each environment.
@@ -312,6 +332,12 @@ def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:
     if isinstance(declared, GroupSpaces):
         return declared.as_space()
     return spaces.Dict([*declared.items()]) if declared else None  # type: ignore[list-item]
+
+
+def _missing(results: Mapping[int, Any]) -> dict[int, str]:
+    """By environment, the module that its worker could not import."""
+    refused = {env_id: result for env_id, result in results.items() if isinstance(result, Refusal)}
+    return {env_id: refusal.text for env_id, refusal in refused.items() if refusal.kind is ModuleNotFoundError}
 
 
 def _raise_refused(results: Mapping[int, Any]) -> None:

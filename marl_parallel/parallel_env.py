@@ -26,7 +26,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from gymnasium.vector import AutoresetMode
@@ -194,13 +194,17 @@ class ParallelEnv(AsyncStepping):
         try:
             hosts.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
             started = True
-            described, plan = construct(crew, constructors, seeds, mode, how_adapted, survive)
+            only_here: list[ModuleType] = []
+            self._only_here = only_here
+            described, plan = construct(crew, constructors, seeds, mode, how_adapted, survive, only_here)
             schema = common_schema(described)
             layout = Layout(schema, self._num_envs, arrays=shared_memory)
             block = hosts.allocate(layout)
             attach = Request(Message.ATTACH, None, (self._num_envs, shared_memory))
             crew.run(dict.fromkeys(range(len(shares)), attach))
-            self._batch = batch = Batch(layout, block, described[0].rules, mode, copy=copy, check_actions=check_actions)
+            self._batch = batch = Batch(
+                layout, block, described[0].rules, mode, copy=copy, check_actions=check_actions, only_here=only_here
+            )
             if survive:
                 crew.restarts = Restarts(restart_policy, plan, attach.payload, batch, self._base_seed)
             self._all = batch.env_ids
@@ -237,6 +241,7 @@ class ParallelEnv(AsyncStepping):
         env._plain_steps = {}
         env._all, env._schema = crew.env_ids, simulator.schema
         env._reset_keywords = frozenset()
+        env._only_here = []
         env._metadata = {**simulator.metadata, "autoreset_mode": env._batch.mode}
         env._render_mode, env._seeds_used = simulator.render_mode, tuple(simulator.seeds)
         return env

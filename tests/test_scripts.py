@@ -64,12 +64,14 @@ def as_test(program: str) -> str:
 def program(tmp_path: Path) -> Path:
     text = textwrap.dedent(PROGRAM)
     (tmp_path / "program.py").write_text(text)
-    # A module of its own that no worker can import: pytest loads it from its file.
     (tmp_path / "test_program.py").write_text(as_test(text))
     return tmp_path
 
 
-PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", "test_program.py"]
+# As the console script does it: without the current folder on `sys.path`, where workers would find the test.
+_CONSOLE_SCRIPT = "import sys; del sys.path[0]; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+PYTEST = ["-c", _CONSOLE_SCRIPT, "-q", "-p", "no:cacheprovider", "--rootdir=.", "test_program.py"]
+BY_FILE = [*PYTEST, "--import-mode=importlib"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", "test_p
         (["-m", "IPython", "--no-banner", "--colors=NoColor", "program.py"], False),
         (["-m", "IPython", "--no-banner", "--colors=NoColor", "-c", "%run program.py"], False),
         (["-m", "IPython", "--no-banner", "--colors=NoColor", "-c", textwrap.dedent(PROGRAM)], False),
-        ([*PYTEST, "--import-mode=importlib"], False),
+        (BY_FILE, False),  # no worker can import the test then
         ([*PYTEST, "--import-mode=prepend"], False),
     ],
     ids=[
@@ -100,12 +102,12 @@ def test_whatever_runs_it(command, from_stdin, program):
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert "1 passed" in said if "pytest" in command else said.count("stepped") == 1, said
+    assert "1 passed" in said if _CONSOLE_SCRIPT in command else said.count("stepped") == 1, said
     assert "Traceback" not in said
 
 
 HANDING_OVER = """
-    import dataclasses, enum, sys
+    import dataclasses, enum, functools, sys
     sys.path.insert(0, {tests!r})
     from environments import Scripted
     from marl_parallel import ParallelEnv
@@ -118,28 +120,47 @@ HANDING_OVER = """
         level: int
 
     class Obliging(Scripted):
-        task = None
+        task = given = None
+
+        def reset(self, *, seed=None, options=None):
+            self.given = options
+            return super().reset()
 
         def is_red(self, colour):
             return colour is Colour.RED
+
+    def level_of(simulator):
+        return simulator.task.level
 
     script = [({{}}, {{}}, {{}}, {{}}, {{}})]
     with ParallelEnv([lambda: Obliging(None, None, ({{}}, {{}}), script)] * 2, num_workers=2) as env:
         assert env.call("is_red", Colour.RED) == (True, True)
         env.set_attr("task", Task(3))
         assert env.get_attr("task") == (Task(3),) * 2
-        env.reset()
+        assert env.call(level_of) == (3, 3)
+        env.reset(options={{"colour": Colour.RED}})
+        assert env.get_attr("given") == ({{"colour": Colour.RED}},) * 2
         env.step([{{"x": Colour.RED}}] * 2)
         assert env.get_attr("actions") == ([{{"x": Colour.RED}}],) * 2
+    # Workers that have heard nothing of this module before:
+    with ParallelEnv([functools.partial(Scripted, None, None, ({{}}, {{}}), script)] * 2, num_workers=2) as env:
+        env.set_attr("first", [Colour.RED] * 2)
+        assert env.call(lambda simulator: simulator.first is Colour.RED) == (True, True)
+    with ParallelEnv([functools.partial(Scripted, None, None, ({{}}, {{}}), script)] * 2, num_workers=2) as env:
+        assert env.call(lambda _: Colour.RED) == (Colour.RED,) * 2
     print("handed over")
 """
 
 
-def test_workers_are_handed_what_the_script_defines(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(HANDING_OVER.format(tests=str(Path(__file__).parent))))
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "handed over\n", done.stderr
+@pytest.mark.parametrize("command", [["test_program.py"], BY_FILE], ids=["script", "pytest importlib"])
+def test_workers_are_handed_what_the_script_defines(command, tmp_path):
+    text = textwrap.dedent(HANDING_OVER.format(tests=str(Path(__file__).parent)))
+    own, used = text.split("script = ")
+    (tmp_path / "test_program.py").write_text(
+        text if command is not BY_FILE else f"{own}\ndef test_it():\n{textwrap.indent('script = ' + used, '    ')}"
+    )
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 DOOMED = """

@@ -7,6 +7,7 @@ dicts of `ParallelEnv` are one view of what lies here, arrays over all environme
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 from weakref import WeakSet
 
@@ -58,6 +59,7 @@ class Batch:
         mode: When episodes begin anew.
         copy: Whether observations are handed out as arrays of the caller's own.
         check_actions: Whether every action must be contained in its space.
+        only_here: Modules that workers cannot import.
 
     Attributes:
         env_ids: All environments.
@@ -85,6 +87,7 @@ class Batch:
         *,
         copy: bool,
         check_actions: bool,
+        only_here: Sequence[ModuleType],
     ) -> None:
         layout.bind(buffer)
         self.layout = layout
@@ -99,6 +102,7 @@ class Batch:
         self.env_ids = tuple(range(layout.num_records))
         self._everywhere = range(layout.num_records)
         self._pettingzoo = rules is Rules.PETTINGZOO
+        self._only_here = only_here
         self.views: WeakSet[ArrayBatch] = WeakSet()
 
     def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> dict[int, bytes]:
@@ -123,7 +127,7 @@ class Batch:
             try:
                 extras = self.actions.write(env_id, given)
                 if extras is not None:
-                    outside[env_id] = sendable(extras, f"environment {env_id}: its actions")
+                    outside[env_id] = sendable(extras, f"environment {env_id}: its actions", self._only_here)
             except Mismatch as error:
                 raise ValueError(f"environment {env_id}: {error}") from None
         return outside

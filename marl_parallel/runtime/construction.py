@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from types import ModuleType
@@ -14,6 +13,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.runtime.crew import Crew
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.payloads import Description, Plan, Refusal
+from marl_parallel.runtime.pickling import by_value, take_along
 
 Constructor = Callable[..., Any]
 
@@ -25,6 +25,7 @@ def construct(
     mode: AutoresetMode,
     adapter: bytes,
     restarts: bool,
+    only_here: list[ModuleType],
 ) -> tuple[list[Description], Plan]:
     """Build all environments, each in its worker, and ask what they are.
 
@@ -35,16 +36,17 @@ def construct(
         mode: When episodes begin anew.
         adapter: Pickled.
         restarts: Whether what fails will be built anew.
+        only_here: Modules that workers cannot import; those that constructors need are added.
 
     Returns:
         By environment, what they are; and what all workers were told.
 
     Raises:
         TypeError: A constructor cannot be pickled, or what it returns is no environment.
+        ModuleNotFoundError: A constructor needs a module that its worker can have in no way.
         ParallelEnvError: A constructor raised, crashed or took too long.
     """
-    by_value: list[ModuleType] = []
-    pickled = _pickle(constructors, range(len(constructors)), by_value)
+    pickled = _pickle(constructors, range(len(constructors)), only_here)
     described: dict[int, Description] = {}
     first = b""
     while len(described) < len(constructors):
@@ -63,30 +65,16 @@ def construct(
             else:
                 described[env_id] = crew.read(env_id, result.description)
                 first = first or result.description
-        # Some modules exist in this process only, such as a test's that was loaded from its file, or a notebook's.
-        tried = [*by_value]
-        for env_id, name in unknown.items():
-            module = sys.modules.get(name)
-            if module is None or module in tried:  # or what it has would not be found there by value either
-                raise ModuleNotFoundError(
-                    f"the constructor of environment {env_id} needs the module {name!r}, "
-                    "which cannot be imported in the worker",
-                    name=name,
-                )
-            if module not in by_value:
-                by_value.append(module)
-        pickled.update(_pickle(constructors, unknown, by_value))
+        take_along(only_here, unknown, "the constructor of")
+        pickled.update(_pickle(constructors, unknown, only_here))
     plan = Plan(pickled, dict(enumerate(seeds)), mode, adapter, restarts, described=first)
     return [described[env_id] for env_id in range(len(constructors))], plan
 
 
-def _pickle(constructors: Sequence[Constructor], env_ids: Any, by_value: Sequence[ModuleType]) -> dict[int, bytes]:
+def _pickle(constructors: Sequence[Constructor], env_ids: Any, only_here: Sequence[ModuleType]) -> dict[int, bytes]:
     pickled: dict[int, bytes] = {}
     same: dict[int, bytes] = {}  # n times one constructor is the usual case
-    registered = [m for m in by_value if m.__name__ not in cloudpickle.list_registry_pickle_by_value()]
-    for module in registered:
-        cloudpickle.register_pickle_by_value(module)
-    try:
+    with by_value(only_here):
         for env_id in env_ids:
             constructor = constructors[env_id]
             if id(constructor) not in same:
@@ -98,7 +86,4 @@ def _pickle(constructors: Sequence[Constructor], env_ids: Any, by_value: Sequenc
                         f"worker: {error}. Create what does not pickle inside it: {constructor!r}"
                     ) from error
             pickled[env_id] = same[id(constructor)]
-    finally:
-        for module in registered:
-            cloudpickle.unregister_pickle_by_value(module)
     return pickled

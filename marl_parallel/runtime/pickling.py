@@ -1,9 +1,16 @@
-"""What travels pickled: the one way it is pickled, and the order in which it joins what lay in the block."""
+"""What travels pickled: the one way it is pickled, and the order in which it joins what lay in the block.
+
+Some modules exist in the caller's process only, such as a script, a notebook, or a test that was loaded from its file.
+What they define travels by value. That a worker cannot import one is found out by trying: it refuses, and names it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import cloudpickle
@@ -23,8 +30,13 @@ def dumps(value: Any) -> bytes:
         return bytes(cloudpickle.dumps(value))
 
 
-def sendable(value: Any, what: str) -> bytes:
+def sendable(value: Any, what: str, only_here: Sequence[ModuleType]) -> bytes:
     """Pickle something that the caller wants the workers to have.
+
+    Args:
+        value: What they are to have.
+        what: That is, for the error.
+        only_here: Modules that they cannot import.
 
     Raises:
         TypeError: It does not pickle; the text says what it is.
@@ -32,9 +44,48 @@ def sendable(value: Any, what: str) -> bytes:
     try:
         pickled = dumps(value)
         # Plain pickle refers to the caller's script, of which workers know only what came with the constructors.
-        return bytes(cloudpickle.dumps(value)) if b"__main__" in pickled else pickled
+        if any(name.encode() in pickled for name in ("__main__", *(module.__name__ for module in only_here))):
+            with by_value(only_here):
+                return bytes(cloudpickle.dumps(value))
+        return pickled
     except Exception as error:
         raise TypeError(f"{what} cannot be pickled, so the workers cannot be told: {error}") from error
+
+
+@contextlib.contextmanager
+def by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
+    """Have cloudpickle send along, for now, what these modules define."""
+    registered = [m for m in modules if m.__name__ not in cloudpickle.list_registry_pickle_by_value()]
+    for module in registered:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def take_along(only_here: list[ModuleType], missing: Mapping[int, str], what: str) -> None:
+    """Add the modules that workers were missing to those whose definitions travel by value.
+
+    Args:
+        only_here: Those that have been so far.
+        missing: By environment, the name of the module that its worker could not import.
+        what: Needs it, for the error.
+
+    Raises:
+        ModuleNotFoundError: There is no such module here, or what needs it does so by value, too.
+    """
+    tried = [*only_here]
+    for env_id, name in missing.items():
+        module = sys.modules.get(name)
+        if module is None or module in tried:
+            raise ModuleNotFoundError(
+                f"{what} environment {env_id} needs the module {name!r}, which cannot be imported in the worker",
+                name=name,
+            )
+        if module not in only_here:
+            only_here.append(module)
 
 
 def dump_extras(extras: Extras) -> bytes:

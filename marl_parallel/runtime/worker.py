@@ -272,7 +272,10 @@ class Worker:
             return dumps(self._episodes[env_id].env.render())
 
     def _call(self, env_id: int, payload: bytes) -> bytes | Refusal:
-        name, args, kwargs = pickle.loads(payload)
+        given = _sent(payload)
+        if isinstance(given, Refusal):
+            return given
+        name, args, kwargs = given
         source = self._episodes[env_id].env.source
         with self._ledger.during(env_id, Activity.CALL):
             try:
@@ -291,7 +294,10 @@ class Worker:
         return pickled
 
     def _assign(self, env_id: int, payload: Mapping[int, bytes]) -> Refusal | None:
-        name, value = pickle.loads(payload[env_id])
+        given = _sent(payload[env_id])
+        if isinstance(given, Refusal):
+            return given
+        name, value = given
         with self._ledger.during(env_id, Activity.CALL):
             try:
                 lookup.assign(self._episodes[env_id].env.source, name, value)
@@ -328,6 +334,17 @@ _HANDLERS: dict[Message, Callable[[Worker, int, Any], Any]] = {
 
 def _kind(failures: Mapping[int, Failure]) -> Message:
     return Message.EXCEPTION if failures else Message.RESULT
+
+
+def _sent(payload: bytes) -> Any:
+    """What the caller wants an environment to have; a refusal where it cannot be made again from its pickle."""
+    try:
+        return pickle.loads(payload)
+    except ModuleNotFoundError as error:
+        return Refusal(ModuleNotFoundError, error.name or str(error))
+    except Exception as error:
+        text = "".join(traceback.format_exception_only(error)).strip()
+        return Refusal(TypeError, f"what was sent pickles, but cannot be made again from that: {text}")
 
 
 def _try_to_close(thing: Any) -> None:
