@@ -44,9 +44,14 @@ FILE = """
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    """Runs `marl-parallel bench`, at a width that breaks no lines; leaves `sys.path` as it was."""
+def own_path(monkeypatch):
+    """Leaves `sys.path` as it was: what is found in the current folder is added to it."""
     monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
+@pytest.fixture
+def bench(own_path):
+    """Runs `marl-parallel bench`, at a width that breaks no lines."""
     runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
     return lambda *arguments: runner.invoke(app, ["bench", *arguments])
 
@@ -318,5 +323,5 @@ def test_contenders_that_differ_in_name_only_are_measured_once():
     ]
 
 
-def test_keywords_of_the_command_line_reach_the_constructor():
+def test_keywords_of_the_command_line_reach_the_constructor(own_path):
     assert len(constructor_of(SPREAD, json.dumps({"N": 6}))().possible_agents) == 6
