@@ -34,6 +34,10 @@ class Activity(IntEnum):
         return self.name.lower()
 
 
+BEFORE_OR_AFTER = (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE)
+"""What is no part of any episode."""
+
+
 class Running(NamedTuple):
     """An environment in the middle of something.
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from marl_parallel.runtime.backend import Backend
-from marl_parallel.runtime.ledger import Activity, Running
+from marl_parallel.runtime.ledger import BEFORE_OR_AFTER, Activity, Running
 from marl_parallel.runtime.messages import Message, Request
 
 _LOOK_EVERY_S = 0.05
 _UNMOVED_S = 0.02
-_STARTS = (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE)
 _STARTED_BY = (Message.ACCESS, Message.ATTACH, Message.REBUILD)
 _MAY_RESET = (Message.STEP, Message.REBUILD, Message.STATE, Message.RENDER)
 
@@ -37,9 +36,14 @@ class Limits(NamedTuple):
 
     def of(self, activity: Activity) -> float | None:
         """The limit of an activity."""
-        if activity is Activity.RESET:
-            return self.reset
-        return self.start if activity in _STARTS else self.step
+        return getattr(self, limited_by(activity))  # type: ignore[no-any-return]
+
+
+def limited_by(activity: Activity) -> Literal["step", "reset", "start"]:
+    """Which of the limits holds for an activity; that argument of `ParallelEnv` is called so, and `_timeout`."""
+    if activity is Activity.RESET:
+        return "reset"
+    return "start" if activity in BEFORE_OR_AFTER else "step"
 
 
 class Watch:

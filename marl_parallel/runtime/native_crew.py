@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
+from gymnasium.error import AlreadyPendingCallError
 
 from marl_parallel.errors import EnvError
+from marl_parallel.runtime.closable import Closable
 from marl_parallel.runtime.engine import Taken
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.native import EnvIds, NativeSimulator, Received, merged
@@ -23,7 +24,7 @@ from marl_parallel.runtime.tracing import Tracer
 from marl_parallel.stats import Stats, WorkerStats
 
 
-class NativeCrew:
+class NativeCrew(Closable):
     """In the place of the workers of one `ParallelEnv`; counts as one.
 
     Args:
@@ -41,7 +42,7 @@ class NativeCrew:
         self._simulator = simulator
         self.batch_size = simulator.batch_size
         self.shares = [range(simulator.num_envs)]
-        self.closed, self.seeds_stale = False, False
+        self.seeds_stale = False
         self.tracer: Tracer | None = None
         self.in_flight: dict[int, Message] = {}
         self.env_ids = tuple(self.shares[0])
@@ -218,10 +219,6 @@ class NativeCrew:
             remote_traceback="".join(traceback.format_exception(error)),
         ) from error
 
-    def _check_still_open(self) -> None:
-        if self.closed:
-            raise ClosedEnvironmentError("the environments were closed by another thread")
-
     def stats(self) -> Stats:
         """What has been done so far; all time that is not spent in the simulator is the caller's."""
         return Stats.of([WorkerStats(steps=self._stepped, resets=self._reset, simulator_s=self._inside)])
@@ -229,11 +226,6 @@ class NativeCrew:
     def ahead(self, worker: int) -> float:
         """Nothing: there is one clock."""
         return 0.0
-
-    def check_open(self) -> None:
-        """Raise `ClosedEnvironmentError` where everything has been closed."""
-        if self.closed:
-            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
 
     def shut(self, *, ask: bool = True, timeout: float = 5.0) -> None:
         """Close the simulator. Idempotent."""

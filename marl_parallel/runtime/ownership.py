@@ -14,12 +14,13 @@ from gymnasium.error import ClosedEnvironmentError
 from marl_parallel.errors import EnvError, ParallelEnvError, WorkerTimeout
 from marl_parallel.runtime import reports
 from marl_parallel.runtime.backend import Backend
+from marl_parallel.runtime.closable import Closable
 from marl_parallel.runtime.messages import Failure, Lost, Message, Request
 from marl_parallel.runtime.reports import logger
 from marl_parallel.runtime.tracing import LAST_WORDS, Tracer
 
 
-class Owner:
+class Owner(Closable):
     """Of a started backend.
 
     Args:
@@ -27,13 +28,11 @@ class Owner:
         shares: The environments of each worker.
 
     Attributes:
-        closed: Whether everything has been freed, or is just being freed.
         tracer: Of the trace that is being kept, if one is.
     """
 
     def __init__(self, backend: Backend, shares: Sequence[range]) -> None:
         self.backend, self.shares = backend, shares
-        self.closed = False
         self.tracer: Tracer | None = None
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
         self._lock = threading.RLock()
@@ -86,15 +85,6 @@ class Owner:
         """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
         self.closed = True
         self.backend.abandon()
-
-    def check_open(self) -> None:
-        """Raise `ClosedEnvironmentError` where everything has been closed."""
-        if self.closed:
-            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
-
-    def _check_still_open(self) -> None:
-        if self.closed:
-            raise ClosedEnvironmentError("the environments were closed by another thread")
 
     def _shut_after(self, error: BaseException) -> None:
         """Close everything but where somebody else has done it, nothing has happened, or it has been mended."""

@@ -16,25 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from marl_parallel.errors import EnvError, WorkerCrashed, WorkerTimeout
-from marl_parallel.runtime.ledger import Activity, Running
+from marl_parallel.runtime.ledger import BEFORE_OR_AFTER, Activity, Running
+from marl_parallel.runtime.limits import limited_by
 from marl_parallel.runtime.messages import Failure, Lost
 
 logger = logging.getLogger("marl_parallel")
 
-_BEFORE_OR_AFTER = (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE)
-_ARGUMENTS = {Activity.RESET: "reset_timeout"} | dict.fromkeys(_BEFORE_OR_AFTER, "start_timeout")
-_NOT_RESTARTED = [activity.method for activity in _BEFORE_OR_AFTER]  # but where they are part of a restart
+_NOT_RESTARTED = [activity.method for activity in BEFORE_OR_AFTER]  # but where they are part of a restart
 
 _FRAME = re.compile(r'^ *File "(?P<path>.+)", line (?P<line>\d+)(?P<traceback>,?) in ', re.MULTILINE)
 _THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
-
-
-def limit_name(activity: Activity) -> str:
-    """The argument of `ParallelEnv` that limits an activity."""
-    return _ARGUMENTS.get(activity, "step_timeout")
 
 
 def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> EnvError:
@@ -114,7 +108,7 @@ def timed_out(
     shown = f"\n\nIt was here:\n{stack}" if stack else ""
     return WorkerTimeout(
         f"{who} has not finished its {doing.method} within {limit:g} s{at}\n\n"
-        f"What to do: if it needs longer, raise {limit_name(doing)}; else {hangs}{advice}.{shown}",
+        f"What to do: if it needs longer, raise {limited_by(doing)}_timeout; else {hangs}{advice}.{shown}",
         env_ids=env_ids,
         worker=worker,
         method=doing.method,
