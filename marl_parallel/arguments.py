@@ -11,11 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.adapters import adapter_function
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.restarts import RestartPolicy
 
@@ -172,20 +170,6 @@ def survives(on_error: Any, restart_policy: Any) -> bool:
     if not isinstance(restart_policy, RestartPolicy):
         raise TypeError(f"restart_policy must be a RestartPolicy(max_restarts=..., ...), got {restart_policy!r}")
     return bool(on_error == "restart")
-
-
-def pickled_adapter(adapter: Any) -> bytes:
-    """What workers are told about the adapter.
-
-    Raises:
-        ValueError: No adapter has that name.
-        TypeError: It is no name and cannot be called, or cannot be pickled.
-    """
-    adapter_function(adapter)
-    try:
-        return bytes(cloudpickle.dumps(adapter))
-    except Exception as error:
-        raise TypeError(f"adapter={adapter!r} cannot be pickled, so the workers cannot be told: {error}") from error
 
 
 def workers_for(num_envs: int, num_workers: int | None, backend: Backend) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import (
@@ -141,12 +141,6 @@ class AsyncStepping(Inquiries):
                 f"{name}() to environments {busy}, which are in flight; recv() them first", name
             )
 
-    def _check_begun(self, ids: Sequence[int], name: str) -> None:
-        if not all(self._batch.begun):
-            never = [env_id for env_id in ids if not self._batch.begun[env_id]]
-            if never:
-                raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
-
     def _check_seed(self, seed: Any) -> None:
         if seed is not None and self._crew.seeded_at_start:
             raise ValueError(f"seed={seed!r}, but these environments are seeded only once, where they are made")
@@ -175,6 +169,8 @@ class AsyncStepping(Inquiries):
         for env_id, own, own_options in zip(ids, seeds, for_each, strict=True):
             if own_options is not None:
                 self._check_options(own_options)
+                if self._crew.restarts is not None:
+                    own_options = self._crew.restarts.with_lasting(env_id, own_options)
             if own is None and not self._batch.begun[env_id] and not self._restarted(env_id):
                 own = base + env_id
             if own is not None:

@@ -23,8 +23,8 @@ from marl_parallel.errors import ParallelEnvError
 from marl_parallel.runtime.engine import BatchView, Engine
 from marl_parallel.runtime.layout import Schema
 from marl_parallel.runtime.messages import Message, Request
-from marl_parallel.runtime.payloads import Refusal
-from marl_parallel.runtime.pickling import sendable, take_along
+from marl_parallel.runtime.payloads import Answer, Refusal
+from marl_parallel.runtime.pickling import loads, sendable, take_along
 from marl_parallel.runtime.tracing import Tracer
 from marl_parallel.stats import Stats
 from marl_parallel.tiling import tile as tiled
@@ -107,14 +107,16 @@ class Inquiries:
             ResetNeeded: An environment has never been reset.
             ParallelEnvError: A fault, as in `call`; `step_timeout` applies.
         """
+        return self._states(self._all)
+
+    def _states(self, env_ids: Sequence[int]) -> NDArray[Any]:
         self._check_idle("state")
         if self._schema.state_space is None:
             raise NotImplementedError(
                 "this environment has no global state: it has no state() with a state_space of arrays or numbers"
             )
-        if not all(self._batch.begun):
-            raise ResetNeeded("the environments have no state yet; call reset() before state()")
-        return self._batch.states(self._crew.ask(Message.STATE, self._all))
+        self._check_begun(env_ids, "state")
+        return self._batch.states(env_ids, self._crew.ask(Message.STATE, env_ids))
 
     def seed(self) -> tuple[int, ...]:
         """The seed that each environment uses: its own `unwrapped.seed` where that is an int, else the one we gave.
@@ -144,7 +146,8 @@ class Inquiries:
 
         Raises:
             AttributeError: An environment has no such attribute. Nothing is closed.
-            TypeError: `name` is something else, or the arguments or the result cannot be pickled. Nothing is closed.
+            TypeError: `name` is something else, or the arguments or the result cannot be pickled, or not be made again
+                from that. Nothing is closed.
             ModuleNotFoundError: They need a module that a worker can have in no way. Nothing is closed.
             EnvError: The method raised; everything has been closed, or, with `on_error="restart"`, the environment is
                 built anew.
@@ -211,7 +214,12 @@ class Inquiries:
             take_along(self._only_here, missing, "what is sent to")
             answered = {env_id: result for env_id, result in results.items() if env_id not in missing}
             results = answered | self._crew.ask(message, tuple(missing), pickled())
-        _raise_refused(results)
+        for env_id in sorted(results):
+            result = results[env_id]
+            if isinstance(result, Refusal):
+                raise result.kind(f"environment {env_id}: {result.text}")
+            if isinstance(result, Answer):
+                results[env_id] = _made_again(env_id, result)
         return results
 
     def render(self, *, tile: bool = False) -> Any:
@@ -226,14 +234,19 @@ class Inquiries:
 
         Raises:
             ValueError: `tile`, and the frames are no arrays.
+            ResetNeeded: An environment has never been reset.
             ParallelEnvError: A fault, as in `call`; `step_timeout` applies.
         """
+        frames = self._frames(self._all)
+        return tiled(frames) if tile and frames is not None else frames
+
+    def _frames(self, env_ids: Sequence[int]) -> tuple[Any, ...] | None:
         self._check_idle("render")
         if self._render_mode is None:
             return None
-        rendered = self._crew.ask(Message.RENDER, self._all)
-        frames = tuple(rendered[env_id] for env_id in self._all)
-        return tiled(frames) if tile else frames
+        self._check_begun(env_ids, "render")
+        rendered = self._crew.ask(Message.RENDER, env_ids)
+        return tuple(rendered[env_id] for env_id in env_ids)
 
     def start_trace(self, path: str | os.PathLike[str]) -> None:
         """Keep a timeline of what workers and this process do, until `stop_trace` or `close`.
@@ -322,6 +335,12 @@ class Inquiries:
                 f"{name}() while environments {[*self.pending]} are in flight; recv() them first", name
             )
 
+    def _check_begun(self, ids: Sequence[int], name: str) -> None:
+        if not all(self._batch.begun):
+            never = [env_id for env_id in ids if not self._batch.begun[env_id]]
+            if never:
+                raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
+
     def _checked_ids(self, env_ids: Sequence[int] | None) -> tuple[int, ...]:
         if env_ids is None:
             return self._all
@@ -340,10 +359,14 @@ def _missing(results: Mapping[int, Any]) -> dict[int, str]:
     return {env_id: refusal.text for env_id, refusal in refused.items() if refusal.kind is ModuleNotFoundError}
 
 
-def _raise_refused(results: Mapping[int, Any]) -> None:
-    for env_id in sorted(results):
-        if isinstance(results[env_id], Refusal):
-            raise results[env_id].kind(f"environment {env_id}: {results[env_id].text}")
+def _made_again(env_id: int, answer: Answer) -> Any:
+    try:
+        return loads(answer.pickled)
+    except Exception as error:
+        raise TypeError(
+            f"environment {env_id}: the result pickles there, but cannot be made again here: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _kind_of(requests: Mapping[int, Request]) -> str:

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.adapters import AgentID, MultiAgentEnv
+from marl_parallel.adapters import AgentID, MultiAgentEnv, adapter_function
 from marl_parallel.arguments import (
     at_least_one,
     autoreset_mode,
@@ -41,7 +41,6 @@ from marl_parallel.arguments import (
     checked_timeout,
     checked_trace,
     closing_time,
-    pickled_adapter,
     pool_arguments,
     survives,
     workers_for,
@@ -172,7 +171,7 @@ class ParallelEnv(AsyncStepping):
             worker_threads = at_least_one(worker_threads, "worker_threads")
         if trace is not None:
             checked_trace(trace)
-        how_adapted = pickled_adapter(adapter)
+        adapter_function(adapter)
         self._num_envs = len(constructors)
         self._base_seed = base_seed(seed)
         seeds = [self._base_seed + env_id for env_id in range(self._num_envs)]
@@ -196,7 +195,7 @@ class ParallelEnv(AsyncStepping):
             started = True
             only_here: list[ModuleType] = []
             self._only_here = only_here
-            described, plan = construct(crew, constructors, seeds, mode, how_adapted, survive, only_here)
+            described, plan = construct(crew, constructors, seeds, mode, adapter, survive, only_here)
             schema = common_schema(described)
             layout = Layout(schema, self._num_envs, arrays=shared_memory)
             block = hosts.allocate(layout)
@@ -206,7 +205,9 @@ class ParallelEnv(AsyncStepping):
                 layout, block, described[0].rules, mode, copy=copy, check_actions=check_actions, only_here=only_here
             )
             if survive:
-                crew.restarts = Restarts(restart_policy, plan, attach.payload, batch, self._base_seed)
+                crew.restarts = Restarts(
+                    restart_policy, plan, attach.payload, batch, self._base_seed, described[0].options_last
+                )
             self._all = batch.env_ids
             self._schema = schema
             self._reset_keywords, self._check_options = described[0].reset_keywords, described[0].check_options
@@ -228,6 +229,8 @@ class ParallelEnv(AsyncStepping):
 
         Episodes begin anew with the next step (`NEXT_STEP`). What such a simulator cannot do is an error: `reset` with
         a seed or options, `recv` with a timeout or another `min_envs` than its `batch_size` or all in flight, traces.
+        After a partial reset, facades hand out the other copies' observations as they lie in the arrays handed out
+        last: with what has been written into those since.
 
         Args:
             simulator: Nobody else may use it; it is closed with this.

@@ -66,7 +66,8 @@ class Pool:
 
     Args:
         num_envs: How many.
-        batch_size: How many results come together; where they are fewer, the last that was sent to comes first.
+        batch_size: How many results come together: never fewer, as from EnvPool where there are several players. Where
+            they are not all, the last that was sent to comes first.
         named: Whether `players.id` and `players.done` are told.
     """
 
@@ -131,13 +132,11 @@ class Pool:
         assert env_ids.dtype == np.int32
         assert not {*env_ids.tolist()} & {*self.ready}
         whole = self.config["batch_size"] == len(self.copies)
-        assert not (whole and self.ready)
         self.ready += env_ids.tolist() if whole else env_ids.tolist()[::-1]
 
     def _recv(self) -> list[np.ndarray]:
         size = self.config["batch_size"]
-        assert self.ready
-        assert len(self.ready) >= size or size == len(self.copies), "this would wait for ever"
+        assert len(self.ready) >= size, "this would wait for ever"
         ids, self.ready = self.ready[:size], self.ready[size:]
         copies = [self.copies[env_id] for env_id in ids]
         rows = [(copy.env_id, player, row) for copy in copies for player, row in copy.players().items()]

@@ -160,6 +160,7 @@ class Secretive(gymnasium.Env):
     """Its infos cannot be read by the caller."""
 
     observation_space = action_space = gymnasium.spaces.Discrete(2)
+    secret = OneWay()
 
     def reset(self, *, seed=None, options=None):
         return 0, {}
@@ -176,6 +177,14 @@ def test_infos_that_cannot_be_read():
         assert caught.value.env_ids == (0,)
         with pytest.raises(gymnasium.error.ClosedEnvironmentError):
             env.reset()
+
+
+def test_a_result_that_cannot_be_read_closes_nothing():
+    with ParallelEnv([Secretive] * 2, backend="thread", num_workers=1) as env:
+        for ask in (lambda: env.get_attr("secret"), lambda: env.call("secret", env_ids=[0])):
+            with pytest.raises(TypeError, match="environment 0: the result pickles there, but cannot be made again"):
+                ask()
+        assert len(env.reset()[0]) == 2
 
 
 @pytest.mark.parametrize("backend", ["serial", "thread", "process"])

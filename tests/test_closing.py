@@ -227,6 +227,8 @@ def test_a_reset_interrupted(on_error, beside, build, tmp_path, capfd, caplog):
     assert err == ""
     assert all("worker" in record.getMessage() for record in caplog.records)
     assert bool(caplog.records) == (beside.backend == "thread")
+    for thread in {*threading.enumerate()} - {threading.current_thread()}:
+        thread.join(10.0)  # what cannot be killed would write its notes in the middle of another test
 
 
 SCRIPT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from comparison import assert_same
 from conftest import Setup
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from mlagents_envs.side_channel.environment_parameters_channel import EnvironmentParametersChannel
 from mortal import seed_of
 from unity import (
     ACTION_SPACES,
@@ -258,6 +260,20 @@ def test_a_discrete_action_that_is_no_integer():
         env.step({**actions, pilot: (np.zeros(1), 1.5)})
 
 
+def test_whole_numbers_of_several_types():
+    """NumPy makes floats of them."""
+    env = arena(0)
+    observations, _ = env.reset()
+    actions = {**actions_for([observations], random.Random(0))[0]}
+    kinds = itertools.cycle([np.uint64, np.int64])
+    miners = [agent for agent in observations if behavior_of(agent) == MINER]
+    assert len(miners) > 1
+    told = env.step(actions | {agent: actions[agent].astype(next(kinds)) for agent in miners})
+    other = arena(0)
+    other.reset()
+    assert_same(told, other.step(actions))
+
+
 def test_seeds_of_resets_are_refused(each, build):
     env = build([arena] * 2, each, seed=7)
     reference = BareReference(Arena, 2, AutoresetMode.SAME_STEP, MAX_STEPS, seed=7)
@@ -277,6 +293,22 @@ def test_options_are_parameters(each, build):
     env.reset(options={"wind": 0.25}, env_ids=[1])
     told = env.get_attr("parameters")
     assert told == ({"wind": 2.0, "gravity": 9.5}, {"wind": 0.25, "gravity": 9.5}, {"wind": 2.0, "gravity": 9.5})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"wind": 1e39}, "options must fit into 32 bits, which is what Unity takes: 'wind' does not"),
+        ({"wind": 10**400}, "options must fit into 32 bits"),
+        ({"schnell_ö": 1.0}, "options must have names in ASCII, which is what Unity takes, got 'schnell_ö'"),
+    ],
+)
+def test_options_that_unity_cannot_be_told(options, message, each, build):
+    env = build([arena] * 2, each)
+    env.reset(options={"wind": np.inf})
+    with pytest.raises(ValueError, match=message):
+        env.reset(options=options)
+    assert env.get_attr("resets") == (2, 2)
 
 
 @pytest.mark.parametrize("options", [{"wind": "strong"}, {"wind": 1.0, "map": None}, {3: 1.0}, {"on": True}], ids=str)
@@ -311,11 +343,28 @@ def test_facades_that_must_know_all_agents_say_so(each, build):
 
 def mortal(seed: int, env_id: int, restarts: int, way: str) -> MLAgentsEnv:
     breaks = 5 if env_id == 1 and restarts == 0 else None
-    return MLAgentsEnv(Arena(seed, breaks=breaks, way=way), max_steps=MAX_STEPS)
+    parameters = EnvironmentParametersChannel()
+    return MLAgentsEnv(Arena(seed, [parameters], breaks=breaks, way=way), parameters=parameters, max_steps=MAX_STEPS)
 
 
 def breaking(setup: Setup) -> list[str]:
     return ["raise", "exit"] if setup.backend in ("process", "ray") else ["raise"]
+
+
+@each_mode
+def test_parameters_last_beyond_a_restart(mode, each, build):
+    """As they do in an environment that goes on."""
+    for way in breaking(each):
+        env = build([functools.partial(mortal, way=way)] * 2, each, mode, on_error="restart")
+        env.reset(options={"wind": 2.0, "gravity": 9.5})
+        env.reset(options={"wind": 0.5}, env_ids=[1])
+        rng = random.Random(3)
+        for _ in range(8):
+            env.step(actions_for(env.acting, rng))
+        assert env.stats().restarts == 1
+        if mode is AutoresetMode.DISABLED:
+            env.reset(env_ids=[1], options={"wind": 0.5})
+        assert env.get_attr("parameters") == ({"wind": 2.0, "gravity": 9.5}, {"wind": 0.5, "gravity": 9.5})
 
 
 @each_mode

@@ -71,7 +71,7 @@ class Told:
             infos = {agent: {"players": {"id": p, "done": rows[p].leaves}} for agent, p in names.items()}
         return (
             {agent: rows[player].seen.tolist() for agent, player in names.items()},
-            {agent: rows[player].reward for agent, player in names.items()},
+            {agent: rows[player].reward if copy.moment else 0.0 for agent, player in names.items()},
             {**terminateds, "__all__": ended},
             {**dict.fromkeys(names, copy.truncated), "__all__": copy.truncated},
             {**infos, "__common__": {"score": 10 * copy.moment, "elapsed_step": copy.moment}},
@@ -160,10 +160,6 @@ def test_players_as_rows(played):
         observations, _, _, _, infos = env.step(np.full(COPIES * PLAYERS, moment))
         assert infos["__common__"]["score"].tolist() == [10 * moment] * (COPIES * PLAYERS)
         assert (observations[:, 2] == moment * infos["present"]).all()
-    observations, infos = env.reset(options={"reset_mask": np.repeat([False, True, False, False], PLAYERS)})
-    assert observations[3:6, 2].tolist() == [0, 0, 0]
-    assert (observations[6:, 2] == 3 * infos["present"][6:]).all()
-    assert infos["_players"].tolist() == [False] * 3 + [True, False, True] + [False] * 6
 
 
 # -- all in arrays -----------------------------------------------------------------------------------------------------
@@ -256,6 +252,7 @@ def test_what_there_is(played):
         (lambda env: env.step([{}] * 6), ValueError, "environment 0: no action for agent 'agent_0'"),
         (lambda env: env.step([3] * 6), TypeError, "environment 0: expected a dict of actions"),
         (lambda env: env.step([{"agent_0": 0.5, "agent_2": 1}] * 6), ValueError, "environment 0: the action of agent"),
+        (lambda env: env.call(len), TypeError, "copies in a pool are no objects that a function could be called with"),
         (lambda env: env.call("_recv"), AttributeError, "have no methods of their own"),
         (lambda env: env.get_attr("nothing"), AttributeError, "a pool has no attribute 'nothing'"),
         (lambda env: env.set_attr("named", False), AttributeError, "no attributes of their own that could be set"),
@@ -288,8 +285,29 @@ def test_recv_returns_what_comes_together(played):
     assert {*env.recv().env_ids} == {*range(6)} - {*first.env_ids[2:]}
 
 
-def test_one_batch_in_flight(played):
+@pytest.mark.parametrize(
+    "ask", [lambda env: env.reset(env_ids=[1]), lambda env: env.step([dict.fromkeys(env.acting[1], 1)], [1])]
+)
+def test_several_players_come_together(ask, played):
+    """EnvPool waits for as many copies as it has, where each may have any number of players."""
     env = played()
+    env.reset()
+    env.send([dict.fromkeys(acting, 1) for acting in env.acting[:2]], [0, 1])
+    env.send([dict.fromkeys(acting, 1) for acting in env.acting[2:]], [2, 3])
+    assert env.recv().env_ids == (0, 1, 2, 3)
+    with pytest.raises(ValueError, match="of 1 environments, but a pool returns batch_size=4 at a time"):
+        ask(env)
+    assert len(env.step([dict.fromkeys(acting, 1) for acting in env.acting])[0]) == COPIES
+
+
+def test_a_facade_wants_all_to_come_together(played):
+    with pytest.raises(ValueError, match="steps all 6 environments at a time, but these come 4 at a time"):
+        PettingZooVecEnv(played(6, batch_size=4))
+    PettingZooVecEnv(played(6, batch_size=3)).reset()
+
+
+def test_one_batch_in_flight():
+    env = ParallelEnv.from_native(Arena(COPIES))
     with pytest.raises(ResetNeeded):
         env.step([{}] * COPIES)
     env.reset_async(env_ids=[2, 0])

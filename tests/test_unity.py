@@ -10,6 +10,9 @@ import itertools
 import os
 import random
 import socket
+import threading
+import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +22,9 @@ from comparison import assert_same
 from conftest import Setup
 from gymnasium.vector import AutoresetMode
 from liveness import gone
-from mlagents_envs.side_channel.engine_configuration_channel import EngineConfig
+from mlagents_envs.side_channel.engine_configuration_channel import EngineConfig, EngineConfigurationChannel
 from mlagents_envs.side_channel.environment_parameters_channel import EnvironmentParametersChannel
+from mlagents_envs.side_channel.raw_bytes_channel import RawBytesChannel
 from mortal import seed_of
 from unity import MAX_STEPS, Arena, BareCopy, BareReference, actions_for, arena, each_mode
 from unity_player import player_script
@@ -157,7 +161,7 @@ def test_ports_of_restarts(asked):
 
 def test_what_is_passed_to_unity(asked):
     config = EngineConfig(80, 60, 1, 10.0, None, None)
-    own = EnvironmentParametersChannel()
+    own = RawBytesChannel(uuid.uuid4())
     given = asked(
         unity("game", engine=config, no_graphics=True, side_channels=[own]), seed=2**31 + 5, env_id=2, restarts=0
     )
@@ -167,6 +171,37 @@ def test_what_is_passed_to_unity(asked):
     assert len(engine.message_queue) == 3
     assert parameters.message_queue == []
     assert asked(unity(None), seed=0, env_id=0, restarts=3)["worker_id"] == 0
+    assert len(asked(unity("game", side_channels=None), seed=0, env_id=0)["side_channels"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"seed": 3}, TypeError, r"takes no seed, as each copy has its own: pass ParallelEnv\(seed=...\)"),
+        ({"worker_id": 3}, TypeError, "takes no worker_id, as each copy has its own: pass base_port"),
+        ({"side_channels": [EnvironmentParametersChannel()]}, ValueError, r"own: pass reset\(options=...\)"),
+        ({"side_channels": [EngineConfigurationChannel()]}, ValueError, "own: pass engine="),
+    ],
+)
+def test_what_each_copy_has_of_its_own(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        unity("game", **arguments)
+
+
+def test_a_player_that_ends_at_once_leaves_nothing(tmp_path, base_port):
+    """Not its port, nor the threads that wait for it: it can be tried again in the same process."""
+    player = tmp_path / "player"
+    player.write_text("#!/bin/sh\nexit 3\n")
+    player.chmod(0o755)
+    threads = threading.active_count()
+    for _ in range(2):
+        with pytest.raises(EnvError, match="return code 3"):
+            ParallelEnv([unity(str(player), base_port=base_port, timeout_wait=10)], backend="serial")
+    assert is_free(base_port)
+    deadline = time.monotonic() + 10.0
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.02)  # gRPC's end by and by
+    assert threading.active_count() <= threads
 
 
 def test_the_editor_is_one(build):

@@ -289,6 +289,7 @@ class BareCopy(Copy):
         self.env.step()
         told: tuple[dict, dict, dict, dict, dict] = ({}, {}, {}, {}, {})
         observations, rewards, terminateds, truncateds, infos = told
+        over = self.env.time == self.max_steps
         for behavior in SPECS:
             decisions, terminals = self.env.get_steps(behavior)
             for number in terminals:
@@ -299,6 +300,8 @@ class BareCopy(Copy):
                 self.dead.add(agent)
             for number in decisions:
                 agent, step = f"{behavior}?agent_id={number}", decisions[number]
+                if agent in terminateds and over:
+                    continue  # it will not act in its new life
                 if agent in terminateds:
                     infos[agent]["final_obs"] = observations[agent]
                     infos[agent]["reset_info"] = info_of(behavior, step)
@@ -308,7 +311,6 @@ class BareCopy(Copy):
                 observations[agent] = seen(step)
                 self.seen.add(agent)
                 self.dead.discard(agent)
-        over = self.env.time == self.max_steps
         if over:
             for agent in self.seen - self.dead:
                 if not (terminateds.get(agent) or truncateds.get(agent)):

@@ -10,8 +10,10 @@ All that is needed of `mlagents_envs`, whatever its release, is in `_imported`; 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, ClassVar
@@ -36,7 +38,7 @@ class MLAgentsEnv(Adapter):
     waits. A terminal step gives reward, last observation, and `truncateds` where Unity says `interrupted`, else
     `terminateds`. Where an agent ends and asks for a decision under the same id in one step, reward and flags are of
     its end, and the observation is its new life's first; in its info, `final_obs` is the last one of the old life and
-    `reset_info` the new one's info.
+    `reset_info` the new one's info. Where `max_steps` cuts in that step, the new life is not told of.
 
     **Infos.** Each agent's has `group_id` and `group_reward`, and where Unity masks actions, `action_mask`: what
     `sample` of its action space takes as a mask, in which 1 is an action that may be taken.
@@ -47,7 +49,8 @@ class MLAgentsEnv(Adapter):
     Args:
         source: The environment. It is reset here if it has told no behaviours yet, as Unity does with its first agents.
         parameters: The `EnvironmentParametersChannel` it was made with, to which `reset` writes its options: numbers by
-            name, which Unity keeps until they are written again. None: `reset` takes no options.
+            name, which Unity keeps until they are written again, and a copy that is built anew after a fault is given
+            again. None: `reset` takes no options.
         max_steps: After so many steps, whoever is alive is truncated and the episode is over; None for never.
 
     Attributes:
@@ -61,6 +64,7 @@ class MLAgentsEnv(Adapter):
 
     rules: ClassVar[Rules] = Rules.PETTINGZOO
     seeded_when_made: ClassVar[bool] = True
+    options_last: ClassVar[bool] = True
     kind: ClassVar[str] = "An ML-Agents environment"
     methods: ClassVar[tuple[str, ...]] = ("reset", "step", "get_steps", "set_actions", "close")
 
@@ -88,7 +92,7 @@ class MLAgentsEnv(Adapter):
 
     @staticmethod
     def check_options(options: Any) -> None:
-        """Refuse options that are no numbers by name.
+        """Refuse options that are no numbers by name, as Unity takes them: 32 bits, names in ASCII.
 
         Raises:
             ValueError: Some are not; the text says which.
@@ -98,6 +102,14 @@ class MLAgentsEnv(Adapter):
         for name, value in options.items():
             if not isinstance(name, str) or not isinstance(value, Real) or isinstance(value, bool):
                 raise ValueError(f"options must be numbers by parameter name, got {name!r}: {value!r}")
+            if not name.isascii():
+                raise ValueError(f"options must have names in ASCII, which is what Unity takes, got {name!r}")
+            try:
+                struct.pack("<f", float(value))
+            except OverflowError as error:
+                raise ValueError(
+                    f"options must fit into 32 bits, which is what Unity takes: {name!r} does not"
+                ) from error
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         options = keywords.get("options")
@@ -106,7 +118,7 @@ class MLAgentsEnv(Adapter):
             for name, value in options.items():
                 self._parameters.set_float_parameter(name, float(value))
         self.env.reset()
-        self._time, self._alive = 0, {}
+        self._time, self._alive, self._asking = 0, {}, {}
         observations: dict[AgentID, Any] = {}
         infos: dict[Any, Any] = {}
         for behavior in self.env.behavior_specs:
@@ -126,9 +138,13 @@ class MLAgentsEnv(Adapter):
         told: Dicts = ({}, {}, {}, {}, {})
         for behavior in self.env.behavior_specs:
             self._tell(behavior, told)
-        _, _, terminateds, truncateds, _ = told
+        observations, _, terminateds, truncateds, infos = told
         over = self._time == self._max_steps
         if over:
+            for agent, info in infos.items():
+                if "final_obs" in info:  # it has begun anew, but will not act
+                    observations[agent] = info.pop("final_obs")
+                    del info["reset_info"]
             for agent in self.alive():
                 truncateds[agent] = not terminateds.setdefault(agent, False)
             self._alive = {}
@@ -225,12 +241,20 @@ def unity(
 
     Raises:
         ImportError: `mlagents_envs` is missing, or cannot be used with what else is installed.
+        TypeError: `arguments` has a seed or a worker id, which each copy has its own of.
+        ValueError: `side_channels` has one that each copy is given here: `engine` and `reset(options=)` use them.
 
     Example:
         >>> make_env = unity("builds/Soccer", engine={"time_scale": 20.0}, no_graphics=True)
         >>> constructors = [make_env] * 8  # for ParallelEnv
     """
     _imported("environment")
+    for name, instead in {"seed": "ParallelEnv(seed=...)", "worker_id": "base_port"}.items():
+        if name in arguments:
+            raise TypeError(f"unity() takes no {name}, as each copy has its own: pass {instead}")
+    for instead, channel in _own_channels().items():
+        if any(isinstance(given, channel) for given in arguments.get("side_channels") or ()):
+            raise ValueError(f"side_channels has an {channel.__name__}, but each copy has its own: pass {instead}")
     return functools.partial(_connected, file_name, base_port, engine, max_steps, arguments)
 
 
@@ -245,26 +269,41 @@ def _connected(
     restarts: int = 0,
 ) -> MLAgentsEnv:
     library = _imported("environment").UnityEnvironment
-    configuration = _imported("side_channel.engine_configuration_channel").EngineConfigurationChannel()
-    parameters = _imported("side_channel.environment_parameters_channel").EnvironmentParametersChannel()
+    configuration, parameters = (channel() for channel in _own_channels().values())
     if engine is not None:
         configuration.set_configuration_parameters(**(engine if isinstance(engine, Mapping) else engine._asdict()))
     first_port = library.BASE_ENVIRONMENT_PORT if base_port is None else base_port
-    env = library(
-        file_name,
-        **{
-            **arguments,
-            "base_port": base_port,
-            "worker_id": env_id if file_name is None else _worker_id(env_id, restarts, first_port),
-            "seed": seed % 2**31,
-            "side_channels": [*arguments.get("side_channels", ()), configuration, parameters],
-        },
-    )
+    env = library.__new__(library)
     try:
+        env.__init__(
+            file_name,
+            **{
+                **arguments,
+                "base_port": base_port,
+                "worker_id": env_id if file_name is None else _worker_id(env_id, restarts, first_port),
+                "seed": seed % 2**31,
+                "side_channels": [*(arguments.get("side_channels") or ()), configuration, parameters],
+            },
+        )
         return MLAgentsEnv(env, parameters=parameters, max_steps=max_steps)
     except BaseException:
-        env.close()
+        _give_up(env)
         raise
+
+
+def _own_channels() -> dict[str, Any]:
+    """The side channels that each copy is given, by what makes use of them."""
+    return {
+        "engine=": _imported("side_channel.engine_configuration_channel").EngineConfigurationChannel,
+        "reset(options=...)": _imported("side_channel.environment_parameters_channel").EnvironmentParametersChannel,
+    }
+
+
+def _give_up(env: Any) -> None:
+    """End what a `UnityEnvironment` has begun whose constructor failed: not all it does to itself."""
+    atexit.unregister(env._close)
+    if hasattr(env, "_communicator"):
+        env._close(0)
 
 
 def _worker_id(env_id: int, restarts: int, base_port: int) -> int:
@@ -329,5 +368,9 @@ def _mask(spec: Any, unavailable: Sequence[NDArray[np.bool_]]) -> Any:
 
 def _matrix(values: Sequence[Any], width: int, dtype: DTypeLike) -> NDArray[Any]:
     """One row for each agent; a cast from float to integer is an error."""
-    array = np.asarray(values).reshape(len(values), width) if width else np.zeros((len(values), 0))
-    return array.astype(dtype, casting="same_kind" if width else "unsafe")
+    if not width:
+        return np.zeros((len(values), 0), dtype)
+    array = np.asarray(values)
+    if array.dtype.kind == "f" and np.dtype(dtype).kind == "i":  # NumPy makes floats of signed beside unsigned ones
+        array = np.stack([np.asarray(value).astype(dtype, casting="same_kind") for value in values])
+    return array.reshape(len(values), width).astype(dtype, casting="same_kind")

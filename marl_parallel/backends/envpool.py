@@ -37,6 +37,8 @@ def open_pool(task: str, seeds: Sequence[int], arguments: Mapping[str, Any]) -> 
         seeds: Of each copy.
         arguments: For `envpool.make`, checked as far as they are not the task's own.
     """
+    if arguments.get("render_mode") == "human" and len(seeds) > 1:
+        raise ValueError(f'render_mode="human" shows one copy, but num_envs={len(seeds)}: pass "rgb_array"')
     envpool = _library()
     if task not in envpool.list_all_envs():
         raise ValueError(f"EnvPool has no task {task!r}; envpool.list_all_envs() names those it has")
@@ -89,6 +91,7 @@ class EnvPool(NativeSimulator):
         self.name, self.seeds = name, seeds
         self.num_envs = config["num_envs"]
         self.batch_size = config["batch_size"] or self.num_envs
+        self.partial = config.get("max_num_players", 1) == 1  # so it is in its core, by whatever has been sent
         self.metadata, self.render_mode = dict(pool.metadata), pool.render_mode
         self._pool = pool
         self._players = config.get("max_num_players", 1)
@@ -104,10 +107,10 @@ class EnvPool(NativeSimulator):
         self._at = {name: place for place, name in enumerate(pool._state_keys)}
         specs = pool.spec.state_array_spec
         self._of_players = {place for name, place in self._at.items() if specs[name].shape[:1] == [-1]}
-        seen = {name.partition(":")[2]: place for name, place in self._at.items() if name.partition(":")[0] == "obs"}
+        seen = {_key(name): place for name, place in self._at.items() if name.partition(":")[0] == "obs"}
         whole = isinstance(pool.observation_space, spaces.Dict)
         self._seen = _nested(seen) if whole else next(iter(seen.values()))
-        told = {name.partition(":")[2]: place for name, place in self._at.items() if name.startswith("info:")}
+        told = {_key(name): place for name, place in self._at.items() if name.startswith("info:")}
         told = {name: place for name, place in told.items() if name not in ("env_id", "players.env_id")}
         told["elapsed_step"] = self._at["elapsed_step"]
         own = {name for name, place in told.items() if self._players == 1 or place in self._of_players}
@@ -227,6 +230,16 @@ class EnvPool(NativeSimulator):
     def abandon(self) -> None:
         # Its threads are not in this process: to delete it would be to wait for them. So it is referred to for ever.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
+
+
+def _key(name: str) -> str:
+    """What users know it by.
+
+    Example:
+        >>> _key("obs:desired_goal:kettle")
+        'desired_goal.kettle'
+    """
+    return name.partition(":")[2].replace(":", ".")
 
 
 def _columns(states: Sequence[NDArray[Any]], places: Any) -> Any:

@@ -239,19 +239,15 @@ class Batch:
         for env_id in env_ids:
             self.begun[env_id] = True
 
-    def states(self, outside: Mapping[int, Any]) -> NDArray[Any]:
+    def states(self, env_ids: Sequence[int], outside: Mapping[int, Any]) -> NDArray[Any]:
         """The global states that the workers have written, stacked into an array of the caller's own.
 
         Args:
+            env_ids: Whose.
             outside: By environment, states that travelled pickled.
         """
         column = self.layout.state
-        rows: Sequence[Any] = (
-            [column.records[record][0] for record in range(self.layout.num_records)]
-            if column is not None
-            else [outside[record] for record in range(self.layout.num_records)]
-        )
-        return np.stack(rows)
+        return np.stack([column.records[env_id][0] if column is not None else outside[env_id] for env_id in env_ids])
 
 
 def of_acting(env_id: int, given: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.runtime.crew import Crew
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.payloads import Description, Plan, Refusal
-from marl_parallel.runtime.pickling import by_value, take_along
+from marl_parallel.runtime.pickling import by_value, sendable, take_along
 
 Constructor = Callable[..., Any]
 
@@ -23,7 +23,7 @@ def construct(
     constructors: Sequence[Constructor],
     seeds: Sequence[int],
     mode: AutoresetMode,
-    adapter: bytes,
+    adapter: str | Callable[..., Any] | None,
     restarts: bool,
     only_here: list[ModuleType],
 ) -> tuple[list[Description], Plan]:
@@ -34,7 +34,7 @@ def construct(
         constructors: One for each environment.
         seeds: Likewise.
         mode: When episodes begin anew.
-        adapter: Pickled.
+        adapter: How simulators are understood.
         restarts: Whether what fails will be built anew.
         only_here: Modules that workers cannot import; those that constructors need are added.
 
@@ -42,7 +42,7 @@ def construct(
         By environment, what they are; and what all workers were told.
 
     Raises:
-        TypeError: A constructor cannot be pickled, or what it returns is no environment.
+        TypeError: A constructor or the adapter cannot be pickled, or what a constructor returns is no environment.
         ModuleNotFoundError: A constructor needs a module that its worker can have in no way.
         ParallelEnvError: A constructor raised, crashed or took too long.
     """
@@ -50,11 +50,12 @@ def construct(
     described: dict[int, Description] = {}
     first = b""
     while len(described) < len(constructors):
+        how = sendable(adapter, f"adapter={adapter!r}", only_here)
         requests = {}
         for worker, share in enumerate(crew.shares):
             waiting = {env_id: pickled[env_id] for env_id in share if env_id not in described}
             if waiting:
-                plan = Plan(waiting, {env_id: seeds[env_id] for env_id in waiting}, mode, adapter, restarts)
+                plan = Plan(waiting, {env_id: seeds[env_id] for env_id in waiting}, mode, how, restarts)
                 requests[worker] = Request(Message.ACCESS, tuple(waiting), plan)
         unknown: dict[int, str] = {}
         for env_id, result in sorted(crew.run(requests).items(), key=itemgetter(0)):
@@ -65,9 +66,9 @@ def construct(
             else:
                 described[env_id] = crew.read(env_id, result.description)
                 first = first or result.description
-        take_along(only_here, unknown, "the constructor of")
+        take_along(only_here, unknown, "the constructor of" if adapter is None else "the constructor or adapter of")
         pickled.update(_pickle(constructors, unknown, only_here))
-    plan = Plan(pickled, dict(enumerate(seeds)), mode, adapter, restarts, described=first)
+    plan = Plan(pickled, dict(enumerate(seeds)), mode, how, restarts, described=first)
     return [described[env_id] for env_id in range(len(constructors))], plan
 
 

@@ -21,6 +21,7 @@ class Crew(Supervisor):
     """The workers of one `ParallelEnv`, and the environments that each of them has."""
 
     seeded_at_start: ClassVar[bool] = False
+    partial: ClassVar[bool] = True
 
     # -- asking ----------------------------------------------------------------------------------------------------
 

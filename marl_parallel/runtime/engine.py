@@ -48,6 +48,7 @@ class Engine(Protocol):
         restarts: Where faults are to be survived; None where they are raised.
         seeds_stale: Whether environments may use other seeds than when they were asked last.
         batch_size: How many results come together at the least.
+        partial: Whether some environments can be stepped or reset without the others.
         seeded_at_start: Whether a reset cannot seed.
     """
 
@@ -69,6 +70,9 @@ class Engine(Protocol):
 
     @property
     def seeded_at_start(self) -> bool: ...
+
+    @property
+    def partial(self) -> bool: ...
 
     def run(self, requests: Mapping[int, Request]) -> Any:
         """Have workers carry out requests, and wait for it."""
@@ -150,5 +154,5 @@ class BatchView(Protocol):
     def begin(self, env_ids: Iterable[int]) -> None:
         """Note that these environments have been reset."""
 
-    def states(self, outside: Mapping[int, Any]) -> NDArray[Any]:
+    def states(self, env_ids: Sequence[int], outside: Mapping[int, Any]) -> NDArray[Any]:
         """Global states, stacked."""

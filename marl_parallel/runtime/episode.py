@@ -209,7 +209,9 @@ class Episode:
         remaining = self._alive if left is None else left
         if remaining and (not self._flagged or any(agent not in self._flagged for agent in remaining)):
             return _NOT_ENDED
-        terminated = all(terminateds.get(agent, False) for agent in before)
+        # Who was alive; if nobody had been seen yet, whoever is told of now.
+        judged = before or [agent for agent in terminateds if agent != ALL]
+        terminated = all(terminateds.get(agent, False) for agent in judged)
         return terminated, not terminated
 
 

@@ -36,7 +36,7 @@ class Received(NamedTuple):
         env_ids: `(n,)`: which copies.
         observations: For each group of agents with equal observation spaces, as `alike` parts them, what they see:
             arrays `(n, agents of the group, ...)` in the form of the space.
-        rewards: `(n, k)`, in the simulator's own dtype.
+        rewards: `(n, k)`, in the simulator's own dtype; of an episode's first observation they are not looked at.
         terminations: `(n, k)`, bool.
         truncations: `(n, k)`, bool.
         terminated: `(n,)`, bool: whether the episode has ended.
@@ -83,7 +83,9 @@ class NativeSimulator(ABC):
         schema: Its agents, and a space of a fixed size for each of them.
         num_envs: How many copies.
         batch_size: How many rows `receive` returns: of more it would have to be called again, for fewer it would wait
-            for ever. Where it is `num_envs`, `receive` returns all that has been sent, and nothing can be sent before.
+            for ever.
+        partial: Whether, where `batch_size` is `num_envs`, some copies can be sent to alone: `receive` returns all that
+            has been sent then, and nothing can be sent before.
         seeds: Of each copy.
         metadata: The simulator's.
         render_mode: The simulator's.
@@ -93,6 +95,7 @@ class NativeSimulator(ABC):
     schema: Schema
     num_envs: int
     batch_size: int
+    partial: bool = True
     seeds: Sequence[int]
     metadata: Mapping[str, Any]
     render_mode: str | None

@@ -188,7 +188,7 @@ class NativeBatch:
         """The same as arrays, which are the caller's own, whatever `copy` says."""
         return NativeArrays(self)
 
-    def states(self, outside: Mapping[int, Any]) -> NoReturn:
+    def states(self, env_ids: Sequence[int], outside: Mapping[int, Any]) -> NoReturn:
         """Refuse: native simulators tell none."""
         raise NotImplementedError("a native simulator tells no global state")
 

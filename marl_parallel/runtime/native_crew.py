@@ -5,7 +5,6 @@ Here is what is in flight, what the simulator cannot be asked, and what it has d
 
 from __future__ import annotations
 
-import pickle
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from marl_parallel.runtime.engine import Taken
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.native import EnvIds, NativeSimulator, Received, merged
 from marl_parallel.runtime.payloads import Refusal
+from marl_parallel.runtime.pickling import loads
 from marl_parallel.runtime.tracing import Tracer
 from marl_parallel.stats import Stats, WorkerStats
 
@@ -41,6 +41,7 @@ class NativeCrew(Closable):
     def __init__(self, simulator: NativeSimulator) -> None:
         self._simulator = simulator
         self.batch_size = simulator.batch_size
+        self.partial = simulator.partial and simulator.batch_size == simulator.num_envs  # comes at once
         self.shares = [range(simulator.num_envs)]
         self.seeds_stale = False
         self.tracer: Tracer | None = None
@@ -73,14 +74,17 @@ class NativeCrew(Closable):
             return self._carry_out(message, env_ids, payload)
         if message is Message.CALL or message is Message.ASSIGN:
             return dict.fromkeys(env_ids, self._looked_up(message, payload))
+        told = self._simulator.seeds if message is Message.SEED else self._rendered(env_ids)
+        return {env_id: told[env_id] for env_id in env_ids}
+
+    def _rendered(self, env_ids: Sequence[int]) -> Sequence[Any]:
         try:
-            told = self._simulator.seeds if message is Message.SEED else self._simulator.render()
-            return {env_id: told[env_id] for env_id in env_ids}
-        except BaseException as error:
-            self._fail(message, env_ids, error)
+            return self._simulator.render()
+        except Exception as error:  # the copies are where they were
+            raise self._error(Message.RENDER, env_ids, error) from error
 
     def _carry_out(self, message: Message, env_ids: Sequence[int], payload: Any) -> Received:
-        if self.batch_size < len(self.env_ids):
+        if not self.partial:
             self._check_comes_together(len(env_ids), f"{message.name.lower()} of {len(env_ids)} environments")
         ids = self._ids(env_ids)
         try:
@@ -95,7 +99,9 @@ class NativeCrew(Closable):
         name = self._simulator.name
         if message is Message.ASSIGN:
             return Refusal(AttributeError, f"copies in {name} have no attributes of their own that could be set")
-        attribute = pickle.loads(payload)[0]
+        attribute = loads(payload)[0]
+        if not isinstance(attribute, str):
+            return Refusal(TypeError, f"copies in {name} are no objects that a function could be called with")
         try:
             value = self._simulator.attribute(attribute)
         except AttributeError:
@@ -115,7 +121,7 @@ class NativeCrew(Closable):
             AlreadyPendingCallError: Something is in flight, and only one batch can be.
         """
         self.check_open()
-        if self.in_flight and self.batch_size == len(self.env_ids):
+        if self.in_flight and self.partial:
             raise AlreadyPendingCallError(
                 f"{self._simulator.name} has one batch in flight at a time, unless its batch_size is less than "
                 "num_envs; recv() first",
@@ -140,7 +146,7 @@ class NativeCrew(Closable):
             raise ValueError(
                 f"timeout={timeout:g}, but {self._simulator.name} waits for as long as it takes: pass None"
             )
-        if self.batch_size == len(self.env_ids):
+        if self.partial:
             if at_least != len(self.in_flight):
                 raise ValueError(
                     f"min_envs={at_least}, but {self._simulator.name} with batch_size equal to num_envs returns all "
@@ -192,6 +198,8 @@ class NativeCrew(Closable):
         steps = int(np.count_nonzero(received.elapsed))
         self._stepped += steps
         self._reset += rows - steps
+        if steps < rows:
+            received.rewards[received.elapsed == 0] = 0.0  # for which nobody has acted
         return received
 
     def _in_order(self, received: Received, ids: EnvIds) -> Received:
@@ -210,14 +218,17 @@ class NativeCrew(Closable):
         self.shut()
         if not isinstance(error, Exception):
             raise error
+        raise self._error(message, env_ids, error) from error
+
+    def _error(self, message: Message, env_ids: Sequence[int], error: Exception) -> EnvError:
         method = message.name.lower()
-        raise EnvError(
+        return EnvError(
             f"{self._simulator.name} raised in {method}: {type(error).__name__}: {error}",
             env_ids=env_ids,
             worker=0,
             method=method,
             remote_traceback="".join(traceback.format_exception(error)),
-        ) from error
+        )
 
     def stats(self) -> Stats:
         """What has been done so far; all time that is not spent in the simulator is the caller's."""

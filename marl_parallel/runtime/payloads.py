@@ -87,6 +87,17 @@ class Description(NamedTuple):
     reset_keywords: frozenset[str]
     check_options: Callable[[Any], None]
     seeded_when_made: bool
+    options_last: bool
+
+
+class Answer(NamedTuple):
+    """What a call has returned.
+
+    Attributes:
+        pickled: That.
+    """
+
+    pickled: bytes
 
 
 class Refusal(NamedTuple):

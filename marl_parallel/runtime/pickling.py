@@ -2,18 +2,23 @@
 
 Some modules exist in the caller's process only, such as a script, a notebook, or a test that was loaded from its file.
 What they define travels by value. That a worker cannot import one is found out by trying: it refuses, and names it.
+Such a class is made where it is not known yet, and left alone where it is: what its attributes are by now, and what
+its methods see, is the matter of those who use it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import cloudpickle
+from cloudpickle import cloudpickle as internals
 
 from marl_parallel.adapters.protocol import AgentID
 
@@ -28,6 +33,55 @@ def dumps(value: Any) -> bytes:
     except Exception:
         # Plain pickle is several times faster, but knows nothing that was defined in a script or a function.
         return bytes(cloudpickle.dumps(value))
+
+
+def loads(pickled: bytes) -> Any:
+    """Make again what `dumps` or `sendable` has pickled."""
+    if len(pickled) < _SHORT and _BY_VALUE not in pickled:
+        return pickle.loads(pickled)
+    return _Unpickler(io.BytesIO(pickled)).load()
+
+
+_BY_VALUE = internals.__name__.encode()
+_SHORT = 4000  # to look through more takes longer than to do without
+
+
+class _Unpickler(pickle.Unpickler):
+    """Leaves classes that travelled by value as they are where they are known: cloudpickle would set them back."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if module != internals.__name__:
+            return found
+        if name in ("_make_skeleton_class", "_make_skeleton_enum"):
+            return _noting_new_ones(found)
+        return _filling_new_ones(found) if name == "_class_setstate" else found
+
+
+_unfilled: WeakSet[type] = WeakSet()
+"""Classes that have been made, but have no attributes yet; still so after a failure half-way."""
+
+
+def _noting_new_ones(make: Callable[..., type]) -> Callable[..., type]:
+    def made(*given: Any) -> type:
+        *_, tracked_as, _ = given
+        known = tracked_as in internals._DYNAMIC_CLASS_TRACKER_BY_ID
+        kind = make(*given)
+        if not known:
+            _unfilled.add(kind)
+        return kind
+
+    return made
+
+
+def _filling_new_ones(fill: Callable[[type, Any], type]) -> Callable[[type, Any], type]:
+    def filled(kind: type, state: Any) -> type:
+        if kind in _unfilled:
+            fill(kind, state)
+            _unfilled.discard(kind)
+        return kind
+
+    return filled
 
 
 def sendable(value: Any, what: str, only_here: Sequence[ModuleType]) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import re
 import signal
 import sysconfig
@@ -19,6 +18,7 @@ from marl_parallel.errors import EnvError, WorkerCrashed, WorkerTimeout
 from marl_parallel.runtime.ledger import BEFORE_OR_AFTER, Activity, Running
 from marl_parallel.runtime.limits import limited_by
 from marl_parallel.runtime.messages import Failure, Lost
+from marl_parallel.runtime.pickling import loads
 
 logger = logging.getLogger("marl_parallel")
 
@@ -48,7 +48,7 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
     )
     if failure.exception is not None:
         try:
-            error.__cause__ = pickle.loads(failure.exception)
+            error.__cause__ = loads(failure.exception)
         except Exception as reason:
             # It could be made again in the worker, but not here; its text is in the message in any case.
             logger.debug("the exception of environment %d does not unpickle: %s", env_id, reason)

@@ -6,7 +6,6 @@ posts the requests is `supervision.py`; what the dicts of an interrupted step sa
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from marl_parallel.errors import ParallelEnvError, RestartLimitExceeded
 from marl_parallel.runtime.batch import Batch, Made
 from marl_parallel.runtime.episode import interrupted, marked, renewed
 from marl_parallel.runtime.payloads import Plan, Rebuild
+from marl_parallel.runtime.pickling import dumps, loads
 from marl_parallel.runtime.reports import first_line
 
 
@@ -97,6 +97,7 @@ class Restarts:
         block: The payload of `ATTACH`.
         batch: The parent's side of the block.
         base_seed: What seeds are drawn from.
+        options_last: Whether environments keep the options of a reset.
 
     Attributes:
         base_seed: What seeds are drawn from; changes with `reset(seed=)`.
@@ -119,6 +120,7 @@ class Restarts:
         block: tuple[int, bool],
         batch: Batch,
         base_seed: int,
+        options_last: bool,
     ) -> None:
         self._policy, self._plan, self._block, self._batch = policy, plan, block, batch
         self.base_seed = base_seed
@@ -132,6 +134,7 @@ class Restarts:
         self.traced = False
         self.counts = [0] * len(plan.constructors)
         self._blamed = [0] * len(plan.constructors)
+        self._lasting: list[dict[Any, Any]] | None = [{} for _ in plan.constructors] if options_last else None
         self._lately: list[deque[float]] = [deque() for _ in plan.constructors]
 
     def blame(self, env_ids: Iterable[int], error: ParallelEnvError) -> None:
@@ -193,7 +196,18 @@ class Restarts:
             seeds={env_id: seed},
             counts={env_id: self.counts[env_id]},
         )
-        return Rebuild(plan, self._block, reset=self._at_once(env_id), keywords=self.resets.get(env_id))
+        keywords = self.resets.get(env_id)
+        if self._lasting is not None and self._lasting[env_id]:
+            asked = {} if keywords is None else loads(keywords)
+            keywords = dumps({**asked, "options": self._lasting[env_id]})
+        return Rebuild(plan, self._block, reset=self._at_once(env_id), keywords=keywords)
+
+    def with_lasting(self, env_id: int, options: dict[Any, Any]) -> dict[Any, Any]:
+        """The options of a reset, with earlier ones where the environment keeps them: it may have been built anew."""
+        if self._lasting is None:
+            return options
+        self._lasting[env_id].update(options)
+        return self._lasting[env_id]
 
     def _at_once(self, env_id: int) -> bool:
         """Whether the fresh environment's first observation is part of what is told."""
@@ -217,7 +231,7 @@ class Restarts:
 
     def _extras(self, env_id: int) -> Any:
         latest = self.latest.get(env_id)
-        return None if latest is None else pickle.loads(latest)
+        return None if latest is None else loads(latest)
 
     def finish(self, env_id: int, latest: bytes | None) -> Made | None:
         """The environment is there again: what its caller is told, None where it was idle.

@@ -7,7 +7,6 @@ and what comes back, is the business of `crew.py`.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from marl_parallel.runtime.limits import Limits, Watch
 from marl_parallel.runtime.messages import Failure, Lost, Message, Reply, Request
 from marl_parallel.runtime.ownership import Owner
 from marl_parallel.runtime.payloads import Refusal
+from marl_parallel.runtime.pickling import loads
 from marl_parallel.runtime.reports import logger
 from marl_parallel.runtime.restarts import Kind, Restarts
 from marl_parallel.stats import WorkerStats
@@ -120,7 +120,7 @@ class Supervisor(Owner):
         if type(result) is not bytes:
             return result
         try:
-            return pickle.loads(result)
+            return loads(result)
         except Exception as error:
             raise reports.unreadable(env_id, self._worker_of[env_id], error) from error
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import marshal
-import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from marl_parallel.adapters.protocol import ALL as ALL
 from marl_parallel.adapters.protocol import AgentID, Dicts
-from marl_parallel.runtime.pickling import dumps
+from marl_parallel.runtime.pickling import dumps, loads
 
 COMMON = "__common__"
 """The key of the infos that are about the environment rather than an agent."""
@@ -138,7 +137,7 @@ def _own(values: Any, memo: dict[int, Any]) -> Any:
         return _copied(values, memo) if type(values) is dict else copy.deepcopy(values, memo)
     except Exception:
         try:
-            return pickle.loads(dumps(values))
+            return loads(dumps(values))
         except Exception:  # that is told when it is to be sent
             return values
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
 import random
 import time
 import traceback
@@ -29,8 +28,8 @@ from marl_parallel.runtime.episode import Episode
 from marl_parallel.runtime.layout import Layout, Schema
 from marl_parallel.runtime.ledger import Activity, Ledger
 from marl_parallel.runtime.messages import Failure, Message, Reply, Request
-from marl_parallel.runtime.payloads import Built, Description, Plan, Rebuild, Rebuilt, Refusal
-from marl_parallel.runtime.pickling import dump_extras, dumps
+from marl_parallel.runtime.payloads import Answer, Built, Description, Plan, Rebuild, Rebuilt, Refusal
+from marl_parallel.runtime.pickling import dump_extras, dumps, loads
 from marl_parallel.runtime.records import TransitionRecords
 from marl_parallel.runtime.schemas import common_schema
 from marl_parallel.runtime.sharing import span_of
@@ -130,13 +129,13 @@ class Worker:
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
             try:
-                constructor = cloudpickle.loads(plan.constructors[env_id])
+                constructor, how_adapted = loads(plan.constructors[env_id]), loads(plan.adapter)
             except ModuleNotFoundError as error:
                 return Refusal(ModuleNotFoundError, error.name or str(error))
             restarts = (plan.counts or {}).get(env_id, 0)
             simulator = construct_one(constructor, seed=seed, env_id=env_id, restarts=restarts)
             try:
-                env = adapt(simulator, cloudpickle.loads(plan.adapter))
+                env = adapt(simulator, how_adapted)
             except BaseException as error:
                 _try_to_close(simulator)
                 if isinstance(error, NotAnEnvironment):
@@ -158,6 +157,7 @@ class Worker:
             env.reset_keywords,
             env.check_options,
             env.seeded_when_made,
+            env.options_last,
         )
         return Built(bytes(cloudpickle.dumps(description)))
 
@@ -183,12 +183,12 @@ class Worker:
         if isinstance(built, Refusal):
             return built
         try:  # before the block is laid out as this one would have it: the others' records are there, too
-            common_schema([pickle.loads(plan.described), pickle.loads(built.description)])
+            common_schema([loads(plan.described), loads(built.description)])
         except ValueError as error:
             return Refusal(ValueError, f"the environment that was built anew is another: {error}")
         self._lay_out(env_id, block)
         episode = self._episodes[env_id]
-        keywords = {} if asked is None else pickle.loads(asked)
+        keywords = {} if asked is None else loads(asked)
         keywords = self._passed(env_id, {**keywords, "seed": plan.seeds[env_id]})
         if not reset:
             episode.put_off(keywords)
@@ -201,7 +201,7 @@ class Worker:
         return self._seeds[env_id] if declared is None else declared
 
     def _reset(self, env_id: int, payload: Mapping[int, bytes]) -> bytes | None:
-        keywords = pickle.loads(payload[env_id])
+        keywords = loads(payload[env_id])
         if keywords.get("seed") is not None:
             self._seeds[env_id] = keywords["seed"]
         more = self._transitions.write(env_id, self._episodes[env_id].reset(self._passed(env_id, keywords)))
@@ -213,7 +213,7 @@ class Worker:
         return {name: value for name, value in keywords.items() if name in taken}
 
     def _step(self, env_id: int, payload: Mapping[int, bytes]) -> bytes | None:
-        extras = pickle.loads(payload[env_id]) if env_id in payload else None
+        extras = loads(payload[env_id]) if env_id in payload else None
         return self._advance(env_id, self._actions.read(env_id, extras))
 
     def _advance(self, env_id: int, actions: dict[Any, Any]) -> bytes | None:
@@ -271,7 +271,7 @@ class Worker:
         with self._ledger.during(env_id, Activity.RENDER):
             return dumps(self._episodes[env_id].env.render())
 
-    def _call(self, env_id: int, payload: bytes) -> bytes | Refusal:
+    def _call(self, env_id: int, payload: bytes) -> Answer | Refusal:
         given = _sent(payload)
         if isinstance(given, Refusal):
             return given
@@ -288,10 +288,10 @@ class Worker:
             result = member(*args, **kwargs) if callable(member) else member
         try:
             pickled = dumps(result)
-            pickle.loads(pickled)  # some things pickle, but cannot be made again from it
+            loads(pickled)  # some things pickle, but cannot be made again from it
         except Exception as error:
             return Refusal(TypeError, f"the result of {name!r} cannot be pickled: {error}")
-        return pickled
+        return Answer(pickled)
 
     def _assign(self, env_id: int, payload: Mapping[int, bytes]) -> Refusal | None:
         given = _sent(payload[env_id])
@@ -339,7 +339,7 @@ def _kind(failures: Mapping[int, Failure]) -> Message:
 def _sent(payload: bytes) -> Any:
     """What the caller wants an environment to have; a refusal where it cannot be made again from its pickle."""
     try:
-        return pickle.loads(payload)
+        return loads(payload)
     except ModuleNotFoundError as error:
         return Refusal(ModuleNotFoundError, error.name or str(error))
     except Exception as error:
@@ -359,7 +359,7 @@ def _failure(error: BaseException, doing: Activity | Message, *, torn: bool) -> 
     lines = traceback.format_exception(error)
     try:
         exception = dumps(error)
-        pickle.loads(exception)  # some exceptions pickle, but cannot be made again from it
+        loads(exception)  # some exceptions pickle, but cannot be made again from it
     except Exception:
         exception = None
     return Failure(

@@ -95,7 +95,8 @@ class Stepper(Holder):
 
     Raises:
         TypeError: It is no `ParallelEnv`.
-        ValueError: The mode is another one, agents are not known beforehand, or one of them declares no space.
+        ValueError: The mode is another one, agents are not known beforehand, one of them declares no space, or results
+            never come of all.
         ClosedEnvironmentError: It has been closed.
     """
 
@@ -109,6 +110,11 @@ class Stepper(Holder):
     ) -> None:
         super().__init__(env, facade, *modes, at_worst=at_worst)
         self._check_spaces()
+        if env.num_envs % env.batch_size:
+            raise ValueError(
+                f"{self._name} steps all {env.num_envs} environments at a time, but these come {env.batch_size} at a "
+                "time: make them with a batch_size of which num_envs is a multiple"
+            )
         self.batch = env._batch.arrays(copy=env._batch.copies if copy is None else copy)
         self.latest: Arrays | None = None
         self._sent = False

@@ -146,6 +146,12 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         frames = self.parallel_env.render()
         return None if frames is None else tuple(frame for frame in frames for _ in self.agents)
 
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The seed of each row's copy."""
+        seeds = self.parallel_env.seed()
+        return tuple(seed for seed in seeds for _ in self.agents)
+
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of each copy; one entry for each copy, as `ParallelEnv.call`."""
         return self.parallel_env.call(name, *args, **kwargs)

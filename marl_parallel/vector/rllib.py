@@ -178,8 +178,8 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
 
     def render(self) -> Any:
         """A frame of this copy; None where `render_mode` is None."""
-        frames = self._env.render()
-        return None if frames is None else frames[self._env_id]
+        frames = self._env._frames([self._env_id])
+        return None if frames is None else frames[0]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """Raises RuntimeError."""

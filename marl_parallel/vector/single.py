@@ -85,13 +85,13 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
 
     def state(self) -> np.ndarray[Any, Any]:
         """The global state; raises as `ParallelEnv.state`."""
-        state: np.ndarray[Any, Any] = self._env.state()[self._env_id]
+        state: np.ndarray[Any, Any] = self._env._states([self._env_id])[0]
         return state
 
     def render(self) -> Any:
         """A frame; None where `render_mode` is None."""
-        frames = self._env.render()
-        return None if frames is None else frames[self._env_id]
+        frames = self._env._frames([self._env_id])
+        return None if frames is None else frames[0]
 
     def close(self) -> None:
         """Close all copies: they live and end together."""

@@ -69,6 +69,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     Nothing resets by itself: TorchRL's loops do, by `_reset` (`rollout(..., break_when_any_done=False)`, collectors).
     They do so right after an end, which cancels the reset that a simulator like EnvPool would do with the next step.
+    `rollout(..., break_when_all_done=True)` works with this class itself, but not where transforms are around it and
+    episodes end at different times: what TorchRL adds to some steps cannot be reached through them.
     Seeds given to `set_seed` are those of `ParallelEnv.reset`, and take effect at each environment's next reset.
 
     Args:
@@ -108,10 +110,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     ) -> None:
         # TorchRL keeps the tensors of all steps of a rollout: views would be of the last one.
         stepper = Stepper(env, self, AutoresetMode.DISABLED, at_worst=AutoresetMode.NEXT_STEP, copy=True)
-        if env.batch_size < env.num_envs:
+        if not env._crew.partial:
             raise ValueError(
-                f"TorchRLEnv steps all {env.num_envs} environments at a time, but these come {env.batch_size} at a "
-                f"time: make them with batch_size={env.num_envs}"
+                f"TorchRLEnv steps all {env.num_envs} environments and resets some of them, but these come "
+                f"{env.batch_size} at a time"
+                + (f": make them with batch_size={env.num_envs}" if env.batch_size < env.num_envs else "")
             )
         super().__init__(device=device, batch_size=[env.num_envs])
         self.is_closed = False

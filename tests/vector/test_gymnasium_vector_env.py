@@ -209,6 +209,13 @@ def test_observations_are_a_view_of_one_copy():
     env.close()
 
 
+def test_seeds_are_told_by_row(env):
+    env.reset(seed=4)
+    rows = env.num_envs // env.parallel_env.num_envs
+    assert env.np_random_seed == tuple(np.repeat(env.parallel_env.seed(), rows).tolist())
+    assert env.np_random_seed[0] == 4
+
+
 @pytest.mark.parametrize("seeds", [[4, 9, 2], [4, 4, 4, 9, 9, 9, 2, 2, 2]])
 def test_seeds_of_copies_and_of_rows(seeds, env):
     with ParallelEnv([Herd] * COPIES, backend="serial") as plain:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium.error import ClosedEnvironmentError
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from herd import Herd
 from mpe2 import simple_spread_v3
 from odd import Odd
@@ -102,3 +102,20 @@ def test_the_facade_knows_what_one_copy_has_seen(how):
         assert observations["a"].ravel().tolist() == [2, 0, 1]
         assert how == {"copy": False} or observations["b"].ravel().tolist() == [2, 0, 1]
         assert env.present["a"].all()
+
+
+def test_one_copy_shows_itself_alone():
+    """Whether others have been reset or not."""
+    make = functools.partial(simple_spread_v3.parallel_env, render_mode="rgb_array")
+    with PettingZooVecEnv(ParallelEnv([make] * 2, auto_reset=False, num_workers=1)) as env:
+        alone = env.single(1)
+        with pytest.raises(ResetNeeded, match=r"environments \[1\] have never been reset; call reset\(\) before state"):
+            alone.state()
+        alone.reset(seed=1)
+        bare = make()
+        bare.reset(seed=1)
+        assert np.array_equal(alone.state(), bare.state())
+        assert np.array_equal(alone.render(), bare.render())
+        with pytest.raises(ResetNeeded, match=r"environments \[0\] have never been reset"):
+            env.render()
+        bare.close()

@@ -1,0 +1,149 @@
+"""Classes of the caller's own travel by value; where they are known already they stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pickle
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from marl_parallel import ParallelEnv
+from marl_parallel.runtime.pickling import dumps, loads
+
+SIMULATORS = """
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
+
+GRAVITY = 1.0
+
+class Clock:
+    ticks = 0
+
+class Body:
+    def __init__(self):
+        self.fallen = 0.0
+
+    def fall(self):
+        self.fallen += GRAVITY
+        return self.fallen
+
+class Falling(gymnasium.Env):
+    observation_space = spaces.Box(-99.0, 99.0, (1,))
+    action_space = spaces.Discrete(2)
+    built = []
+
+    def __init__(self):
+        self.body, self.clock = Body(), Clock()
+        Falling.built.append(self)
+
+    def reset(self, *, seed=None, options=None):
+        global GRAVITY
+        GRAVITY += 2.0
+        self.body.fallen = 0.0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        Clock.ticks += 1
+        return np.full(1, self.body.fall(), np.float32), 0.0, False, False, {"body": self.body}
+
+    def copies(self):
+        return len(Falling.built)
+
+def adapted(simulator):
+    return GymnasiumEnv(simulator)
+"""
+
+
+@pytest.fixture
+def falling(tmp_path: Path) -> Iterator[types.ModuleType]:
+    """A module that workers cannot import."""
+    (tmp_path / "falling_bodies.py").write_text(SIMULATORS)
+    spec = importlib.util.spec_from_file_location("falling_bodies", tmp_path / "falling_bodies.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["falling_bodies"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["falling_bodies"]
+
+
+def heights(env: ParallelEnv, look: str) -> list[float]:
+    """How far a body falls in the first step of each episode."""
+    fallen = []
+    for episode in range(5):
+        env.reset()
+        observations, _, _, _, infos = env.step([{"agent_0": 0}] * env.num_envs)
+        fallen.append(float(observations[0]["agent_0"][0]))
+        if episode == 2 and look == "get":
+            assert env.get_attr("body")[0].fallen == fallen[-1]
+        if episode == 2 and look == "set":
+            env.set_attr("body", copy.copy(infos[0]["agent_0"]["body"]))
+    return fallen
+
+
+@pytest.mark.parametrize("look", ["", "get", "set"])
+def test_who_looks_changes_nothing(look, falling, each, build):
+    """Neither the simulator's classes, where what is told of them comes from, nor the caller's, where it goes."""
+    known, fall = falling.GRAVITY, falling.Body.fall
+    env = build([falling.Falling] * 2, each, num_workers=1)
+    shared = 2.0 * (2 if each.backend in ("serial", "thread") or env.num_workers == 1 else 1)
+    assert heights(env, look) == [known + shared * episode for episode in range(1, 6)]
+    assert falling.Body.fall is fall
+    assert fall.__globals__ is vars(falling)
+    falling.GRAVITY = known
+
+
+def test_copies_in_one_process_share_their_classes(falling, each, build):
+    """As they do without workers: no constructor sets them back."""
+    env = build([falling.Falling] * 3, each, num_workers=1)
+    before = len(falling.Falling.built) if each.backend in ("serial", "thread") else 3
+    assert env.call("copies") == (before,) * 3
+    falling.Falling.built.clear()
+
+
+def test_an_adapter_that_workers_cannot_import(falling, each, build):
+    for adapter in (falling.adapted, lambda simulator: falling.adapted(simulator)):
+        env = build([falling.Falling] * 2, each, adapter=adapter)
+        assert len(env.reset()[0]) == 2
+
+
+def test_a_class_whose_making_has_failed_half_way_is_made(falling):
+    """The second time, with what was missing, is as good as the first."""
+    made = types.new_class("Late", (), {}, lambda names: names.update(missing=falling, value=3, __module__="__main__"))
+    pickled = cloudpickle.dumps(made)
+    program = (
+        "import sys, types; from marl_parallel.runtime.pickling import loads\n"
+        f"pickled = {pickled!r}\n"
+        "for _ in range(2):\n"
+        "    try:\n        loads(pickled)\n    except ModuleNotFoundError as error:\n        print(error.name)\n"
+        "sys.modules['falling_bodies'] = types.ModuleType('falling_bodies')\n"
+        "print(loads(pickled).value, loads(pickled) is loads(pickled))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["falling_bodies", "falling_bodies", "3", "True"], done.stderr
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_what_is_known_stays_as_it_is(size):
+    """Cloudpickle alone would set it back."""
+
+    class Own:
+        value = 1
+
+    pickled = dumps((Own, b"." * size))
+    Own.value = 2
+    assert loads(pickled) == (Own, b"." * size)
+    assert Own.value == 2
+    pickle.loads(pickled)
+    assert Own.value == 1
