@@ -166,11 +166,12 @@ class AsyncStepping(Inquiries):
         for_each = checked_options(options, len(ids))
         keywords: dict[int, bytes] = {}
         told: dict[int, int] = {}
-        for env_id, own, own_options in zip(ids, seeds, for_each, strict=True):
+        for own_options in for_each:
             if own_options is not None:
                 self._check_options(own_options)
-                if self._crew.restarts is not None:
-                    own_options = self._crew.restarts.with_lasting(env_id, own_options)
+        for env_id, own, own_options in zip(ids, seeds, for_each, strict=True):
+            if own_options is not None and self._crew.restarts is not None:
+                own_options = self._crew.restarts.with_lasting(env_id, own_options)
             if own is None and not self._batch.begun[env_id] and not self._restarted(env_id):
                 own = base + env_id
             if own is not None:

@@ -351,6 +351,15 @@ def breaking(setup: Setup) -> list[str]:
     return ["raise", "exit"] if setup.backend in ("process", "ray") else ["raise"]
 
 
+def test_options_that_are_refused_do_not_last(each, build):
+    env = build([arena] * 2, each, on_error="restart")
+    env.reset()
+    with pytest.raises(ValueError, match="options must be numbers"):
+        env.reset(options=[{"wind": 1.0}, {"wind": "strong"}])
+    env.reset(options={"gravity": 2.0})
+    assert env.get_attr("parameters") == ({"gravity": 2.0},) * 2
+
+
 @each_mode
 def test_parameters_last_beyond_a_restart(mode, each, build):
     """As they do in an environment that goes on."""
