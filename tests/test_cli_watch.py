@@ -59,6 +59,15 @@ def test_what_is_slow_is_not_taken_for_hanging(slow):
     assert 1 <= notebook.facts["step"]["count"] < 5
 
 
+@pytest.fixture
+def default_signals():
+    """Started with `nohup`, these tests and what they start would not be ended by a SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_outlives_the_command(number, tmp_path):
     told = tmp_path / "child"
