@@ -94,6 +94,8 @@ class EnvPool(NativeSimulator):
         self.partial = config.get("max_num_players", 1) == 1  # so it is in its core, by whatever has been sent
         self.metadata, self.render_mode = dict(pool.metadata), pool.render_mode
         self._pool = pool
+        # dm_control's tasks tell how good the state is that an episode begins in; of no others is that known.
+        self._rewards_firsts = type(pool).__name__.startswith("Dmc")
         self._players = config.get("max_num_players", 1)
         self._seated = np.zeros((self.num_envs, self._players), np.bool_)  # who was there in each copy's last row
         self._learn_states(pool)
@@ -161,6 +163,8 @@ class EnvPool(NativeSimulator):
         at = self._at
         truncated = states[at["trunc"]]
         terminated = states[at["done"]] > truncated  # one and not the other
+        if self._rewards_firsts or self._players > 1:
+            self._take_back_first_rewards(states)
         if self._players > 1:
             return self._of_several(states, terminated, truncated)
         return Received(
@@ -176,6 +180,14 @@ class EnvPool(NativeSimulator):
             _columns(states, self._told),
             {},
         )
+
+    def _take_back_first_rewards(self, states: Sequence[NDArray[Any]]) -> None:
+        """Nobody has acted for them."""
+        at = self._at
+        firsts = states[at["elapsed_step"]] == 0
+        if self._players > 1:
+            firsts = np.isin(states[at["info:players.env_id"]], states[at["info:env_id"]][firsts])
+        states[at["reward"]][firsts] = 0.0
 
     def _of_several(
         self, states: Sequence[NDArray[Any]], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]

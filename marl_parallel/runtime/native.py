@@ -36,7 +36,7 @@ class Received(NamedTuple):
         env_ids: `(n,)`: which copies.
         observations: For each group of agents with equal observation spaces, as `alike` parts them, what they see:
             arrays `(n, agents of the group, ...)` in the form of the space.
-        rewards: `(n, k)`, in the simulator's own dtype; of an episode's first observation they are not looked at.
+        rewards: `(n, k)`, in the simulator's own dtype; of an episode's first observation they are zeros.
         terminations: `(n, k)`, bool.
         truncations: `(n, k)`, bool.
         terminated: `(n,)`, bool: whether the episode has ended.

@@ -198,8 +198,6 @@ class NativeCrew(Closable):
         steps = int(np.count_nonzero(received.elapsed))
         self._stepped += steps
         self._reset += rows - steps
-        if steps < rows:
-            received.rewards[received.elapsed == 0] = 0.0  # for which nobody has acted
         return received
 
     def _in_order(self, received: Received, ids: EnvIds) -> Received:
