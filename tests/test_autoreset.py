@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 from comparison import assert_same
-from environments import Scripted
+from environments import Hunt, Scripted
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from pettingzoo import ParallelEnv as PettingZooEnv
@@ -351,3 +351,38 @@ def test_agents_who_rejoin_or_leave_without_a_word(packed, build):
     for expected in (["a"], ["a", "b", "c"], ["b"], ["a"]):
         env.step([{}, {}])
         assert [sorted(agents) for agents in env.acting] == [expected] * 2
+
+
+class Unseen(Hunt):
+    """A wolf who is rewarded and flagged, but sees nothing; the others go before it is cut off."""
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        observations, infos = super().reset(seed=seed, options=options)
+        self.last, *_ = self.agents
+        self.time = 0
+        return {agent: seen for agent, seen in observations.items() if agent != self.last}, infos
+
+    def step(self, actions: dict) -> Any:
+        self.time += 1
+        others = [agent for agent in self.agents if agent != self.last]
+        ends, cut = {**dict.fromkeys(others, self.time == 2), self.last: False}, self.time == 4
+        rewards = dict.fromkeys(self.agents, 1.0)
+        seen = {agent: self.observation_space(agent).sample() for agent in others}
+        flags = ends, {**dict.fromkeys(others, False), self.last: cut}
+        if self.time == 2:
+            self.agents = [self.last]
+        if cut:
+            self.agents = []
+        return seen, rewards, *flags, {}
+
+
+def test_the_last_one_was_never_seen(each, build):
+    """How the episode ends is told by whoever is flagged then."""
+    env = build([Unseen], each, "DISABLED")
+    env.reset()
+    ends = []
+    for _ in range(4):
+        actions = [{agent: env.action_space[agent].sample() for agent in env.acting[0]}]
+        _, _, terminateds, truncateds, _ = env.step(actions)
+        ends.append((terminateds[0]["__all__"], truncateds[0]["__all__"]))
+    assert ends == [(False, False)] * 3 + [(False, True)]

@@ -91,12 +91,12 @@ class EnvPool(NativeSimulator):
         self.name, self.seeds = name, seeds
         self.num_envs = config["num_envs"]
         self.batch_size = config["batch_size"] or self.num_envs
-        self.partial = config.get("max_num_players", 1) == 1  # so it is in its core, by whatever has been sent
         self.metadata, self.render_mode = dict(pool.metadata), pool.render_mode
         self._pool = pool
         # dm_control's tasks tell how good the state is that an episode begins in; of no others is that known.
         self._rewards_firsts = type(pool).__name__.startswith("Dmc")
         self._players = config.get("max_num_players", 1)
+        self.partial = self._players == 1  # with several, EnvPool waits for as many rows as there are copies
         self._seated = np.zeros((self.num_envs, self._players), np.bool_)  # who was there in each copy's last row
         self._learn_states(pool)
         self._learn_actions(pool)

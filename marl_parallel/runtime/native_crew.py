@@ -41,7 +41,7 @@ class NativeCrew(Closable):
     def __init__(self, simulator: NativeSimulator) -> None:
         self._simulator = simulator
         self.batch_size = simulator.batch_size
-        self.partial = simulator.partial and simulator.batch_size == simulator.num_envs  # comes at once
+        self.partial = simulator.partial and simulator.batch_size == simulator.num_envs
         self.shares = [range(simulator.num_envs)]
         self.seeds_stale = False
         self.tracer: Tracer | None = None
