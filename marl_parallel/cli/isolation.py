@@ -29,6 +29,7 @@ from marl_parallel.cli.failures import CommandError
 from marl_parallel.cli.findings import Finding, Question, Severity
 from marl_parallel.cli.rollout import Trace
 from marl_parallel.cli.values import in_brief, pickling_error
+from marl_parallel.runtime.forked import end_forked_copy
 from marl_parallel.runtime.messages import Lost
 from marl_parallel.runtime.reports import manner_of_death, place
 
@@ -120,6 +121,7 @@ class Notebook:
         self._doing: tuple[Any, ...] = ()
         self._said = 0.0
         self._found: set[Any] = set()
+        self._pid = os.getpid()
         faulthandler.enable(self._stack)
 
     def find(self, question: Question, severity: Severity, what: str, advice: str, kind: str = "") -> None:
@@ -173,7 +175,11 @@ class Notebook:
         faulthandler.dump_traceback_later(self._job.timeout + seconds, exit=True, file=self._stack)
         try:
             yield
+        except BaseException as error:
+            self._check_not_forked(error)
+            raise
         finally:
+            self._check_not_forked()
             faulthandler.cancel_dump_traceback_later()
 
     @contextlib.contextmanager
@@ -220,7 +226,13 @@ class Notebook:
                 "else errors arrive as text, without the exception as their __cause__",
             )
 
+    def _check_not_forked(self, error: BaseException | None = None) -> None:
+        """End this process where it is a copy that the simulator has forked; only the probe itself goes on."""
+        if os.getpid() != self._pid:
+            end_forked_copy(error)
+
     def _write(self, event: str, value: Any) -> None:
+        self._check_not_forked()
         self._file.write(json.dumps([event, value]) + "\n")
 
 

@@ -8,12 +8,16 @@ moment apart. One number is the parent's to write: that nothing new is to be beg
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from marl_parallel.runtime.forked import end_returning_copy
 
 
 class Activity(IntEnum):
@@ -80,6 +84,7 @@ class Ledger:
         self._changed = time.monotonic()  # when the worker last took up work, or laid it down
         self._entered = self._inside = self._busy = self._waited = 0.0
         self._ended = [0] * len(Activity)
+        _of_this_process.add(self)
 
     def enter(self, env_id: int, activity: int) -> None:
         """Note that an environment begins something, now."""
@@ -196,3 +201,21 @@ class Ledger:
     def waiting_s(self) -> float:
         """Seconds spent by the worker without anything to do."""
         return float(self._floats[self._WAITING])
+
+
+_of_this_process: WeakSet[Ledger] = WeakSet()
+
+
+def _guard_in_forked_child() -> None:
+    """In a forked child: end it as soon as it comes back from a simulator to a worker of its parent.
+
+    A worker writes to its ledger whenever a method of a simulator is entered or left, and nobody but the worker does.
+    Replacing these methods here costs nothing in a step.
+    """
+    for ledger in list(_of_this_process):
+        vars(ledger).update(dict.fromkeys(("enter", "leave", "take_up", "lay_down"), end_returning_copy))
+    _of_this_process.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_guard_in_forked_child)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import time
 import traceback
@@ -25,6 +26,7 @@ from marl_parallel.runtime import tracing
 from marl_parallel.runtime.actions import ActionRecords
 from marl_parallel.runtime.columns import Unfit
 from marl_parallel.runtime.episode import Episode
+from marl_parallel.runtime.forked import end_forked_copy
 from marl_parallel.runtime.layout import Layout, Schema
 from marl_parallel.runtime.ledger import Activity, Ledger
 from marl_parallel.runtime.messages import Failure, Message, Reply, Request
@@ -58,6 +60,7 @@ class Worker:
     ) -> None:
         self._ledger, self._attach = ledger, attach
         self._own_process, self._in_line = own_process, in_line
+        self._pid = os.getpid()
         self._episodes: dict[int, Episode] = {}
         self._seeds: dict[int, int] = {}
         self._share: range | None = None
@@ -106,6 +109,7 @@ class Worker:
                 if result is not None:
                     results[env_id] = result
             except BaseException as error:  # SystemExit is a simulator's failure too, not the worker's end
+                self._check_not_forked(error)
                 if self._in_line and isinstance(error, KeyboardInterrupt):
                     raise
                 failures[env_id] = _failure(error, self._ledger.latest or message, torn=env_id in self._torn)
@@ -113,12 +117,22 @@ class Worker:
                 if (kept := self._kept.pop(env_id, None)) is not None:
                     results[env_id] = kept
             if prompt and (results or failures):
+                self._check_not_forked()
                 send(Reply(_kind(failures), message, (env_id,), results, failures, time.monotonic(), last=False))
                 results, failures = {}, {}
         moment = self._ledger.lay_down()
+        self._check_not_forked()
         if message is Message.CLOSE and (slices := tracing.end(self._ledger)) is not None:
             results[tracing.LAST_WORDS] = slices
         send(Reply(_kind(failures), message, env_ids, results, failures, moment, last))
+
+    def _check_not_forked(self, error: BaseException | None = None) -> None:
+        """End this process where it is a forked copy of the worker that the ledger has not caught.
+
+        That is one forked while values of the simulator were pickled or converted, or forked by native code.
+        """
+        if os.getpid() != self._pid:
+            end_forked_copy(error)
 
     # -- one handler for each request; each takes an environment's id and the payload ----------------------------------
 
@@ -177,7 +191,7 @@ class Worker:
         old = self._episodes.pop(env_id, None)
         if old is not None:
             # What a broken simulator raises when it is closed would only hide what broke it.
-            with self._ledger.during(env_id, Activity.CLOSE), contextlib.suppress(BaseException):
+            with contextlib.suppress(BaseException), self._ledger.during(env_id, Activity.CLOSE):
                 old.env.close()
         built = self._build(env_id, plan)
         if isinstance(built, Refusal):
