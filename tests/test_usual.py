@@ -123,7 +123,7 @@ class Mail:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        for name in ("put", "send", "receive"):
+        for name in ("put", "receive", "receive_now"):
             monkeypatch.setattr(Channel, name, self.counted(getattr(Channel, name)))
 
     def counted(self, method: Any) -> Any:

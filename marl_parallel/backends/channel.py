@@ -1,8 +1,12 @@
 """Objects over a socket between two processes that may die at any moment.
 
-The end of a stream is no sign that the other side is gone, since a simulator's own children inherit it; so whoever
-waits looks at somebody who knows from time to time, and never blocks for good. What is large goes into a file without
+The end of a stream is no sign that the other side is gone, since a simulator's own children inherit it. So the parent
+of a worker must not wait here (`receive_now`, `put`, `flush`); the worker may (`receive`, `send`, `finish`), since it
+dies with its parent. What is large goes into a file without
 a name, of which only the descriptor is sent: a socket holds little, and the sender is not to wait for the reader.
+
+The other side may stop in the middle of a message. `receive_now` and `flush` keep what has come or gone so far, and go
+on from there when they are called again.
 """
 
 from __future__ import annotations
@@ -16,14 +20,12 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from marl_parallel.backends.memory import anonymous_file
 
 _HEADER = struct.Struct("=Q?")  # the length, and whether it is in a file
 _INLINE = 16384
-_LOOK_EVERY_MS = 20
 _ROOM_FOR_FD = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
@@ -36,19 +38,25 @@ class Channel:
 
     Args:
         connection: A connected stream socket; owned by this object from now on.
-        alive: Whether the other side can still be expected to read and write.
 
     Attributes:
         unsent: What is left to be sent.
     """
 
-    def __init__(self, connection: socket.socket, alive: Callable[[], bool]) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        self._socket, self._alive = connection, alive
+        self._socket = connection
         self._reader, self._writer = select.poll(), select.poll()
         self._reader.register(connection, select.POLLIN)
         self._writer.register(connection, select.POLLOUT)
         self.unsent: deque[_Letter] = deque()
+        # Of the message that is being received: its header, its body, the part of that still to come, and its file.
+        self._header, self._body, self._missing = bytearray(), bytearray(), memoryview(b"")
+        self._received_fd: int | None = None
+
+    def fileno(self) -> int:
+        """The socket's descriptor, to wait for what comes."""
+        return self._socket.fileno()
 
     def send(self, message: Any) -> None:
         """Send an object that plain `pickle` can handle, and wait until all of it is on its way.
@@ -57,8 +65,16 @@ class Channel:
             Gone: The other side is.
         """
         self.put(message)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until all that was `put` is on its way.
+
+        Raises:
+            Gone: The other side is.
+        """
         while not self.flush():
-            self._wait(self._writer)
+            self._writer.poll()
 
     def put(self, message: Any) -> None:
         """Send as much of an object as can be without waiting; `flush` sends the rest.
@@ -93,68 +109,78 @@ class Channel:
         return True
 
     def receive(self) -> Any:
-        """The next object.
+        """Wait for the next object and return it.
 
         Raises:
             Gone: The other side is.
             OSError: It came in a file, and this process has as many open as it may have.
         """
-        header, fd = bytearray(), None
-        while len(header) < _HEADER.size:
+        while (message := self.receive_now()) is None:
+            self._reader.poll()
+        return message
+
+    def receive_now(self) -> Any:
+        """The next object if all of it is here, else None; never waits. What has come of it is kept for the next call.
+
+        Raises:
+            Gone: The other side is.
+            OSError: It came in a file, and this process has as many open as it may have.
+        """
+        if len(self._header) < _HEADER.size:
+            if not self._fill_header():
+                return None
+            length, in_file = _HEADER.unpack(self._header)
+            self._body = bytearray(0 if in_file else length)
+            self._missing = memoryview(self._body)
+        while self._missing:
             try:
-                data, ancillary, _, _ = self._socket.recvmsg(
-                    _HEADER.size - len(header), _ROOM_FOR_FD, socket.MSG_CMSG_CLOEXEC
-                )
+                received = self._socket.recv_into(self._missing)
             except BlockingIOError:
-                self._wait(self._reader)
-                continue
-            except ConnectionResetError as error:  # it died with something of ours unread
+                return None
+            except ConnectionResetError as error:
                 raise Gone from error
-            if not data:
+            if not received:
                 raise Gone
-            header += data
-            for _, _, descriptor in ancillary:
-                fd = array.array("i", descriptor)[0]
-        length, in_file = _HEADER.unpack(header)
+            self._missing = self._missing[received:]
+        length, in_file = _HEADER.unpack(self._header)
+        body, fd, self._received_fd = self._body, self._received_fd, None
+        self._header, self._body, self._missing = bytearray(), bytearray(), memoryview(b"")
         if not in_file:
-            return pickle.loads(self._exactly(length))
+            return pickle.loads(body)
         if fd is None:
             raise OSError(
                 errno.EMFILE, "a large message was lost, since this process has too many files open; raise `ulimit -n`"
             )
         try:
-            with mmap.mmap(fd, length, prot=mmap.PROT_READ) as body:
-                return pickle.loads(body)
+            with mmap.mmap(fd, length, prot=mmap.PROT_READ) as file:
+                return pickle.loads(file)
         finally:
             os.close(fd)
 
-    def _exactly(self, nbytes: int) -> bytearray:
-        data = bytearray(nbytes)
-        rest = memoryview(data)
-        while rest:
+    def _fill_header(self) -> bool:
+        """Read what is there of the header, and the file that comes with it; whether the header is complete."""
+        while len(self._header) < _HEADER.size:
             try:
-                received = self._socket.recv_into(rest)
+                data, ancillary, _, _ = self._socket.recvmsg(
+                    _HEADER.size - len(self._header), _ROOM_FOR_FD, socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
-                self._wait(self._reader)
-                continue
-            except ConnectionResetError as error:
+                return False
+            except ConnectionResetError as error:  # it died with something of ours unread
                 raise Gone from error
-            if not received:
+            if not data:
                 raise Gone
-            rest = rest[received:]
-        return data
-
-    def _wait(self, poller: select.poll) -> None:
-        while not poller.poll(_LOOK_EVERY_MS):
-            if not self._alive():
-                # What it wrote before it died is still there.
-                if poller.poll(0):
-                    return
-                raise Gone
+            self._header += data
+            for _, _, descriptor in ancillary:
+                self._received_fd = array.array("i", descriptor)[0]
+        return True
 
     def close(self) -> None:
         """Close this end; idempotent."""
         self._socket.close()
+        if self._received_fd is not None:
+            os.close(self._received_fd)
+            self._received_fd = None
         for letter in self.unsent:
             letter.discard()
         self.unsent.clear()

@@ -14,8 +14,7 @@ What is weaker here than in `process.py`, which needs Linux:
   interpreter's lock or the process is stopped. Deaths of workers are looked for every 20 ms.
 - Of what a simulator has started, only its process group is ended with it; what has left the group stays. On Windows
   there is no such group: the simulator's own processes stay.
-- A worker that is stopped (SIGSTOP) holds up `post` once its pipe is full, and one that dies half-way through a large
-  reply holds up `wait` for as long as a child forked by its simulator lives; no timeout helps then.
+- A worker that is stopped (SIGSTOP) while it starts holds up whoever starts it.
 - Memory lives in an unlinked file in the folder for temporary files, except on Windows, where it has no file.
 - Windows: no stack of a worker that hangs, and the folder with the crash reports stays if the parent is killed.
 """
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _TICK_S = 0.02
+_REST_TICK_S = 0.001
 _STARTED_WITHIN_S = 60.0
 _TERMINATED_WITHIN_S = 0.5
 _KILLED_WITHIN_S = 5.0
@@ -151,7 +151,9 @@ class PortableProcessBackend(Backend):
             replies += self._taken()
             if len(replies) >= at_least or interrupted or any(type(reply) is Lost for _, reply in replies):
                 return replies
-            tick = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
+            tick = _TICK_S if not any(worker.unsent for worker in self._workers) else _REST_TICK_S
+            if deadline is not None:
+                tick = min(tick, deadline - time.monotonic())
             if tick <= 0 or not self._ears:  # a signal handler may have closed meanwhile
                 return replies
             busy = [worker for worker, before in enumerate(self._before) if before]
@@ -176,8 +178,12 @@ class PortableProcessBackend(Backend):
         replies: list[tuple[int, Reply | Lost]] = []
         before = self._before[worker]
         try:
-            while before and worker not in self._lost and self._workers[worker].connection.poll():
-                reply: Reply = self._workers[worker].connection.recv()
+            if before and worker not in self._lost and self._workers[worker].unsent:
+                self._workers[worker].flush()
+            while before and worker not in self._lost:
+                reply: Reply | None = self._workers[worker].receive_now()
+                if reply is None:
+                    break
                 replies.append((worker, reply))
                 if reply.last:
                     before.popleft()

@@ -14,6 +14,7 @@ import sys
 from typing import Any, NamedTuple
 
 _LENGTH = struct.Struct("=Q")
+_MOST_AT_A_TIME = 1 << 20
 
 
 class Start(NamedTuple):
@@ -81,15 +82,19 @@ class NamedMemory:
             os.close(self.fd)
 
 
+def packed(message: Any) -> list[memoryview]:
+    """The parts that an object is written to a pipe in."""
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return [memoryview(_LENGTH.pack(len(body))), memoryview(body)]
+
+
 def send(pipe: int, message: Any) -> None:
     """Write an object to a pipe.
 
     Raises:
         OSError: Nobody reads any more.
     """
-    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    for part in (_LENGTH.pack(len(body)), body):
-        rest = memoryview(part)
+    for rest in packed(message):
         while rest:
             rest = rest[os.write(pipe, rest) :]
 
@@ -107,8 +112,45 @@ def receive(pipe: int) -> Any:
 def _exactly(pipe: int, nbytes: int) -> bytearray:
     data = bytearray()
     while len(data) < nbytes:
-        part = os.read(pipe, min(nbytes - len(data), 1 << 20))
+        part = os.read(pipe, min(nbytes - len(data), _MOST_AT_A_TIME))
         if not part:
             raise EOFError
         data += part
     return data
+
+
+class Inbox:
+    """Reads objects from a pipe or socket that does not block, as much as there is at a time.
+
+    Args:
+        fd: Its descriptor, which stays the caller's.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._data = bytearray()
+
+    def receive_now(self) -> Any:
+        """The next object if all of it is here, else None. What has come of it is kept for the next call.
+
+        Raises:
+            EOFError: Nobody writes any more.
+            OSError: Likewise.
+        """
+        while (missing := self._missing()) > 0:
+            try:
+                part = os.read(self._fd, min(missing, _MOST_AT_A_TIME))
+            except BlockingIOError:
+                return None
+            if not part:
+                raise EOFError
+            self._data += part
+        data, self._data = self._data, bytearray()
+        return pickle.loads(memoryview(data)[_LENGTH.size :])
+
+    def _missing(self) -> int:
+        """How many bytes are to come, as far as is known."""
+        if len(self._data) < _LENGTH.size:
+            return _LENGTH.size - len(self._data)
+        (length,) = _LENGTH.unpack_from(self._data)
+        return int(_LENGTH.size + length - len(self._data))

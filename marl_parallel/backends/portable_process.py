@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
@@ -59,6 +61,10 @@ class PortableProcess:
             raise
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
+        self._unsent: deque[memoryview] = deque()
+        self._inbox: portable_ends.Inbox | None = None
+        if sys.platform != "win32":  # there, a pipe that does not block has other rules
+            os.set_blocking(self._pipe.fileno(), False)
         self.send(start)
 
     def connect(self, deadline: float) -> None:
@@ -72,6 +78,9 @@ class PortableProcess:
             try:
                 link = connection.Client(self._start.address, authkey=self._start.key)
                 link.recv_bytes()
+                if sys.platform != "win32":
+                    os.set_blocking(link.fileno(), False)
+                    self._inbox = portable_ends.Inbox(link.fileno())
                 self._connection = link
             except (EOFError, OSError) as error:  # it does not listen yet, or not any more
                 if (exitcode := self.exitcode()) is not None:
@@ -79,6 +88,7 @@ class PortableProcess:
                     raise RuntimeError(f"{died}; its stderr says why") from error
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"worker {self._start.worker} did not start in time") from error
+                self.flush()
                 time.sleep(_GLANCE_S)
 
     @property
@@ -88,9 +98,47 @@ class PortableProcess:
         return self._connection
 
     def send(self, message: Any) -> None:
-        """Send it something; nothing happens if it has died."""
-        with contextlib.suppress(OSError):  # found out, with its reason, by whoever waits for the reply
-            portable_ends.send(self._pipe.fileno(), message)
+        """Send it something, as much as it takes now; nothing happens if it has died."""
+        if sys.platform == "win32":
+            with contextlib.suppress(OSError):  # found out, with its reason, by whoever waits for the reply
+                portable_ends.send(self._pipe.fileno(), message)
+            return
+        self._unsent.extend(portable_ends.packed(message))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send the rest of what was to be sent, as long as the worker takes it: one that is stopped does not."""
+        poller = None
+        while self._unsent:
+            try:
+                self._unsent[0] = self._unsent[0][os.write(self._pipe.fileno(), self._unsent[0]) :]
+                if not self._unsent[0]:
+                    self._unsent.popleft()
+            except BlockingIOError:
+                if poller is None:
+                    poller = select.poll()
+                    poller.register(self._pipe.fileno(), select.POLLOUT)
+                if not poller.poll(_GLANCE_S * 1e3):
+                    return
+            except OSError:  # found out, with its reason, by whoever waits for the reply
+                self._unsent.clear()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether there is a rest to be sent."""
+        return bool(self._unsent)
+
+    def receive_now(self) -> Any:
+        """The next reply if all of it is here, else None.
+
+        Raises:
+            EOFError: It has hung up.
+            OSError: Likewise.
+        """
+        if self._inbox is not None:
+            return self._inbox.receive_now()
+        # On Windows, the system keeps a message together.
+        return self.connection.recv() if self.connection.poll() else None
 
     def exitcode(self) -> int | None:
         """How it ended, and with it, its process group; None while it lives."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import time
 from multiprocessing.connection import Listener
 from queue import SimpleQueue
 
+from marl_parallel.backends import portable_ends
 from marl_parallel.backends.portable_ends import NamedMemory, Start, receive
 from marl_parallel.backends.stacks import report_to
 from marl_parallel.runtime.ledger import Ledger
@@ -52,9 +54,12 @@ def _serve(start: Start, requests: SimpleQueue[Request]) -> None:
         connection = listener.accept()
     with connection:
         connection.send_bytes(b"here")
+        send = (
+            connection.send if sys.platform == "win32" else functools.partial(portable_ends.send, connection.fileno())
+        )
         while True:
             request = requests.get()
-            worker.execute(request, connection.send)
+            worker.execute(request, send)
             if request.message is Message.CLOSE:
                 return
 

@@ -15,8 +15,8 @@ Who starts and ends the processes is `contexts.py`; what runs in them `process_w
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
+import select
 import socket
 import time
 from collections import deque
@@ -36,6 +36,7 @@ from marl_parallel.runtime.sharing import span_of, usable_cpus
 
 _TICK_S = 0.02
 """How often to look for deaths while waiting, should nobody be left to tell of them."""
+_REST_TICK_MS = 1.0
 _TERMINATED_WITHIN_S = 0.5
 _ENTRY = "marl_parallel.backends.process_worker"
 
@@ -54,6 +55,7 @@ class ProcessBackend(Backend):
         self._channels: list[Channel] = []
         self._pids: list[int] = []
         self._before: list[deque[Request]] = []
+        self._half_read: dict[int, int] = {}  # by worker, the note of a message of which only a part has come
         self._armed = False
         self._lost: dict[int, Lost] = {}
         self._looked = 0.0  # when deaths were last looked for
@@ -87,7 +89,7 @@ class ProcessBackend(Backend):
     def _launch(self, worker: int) -> tuple[Channel, int]:
         assert self._launcher is not None
         ours, theirs = socket.socketpair()
-        channel = Channel(ours, alive=functools.partial(self._is_alive, worker))
+        channel = Channel(ours)
         try:
             with theirs:
                 pid = self._launcher.launch(worker, [theirs.fileno(), self._board.fd, self._records_fd])
@@ -108,6 +110,7 @@ class ProcessBackend(Backend):
             return
         self._await_death(worker, patience=0.0)
         self._before[worker].clear()
+        self._half_read.pop(worker, None)
         self._channels[worker].close()
         control.clear_desk(self._board.buffer, worker, self._capacity)
         self._desks[worker] = control.Desk(self._board.buffer, worker, self._capacity)
@@ -143,7 +146,11 @@ class ProcessBackend(Backend):
         # CPU, so on that way every microsecond counts.
         while self._armed or not self._enough(replies, at_least):
             self._armed = False
-            if deadline is None:
+            if self._half_read:
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
+                self._await_rest()
+            elif deadline is None:
                 self._bell.wake.nap(_TICK_S)
             elif (patience := min(_TICK_S, deadline - time.monotonic())) > 0:
                 self._bell.wake.take(patience)
@@ -186,8 +193,13 @@ class ProcessBackend(Backend):
         if channel.unsent:
             with contextlib.suppress(Gone):  # found out below
                 channel.flush()
-        while before and done.signal.try_take():
-            note = done.taken()
+        while before:
+            if worker in self._half_read:
+                note = self._half_read.pop(worker)
+            elif done.signal.try_take():
+                note = done.taken()
+            else:
+                break
             if note == _ALL_DONE:
                 replies.append((worker, Reply(*_DONE, None, {}, {}, done.moment)))
             elif note & control.KIND == control.PLAIN:
@@ -195,16 +207,28 @@ class ProcessBackend(Backend):
                 replies.append((worker, Reply(*_DONE, control.env_ids_of(note), {}, {}, done.moment, last)))
             else:
                 try:
-                    replies.append((worker, channel.receive()))
+                    reply = channel.receive_now()
                 except Gone:
                     self._await_death(worker)
                     break
+                if reply is None:  # the worker may even have stopped in the middle of it
+                    self._half_read[worker] = note
+                    break
+                replies.append((worker, reply))
             if note & control.LAST:
                 before.popleft()
         if before and worker in self._lost:
             before.clear()
+            self._half_read.pop(worker, None)
             replies.append((worker, self._lost[worker]))
         return replies
+
+    def _await_rest(self) -> None:
+        """Wait a moment for more of the messages of which a part has come; nobody rings for that."""
+        poller = select.poll()
+        for worker in self._half_read:
+            poller.register(self._channels[worker].fileno(), select.POLLIN)
+        poller.poll(_REST_TICK_MS)
 
     def _lost_now(self) -> Mapping[int, Lost]:
         """Who has died, brought up to date."""
@@ -215,9 +239,6 @@ class ProcessBackend(Backend):
                     worker = self._pids.index(pid)
                     self._lost[worker] = Lost(exitcode, self._launcher.crash_report(pid))
         return self._lost
-
-    def _is_alive(self, worker: int) -> bool:
-        return worker not in self._lost_now()
 
     def _await_death(self, worker: int, patience: float = 1.0) -> None:
         """It has hung up, or is to end: give it a moment to be found dead, and see to it."""
@@ -253,6 +274,7 @@ class ProcessBackend(Backend):
     def _forget(self) -> None:
         for before in self._before:
             before.clear()
+        self._half_read.clear()
         for channel in self._channels:
             channel.close()
         self._channels = []

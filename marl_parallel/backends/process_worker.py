@@ -33,8 +33,7 @@ def main(index: int, fds: Sequence[int]) -> None:
     """
     connection, control_fd, records_fd = fds
     board = Block.attach(control_fd, os.fstat(control_fd).st_size)
-    # The kernel kills this process with the parent, so there is nobody to look for.
-    channel = Channel(socket.socket(fileno=connection), alive=lambda: True)
+    channel = Channel(socket.socket(fileno=connection))
     spin, capacity = channel.receive()
     desk, bell = control.Desk(board.buffer, index, capacity), control.Bell(board.buffer)
     worker = Worker(desk.ledger, lambda layout: Block.attach(records_fd, layout.nbytes).buffer, own_process=True)
@@ -53,10 +52,12 @@ def _sender(desk: control.Desk, bell: control.Bell, channel: Channel) -> Callabl
         _, answers, env_ids, results, failures, completed, last = reply
         more = control.LAST if last else 0
         if answers is not Message.STEP or results or failures:
-            # First the note: the parent reads the channel only after it, and must be reading when much is sent.
+            # The note comes after the message, so that the parent is not woken for one that is not complete. A message
+            # that the socket has no room for is the exception: the parent must read so that the rest can be sent.
+            channel.put(reply)
             desk.done.put(control.MAIL | more, completed)
             bell.arrive()
-            channel.send(reply)
+            channel.finish()
             return
         note = control.PLAIN | more
         desk.done.put(note if env_ids is None else control.note_of(note, span_of(env_ids)), completed)

@@ -1,0 +1,103 @@
+"""A simulator whose process stops, or whose native thread keeps the interpreter's lock, while it sends a large info."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import threading
+import time
+from typing import Any
+
+from forking import Walk
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def keep_the_lock() -> None:
+    """As a native thread does that never gives it back; no signal interrupts it, as the main thread gets them."""
+    ctypes.PyDLL(None).sleep(3600)
+
+
+FAULTS = {"stop": stop, "lock": keep_the_lock}
+
+
+def when_a_message_is_written() -> None:
+    """Return while this process fills the file that a large message is sent in."""
+    while True:
+        for entry in os.scandir("/proc/self/fd"):
+            try:
+                if "mail" in os.readlink(entry.path):
+                    return
+            except FileNotFoundError:
+                continue
+
+
+class LargeInfos(Walk):
+    """Returns a large info in one step of its first life, and stops while it is on its way; only environment 0 does.
+
+    Args:
+        fault: One of `FAULTS`; "" for none, as in a reference.
+        at: In which step, counted from 1.
+        size: Bytes of the info.
+        delay: Seconds after the step's end at which the fault begins; None to wait for the message's file.
+        inline: Whether this process has no descriptor left for files, so that messages go through the socket.
+    """
+
+    def __init__(
+        self, fault: str, at: int = 2, size: int = 1 << 25, delay: float | None = 0.0, inline: bool = False, *,
+        env_id: int, seed: int, restarts: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(seed=seed)
+        self.map = b""
+        self.fault, self.at, self.size, self.delay, self.inline = fault, at, size, delay, inline
+        self.steps, self.faulty = 0, env_id == 0 and restarts == 0
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        observations, rewards, terminations, truncations, infos = super().step(actions)
+        self.steps += 1
+        if self.faulty and self.steps == self.at:
+            infos["a"] = {"image": bytes(self.size)}
+            if self.fault:
+                self.begin()
+        return observations, rewards, terminations, truncations, infos
+
+    def begin(self) -> None:
+        if self.inline:
+            lowest_free = os.dup(0)
+            os.close(lowest_free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        threading.Thread(target=self.wait_and_break, daemon=True).start()
+
+    def wait_and_break(self) -> None:
+        if self.delay is None:
+            when_a_message_is_written()
+        else:
+            time.sleep(self.delay)
+        FAULTS[self.fault]()
+
+
+class Slept(Walk):
+    """Stops in the midst of one step, and finishes it as soon as it is continued.
+
+    Args:
+        at: In which step, counted from 1; 0 for none.
+        only: Which environment; None for all.
+    """
+
+    def __init__(self, at: int, only: int | None = None, length: int = 100, *, env_id: int, seed: int) -> None:
+        super().__init__(length, seed=seed)
+        self.at = at if only is None or only == env_id else 0
+        self.steps = 0
+
+    def step(self, actions: dict) -> Any:
+        self.steps += 1
+        if self.steps == self.at:
+            stop()
+        return super().step(actions)
