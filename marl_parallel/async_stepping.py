@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from marl_parallel.arguments import (
     seeds_of,
 )
 from marl_parallel.inquiries import Inquiries
+from marl_parallel.runtime.exclusive import CALL, exclusive
 from marl_parallel.runtime.messages import Message
 from marl_parallel.runtime.pickling import sendable
 from marl_parallel.step_batch import StepBatch
@@ -53,16 +55,25 @@ class AsyncStepping(Inquiries):
             env_ids: Which environments, in any order; None for all of them, or for all that a mapping names.
 
         Raises:
-            AlreadyPendingCallError: One of them is in flight already. Nothing has been stepped.
+            AlreadyPendingCallError: One of them is in flight already, or another call is in progress. Nothing
+                has been stepped.
             ValueError: As of `step`, or no environment is named, as where `recv(min_envs=0)` has returned none. Nothing
                 has been stepped.
             ResetNeeded: An environment has never been reset. Nothing has been stepped.
         """
-        ids, rows = addressed(actions, env_ids, self._num_envs)
-        self._check_not_in_flight(ids, "send")
-        self._check_begun(ids, "send")
-        self._crew.send(Message.STEP, ids, self._batch.write_actions(ids, rows) or None)
+        guard, entry = self._guard, ("send", get_ident())
+        try:
+            if (first := guard.setdefault(CALL, entry)) is not entry:
+                guard.refuse(entry, first)
+            ids, rows = addressed(actions, env_ids, self._num_envs)
+            self._check_not_in_flight(ids, "send")
+            self._check_begun(ids, "send")
+            self._crew.send(Message.STEP, ids, self._batch.write_actions(ids, rows) or None)
+        finally:
+            if guard[CALL] is entry:
+                del guard[CALL]
 
+    @exclusive("reset_async")
     def reset_async(
         self,
         *,
@@ -78,7 +89,8 @@ class AsyncStepping(Inquiries):
             env_ids: Which environments, in any order; None for all of them.
 
         Raises:
-            AlreadyPendingCallError: One of them is in flight already. Nothing has been reset.
+            AlreadyPendingCallError: One of them is in flight already, or another call is in progress. Nothing
+                has been reset.
             ValueError: As of `reset`. Nothing has been reset.
         """
         ids = self._checked_ids(env_ids)
@@ -116,13 +128,20 @@ class AsyncStepping(Inquiries):
             ...     env.recv().env_ids
             (2,)
         """
-        self._crew.check_open()
-        in_flight = len(self._crew.in_flight)
-        if not in_flight:
-            raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
-        ids, resets, told = self._crew.receive(checked_minimum(min_envs, in_flight), checked_patience(timeout))
-        self._batch.begin(resets)
-        return StepBatch(ids, *self._batch.read(ids, told))
+        guard, entry = self._guard, ("recv", get_ident())
+        try:
+            if (first := guard.setdefault(CALL, entry)) is not entry:
+                guard.refuse(entry, first)
+            self._crew.check_open()
+            in_flight = len(self._crew.in_flight)
+            if not in_flight:
+                raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
+            ids, resets, told = self._crew.receive(checked_minimum(min_envs, in_flight), checked_patience(timeout))
+            self._batch.begin(resets)
+            return StepBatch(ids, *self._batch.read(ids, told))
+        finally:
+            if guard[CALL] is entry:
+                del guard[CALL]
 
     # -- within ----------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from marl_parallel.adapters.group_spaces import GroupSpaces
 from marl_parallel.arguments import checked_ids, checked_trace
 from marl_parallel.errors import ParallelEnvError
 from marl_parallel.runtime.engine import BatchView, Engine
+from marl_parallel.runtime.exclusive import CallGuard, exclusive
 from marl_parallel.runtime.layout import Schema
 from marl_parallel.runtime.messages import Message, Request
 from marl_parallel.runtime.payloads import Answer, Refusal
@@ -35,6 +36,7 @@ class Inquiries:
 
     _num_envs: int
     _crew: Engine
+    _guard: CallGuard
     _batch: BatchView
     _schema: Schema
     _metadata: dict[str, Any]
@@ -109,6 +111,7 @@ class Inquiries:
         """
         return self._states(self._all)
 
+    @exclusive("state")
     def _states(self, env_ids: Sequence[int]) -> NDArray[Any]:
         self._check_idle("state")
         if self._schema.state_space is None:
@@ -125,10 +128,15 @@ class Inquiries:
         """
         self._crew.check_open()
         if self._crew.seeds_stale and not self._crew.in_flight:
-            declared = self._crew.ask(Message.SEED, self._all)
-            self._seeds_used, self._crew.seeds_stale = tuple(declared[env_id] for env_id in self._all), False
+            self._ask_for_seeds()
         return self._seeds_used
 
+    @exclusive("seed")
+    def _ask_for_seeds(self) -> None:
+        declared = self._crew.ask(Message.SEED, self._all)
+        self._seeds_used, self._crew.seeds_stale = tuple(declared[env_id] for env_id in self._all), False
+
+    @exclusive("call")
     def call(
         self, name: str | Callable[..., Any], /, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any
     ) -> tuple[Any, ...]:
@@ -161,6 +169,7 @@ class Inquiries:
         )
         return tuple(results[env_id] for env_id in ids)
 
+    @exclusive("call")
     def _find_out(self, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
         """What a function of this package finds out about each simulator, given as its first argument."""
         self._check_idle("call")
@@ -177,6 +186,7 @@ class Inquiries:
         """
         return self.call(name)
 
+    @exclusive("set_attr")
     def set_attr(self, name: str, values: Any, env_ids: Sequence[int] | None = None) -> None:
         """Set an attribute of each environment, on whichever of its wrappers has it.
 
@@ -240,6 +250,7 @@ class Inquiries:
         frames = self._frames(self._all)
         return tiled(frames) if tile and frames is not None else frames
 
+    @exclusive("render")
     def _frames(self, env_ids: Sequence[int]) -> tuple[Any, ...] | None:
         self._check_idle("render")
         if self._render_mode is None:
@@ -248,6 +259,7 @@ class Inquiries:
         rendered = self._crew.ask(Message.RENDER, env_ids)
         return tuple(rendered[env_id] for env_id in env_ids)
 
+    @exclusive("start_trace")
     def start_trace(self, path: str | os.PathLike[str]) -> None:
         """Keep a timeline of what workers and this process do, until `stop_trace` or `close`.
 
@@ -276,6 +288,7 @@ class Inquiries:
         tracer.watch(self._crew, "receive", lambda *_: "wait")
         tracer.watch_batch(self._batch)
 
+    @exclusive("stop_trace")
     def stop_trace(self) -> Path:
         """Write the trace that `start_trace` began, or the argument `trace`.
 

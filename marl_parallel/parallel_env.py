@@ -26,6 +26,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -52,6 +53,7 @@ from marl_parallel.runtime.batch import Batch, Dicts
 from marl_parallel.runtime.construction import construct
 from marl_parallel.runtime.crew import Crew
 from marl_parallel.runtime.engine import Engine
+from marl_parallel.runtime.exclusive import CALL, CallGuard
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.limits import Limits
 from marl_parallel.runtime.messages import Message, Request
@@ -123,6 +125,10 @@ class ParallelEnv(AsyncStepping):
         WorkerCrashed: A worker died while constructing.
         WorkerTimeout: A constructor took longer than `start_timeout`.
 
+    One call at a time: a call in the middle of another one, from a second thread or a signal handler, raises
+    `AlreadyPendingCallError` and does nothing; the call in progress goes on. `close` may be called at any time from any
+    thread, as may `stats`, `pending` and the properties that never change. `docs/concurrency.md` has the whole list.
+
     With `on_error="restart"`, a constructor that fails here still raises, and so does an environment that fails more
     often than its policy allows: `RestartLimitExceeded`.
 
@@ -186,6 +192,7 @@ class ParallelEnv(AsyncStepping):
             )
         shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, hosts))
         self._crew = crew = Crew(hosts, shares, limits)
+        self._guard = CallGuard(crew.check_open)
         _live.add(crew)
         self._finalizer = weakref.finalize(self, crew.shut)
         self._plain_steps = {worker: Request(Message.STEP) for worker in range(len(shares))}
@@ -238,6 +245,7 @@ class ParallelEnv(AsyncStepping):
         env = cls.__new__(cls)
         env._num_envs, env._base_seed = simulator.num_envs, simulator.seeds[0]
         env._crew = crew = NativeCrew(simulator)
+        env._guard = CallGuard(crew.check_open)
         env._batch = NativeBatch(simulator.schema, crew.env_ids)
         _live.add(crew)
         env._finalizer = weakref.finalize(env, crew.shut)
@@ -305,13 +313,20 @@ class ParallelEnv(AsyncStepping):
             ValueError: Unknown or doubled `env_ids`, a wrong number of seeds, or options that the environments'
                 `reset` does not take. Nothing has been reset.
             TypeError: `seed`, `options` or `env_ids` are something else than they should be. Nothing has been reset.
-            AlreadyPendingCallError: Something is in flight. Nothing has been reset.
+            AlreadyPendingCallError: Something is in flight, or another call is in progress. Nothing has been reset.
             ClosedEnvironmentError: Everything has been closed.
             ParallelEnvError: A fault, as in `step`; everything has been closed.
         """
-        ids, told = self._reset(seed, options, env_ids)
-        observations, _, _, _, infos = self._batch.read(ids, told)
-        return observations, infos
+        guard, entry = self._guard, ("reset", get_ident())
+        try:
+            if (first := guard.setdefault(CALL, entry)) is not entry:
+                guard.refuse(entry, first)
+            ids, told = self._reset(seed, options, env_ids)
+            observations, _, _, _, infos = self._batch.read(ids, told)
+            return observations, infos
+        finally:
+            if guard[CALL] is entry:
+                del guard[CALL]
 
     def step(
         self, actions: Sequence[Mapping[AgentID, Any]], env_ids: Sequence[int] | None = None
@@ -334,20 +349,27 @@ class ParallelEnv(AsyncStepping):
                 `check_actions`, outside its space; unknown or doubled `env_ids`. Nothing has been stepped.
             TypeError: Actions are no dicts, or `env_ids` no integers. Nothing has been stepped.
             ResetNeeded: An environment has never been reset. Nothing has been stepped.
-            AlreadyPendingCallError: Something is in flight. Nothing has been stepped.
+            AlreadyPendingCallError: Something is in flight, or another call is in progress. Nothing has been stepped.
             ClosedEnvironmentError: Everything has been closed.
             EnvError: An environment raised; everything has been closed.
             WorkerCrashed: A worker process died; everything has been closed.
             WorkerTimeout: An environment took longer than it may; everything has been closed.
             RestartLimitExceeded: With `on_error="restart"` in place of these, where a policy is exhausted.
         """
-        self._check_idle("step")
-        ids = self._checked_ids(env_ids)
-        if type(actions) is not list or len(actions) != len(ids):  # the usual case first: it is quick to tell
-            check_one_for_each(actions, ids)
-        self._check_begun(ids, "step")
-        written = self._batch.write_actions(ids, actions)
-        return self._batch.read(ids, self._step(ids, written))
+        guard, entry = self._guard, ("step", get_ident())
+        try:
+            if (first := guard.setdefault(CALL, entry)) is not entry:
+                guard.refuse(entry, first)
+            self._check_idle("step")
+            ids = self._checked_ids(env_ids)
+            if type(actions) is not list or len(actions) != len(ids):  # the usual case first: it is quick to tell
+                check_one_for_each(actions, ids)
+            self._check_begun(ids, "step")
+            written = self._batch.write_actions(ids, actions)
+            return self._batch.read(ids, self._step(ids, written))
+        finally:
+            if guard[CALL] is entry:
+                del guard[CALL]
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

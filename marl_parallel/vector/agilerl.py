@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays
+from marl_parallel.runtime.exclusive import CallGuard, exclusive
 from marl_parallel.runtime.transition import FINAL_OBS
 from marl_parallel.vector.ends import handed_down, took_part
 from marl_parallel.vector.facade import Inquiries, Stepper
@@ -80,6 +81,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
 
     def __init__(self, env: ParallelEnv) -> None:
         self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True)
+        self._guard = CallGuard(env._crew.check_open)
         self.env = env
         schema, agents = env._schema, [str(agent) for agent in env.possible_agents]
         if agents != env.possible_agents:
@@ -101,6 +103,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
+    @exclusive("reset")
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[ByAgent, ByAgent]:
@@ -116,6 +119,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
         arrays = self._stepper.reset(seed, options)
         return self._seen(arrays), self._infos(arrays)
 
+    @exclusive("step")
     def step(
         self, actions: Mapping[str, Any], *_: Any, **__: Any
     ) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
@@ -135,8 +139,9 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
         self._send(actions)
-        return self.step_wait()
+        return self._receive(None)
 
+    @exclusive("step_async")
     def step_async(self, actions: Sequence[Mapping[str, Any]]) -> None:
         """Begin to step all copies and return.
 
@@ -147,6 +152,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
             raise TypeError("step_async takes a list with a dict of actions for each copy; step takes arrays by agent")
         self._stepper.send_dicts([self._formed(given) for given in actions])
 
+    @exclusive("step_wait")
     def step_wait(self, timeout: float | None = None) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
         """The results of `step_async`.
 
@@ -159,6 +165,9 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
             ValueError: What came of it has no place in arrays, as a reward that is no number. All has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
+        return self._receive(timeout)
+
+    def _receive(self, timeout: float | None) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
         arrays = self._stepper.receive(timeout)
         whom, flags = arrays.flagged, (arrays.terminations, arrays.truncations)
         if not arrays.quiet:

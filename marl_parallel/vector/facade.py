@@ -18,6 +18,7 @@ from marl_parallel.errors import ParallelEnvError
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Actions, Arrays
+from marl_parallel.runtime.exclusive import exclusive
 
 _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False", AutoresetMode.NEXT_STEP: '"NEXT_STEP"'}
 
@@ -49,6 +50,7 @@ class Holder:
             raise TypeError(f"{self._name} is made of a ParallelEnv, got {type(env).__name__}")
         env._crew.check_open()
         self.env, self._facade = env, weakref.ref(facade)
+        self._guard = env._guard
         self.mode = env._batch.mode
         if self.mode not in modes and not (self.mode is at_worst and env._batch.mode_is_fixed):
             served = " or ".join(f"auto_reset={_AUTO_RESET[mode]}" for mode in modes)
@@ -130,6 +132,7 @@ class Stepper(Holder):
                         f"{self._name} needs a space for everything, but {agent!r} declares no {kind} space"
                     )
 
+    @exclusive("reset")
     def reset(
         self,
         seed: int | Sequence[int | None] | None = None,
@@ -151,6 +154,7 @@ class Stepper(Holder):
         self.latest = self.batch.read(told) if last is None else self.batch.read_some(ids, told, last)
         return self.latest
 
+    @exclusive("step")
     def step(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Arrays:
         """Step environments.
 
@@ -172,6 +176,7 @@ class Stepper(Holder):
         self.latest = self.batch.read(told) if last is None else self.batch.read_some(ids, told, last)
         return self.latest
 
+    @exclusive("step_async")
     def send(self, actions: Actions) -> None:
         """Begin to step all environments and return.
 
@@ -189,6 +194,7 @@ class Stepper(Holder):
         self.env._send(self.env._all, self.batch.write(actions))
         self._sent = True
 
+    @exclusive("step_async")
     def send_dicts(self, actions: Sequence[Mapping[Any, Any]]) -> None:
         """Begin to step all environments and return.
 
@@ -205,6 +211,7 @@ class Stepper(Holder):
         self.env._send(self.env._all, self.env._batch.write_actions(self.env._all, actions))
         self._sent = True
 
+    @exclusive("step_wait")
     def receive(self, timeout: float | None = None) -> Arrays:
         """The result of what was sent.
 

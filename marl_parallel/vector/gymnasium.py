@@ -15,6 +15,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays, Stacked
+from marl_parallel.runtime.exclusive import CallGuard, exclusive
 from marl_parallel.runtime.layout import evenly_spaced
 from marl_parallel.runtime.native_arrays import InfoColumns
 from marl_parallel.runtime.transition import FINAL_OBS
@@ -69,6 +70,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def __init__(self, env: ParallelEnv, agents: Sequence[AgentID] | None = None, others: Others | None = None) -> None:
         self._stepper = Stepper(env, self, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
+        self._guard = CallGuard(env._crew.check_open)
         self._batch = self._stepper.batch
         self.parallel_env, self._copies = env, env.num_envs
         schema = env._schema
@@ -90,6 +92,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
         self._deaths = Deaths(self._copies, len(self.agents))
 
+    @exclusive("reset")
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
@@ -114,6 +117,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self._deaths.forget(env_ids)
         return self._seen(arrays), self._infos(arrays, None)
 
+    @exclusive("step")
     def step(self, actions: Any) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         """Step all copies.
 
@@ -131,10 +135,12 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """
         return self._told(self._stepper.step(self._by_agents(actions)))
 
+    @exclusive("step_async")
     def step_async(self, actions: Any) -> None:
         """Begin to step all copies and return; `step_wait` has the results. Arguments and errors as of `step`."""
         self._stepper.send(self._by_agents(actions))
 
+    @exclusive("step_wait")
     def step_wait(self) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         """The results of `step_async`; raises `NoAsyncCallError` where nothing is on its way."""
         return self._told(self._stepper.receive())

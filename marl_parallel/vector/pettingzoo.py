@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays
+from marl_parallel.runtime.exclusive import CallGuard, exclusive
 from marl_parallel.vector.ends import handed_down, took_part
 from marl_parallel.vector.facade import Inquiries, Stepper
 from marl_parallel.vector.infos import infos_by_agent
@@ -62,6 +63,7 @@ class PettingZooVecEnv(Inquiries):
 
     def __init__(self, env: ParallelEnv) -> None:
         self._stepper = Stepper(env, self, *AutoresetMode)
+        self._guard = CallGuard(env._crew.check_open)
         self._batch = self._stepper.batch
         self.env, self.num_envs = env, env.num_envs
         self.metadata = env.metadata
@@ -132,6 +134,7 @@ class PettingZooVecEnv(Inquiries):
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
+    @exclusive("reset")
     def reset(
         self,
         seed: int | Sequence[int | None] | None = None,
@@ -152,6 +155,7 @@ class PettingZooVecEnv(Inquiries):
         observations, _, _, _, infos = self._told(arrays)
         return observations, infos
 
+    @exclusive("step")
     def step(self, actions: Mapping[AgentID, Any]) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
         """Step all copies.
 
@@ -171,10 +175,12 @@ class PettingZooVecEnv(Inquiries):
         """
         return self._told(self._stepper.step(_checked(actions)))
 
+    @exclusive("step_async")
     def step_async(self, actions: Mapping[AgentID, Any]) -> None:
         """Begin to step all copies and return; `step_wait` has the results. Arguments and errors as of `step`."""
         self._stepper.send(_checked(actions))
 
+    @exclusive("step_wait")
     def step_wait(self) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
         """The results of `step_async`.
 

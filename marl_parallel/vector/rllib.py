@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runtime.exclusive import CallGuard, exclusive
 from marl_parallel.runtime.sharing import usable_cpus
 from marl_parallel.vector.cast import Cast
 from marl_parallel.vector.facade import Holder, Inquiries
@@ -88,6 +89,7 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
 
     def __init__(self, env: ParallelEnv) -> None:
         self._holder = Holder(env, self, AutoresetMode.NEXT_STEP)
+        self._guard = CallGuard(env._crew.check_open)
         if not env._batch.copies:
             raise ValueError("RLlib keeps observations, so it wants a ParallelEnv with copy=True, got copy=False")
         self.env, self.num_envs = env, env.num_envs
@@ -99,6 +101,7 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
         self.envs = [StandIn(env, env_id) for env_id in range(env.num_envs)]
         self._casts = [Cast(env._batch, env_id) for env_id in range(env.num_envs)]
 
+    @exclusive("reset")
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Told, Told]:
@@ -120,6 +123,7 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
         told = [cast.begin(*dicts) for cast, dicts in zip(self._casts, zip(observations, infos))]
         return [dicts[0] for dicts in told], [dicts[1] for dicts in told]
 
+    @exclusive("step")
     def step(self, actions: Sequence[Mapping[AgentID, Any]]) -> tuple[Told, Told, Told, Told, Told]:
         """Step all copies; those whose episode is over begin the next one, and their actions are not looked at.
 

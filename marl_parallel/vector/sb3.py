@@ -18,6 +18,7 @@ from marl_parallel.arguments import base_seed
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays, Stacked
+from marl_parallel.runtime.exclusive import CallGuard, exclusive
 from marl_parallel.runtime.transition import FINAL_OBS, RESET_INFO
 from marl_parallel.runtime.values import fits_block, zeros
 from marl_parallel.vector.ends import Deaths
@@ -85,6 +86,7 @@ class SB3VecEnv(VecEnv):
 
     def __init__(self, env: ParallelEnv) -> None:
         self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True)
+        self._guard = CallGuard(env._crew.check_open)
         self.env, self.agents = env, env.possible_agents
         schema = env._schema
         without_form = [agent for agent in self.agents if not fits_block(schema.observation_spaces[agent])]
@@ -104,6 +106,7 @@ class SB3VecEnv(VecEnv):
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
+    @exclusive("reset")
     def reset(self) -> Any:
         """Begin new episodes, with what `seed` and `set_options` have been told; a step on its way is dropped.
 
@@ -116,7 +119,7 @@ class SB3VecEnv(VecEnv):
         """
         options = self._options_by_copy()
         if self._waiting:
-            self.step_wait()
+            self._receive()
         arrays = self._stepper.reset(self._first_seed, options)
         self._reset_seeds()
         self._reset_options()
@@ -125,6 +128,7 @@ class SB3VecEnv(VecEnv):
         self.reset_infos = self._new_infos(arrays)
         return rows_of(arrays.observations[self._group], self._members)
 
+    @exclusive("step_async")
     def step_async(self, actions: NDArray[Any]) -> None:
         """Begin to step all copies and return.
 
@@ -143,6 +147,7 @@ class SB3VecEnv(VecEnv):
         self._stepper.send([Stacked(tuple(self.agents), given)])
         self._waiting = True
 
+    @exclusive("step_wait")
     def step_wait(self) -> tuple[Any, NDArray[np.float64], NDArray[np.bool_], list[dict[str, Any]]]:
         """The results of `step_async`.
 
@@ -154,6 +159,9 @@ class SB3VecEnv(VecEnv):
             ValueError: What came of it has no place in arrays, as a reward that is no number. All has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
+        return self._receive()
+
+    def _receive(self) -> tuple[Any, NDArray[np.float64], NDArray[np.bool_], list[dict[str, Any]]]:
         self._waiting = False
         arrays = self._stepper.receive()
         self._note(arrays)

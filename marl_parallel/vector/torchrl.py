@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.arrays import Arrays, Stacked
+from marl_parallel.runtime.exclusive import CallGuard, exclusive
 from marl_parallel.runtime.layout import alike, evenly_spaced
 from marl_parallel.runtime.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.vector.facade import Stepper
@@ -119,6 +120,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         super().__init__(device=device, batch_size=[env.num_envs])
         self.is_closed = False
         self._stepper, self.env = stepper, env
+        self._guard = CallGuard(env._crew.check_open)
         self.infos: dict[int, dict[Any, Any]] = {}
         self.group_map = _checked(group_map, env)
         self._groups = {name: _Group.of(agents, stepper) for name, agents in self.group_map.items()}
@@ -163,6 +165,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self._seed = seed
         self._unseeded[:] = seed is not None
 
+    @exclusive("reset")
     def _reset(
         self,
         tensordict: TensorDictBase | None = None,
@@ -195,6 +198,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             return None
         return [self._seed + env_id if is_due else None for env_id, is_due in zip(ids, due)]
 
+    @exclusive("step")
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         ids = self._marked(tensordict.get("_step", None))
         actions = [group.action(name, tensordict.get((name, "action"), None)) for name, group in self._groups.items()]
