@@ -165,6 +165,35 @@ def test_the_best_of_what_is_known(tune, tmp_path):
     )
 
 
+def test_workers_that_pay_off_are_proposed(tune):
+    result = tune(f"{TUNABLE}:Waiting", "--workers", "2", "--envs-per-worker", "2", "--seconds", "0.1", "--json")
+    assert proposed(result)["num_workers"] == 2
+    report = json.loads(result.stdout)
+    assert report["pays_off"]
+    assert "num_workers=2" in report["code"]
+    assert report["advice"].endswith("times the speed of a plain loop.")
+    # A step waits 5 ms, so a process that steps its environments one by one takes at most 200 a second.
+    assert 0 < report["plain_loop"] <= 200
+    assert 0 < report["serial"] <= 200
+
+
+def test_a_simulator_too_fast_for_workers_is_not_parallelised(tune):
+    arguments = ["--workers", "1,2", "--envs-per-worker", "2", "--seconds", "0.05"]
+    result = tune(f"{TUNABLE}:Instant", *arguments, "--json")
+    best = proposed(result)
+    report = json.loads(result.stdout)
+    assert not report["pays_off"]
+    assert report["plain_loop"] > best["steps_per_second"]
+    assert (
+        report["code"] == f'env = marl_parallel.make("tunable:Instant", num_envs={best["num_envs"]}, backend="serial")'
+    )
+    assert report["advice"].startswith("Do not parallelise this simulator: a plain loop")
+    shown = tune(f"{TUNABLE}:Instant", *arguments).stdout
+    assert "Do not parallelise this simulator" in shown
+    assert "proposed" not in shown
+    assert {"plain", "serial"} <= {*shown.split()}
+
+
 def test_send_and_recv_where_steps_are_uneven(tune):
     result = tune(f"{TUNABLE}:Uneven", "--workers", "2", "--envs-per-worker", "1", "--seconds", "0.2")
     assert result.exit_code == 0, result.output

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from gymnasium import spaces
 from sick import Healthy
 
 BASE_S = 2e-3
@@ -52,6 +53,32 @@ class Licensed(Healthy):
     def step(self, actions):
         time.sleep(self.wait_s)
         return super().step(actions)
+
+
+class Waiting(Healthy):
+    """Waits 5 ms in each step, so that as many steps go on side by side as there are workers."""
+
+    def step(self, actions):
+        time.sleep(5e-3)
+        return super().step(actions)
+
+
+class Instant:
+    """One agent whose steps take less than a microsecond: a dict environment that hands out the same dicts."""
+
+    possible_agents = ("a",)
+    observation_space = spaces.Dict({"a": spaces.Discrete(2)})
+    action_space = spaces.Dict({"a": spaces.Discrete(2)})
+
+    def __init__(self) -> None:
+        flags = {"a": False, "__all__": False}
+        self.transition = {"a": 0}, {"a": 0.0}, flags, flags, {"a": {}}
+
+    def reset(self, seed=None, options=None):
+        return {"a": 0}, {"a": {}}
+
+    def step(self, actions):
+        return self.transition
 
 
 class Uneven(Healthy):

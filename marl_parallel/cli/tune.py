@@ -1,14 +1,16 @@
-"""`marl-parallel tune`: how many workers, how many copies in each, `step` or `send` and `recv`?
+"""`marl-parallel tune`: finds the number of workers and of environments in each, and whether they pay off at all.
 
-Here live the command, the turn of a setting, and what is shown. Which settings have turns is decided in `search.py`.
+Here live the command, the measurements and the report. `search.py` decides which settings are measured.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,14 +25,14 @@ from marl_parallel.backends import descendants
 from marl_parallel.cli.failures import CommandError, told_briefly
 from marl_parallel.cli.isolation import ON_LINUX
 from marl_parallel.cli.machine import in_one_line, machine
-from marl_parallel.cli.measure import Traits, draw_actions, rate, spread, traits_of
+from marl_parallel.cli.measure import Traits, draw_actions, plain_loop, rate, spread, traits_of
 from marl_parallel.cli.memory import available, in_size, parsed_size, used_by
 from marl_parallel.cli.options import AsJson, Debug, EnvArgument, EnvKwargs, whole_numbers
 from marl_parallel.cli.output import reserved
 from marl_parallel.cli.report import progress
 from marl_parallel.cli.search import Axes, Search, Shape, Trial, Turn
 from marl_parallel.cli.target import constructor_of, distributions_of
-from marl_parallel.cli.ways import ASYNC, STEP, Constructor, closed_after, run_of
+from marl_parallel.cli.ways import ASYNC, STEP, Constructor, Run, closed_after, repeatedly, run_of, stepping
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime.sharing import usable_cpus
 from marl_parallel.runtime.signatures import construct_one
@@ -50,20 +52,23 @@ def tune(
         typer.Option(help="Numbers of workers, with commas between.", show_default="up to twice the CPUs, or more"),
     ] = "",
     envs_per_worker: Annotated[
-        str, typer.Option(help="Numbers of copies in each, with commas between.", show_default="1,2,4,8, or more")
+        str, typer.Option(help="Numbers of environments in each, with commas between.", show_default="1,2,4,8, or more")
     ] = "",
     max_envs: Annotated[
         int,
-        typer.Option(min=0, help="How many copies there may be; 0: 16 for each CPU.", show_default="16 for each CPU"),
+        typer.Option(
+            min=0, help="How many environments there may be; 0: 16 for each CPU.", show_default="16 for each CPU"
+        ),
     ] = 0,
     seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 0.5,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Find the number of workers and of copies in each that step ENV fastest, by measuring.
+    """Find the number of workers and of environments in each that step ENV fastest, by measuring.
 
-    Every setting is measured once, the better half of them twice more, the best quarter three times more. Of those that
-    are as good as the best, to 2 %, the one with the fewest copies is proposed.
+    Every setting is measured once, the better half of them twice more, the best quarter three times more. Of those
+    within 2 % of the best, tune proposes the one with the fewest environments. It then compares that one with a plain
+    loop and with backend="serial", and advises against workers where they do not pay off.
 
     [bold]Example[/bold]:  marl-parallel tune mpe2.simple_spread_v3 --memory 2GB
     """
@@ -78,7 +83,8 @@ def tune(
                 turns = Turns(constructor, traits, seconds, lambda turn: on_turn(turn, search.most_turns()))
                 search = Search(axes, turns, limit)
                 best = search.run()
-        found = Tuning(env, json.loads(env_kwargs), described, limit, list(search.trials.values()), best)
+                in_turns = compare(constructor, traits, seconds, best, turns)
+        found = Tuning(env, json.loads(env_kwargs), described, limit, list(search.trials.values()), best, in_turns)
         if as_json:
             typer.echo(json.dumps(found.as_json(), indent=2))
         else:
@@ -113,8 +119,8 @@ class Turns:
     """Measures shapes, each with processes of its own.
 
     Args:
-        constructor: Makes a copy.
-        traits: Of a copy.
+        constructor: Makes one environment.
+        traits: Those of the environment.
         seconds: How long each way is measured.
         on_turn: Told who is up.
     """
@@ -135,10 +141,46 @@ class Turns:
             rates = {}
             for way in ways:
                 run = run_of(env, pool, self._traits.rules, way)
-                rate(run, self._seconds / 4)  # what is slow the first time only is not measured
-                rates[way] = rate(run, self._seconds)
+                rates[way] = _rate_once_warm(run, self._seconds)
             memory = used_by({*descendants.below(os.getpid())} - others) if ON_LINUX else None
         return Turn(rates, memory)
+
+
+PLAIN_LOOP, SERIAL, WORKERS = "plain loop", "serial", "workers"
+_ROUNDS = 3
+
+
+def compare(
+    constructor: Constructor, traits: Traits, seconds: float, best: Trial, turns: Turns
+) -> dict[str, list[float]]:
+    """Measure a plain loop, `backend="serial"` and the best setting in turns.
+
+    The first two step as many environments as one worker of the best setting has: so many are known to work in one
+    process, and to fit into its memory.
+
+    Returns:
+        Environment steps per second in each round, by `PLAIN_LOOP`, `SERIAL` and `WORKERS`.
+    """
+    shape, way = best.setting
+    num_envs = shape.envs_per_worker
+    pool = draw_actions(traits.action_spaces, num_envs)
+    rounds: dict[str, list[float]] = {PLAIN_LOOP: [], SERIAL: [], WORKERS: []}
+    for _ in range(_ROUNDS):
+        with ExitStack() as stack:
+            envs = []
+            for env_id in range(num_envs):
+                envs.append(construct_one(constructor, seed=42 + env_id, env_id=env_id))
+                stack.enter_context(closed_after(envs[-1]))
+            rounds[PLAIN_LOOP].append(_rate_once_warm(repeatedly(plain_loop(envs, traits), pool, num_envs), seconds))
+        with stepping([constructor] * num_envs, pool, traits.rules, STEP, backend="serial") as run:
+            rounds[SERIAL].append(_rate_once_warm(run, seconds))
+        rounds[WORKERS].append(turns(shape, [way]).rates[way])
+    return rounds
+
+
+def _rate_once_warm(run: Run, seconds: float) -> float:
+    rate(run, seconds / 4)  # the first steps are slower than all others
+    return rate(run, seconds)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -154,7 +196,9 @@ class Tuning:
         machine: What it was measured on.
         limit: Bytes of memory for all processes; None for no limit.
         trials: All that was measured.
-        best: The one that is proposed.
+        best: The fastest setting within the limit.
+        in_turns: Environment steps per second of the plain loop, `backend="serial"` and the best setting, measured in
+            turns; see `compare`.
     """
 
     environment: str
@@ -163,6 +207,29 @@ class Tuning:
     limit: int | None
     trials: list[Trial]
     best: Trial
+    in_turns: dict[str, list[float]]
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """Environment steps per second of the plain loop, `backend="serial"` and the best setting."""
+        return {name: statistics.median(rounds) for name, rounds in self.in_turns.items()}
+
+    @property
+    def pays_off(self) -> bool:
+        """Whether the best setting is faster than a plain loop."""
+        return self.medians[WORKERS] > self.medians[PLAIN_LOOP]
+
+    @property
+    def advice(self) -> str:
+        """One sentence: whether to use workers."""
+        rates = self.medians
+        if self.pays_off:
+            return f"{rates[WORKERS] / rates[PLAIN_LOOP]:.2f} times the speed of a plain loop."
+        faster = "a plain loop or backend='serial' is" if rates[SERIAL] > rates[WORKERS] else "a plain loop is"
+        return (
+            f"Do not parallelise this simulator: {faster} faster. A plain loop takes {rates[PLAIN_LOOP]:,.0f} steps/s, "
+            f"backend='serial' {rates[SERIAL]:,.0f}, the fastest number of workers {rates[WORKERS]:,.0f}."
+        )
 
     @property
     def ranked(self) -> list[Trial]:
@@ -171,13 +238,14 @@ class Tuning:
 
     @property
     def code(self) -> str:
-        """The line to paste, and how to step what it makes."""
+        """The line to paste, and how to step the environments it makes."""
         shape, way = self.best.setting
-        arguments = [f'"{_importable(self.environment)}"', f"num_envs={shape.num_envs}", f"num_workers={shape.workers}"]
+        how = f"num_workers={shape.workers}" if self.pays_off else 'backend="serial"'
+        arguments = [f'"{_importable(self.environment)}"', f"num_envs={shape.num_envs}", how]
         if self.env_kwargs:
             arguments.insert(2, f"env_kwargs={self.env_kwargs!r}")
         line = f"env = marl_parallel.make({', '.join(arguments)})"
-        if way == ASYNC:
+        if self.pays_off and way == ASYNC:
             some = max(1, shape.num_envs // 2)
             line += f"\n# env.reset_async(); then again and again env.recv(min_envs={some}), and env.send to who came"
         return line
@@ -190,6 +258,10 @@ class Tuning:
             "machine": self.machine,
             "memory_limit": self.limit,
             "best": _as_json(self.best),
+            "plain_loop": self.medians[PLAIN_LOOP],
+            "serial": self.medians[SERIAL],
+            "pays_off": self.pays_off,
+            "advice": self.advice,
             "code": self.code,
             "trials": [_as_json(trial) for trial in self.ranked],
         }
@@ -221,7 +293,7 @@ def _importable(target: str) -> str:
 
 
 def show(found: Tuning) -> None:
-    """Print what was measured, the fastest first, and the line to paste."""
+    """Print the settings, the fastest first, the advice and the line to paste."""
     console = Console()
     table = Table(
         title=escape(found.environment),
@@ -231,7 +303,7 @@ def show(found: Tuning) -> None:
         pad_edge=False,
         collapse_padding=True,
     )
-    for heading in ("workers", "in each", "copies"):
+    for heading in ("workers", "in each", "envs"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("by", no_wrap=True)
     for heading in ("steps/s", "± %", "rounds", "memory"):
@@ -248,9 +320,21 @@ def show(found: Tuning) -> None:
             f"{100 * spread(trial.rounds):.0f}" if len(trial.rounds) > 1 else "",
             f"{len(trial.rounds)}",
             "" if trial.memory is None else in_size(trial.memory),
-            "proposed" if trial is found.best else "" if trial.fits else "too large",
+            _remark(found, trial),
             style="bold green" if trial is found.best else None if trial.fits else "dim",
         )
+    for name in (SERIAL, PLAIN_LOOP):
+        rounds = found.in_turns[name]
+        num_envs = f"{found.best.setting.shape.envs_per_worker}"
+        speed = f"{found.medians[name]:,.0f}", f"{100 * spread(rounds):.0f}"
+        table.add_row("", "", num_envs, name, *speed, f"{len(rounds)}", "", "")
     console.print(table)
     console.print(f"[dim]{escape(in_one_line(found.machine))}", highlight=False)
-    console.print(f"\n{found.code}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\n{found.advice}", style=None if found.pays_off else "bold yellow", markup=False, highlight=False)
+    console.print(f"{found.code}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _remark(found: Tuning, trial: Trial) -> str:
+    if trial is found.best:
+        return "proposed" if found.pays_off else "fastest"
+    return "" if trial.fits else "too large"
