@@ -83,21 +83,28 @@ class LargeInfos(Walk):
         FAULTS[self.fault]()
 
 
-class Slept(Walk):
-    """Stops in the midst of one step, and finishes it as soon as it is continued.
+def pause() -> None:
+    """Waits for a signal, also for the one by which the stack is taken."""
+    ctypes.CDLL(None).pause()
+
+
+class FinishesLate(Walk):
+    """Hangs in one step of its first life, until its stack is taken; then it finishes the step.
 
     Args:
-        at: In which step, counted from 1; 0 for none.
-        only: Which environment; None for all.
+        fault: "stop" or "pause": how it hangs.
+        only: Which environment does.
+        at: In which step, counted from 1.
     """
 
-    def __init__(self, at: int, only: int | None = None, length: int = 100, *, env_id: int, seed: int) -> None:
-        super().__init__(length, seed=seed)
-        self.at = at if only is None or only == env_id else 0
+    def __init__(self, fault: str, only: int, at: int = 2, *, env_id: int, seed: int, restarts: int = 0) -> None:
+        super().__init__(100, seed=seed)
+        self.fault = {"stop": stop, "pause": pause}[fault]
+        self.at = at if env_id == only and restarts == 0 else 0
         self.steps = 0
 
     def step(self, actions: dict) -> Any:
         self.steps += 1
         if self.steps == self.at:
-            stop()
+            self.fault()
         return super().step(actions)

@@ -144,7 +144,6 @@ def test_large_requests_to_a_stopped_worker(way):
 def test_large_messages_arrive_whole(way):
     """Both ways, at every size around the limits of files, sockets and pipes."""
     with opened(way, functools.partial(LargeInfos, "")) as env:
-        env.reset()
         for size in (1, 16_000, 16_384, 16_400, 65_536, 65_600, 300_000, 5_000_000):
             sent = os.urandom(size)
             env.set_attr("map", [sent] * 2)
