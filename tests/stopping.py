@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -25,15 +26,16 @@ def keep_the_lock() -> None:
 FAULTS = {"stop": stop, "lock": keep_the_lock}
 
 
-def when_a_message_is_written() -> None:
-    """Return while this process fills the file that a large message is sent in."""
+def wait_until_in(name: str) -> None:
+    """Return while the main thread is in a function of this name."""
+    main = threading.main_thread().ident
     while True:
-        for entry in os.scandir("/proc/self/fd"):
-            try:
-                if "mail" in os.readlink(entry.path):
-                    return
-            except FileNotFoundError:
-                continue
+        frame = sys._current_frames()[main]
+        while frame is not None:
+            if frame.f_code.co_name == name:
+                return
+            frame = frame.f_back
+        time.sleep(0.0001)
 
 
 class LargeInfos(Walk):
@@ -43,17 +45,17 @@ class LargeInfos(Walk):
         fault: One of `FAULTS`; "" for none, as in a reference.
         at: In which step, counted from 1.
         size: Bytes of the info.
-        delay: Seconds after the step's end at which the fault begins; None to wait for the message's file.
+        during: The function that sends the message, in which the fault begins; or seconds after the step's end.
         inline: Whether this process has no descriptor left for files, so that messages go through the socket.
     """
 
     def __init__(
-        self, fault: str, at: int = 2, size: int = 1 << 25, delay: float | None = 0.0, inline: bool = False, *,
+        self, fault: str, at: int = 2, size: int = 1 << 25, during: str | float = 0.0, inline: bool = False, *,
         env_id: int, seed: int, restarts: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(seed=seed)
         self.map = b""
-        self.fault, self.at, self.size, self.delay, self.inline = fault, at, size, delay, inline
+        self.fault, self.at, self.size, self.during, self.inline = fault, at, size, during, inline
         self.steps, self.faulty = 0, env_id == 0 and restarts == 0
 
     def pid(self) -> int:
@@ -76,28 +78,35 @@ class LargeInfos(Walk):
         threading.Thread(target=self.wait_and_break, daemon=True).start()
 
     def wait_and_break(self) -> None:
-        if self.delay is None:
-            when_a_message_is_written()
+        if isinstance(self.during, str):
+            wait_until_in(self.during)
         else:
-            time.sleep(self.delay)
+            time.sleep(self.during)
         FAULTS[self.fault]()
 
 
-class Slept(Walk):
-    """Stops in the midst of one step, and finishes it as soon as it is continued.
+def pause() -> None:
+    """Waits for a signal, also for the one by which the stack is taken."""
+    ctypes.CDLL(None).pause()
+
+
+class FinishesLate(Walk):
+    """Hangs in one step of its first life, until its stack is taken; then it finishes the step.
 
     Args:
-        at: In which step, counted from 1; 0 for none.
-        only: Which environment; None for all.
+        fault: "stop" or "pause": how it hangs.
+        only: Which environment does.
+        at: In which step, counted from 1.
     """
 
-    def __init__(self, at: int, only: int | None = None, length: int = 100, *, env_id: int, seed: int) -> None:
-        super().__init__(length, seed=seed)
-        self.at = at if only is None or only == env_id else 0
+    def __init__(self, fault: str, only: int, at: int = 2, *, env_id: int, seed: int, restarts: int = 0) -> None:
+        super().__init__(100, seed=seed)
+        self.fault = {"stop": stop, "pause": pause}[fault]
+        self.at = at if env_id == only and restarts == 0 else 0
         self.steps = 0
 
     def step(self, actions: dict) -> Any:
         self.steps += 1
         if self.steps == self.at:
-            stop()
+            self.fault()
         return super().step(actions)

@@ -112,6 +112,23 @@ def test_worker_that_does_not_start_in_time(monkeypatch):
         PortableProcessBackend().start([range(1), range(1, 2)], 8)
 
 
+STOPS_IN_START = """
+import os, signal
+from multiprocessing.connection import Listener
+Listener.accept = lambda listener: os.kill(os.getpid(), signal.SIGSTOP)
+from marl_parallel.backends.portable_worker import main
+main()
+"""
+
+
+def test_worker_that_stops_while_it_starts(monkeypatch):
+    """It has a socket that can be connected to, and says nothing."""
+    monkeypatch.setattr(portable_process, "command", lambda _: [sys.executable, "-c", STOPS_IN_START])
+    monkeypatch.setattr("marl_parallel.backends.portable._STARTED_WITHIN_S", 5.0)
+    with pytest.raises(TimeoutError, match="worker 0"):
+        PortableProcessBackend().start([range(1), range(1, 2)], 8)
+
+
 def test_clearing_away_what_is_being_added_to(short_folder):
     def add() -> None:
         with contextlib.suppress(FileNotFoundError):  # the folder has gone

@@ -29,10 +29,9 @@ AT_MOST_S = 60.0  # far more than any limit here, also where the machine is busy
 
 # A message in a file of its own, one that goes through the socket, and the portable backend's.
 SENDING = [
-    ("forkserver", {"delay": None}),
-    ("forkserver", {"delay": 0.005}),
-    ("forkserver", {"delay": 0.01, "inline": True}),
-    ("portable", {"delay": 0.01}),
+    ("forkserver", {"during": "_file_of"}),
+    ("forkserver", {"during": "flush", "inline": True}),
+    ("portable", {"during": "send"}),
 ]
 sending = pytest.mark.parametrize(("way", "how"), SENDING, ids=str)
 
@@ -62,10 +61,10 @@ def test_step_timeout(way, how, fault):
     assert gone(pids)
 
 
-@pytest.mark.parametrize("way", ["forkserver", "portable"])
-def test_step_timeout_with_restarts(way):
+@sending
+def test_step_timeout_with_restarts(way, how):
     """The neighbour's results are those of a plain loop, and the worker that stopped is replaced."""
-    make = functools.partial(LargeInfos, "stop", delay=0.005)
+    make = functools.partial(LargeInfos, "stop", **how)
     with opened(way, make, step_timeout=2.0, on_error="restart") as env:
         observations, _ = env.reset()
         history = [observations]
@@ -144,7 +143,6 @@ def test_large_requests_to_a_stopped_worker(way):
 def test_large_messages_arrive_whole(way):
     """Both ways, at every size around the limits of files, sockets and pipes."""
     with opened(way, functools.partial(LargeInfos, "")) as env:
-        env.reset()
         for size in (1, 16_000, 16_384, 16_400, 65_536, 65_600, 300_000, 5_000_000):
             sent = os.urandom(size)
             env.set_attr("map", [sent] * 2)

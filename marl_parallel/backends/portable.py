@@ -14,7 +14,6 @@ What is weaker here than in `process.py`, which needs Linux:
   interpreter's lock or the process is stopped. Deaths of workers are looked for every 20 ms.
 - Of what a simulator has started, only its process group is ended with it; what has left the group stays. On Windows
   there is no such group: the simulator's own processes stay.
-- A worker that is stopped (SIGSTOP) while it starts holds up whoever starts it.
 - Memory lives in an unlinked file in the folder for temporary files, except on Windows, where it has no file.
 - Windows: no stack of a worker that hangs, and the folder with the crash reports stays if the parent is killed.
 """

@@ -11,10 +11,12 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing import connection
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from marl_parallel.backends import descendants, portable_ends, threads
@@ -76,8 +78,7 @@ class PortableProcess:
         """
         while self._connection is None:
             try:
-                link = connection.Client(self._start.address, authkey=self._start.key)
-                link.recv_bytes()
+                link = self._greeted(deadline)
                 if sys.platform != "win32":
                     os.set_blocking(link.fileno(), False)
                     self._inbox = portable_ends.Inbox(link.fileno())
@@ -90,6 +91,37 @@ class PortableProcess:
                     raise TimeoutError(f"worker {self._start.worker} did not start in time") from error
                 self.flush()
                 time.sleep(_GLANCE_S)
+
+    def _greeted(self, deadline: float) -> Connection:
+        """Connect and wait for the greeting; in a thread, since a worker that stops meanwhile holds up both for good.
+
+        Raises:
+            OSError: It does not listen yet, has ended, or has not greeted by `deadline`.
+            EOFError: It has ended.
+        """
+        if sys.platform != "win32" and not os.path.exists(self._start.address):
+            raise FileNotFoundError(self._start.address)
+        results: SimpleQueue[Connection | Exception] = SimpleQueue()
+
+        def greet() -> None:
+            try:
+                link = connection.Client(self._start.address, authkey=self._start.key)
+                link.recv_bytes()
+                results.put(link)
+            except Exception as error:
+                results.put(error)
+
+        threading.Thread(target=greet, daemon=True).start()
+        while True:
+            try:
+                result = results.get(timeout=_GLANCE_S)
+            except Empty:
+                if self.exitcode() is not None or time.monotonic() >= deadline:
+                    raise TimeoutError(f"worker {self._start.worker} has not greeted") from None
+                continue
+            if isinstance(result, Exception):
+                raise result
+            return result
 
     @property
     def connection(self) -> Connection:

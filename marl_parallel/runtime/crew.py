@@ -52,7 +52,7 @@ class Crew(Supervisor):
                 pending = set(requests)
                 faults: list[ParallelEnvError] = []
                 while pending or (self.restarts is not None and self.restarts.faults):
-                    for worker, reply in wait(watch.patience if watch.asked else None, len(pending) or 1):
+                    for worker, reply in wait(watch.patience() if watch.asked else None, len(pending) or 1):
                         if isinstance(reply, Lost):
                             faults.append(self._lost(worker, reply))
                             pending.discard(worker)
@@ -70,8 +70,9 @@ class Crew(Supervisor):
                     if self.closed:
                         self._check_still_open()
                     for late in watch.late() if watch.asked else ():
-                        faults.append(self._late(late))
-                        pending.discard(late)
+                        if (fault := self._late(late)) is not None:
+                            faults.append(fault)
+                            pending.discard(late)
                     for env_id in sorted(failures):
                         faults.append(self._failed(env_id, failures.pop(env_id)))
                 if not faults:

@@ -246,24 +246,20 @@ def with_final(
                 infos[key].setdefault(name, value)
 
 
-def interrupted(observations: dict[AgentID, Any], alive: Iterable[AgentID], report: str) -> Dicts:
+def interrupted(observations: dict[AgentID, Any], alive: Iterable[AgentID]) -> Dicts:
     """What a step says that the end of its simulator has interrupted, or prevented: the old episode is cut off.
 
     Args:
         observations: The last ones known.
         alive: Who was, before.
-        report: What happened.
     """
     alive = list(alive)
-    return marked(
-        (
-            observations,
-            dict.fromkeys(alive, 0.0),
-            {**dict.fromkeys(alive, False), ALL: False},
-            {**dict.fromkeys(alive, True), ALL: True},
-            {},
-        ),
-        report,
+    return (
+        observations,
+        dict.fromkeys(alive, 0.0),
+        {**dict.fromkeys(alive, False), ALL: False},
+        {**dict.fromkeys(alive, True), ALL: True},
+        {},
     )
 
 

@@ -17,6 +17,8 @@ from marl_parallel.runtime.messages import Message, Request
 
 _LOOK_EVERY_S = 0.05
 _UNMOVED_S = 0.02
+_FROZEN_S = 0.25
+"""A wait that ends so much later than it should means that this process, and likely all, did not run meanwhile."""
 _STARTED_BY = (Message.ACCESS, Message.ATTACH, Message.REBUILD)
 _MAY_RESET = (Message.STEP, Message.REBUILD, Message.STATE, Message.RENDER)
 
@@ -49,6 +51,9 @@ def limited_by(activity: Activity) -> Literal["step", "reset", "start"]:
 class Watch:
     """Looks at the workers' ledgers.
 
+    Time in which this process did not run while it waited, as when a virtual machine or a container is paused, does not
+    count: the workers did not run either. Time between two waits, in which the caller does something else, counts.
+
     Args:
         backend: The workers.
         limits: For each environment.
@@ -65,6 +70,8 @@ class Watch:
         self._suspects: dict[int, tuple[tuple[int, float], float]] = {}
         self._shortest = {message: self._shortest_of(message) for message in Message}
         self._steps_are_free = self._shortest[Message.STEP] is None
+        self._back_by: float | None = None  # when the wait that has begun ends at the latest
+        self._frozen: list[tuple[float, float]] = []
 
     def _shortest_of(self, message: Message) -> float | None:
         """Limits that may apply while a request is carried out, the shortest of them."""
@@ -100,23 +107,32 @@ class Watch:
         self._since.pop(worker, None)
         self._suspects.pop(worker, None)
 
-    @property
     def patience(self) -> float | None:
-        """For how long to wait at most before looking; None for as long as it takes."""
+        """For how long to wait at most before looking; None for as long as it takes. To be asked before each wait."""
         if not self.asked:
             return None
         limits = [self._shortest[message] for asked in self.asked.values() for message in asked]
-        return min(_UNMOVED_S if self._suspects else _LOOK_EVERY_S, *[limit for limit in limits if limit is not None])
+        seconds = min(
+            _UNMOVED_S if self._suspects else _LOOK_EVERY_S, *[limit for limit in limits if limit is not None]
+        )
+        self._back_by = time.monotonic() + seconds
+        return seconds
 
     def late(self) -> list[int]:
         """Who takes too long, seen twice without anything having moved: else one may just have been about to."""
+        back_by, self._back_by = self._back_by, None
         if not self.asked:
             return []
         late, now = [], time.monotonic()
+        if back_by is not None and now - back_by > _FROZEN_S:
+            first = min(self._since.values())
+            self._frozen = [*(span for span in self._frozen if span[1] > first), (back_by, now)]
+            self._suspects.clear()  # they have not had the time to move
         for worker, since in self._since.items():
             state = self._backend.ledgers[worker].state
             limit = self.overrun(worker)[2]
-            if limit is None or now - max(since, state[1]) <= limit:
+            begun = max(since, state[1])
+            if limit is None or now - begun <= limit or self._passed(begun, now) <= limit:
                 self._suspects.pop(worker, None)
                 continue
             suspected, when = self._suspects.setdefault(worker, (state, now))
@@ -125,6 +141,14 @@ class Watch:
             elif now - when >= _UNMOVED_S:
                 late.append(worker)
         return late
+
+    def moved(self, worker: int) -> bool:
+        """Whether a worker that `late` has named has begun or ended something since."""
+        return self._backend.ledgers[worker].state != self._suspects[worker][0]
+
+    def _passed(self, since: float, now: float) -> float:
+        """Seconds that have passed, without those in which this process was frozen."""
+        return now - since - sum(max(end - max(begin, since), 0.0) for begin, end in self._frozen)
 
     def overrun(self, worker: int) -> tuple[Running | None, Activity, float | None]:
         """What a worker is doing, and the limit of that."""

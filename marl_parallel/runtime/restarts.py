@@ -164,8 +164,16 @@ class Restarts:
             self._blamed[env_id] += 1
             lately.append(now)
 
-    def begin(self, env_id: int, kind: Kind, error: ParallelEnvError, torn: bool) -> None:
-        """Note what an environment was doing when it failed, before anything of it is overwritten."""
+    def begin(self, env_id: int, kind: Kind, error: ParallelEnvError, torn: bool, cut_off: Dicts | None = None) -> None:
+        """Note what an environment was doing when it failed, before anything of it is overwritten.
+
+        Args:
+            env_id: Which.
+            kind: What the fault met with.
+            error: What happened.
+            torn: As of `cut_off`.
+            cut_off: What `cut_off` has returned, where the record may have changed since; None to read it now.
+        """
         if env_id in self.faults:
             return  # a restart that failed: what it had interrupted stays the same
         if env_id in self.marks and kind is Kind.IDLE:
@@ -173,17 +181,27 @@ class Restarts:
             return
         if kind is Kind.RESET:
             self.marks.pop(env_id, None)  # the episode that it would have ended is gone
+        told = self.cut_off(env_id, kind, torn=torn) if cut_off is None else cut_off
+        if kind is not Kind.RESET:
+            told = marked(told, str(error))
+        self.faults[env_id] = Fault(kind, told, str(error))
+
+    def cut_off(self, env_id: int, kind: Kind, *, torn: bool = False) -> Dicts:
+        """The five dicts that an interrupted environment returns, without the mark that says why.
+
+        Args:
+            env_id: Which.
+            kind: What is interrupted.
+            torn: Whether its record may be partially written.
+        """
+        if kind is Kind.RESET:
+            return {}, {}, {}, {}, {}
         extras = self._extras(env_id)
         if kind is Kind.AUTO_RESET:
-            told = marked(self._batch.peek(env_id, extras).dicts, str(error))
-            if torn:
-                told = (self._batch.last_known(env_id, extras, torn=True)[0], *told[1:])
-        elif kind is Kind.RESET:
-            told = ({}, {}, {}, {}, {})
-        else:
-            observations, alive = self._batch.last_known(env_id, extras, torn=torn)
-            told = interrupted(observations, [] if env_id in self.unborn else alive, str(error))
-        self.faults[env_id] = Fault(kind, told, str(error))
+            told = self._batch.peek(env_id, extras).dicts
+            return (self._batch.last_known(env_id, extras, torn=True)[0], *told[1:]) if torn else told
+        observations, alive = self._batch.last_known(env_id, extras, torn=torn)
+        return interrupted(observations, [] if env_id in self.unborn else alive)
 
     def request(self, env_id: int) -> Rebuild:
         """What the worker is to do about it."""

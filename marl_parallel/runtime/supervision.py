@@ -8,9 +8,10 @@ and what comes back, is the business of `crew.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from marl_parallel.adapters.protocol import Dicts
 from marl_parallel.errors import EnvError, ParallelEnvError
 from marl_parallel.runtime import reports
 from marl_parallel.runtime.backend import Backend
@@ -67,7 +68,7 @@ class Supervisor(Owner):
 
     def _take_in(self, patience: float | None, missing: int) -> None:
         """Wait once, and see to what has come."""
-        limit = self._watch.patience
+        limit = self._watch.patience()
         if limit is not None and (patience is None or limit < patience):
             patience = limit
         expected = len(self._order) if self._order and len(self._order) < missing else missing
@@ -156,19 +157,55 @@ class Supervisor(Owner):
         running = self.backend.ledgers[worker].running
         return self._replace(worker, running, reports.crashed(worker, self.shares[worker], lost, running, self._advice))
 
-    def _late(self, worker: int) -> ParallelEnvError:
-        """A worker hangs."""
+    def _late(self, worker: int) -> ParallelEnvError | None:
+        """A worker hangs: raise, or have it replaced; None if it has just gone on after all."""
         running, doing, limit = self._watch.overrun(worker)
         assert limit is not None
-        stack = self.backend.stack(worker)
         share = self.shares[worker]
         advice = self._advice if self.backend.can_kill else _NO_WAY
-        error = reports.timed_out(worker, share, running, doing, limit, stack, advice)
-        if self.restarts is not None and self.backend.can_kill:
-            for reply in self.backend.end(worker):  # it may have gone on meanwhile
-                if self.in_flight or reply.answers is Message.REBUILD:
-                    self._hear(worker, reply)
+        if self.restarts is None or not self.backend.can_kill:
+            stack = self.backend.stack(worker)
+            return self._replace(
+                worker, running, reports.timed_out(worker, share, running, doing, limit, stack, advice)
+            )
+        # Taking the stack continues a worker that was stopped, and it may finish what it was doing. That is late all
+        # the same: what its caller gets is read from the block before.
+        cut_off = self._cut_off(worker, running)
+        if self._watch.moved(worker):
+            return None
+        error = reports.timed_out(worker, share, running, doing, limit, self.backend.stack(worker), advice)
+        for env_id, (kind, dicts) in cut_off.items():
+            self._begin_restart(env_id, kind, error, cut_off=dicts)
+        for reply in self.backend.end(worker):
+            if self.in_flight or reply.answers is Message.REBUILD:
+                self._hear(worker, _without(reply, cut_off))
         return self._replace(worker, self.backend.ledgers[worker].running, error)
+
+    def _cut_off(self, worker: int, running: Running | None) -> dict[int, tuple[Kind, Dicts]]:
+        """The environments of a worker that are late, with what is interrupted and what their callers get.
+
+        That is the one that is running; where none is, those in flight that have not finished.
+        """
+        assert self.restarts is not None
+        if running is not None:
+            late = [running.env_id]
+        else:
+            finished = {*self._done_before(worker, running)}
+            late = [env_id for env_id in self.shares[worker] if env_id in self.in_flight and env_id not in finished]
+        cut_off = {}
+        for env_id in late:
+            if env_id in self._arrived:
+                continue
+            if env_id in self.restarts.faults:  # it is being built anew: what that interrupted is known already
+                fault = self.restarts.faults[env_id]
+                cut_off[env_id] = fault.kind, fault.told
+                continue
+            kind = self._kind(env_id, running is not None and running.activity is Activity.RESET)
+            if kind is Kind.AUTO_RESET:
+                self.restarts.latest[env_id] = self.restarts.kept.get(env_id)
+            torn = running is not None and not running.inside
+            cut_off[env_id] = kind, self.restarts.cut_off(env_id, kind, torn=torn)
+        return cut_off
 
     def _replace(self, worker: int, running: Running | None, error: ParallelEnvError) -> ParallelEnvError:
         """All environments of a worker are gone: raise, or have them built anew in another."""
@@ -188,7 +225,7 @@ class Supervisor(Owner):
             if env_id in self._arrived:
                 self._arrived[env_id] = self._kept(env_id)
                 kind = Kind.IDLE
-            if kind is Kind.AUTO_RESET:
+            if kind is Kind.AUTO_RESET and env_id not in self.restarts.faults:
                 self.restarts.latest[env_id] = self.restarts.kept.pop(env_id, None)
             self._begin_restart(env_id, kind, error, torn=is_it and running is not None and not running.inside)
         self._watch.forget(worker)
@@ -226,9 +263,11 @@ class Supervisor(Owner):
             return self.restarts.kind_of_reset
         return Kind.STEP
 
-    def _begin_restart(self, env_id: int, kind: Kind, error: ParallelEnvError, torn: bool = False) -> None:
+    def _begin_restart(
+        self, env_id: int, kind: Kind, error: ParallelEnvError, torn: bool = False, cut_off: Dicts | None = None
+    ) -> None:
         assert self.restarts is not None
-        self.restarts.begin(env_id, kind, error, torn)
+        self.restarts.begin(env_id, kind, error, torn, cut_off)
         self.seeds_stale = True
 
     def _rebuild(self, worker: int, env_ids: Iterable[int]) -> None:
@@ -279,3 +318,11 @@ class Supervisor(Owner):
     @property
     def _advice(self) -> str:
         return _ADVICE if self.restarts is None else ""
+
+
+def _without(reply: Reply, env_ids: Container[int]) -> Reply:
+    """The same reply without what some environments have to say in it."""
+    return reply._replace(
+        results={env_id: result for env_id, result in reply.results.items() if env_id not in env_ids},
+        failures={env_id: failure for env_id, failure in reply.failures.items() if env_id not in env_ids},
+    )
