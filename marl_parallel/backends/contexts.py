@@ -6,7 +6,6 @@ from marl_parallel.backends.forking import ForkLauncher
 from marl_parallel.backends.forkserver import ForkServerLauncher
 from marl_parallel.backends.launching import Launcher
 from marl_parallel.backends.memory import Block
-from marl_parallel.backends.spawning import SpawnLauncher
 
 
 def open_launcher(
@@ -32,7 +31,7 @@ def open_launcher(
     if context == "forkserver":
         return ForkServerLauncher(entry, threads, wake)
     if context == "spawn":
-        return SpawnLauncher(entry, threads)
+        return ForkServerLauncher(entry, threads, wake, fresh=True)
     if context == "fork":
         return ForkLauncher(entry, threads)
     raise ValueError(f'workers are started by "forkserver", "spawn" or "fork", not by {context!r}')

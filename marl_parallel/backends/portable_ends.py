@@ -89,9 +89,18 @@ def send(pipe: int, message: Any) -> None:
     """
     body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     for part in (_LENGTH.pack(len(body)), body):
-        rest = memoryview(part)
-        while rest:
-            rest = rest[os.write(pipe, rest) :]
+        write(pipe, part)
+
+
+def write(pipe: int, data: bytes) -> None:
+    """Write all of it to a pipe.
+
+    Raises:
+        OSError: Nobody reads any more.
+    """
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
 
 
 def receive(pipe: int) -> Any:

@@ -16,7 +16,7 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
 from marl_parallel.backends import descendants, portable_ends, threads
-from marl_parallel.backends.interpreter import command, output
+from marl_parallel.backends.interpreter import from_stdin, output, working_directory
 from marl_parallel.backends.stacks import CrashFile
 from marl_parallel.runtime.messages import Lost
 
@@ -39,17 +39,19 @@ class PortableProcess:
     def __init__(self, start: portable_ends.Start, limit: int | None) -> None:
         self._start = start
         self._connection: Connection | None = None
+        command, program = from_stdin("from marl_parallel.backends.portable_worker import main\nmain()\n")
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
         self._crash_file = CrashFile(os.open(start.crash_path, flags, 0o600))
         try:
             self._process = subprocess.Popen(
-                command("from marl_parallel.backends.portable_worker import main\nmain()\n"),
+                command,
                 env={**os.environ, **({} if limit is None else threads.variables(limit))},
                 stdin=subprocess.PIPE,
                 stdout=output(sys.stdout, 1),
                 stderr=output(sys.stderr, 2),
                 bufsize=0,
                 pass_fds=start.memory or (),
+                cwd=working_directory(),
                 # Ctrl-C is the parent's alone; and the group is what can be ended as a whole.
                 start_new_session=True,
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
@@ -59,6 +61,8 @@ class PortableProcess:
             raise
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
+        with contextlib.suppress(OSError):  # it has died: found out by `connect`
+            portable_ends.write(self._pipe.fileno(), program)
         self.send(start)
 
     def connect(self, deadline: float) -> None:
