@@ -87,6 +87,7 @@ def _has_children(index: int, fds: list[int]) -> None:
     if (forked := os.fork()) == 0:
         os.setsid()
         time.sleep(300)
+        os._exit(0)
     # Orphaned while the worker lives, as launchers of game engines do it.
     if (between := os.fork()) == 0:
         os.setsid()
@@ -94,6 +95,7 @@ def _has_children(index: int, fds: list[int]) -> None:
             _say(fds[0], pids=[os.getppid(), plain, executed, cleared, orphaned, forked, daemon])
             os._exit(0)
         time.sleep(300)
+        os._exit(0)
     os.waitpid(between, 0)
     time.sleep(300)
 

@@ -45,7 +45,7 @@ class Watched(Hunt):
             "child": subprocess.run(["sh", "-c", "exit 3"]).returncode,
             "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
             "standard": standard(),
-            "cwd": os.getcwd(),
+            "cwd": os.path.realpath("/proc/self/cwd"),
         }}
 
 with ParallelEnv([Watched] * 2, num_workers=2, on_error="restart", **arguments({way!r})) as env:
