@@ -6,6 +6,7 @@ Here live their command line and their output. What is run in one, and why, is d
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing.spawn
 import os
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from marl_parallel.backends.memory import anonymous_file
+from marl_parallel.runtime.reports import logger
 
 
 def executable() -> str:
@@ -107,7 +109,17 @@ def working_directory() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
+        _warn_of_removed_folder()
         return os.sep
+
+
+@functools.cache
+def _warn_of_removed_folder() -> None:
+    logger.warning(
+        "The working directory of this program has been removed; worker processes start in %s from now on. "
+        "Relative paths in simulators lead there: use absolute ones, or call os.chdir with a folder that exists.",
+        os.sep,
+    )
 
 
 def output(stream: TextIO | None, usual: int, null: int = subprocess.DEVNULL) -> int:

@@ -76,7 +76,6 @@ def _keep(
 ) -> NoReturn:
     exitcode = 1
     try:
-        gc.disable()  # nothing of the launching process is finalized here
         os.setsid()  # Ctrl-C and the end of a terminal are no concern of this process
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody can tell how a worker died
         try:
@@ -90,6 +89,7 @@ def _keep(
             for fd in (read_end, write_end, guard_end):
                 os.close(fd)
             work(guard)
+        gc.disable()  # nothing of the launching process is finalized here
         os.write(write_end, _RESULT.pack(worker))
         _close_all_but({guard_end, *keep})
         code = _wait_for(worker)

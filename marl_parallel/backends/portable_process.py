@@ -121,7 +121,7 @@ class PortableProcess:
         await_ends([self], _BURIED_WITHIN_S)
         self.signal(KILL)
         await_ends([self], _BURIED_WITHIN_S)
-        return Lost(self.exitcode(), self._crash_file.text())
+        return Lost(None if _children_are_ignored() else self.exitcode(), self._crash_file.text())
 
     def stack(self) -> str:
         """Where it is right now."""
@@ -134,6 +134,11 @@ class PortableProcess:
                 held.close()
         if self._process.returncode is None:
             self._process.returncode = 0  # in a forked child; else it would be waited for when this object goes
+
+
+def _children_are_ignored() -> bool:
+    """Whether the kernel reaps the children of this process, and nobody can tell how they ended."""
+    return sys.platform != "win32" and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
 
 
 def await_ends(workers: Sequence[PortableProcess], timeout: float) -> None:
