@@ -77,19 +77,25 @@ def _segfaults(index: int, fds: list[int]) -> None:
 
 
 def _has_children(index: int, fds: list[int]) -> None:
-    """One in its own group, and two that left it: one by fork alone, one by executing a program."""
+    """One in its own group, and others that left it: by fork alone, by executing a program, with no environment."""
     plain = subprocess.Popen(SLEEPER).pid
     executed = subprocess.Popen(SLEEPER, start_new_session=True).pid
+    cleared = subprocess.Popen(SLEEPER, start_new_session=True, env={}).pid
+    in_background = ["sh", "-c", "env -i sleep 300 > /dev/null & echo $!"]
+    started = subprocess.run(in_background, stdout=subprocess.PIPE, text=True, check=True, start_new_session=True)
+    orphaned = int(started.stdout)
     if (forked := os.fork()) == 0:
         os.setsid()
         time.sleep(300)
+        os._exit(0)
     # Orphaned while the worker lives, as launchers of game engines do it.
     if (between := os.fork()) == 0:
         os.setsid()
         if daemon := os.fork():
-            _say(fds[0], pids=[os.getppid(), plain, executed, forked, daemon])
+            _say(fds[0], pids=[os.getppid(), plain, executed, cleared, orphaned, forked, daemon])
             os._exit(0)
         time.sleep(300)
+        os._exit(0)
     os.waitpid(between, 0)
     time.sleep(300)
 

@@ -6,6 +6,7 @@ import atexit
 import functools
 import gc
 import itertools
+import multiprocessing
 import os
 import re
 import signal
@@ -309,6 +310,32 @@ def test_ctrl_c_while_workers_end(way, tmp_path):
     del env
     gc.collect()
     assert open_files() == before
+
+
+def leave_thread() -> None:
+    threading.Thread(target=wait_for_nothing).start()
+
+
+def wait_for_nothing() -> None:
+    time.sleep(60)
+
+
+def leave_process() -> None:
+    multiprocessing.get_context("fork").Process(target=wait_for_nothing).start()
+
+
+@pytest.mark.parametrize("fault", [leave_thread, leave_process])
+def test_what_a_simulator_leaves_running_is_named(fault, way, tmp_path, caplog):
+    """A process waits for threads and children that are no daemons; `close` says so, and ends it all the same."""
+    env = ParallelEnv([*fleet(tmp_path, 2, constructor=fault), *fleet(tmp_path, 2)], num_workers=2, **arguments(way))
+    env.reset()
+    env.close(timeout=4.0)
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith("worker 0 (environments 0 to 1) has closed its environments, but its process did not end")
+    assert "join it in the simulator's close(), or start it with daemon=True" in text
+    assert ("wait_for_nothing" if fault is leave_thread else "multiprocessing") in text
+    assert closed(tmp_path) == ALL_FOUR
+    assert gone(workers(tmp_path))
 
 
 def test_more_workers_than_cpus():

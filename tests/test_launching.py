@@ -65,12 +65,12 @@ def test_worker_is_a_process_of_its_own(stage: Stage) -> None:
     assert told["main_file"] is None
 
 
-@pytest.mark.parametrize(("context", "guards"), [("forkserver", 2), ("spawn", 1)])
-def test_worker_inherits_no_descriptor(context: str, guards: int) -> None:
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_worker_inherits_no_descriptor(context: str) -> None:
     with contextlib.closing(Stage(context)) as stage:
         stage.launch("tells")
-        # stdio, the crash file, the guards, what it was given, and the listing itself
-        assert len(stage.hear()["fds"]) == 3 + 1 + guards + 1 + 1
+        # stdio, the crash file, the guards (parent, server, keeper), what it was given, and the listing itself
+        assert len(stage.hear()["fds"]) == 3 + 1 + 3 + 1 + 1
 
 
 def test_output_goes_to_the_parents(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
@@ -270,6 +270,28 @@ def test_close_by_another_thread_ends_a_launch(served: Stage) -> None:
         served.launch("waits")
     timer.join()
     closer.join()
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_stopped_server(
+    limit: float | None, served: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stopped fork server is continued; one that is frozen by other means gives an error that says so."""
+    served.launch("waits")
+    served.hear()
+    server = server_of(served.launcher)
+    os.kill(server, signal.SIGSTOP)
+    if limit is None:
+        pid = served.launch("waits")
+        assert served.hear()["ready"] == pid
+        (record,) = caplog.records
+        assert f"process {server}) was stopped" in record.getMessage()
+        return
+    monkeypatch.setattr("marl_parallel.backends.forkserver.state_of", lambda pid: "D")
+    monkeypatch.setattr("marl_parallel.backends.forkserver._ANSWERS_WITHIN", limit)
+    with pytest.raises(RuntimeError, match=rf"fork server \(process {server}, state D\) did not answer .* within 1 s"):
+        served.launch("waits")
+    os.kill(server, signal.SIGCONT)
 
 
 def test_forked_child_touches_nothing(stage: Stage) -> None:

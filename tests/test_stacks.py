@@ -60,3 +60,10 @@ def test_crash(stage: Stage) -> None:
     report = stage.launcher.crash_report(pid)
     assert "Segmentation fault" in report
     assert "_segfaults" in report
+
+
+def test_crash_report_is_kept_until_it_is_read(stage: Stage) -> None:
+    pids = [stage.launch("segfaults") for _ in range(3)]
+    assert stage.launcher.wait_gone(pids, timeout=30.0) == set()
+    assert all("_segfaults" in stage.launcher.crash_report(pid) for pid in pids)
+    assert stage.launcher._reports == {}

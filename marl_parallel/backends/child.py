@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from marl_parallel.backends import descendants, threads
+from marl_parallel.backends import descendants, interpreter, threads
 from marl_parallel.backends.memory import anonymous_file
 from marl_parallel.backends.stacks import report_to
 
@@ -40,7 +40,7 @@ class Setting:
         path: `sys.path`.
         argv: `sys.argv`.
         environ: The environment variables.
-        cwd: The working directory; None where the parent's does not exist any more.
+        cwd: The working directory.
     """
 
     index: int
@@ -50,7 +50,7 @@ class Setting:
     path: list[str]
     argv: list[str]
     environ: dict[str, str]
-    cwd: str | None
+    cwd: str
 
     @classmethod
     def here(cls, index: int, entry: str, token: str, limit: int | None) -> Setting:
@@ -58,19 +58,15 @@ class Setting:
         environ = {**os.environ, descendants.MARKER: descendants.marker_value(token, 0)}
         if limit is not None:
             environ.update(threads.variables(limit))
-        try:
-            cwd = os.getcwd()
-        except FileNotFoundError:
-            cwd = None
         argv = list(getattr(sys, "argv", []))
-        return cls(index, entry, token, limit, list(sys.path), argv, environ, cwd)
+        return cls(index, entry, token, limit, list(sys.path), argv, environ, interpreter.working_directory())
 
     @contextlib.contextmanager
     def written(self) -> Iterator[int]:
         """The descriptor of a file it is written to, since a large environment does not fit a message."""
         with open(anonymous_file("marl_parallel-setting"), "w+b") as file:
             pickle.dump(self, file)
-            file.seek(0)
+            file.seek(0)  # which writes all out
             yield file.fileno()
 
     @staticmethod
@@ -82,8 +78,7 @@ class Setting:
 
     def adopt(self) -> None:
         """Bring this process to it (the threads of libraries already loaded excepted)."""
-        if self.cwd is not None:
-            os.chdir(self.cwd)
+        os.chdir(self.cwd)
         sys.path[:] = self.path
         sys.argv[:] = self.argv
         for name in os.environ.keys() - self.environ.keys():
@@ -151,7 +146,9 @@ def _arm(guard: int) -> None:
     fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
-    if select.select([own], [], [], 0)[0]:  # the other end was gone before
+    poll = select.poll()  # unlike `select.select`, it takes any number of descriptors
+    poll.register(own, select.POLLIN)
+    if poll.poll(0):  # the other end was gone before
         os.killpg(0, signal.SIGKILL)
 
 

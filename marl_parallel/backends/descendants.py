@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterator
 
+from marl_parallel.backends import descriptors
 from marl_parallel.backends.stacks import state_of
 
 MARKER = "MARL_PARALLEL_WORKER"
@@ -113,16 +114,18 @@ def kill_children(timeout: float) -> None:
     Where orphans are handed to this process (`adopt_orphans`), that ends all its descendants.
     """
     deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        for pid in _processes():
-            if _parent(pid) == os.getpid():
-                with contextlib.suppress(PermissionError):  # one that has changed its user
-                    os.kill(pid, signal.SIGKILL)
+    while True:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 continue
         except ChildProcessError:
             return
+        if time.monotonic() >= deadline:
+            return
+        for pid in _processes():
+            if _parent(pid) == os.getpid():
+                with contextlib.suppress(PermissionError):  # one that has changed its user
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.001)
 
 
@@ -135,7 +138,7 @@ def _kill_if_marked(pid: int, mark: bytes) -> bool:
     if not _is_marked(pid, mark):
         return False
     try:
-        handle = os.pidfd_open(pid)
+        handle = descriptors.lifted(os.pidfd_open(pid))
     except ProcessLookupError:
         return True
     except OSError:  # a kernel older than 5.3

@@ -1,12 +1,12 @@
-"""Workers forked from a server process: the context "forkserver".
+"""Workers started by a server process: the contexts "forkserver" and "spawn".
 
 Here lives `ForkServerLauncher`, the parent's end. What runs inside the server is
 `marl_parallel.backends.server`.
 
-    parent --- starts, asks: socket ---> fork server --- forks ---> worker 0, 1, ...
-       ^                                     |                          |
-       +---- deaths: socket and semaphore ---+                          |
-       +---- write end of the guard pipe: the kernel kills the workers when it goes
+    parent --- starts, asks: socket ---> fork server --- forks ---> keepers --- fork ---> worker 0, 1, ...
+       ^                                                               |                     |
+       +---- deaths: socket and semaphore -----------------------------+                     |
+       +---- write end of the guard pipe: the kernel kills the workers when it goes ---------+
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ import sys
 import time
 from collections.abc import Sequence
 
-from marl_parallel.backends import child, descendants, threads
-from marl_parallel.backends.interpreter import command, output
+from marl_parallel.backends import child, descendants, descriptors, threads
+from marl_parallel.backends.interpreter import output, started_with, working_directory
 from marl_parallel.backends.launching import Launcher
 from marl_parallel.backends.memory import Block
 from marl_parallel.backends.server import MOST_FDS, REPLY, REQUEST, Reply
+from marl_parallel.backends.stacks import state_of
+from marl_parallel.runtime.reports import logger
 
 _ANSWERS_WITHIN = 60.0
 _ENDS_WITHIN = 6.0
+_LOOKS_EVERY = 0.5
+"""Seconds between looks at a server that does not answer."""
 _PROGRAM = """from marl_parallel.backends.server import serve
 serve{arguments!r}
 """
@@ -40,18 +44,18 @@ class ForkServerLauncher(Launcher):
 
     _server: _Connection | None = None
 
-    def __init__(self, entry: str, threads: int | None, wake: tuple[Block, int] | None) -> None:
+    def __init__(self, entry: str, threads: int | None, wake: tuple[Block, int] | None, *, fresh: bool = False) -> None:
         super().__init__(entry, threads)
-        self._wake = wake
+        self._wake, self._fresh = wake, fresh
         self._requests = 0
-        self._server = _Connection(self._token, entry, wake)
+        self._server = _Connection(self._token, entry, wake, fresh)
 
     def _start_worker(self, index: int, fds: Sequence[int], crash: int) -> int:
         if len(fds) > MOST_FDS:
             raise ValueError(f"a worker can be given {MOST_FDS} file descriptors, not {len(fds)}")
         self._collect(0)
         if self._server is None:
-            self._server = _Connection(self._token, self._entry, self._wake)
+            self._server = _Connection(self._token, self._entry, self._wake, self._fresh)
         setting = child.Setting.here(index, self._entry, self._token, self._threads)
         self._requests += 1
         try:
@@ -64,18 +68,30 @@ class ForkServerLauncher(Launcher):
 
     def _await_launch(self, request: int) -> int:
         deadline = time.monotonic() + _ANSWERS_WITHIN
-        while (reply := self._next_reply(deadline - time.monotonic())) is not None:
+        while (left := deadline - time.monotonic()) > 0:
+            reply = self._next_reply(min(left, _LOOKS_EVERY))
+            if reply is None:
+                if self._server is None:
+                    raise EOFError
+                self._server.check()
+                continue
             kind, number, result = reply
             if kind == Reply.FAILED and number == request:
                 raise OSError(result, f"cannot fork a worker: {os.strerror(result)}")
             if kind == Reply.LAUNCHED and number == request:
                 return result
-        raise RuntimeError(f"the fork server has not answered for {_ANSWERS_WITHIN:g} s")
+        assert self._server is not None
+        raise RuntimeError(self._server.silence())
 
     def _collect(self, timeout: float) -> None:
         try:
             while self._next_reply(timeout) is not None:
                 timeout = 0
+            # Keepers may hold the connection open for a while after the server's end.
+            if self._server is not None and self._server.ended():
+                while self._next_reply(0) is not None:
+                    pass
+                self._lost_server()
         except (OSError, EOFError) as error:
             # A `TimeoutError` that the caller's own signal handler raises is an OSError, too, but not the connection's.
             if isinstance(error, OSError) and error.errno is None:
@@ -122,39 +138,69 @@ class ForkServerLauncher(Launcher):
 class _Connection:
     """One fork server: its process, the socket to it, and the write end of its workers' guard pipe."""
 
-    def __init__(self, token: str, entry: str, wake: tuple[Block, int] | None) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        guard, self._guard_end = os.pipe()
+    def __init__(self, token: str, entry: str, wake: tuple[Block, int] | None, fresh: bool) -> None:
+        self._socket, theirs = descriptors.socket_pair(socket.SOCK_SEQPACKET)
+        guard, self._guard_end = descriptors.pipe()
         place = (wake[0].fd, wake[0].nbytes, wake[1]) if wake else None
-        arguments = (theirs.fileno(), guard, os.getpid(), token, entry, place)
-        try:
+        arguments = (theirs.fileno(), guard, os.getpid(), token, entry, place, fresh)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, guard)
+            stack.enter_context(theirs)
+            on_error = stack.enter_context(contextlib.ExitStack())
+            on_error.callback(os.close, self._guard_end)
+            on_error.enter_context(self._socket)
+            command, program = stack.enter_context(started_with(_PROGRAM.format(arguments=arguments)))
             self._process = subprocess.Popen(
-                command(_PROGRAM.format(arguments=arguments)),
+                command,
                 # With a single thread, because more than one does not go with forking.
                 env={
                     **os.environ,
                     **threads.variables(1),
                     descendants.MARKER: descendants.marker_value(token, 0),  # for workers to overwrite
                 },
-                pass_fds=(theirs.fileno(), guard, *(place[:1] if place else ())),
+                pass_fds=(program, theirs.fileno(), guard, *(place[:1] if place else ())),
+                cwd=working_directory(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=output(None, 2),
                 start_new_session=True,
             )
-        except BaseException:
-            self._socket.close()
-            os.close(self._guard_end)
-            raise
-        finally:
-            theirs.close()
-            os.close(guard)
+            on_error.pop_all()
+
+    def ended(self) -> bool:
+        """Whether the server's process has ended."""
+        return self._process.poll() is not None
+
+    def check(self) -> None:
+        """Continue the server if it is stopped.
+
+        Raises:
+            EOFError: It has ended.
+        """
+        if self.ended():
+            raise EOFError
+        pid = self._process.pid
+        state = state_of(pid)
+        if state in ("T", "t"):
+            logger.warning("The fork server (process %d) was stopped by a signal, as SIGSTOP; it is continued.", pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def silence(self) -> str:
+        """A sentence on a server that does not answer."""
+        pid = self._process.pid
+        return (
+            f"The fork server (process {pid}, state {state_of(pid) or 'gone'}) did not answer a request for a worker "
+            f"within {_ANSWERS_WITHIN:g} s. It may be frozen by its container or control group, or the machine may be "
+            f"overloaded: see /proc/{pid}/status, and start again."
+        )
 
     def request(self, number: int, setting: child.Setting, crash: int, fds: Sequence[int]) -> None:
         """Ask for a worker; the reply bears the same number."""
         with contextlib.ExitStack() as stack:
             payload = stack.enter_context(setting.written())
-            null = stack.enter_context(open(os.devnull, "wb")).fileno()
+            null = descriptors.lifted(os.open(os.devnull, os.O_WRONLY))
+            stack.callback(os.close, null)
             own = [payload, crash, output(sys.stdout, 1, null), output(sys.stderr, 2, null)]
             socket.send_fds(self._socket, [REQUEST.pack(number)], [*own, *fds])
 

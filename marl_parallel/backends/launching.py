@@ -35,7 +35,7 @@ class Launcher(ABC):
         self._threads = threads
         self._token = secrets.token_hex(8)
         self._crash_files: dict[int, CrashFile] = {}  # of those that live
-        self._reports: dict[int, str] = {}  # of those that died
+        self._reports: dict[int, str] = {}  # of those that died, until they are read
         self._dead: list[tuple[int, int]] = []
         self._closed = False
         _open_launchers.add(self)
@@ -94,9 +94,9 @@ class Launcher(ABC):
         return left
 
     def crash_report(self, pid: int) -> str:
-        """The native stack that the worker wrote when it crashed; "" if none. Stays after its death."""
+        """The native stack that the worker wrote when it crashed; "" if none. After its death it can be read once."""
         crash_file = self._crash_files.get(pid)
-        return self._reports.get(pid, "") if crash_file is None else crash_file.text()
+        return self._reports.pop(pid, "") if crash_file is None else crash_file.text()
 
     def stack(self, pid: int, timeout: float = 1.0) -> str:
         """The Python stacks of all threads of a living worker, whatever it is doing; "" if it has died.

@@ -10,6 +10,8 @@ import mmap
 import os
 import tempfile
 
+from marl_parallel.backends import descriptors
+
 
 def anonymous_file(name: str) -> int:
     """Open a new, empty file that nothing is left of once its last descriptor is closed.
@@ -21,9 +23,9 @@ def anonymous_file(name: str) -> int:
         A descriptor of the caller's own, not inherited by other programs.
     """
     if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC)
+        return descriptors.lifted(os.memfd_create(name, os.MFD_CLOEXEC))
     with tempfile.TemporaryFile(prefix=name) as file:
-        return os.dup(file.fileno())
+        return descriptors.duplicate(file.fileno())
 
 
 class Block:
@@ -43,6 +45,7 @@ class Block:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
         self.nbytes = nbytes
+        descriptors.fill_standard()  # the mapping keeps a descriptor of its own, which nobody could move
         try:
             self.buffer = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
         except BaseException:

@@ -33,12 +33,14 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe, connection
 from typing import TYPE_CHECKING, Any
 
-from marl_parallel.backends import portable_ends
+from marl_parallel.backends import descriptors, portable_ends
 from marl_parallel.backends.portable_process import KILL, PortableProcess, await_ends
+from marl_parallel.runtime import reports
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.ledger import Ledger
 from marl_parallel.runtime.messages import Lost, Message, Reply, Request
+from marl_parallel.runtime.reports import logger
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -70,6 +72,7 @@ class PortableProcessBackend(Backend):
         self._folder = ""
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
+        self._shares = shares
         self._before = [deque() for _ in shares]
         self._lost = dict.fromkeys(range(len(shares)), Lost(None, ""))  # until they are there
         try:
@@ -79,6 +82,7 @@ class PortableProcessBackend(Backend):
             raise
 
     def _start(self, num_workers: int) -> None:
+        descriptors.fill_standard()  # else what is opened here may get the numbers of closed standard streams
         self._ears = [*Pipe(duplex=False)]
         self._folder = _new_folder()
         for name in ("board", "records"):
@@ -109,6 +113,7 @@ class PortableProcessBackend(Backend):
     def replace(self, worker: int) -> None:
         if not self._workers:
             return
+        descriptors.fill_standard()
         old = self._workers[worker]
         old.signal(KILL)
         await_ends([old], _KILLED_WITHIN_S)
@@ -215,6 +220,11 @@ class PortableProcessBackend(Backend):
             with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
                 at_last.callback(_signalled, workers, KILL, _KILLED_WITHIN_S)
                 await_ends(workers, timeout)
+                if timeout >= reports.WARNS_AFTER_S:
+                    for index, worker in enumerate(workers):
+                        if worker.exitcode() is None:
+                            text = reports.still_running(index, self._shares[index], timeout, worker.stack())
+                            logger.warning("%s", text)
                 _signalled(workers, signal.SIGTERM, _TERMINATED_WITHIN_S)
             return [index for index, worker in enumerate(workers) if worker.exitcode() is None]
         finally:

@@ -94,9 +94,19 @@ def send(pipe: int, message: Any) -> None:
     Raises:
         OSError: Nobody reads any more.
     """
-    for rest in packed(message):
-        while rest:
-            rest = rest[os.write(pipe, rest) :]
+    for part in packed(message):
+        write(pipe, part)
+
+
+def write(pipe: int, data: bytes | memoryview) -> None:
+    """Write all of it to a pipe.
+
+    Raises:
+        OSError: Nobody reads any more.
+    """
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
 
 
 def receive(pipe: int) -> Any:

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from marl_parallel.backends import descendants, portable_ends, threads
-from marl_parallel.backends.interpreter import command, output
+from marl_parallel.backends.interpreter import from_stdin, output, working_directory
 from marl_parallel.backends.stacks import CrashFile
 from marl_parallel.runtime.messages import Lost
 
@@ -43,17 +43,19 @@ class PortableProcess:
     def __init__(self, start: portable_ends.Start, limit: int | None) -> None:
         self._start = start
         self._connection: Connection | None = None
+        command, program = from_stdin("from marl_parallel.backends.portable_worker import main\nmain()\n")
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
         self._crash_file = CrashFile(os.open(start.crash_path, flags, 0o600))
         try:
             self._process = subprocess.Popen(
-                command("from marl_parallel.backends.portable_worker import main\nmain()\n"),
+                command,
                 env={**os.environ, **({} if limit is None else threads.variables(limit))},
                 stdin=subprocess.PIPE,
                 stdout=output(sys.stdout, 1),
                 stderr=output(sys.stderr, 2),
                 bufsize=0,
                 pass_fds=start.memory or (),
+                cwd=working_directory(),
                 # Ctrl-C is the parent's alone; and the group is what can be ended as a whole.
                 start_new_session=True,
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
@@ -63,6 +65,8 @@ class PortableProcess:
             raise
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
+        with contextlib.suppress(OSError):  # it has died: found out by `connect`
+            portable_ends.write(self._pipe.fileno(), program)
         self._unsent: deque[memoryview] = deque()
         self._inbox: portable_ends.Inbox | None = None
         if sys.platform != "win32":  # there, a pipe that does not block has other rules
@@ -197,7 +201,7 @@ class PortableProcess:
         await_ends([self], _BURIED_WITHIN_S)
         self.signal(KILL)
         await_ends([self], _BURIED_WITHIN_S)
-        return Lost(self.exitcode(), self._crash_file.text())
+        return Lost(None if _children_are_ignored() else self.exitcode(), self._crash_file.text())
 
     def stack(self) -> str:
         """Where it is right now."""
@@ -210,6 +214,11 @@ class PortableProcess:
                 held.close()
         if self._process.returncode is None:
             self._process.returncode = 0  # in a forked child; else it would be waited for when this object goes
+
+
+def _children_are_ignored() -> bool:
+    """Whether the kernel reaps the children of this process, and nobody can tell how they ended."""
+    return sys.platform != "win32" and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
 
 
 def await_ends(workers: Sequence[PortableProcess], timeout: float) -> None:

@@ -24,6 +24,10 @@ _CLEARED_WITHIN_S = 1.0
 
 def main() -> None:
     """Serve until told to close, or until the parent is gone."""
+    if sys.platform != "win32":
+        # What the program that started the parent has blocked or ignored is no concern of a simulator.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
     pipe = _taken_from_stdin()
     start: Start = receive(pipe)
     requests: SimpleQueue[Request] = SimpleQueue()

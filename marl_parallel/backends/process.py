@@ -17,21 +17,22 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from marl_parallel.backends import control
+from marl_parallel.backends import control, descriptors
 from marl_parallel.backends.channel import Channel, Gone
 from marl_parallel.backends.contexts import open_launcher
 from marl_parallel.backends.launching import Launcher
 from marl_parallel.backends.memory import Block, anonymous_file
 from marl_parallel.backends.semaphores import available
+from marl_parallel.runtime import reports
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.layout import Layout
 from marl_parallel.runtime.messages import Lost, Message, Reply, Request
+from marl_parallel.runtime.reports import logger
 from marl_parallel.runtime.sharing import span_of, usable_cpus
 
 _TICK_S = 0.02
@@ -68,7 +69,7 @@ class ProcessBackend(Backend):
                 'backend="process" needs process-shared semaphores, which this platform lacks; '
                 'use backend="thread" or "serial"'
             )
-        num_workers = len(shares)
+        num_workers, self._shares = len(shares), shares
         self._board = Block.create(control.control_nbytes(num_workers, most_requests))
         control.initialise(self._board.buffer, num_workers, most_requests)
         self._capacity = most_requests
@@ -88,7 +89,7 @@ class ProcessBackend(Backend):
 
     def _launch(self, worker: int) -> tuple[Channel, int]:
         assert self._launcher is not None
-        ours, theirs = socket.socketpair()
+        ours, theirs = descriptors.socket_pair()
         channel = Channel(ours)
         try:
             with theirs:
@@ -120,7 +121,7 @@ class ProcessBackend(Backend):
 
     def allocate(self, layout: Layout) -> Any:
         os.ftruncate(self._records_fd, layout.nbytes)
-        return Block(os.dup(self._records_fd), layout.nbytes).buffer
+        return Block(descriptors.duplicate(self._records_fd), layout.nbytes).buffer
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         self._armed = together
@@ -265,7 +266,11 @@ class ProcessBackend(Backend):
             if launcher is not None:
                 at_last.callback(self._board.close_fd)
                 at_last.callback(launcher.close)
-                if launcher.wait_gone(self._pids, timeout):
+                if left := launcher.wait_gone(self._pids, timeout):
+                    if timeout >= reports.WARNS_AFTER_S:
+                        for worker in sorted(map(self._pids.index, left & set(self._pids))):
+                            stack = launcher.stack(self._pids[worker])
+                            logger.warning("%s", reports.still_running(worker, self._shares[worker], timeout, stack))
                     for pid in self._pids:
                         launcher.terminate(pid)
                     launcher.wait_gone(self._pids, _TERMINATED_WITHIN_S)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 from marl_parallel.backends import descendants
-from marl_parallel.backends.interpreter import command, output
+from marl_parallel.backends.interpreter import output, started_with
 
 # Ray ends the children of its workers, but not theirs; so the process is nobody's child, and leads a session.
 _PROGRAM = """import os
@@ -30,10 +30,14 @@ class Survivor:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            errors = output(sys.stderr, 2)
+        with theirs, started_with(_PROGRAM) as (command, program):
             subprocess.run(
-                command(_PROGRAM), check=True, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=errors
+                command,
+                check=True,
+                pass_fds=[program],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=output(sys.stderr, 2),
             )
 
     def watch(self, handle: int, pid: int, marker: str) -> bool:

@@ -73,7 +73,7 @@ class _Held:
         """Kill it, and wait until it has died."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
-            select.select([self.handle], [], [], _DEAD_WITHIN_S)
+            _await_death(self.handle)
 
     def end(self) -> None:
         """Kill it, with its process group and whatever else carries its mark."""
@@ -96,6 +96,13 @@ class _Held:
     def let_go(self) -> None:
         for fd in (self.handle, *self.files):
             os.close(fd)
+
+
+def _await_death(handle: int) -> None:
+    """Wait until the process of a pidfd has died, but not for long."""
+    poll = select.poll()  # unlike `select.select`, it takes any number of descriptors
+    poll.register(handle, select.POLLIN)
+    poll.poll(_DEAD_WITHIN_S * 1e3)
 
 
 class RayWarden:
@@ -146,7 +153,7 @@ class RayWarden:
         held, (start, stop) = self._held[key], places or (0, 0)
         if kill:
             held.kill()
-        select.select([held.handle], [], [], _DEAD_WITHIN_S)
+        _await_death(held.handle)
         return Remains(
             bytes(held.memory.buffer),
             os.pread(held.files.block, stop - start, start),

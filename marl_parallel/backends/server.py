@@ -7,6 +7,7 @@ Here lives what runs inside it, and the replies it gives. Who starts it and asks
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -15,11 +16,12 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from marl_parallel.backends import child, descendants, threads
+from marl_parallel.backends import child, descendants, descriptors, keeper, spawning, threads
 from marl_parallel.backends.memory import Block
 from marl_parallel.backends.semaphores import Semaphore
 
@@ -52,7 +54,15 @@ class Wake(NamedTuple):
     offset: int
 
 
-def serve(connection: int, guard: int, parent: int, token: str, entry: str, wake: tuple[int, int, int] | None) -> None:
+def serve(
+    connection: int,
+    guard: int,
+    parent: int,
+    token: str,
+    entry: str,
+    wake: tuple[int, int, int] | None,
+    fresh: bool,
+) -> None:
     """Serve until the parent goes or hangs up; then end all workers and all that they have started.
 
     Args:
@@ -62,34 +72,40 @@ def serve(connection: int, guard: int, parent: int, token: str, entry: str, wake
         token: Of the launcher.
         entry: The workers' module, loaded here so that they find it loaded.
         wake: The fields of a `Wake`, if a semaphore is to be posted at each death.
+        fresh: Whether workers are fresh interpreters, rather than forks of this process.
     """
-    gc.disable()
-    for module in ("numpy", "gymnasium", entry):
-        importlib.import_module(module)
-    # Objects that are never looked at by the collector stay in pages that all workers share.
-    gc.freeze()
-    server = _Server(connection, guard, parent, token, Wake(*wake) if wake else None)
+    # The program that started the parent may have had signals blocked, of which SIGCHLD tells of deaths.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if not fresh:
+        gc.disable()
+        for module in ("numpy", "gymnasium", entry):
+            importlib.import_module(module)
+        # Objects that are never looked at by the collector stay in pages that all workers share.
+        gc.freeze()
+    server = _Server(connection, guard, parent, token, Wake(*wake) if wake else None, fresh)
     try:
         server.run()
     finally:
         server.socket.close()
-        # The workers' guard kills each group; this also ends what has left its group.
+        # The workers' guard kills each group; their keepers end what has left its group.
         os.close(server.own_guard_end)
-        descendants.kill_children(_ENDED_WITHIN)
+        deadline = time.monotonic() + _ENDED_WITHIN
+        server.await_keepers(deadline)
+        descendants.kill_children(max(deadline - time.monotonic(), 1.0))
 
 
 class _Server:
-    def __init__(self, connection: int, guard: int, parent: int, token: str, wake: Wake | None) -> None:
-        self.token = token
-        self.workers: set[int] = set()
+    def __init__(self, connection: int, guard: int, parent: int, token: str, wake: Wake | None, fresh: bool) -> None:
+        self.token, self.fresh = token, fresh
+        self.workers: dict[int, int] = {}  # by keeper
         self.guard = guard
         # A second guard, for the case that this process is killed while the parent lives.
-        self.own_guard, self.own_guard_end = os.pipe()
+        self.own_guard, self.own_guard_end = descriptors.pipe()
         self.socket = socket.socket(fileno=connection)
         self.block = Block.attach(wake.fd, wake.nbytes) if wake else None
         self.wake = Semaphore(self.block.buffer, wake.offset) if self.block and wake else None
         descendants.adopt_orphans()
-        self.child_died, child_died_end = os.pipe()
+        self.child_died, child_died_end = descriptors.pipe()
         for fd in (self.child_died, child_died_end):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(child_died_end, warn_on_full_buffer=False)
@@ -103,7 +119,7 @@ class _Server:
             poll.register(fd, select.POLLIN)
         # A copy of the socket in a child of the parent would hide that the parent is gone.
         with contextlib.suppress(OSError):  # kernels before 5.3 lack it
-            parent = os.pidfd_open(self.parent)
+            parent = descriptors.lifted(os.pidfd_open(self.parent))
             self.inherited.append(parent)
             poll.register(parent, select.POLLIN)
         while os.getppid() == self.parent:
@@ -138,18 +154,31 @@ class _Server:
     def fork(self, fds: Sequence[int]) -> int:
         mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
         try:
-            if pid := os.fork():
-                self.workers.add(pid)
-                return pid
-            payload, crash, out, err, *own = fds
-            child.become_worker(
-                lambda: self.prepare(payload, out, err), own, crash=crash, guards=(self.guard, self.own_guard)
+            worker, keeper_pid = keeper.fork_kept(
+                functools.partial(self.work, fds), self.tell, keep=[self.socket.fileno()]
             )
+            self.workers[keeper_pid] = worker
+            return worker
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def prepare(self, payload: int, out: int, err: int) -> child.Setting:
-        """In the worker: let go of what is the server's, adopt what the parent has sent."""
+    def work(self, fds: Sequence[int], guard: int) -> NoReturn:
+        """In the worker."""
+        payload, crash, out, err, *own = fds
+        guards = (self.guard, self.own_guard, guard)
+        if self.fresh:
+            self.let_go(out, err)
+            spawning.execute(payload, crash, guards, own)
+        child.become_worker(lambda: self.prepare(payload, out, err), own, crash=crash, guards=guards)
+
+    def tell(self, worker: int, exitcode: int) -> None:
+        """Tell the parent of a death; called by the worker's keeper."""
+        self.socket.send(REPLY.pack(Reply.DIED, worker, exitcode))
+        if self.wake is not None:
+            self.wake.post()
+
+    def let_go(self, out: int, err: int) -> None:
+        """In the worker: close what is the server's, and take over the parent's output."""
         for fd in self.inherited:
             os.close(fd)
         self.socket.close()
@@ -160,6 +189,10 @@ class _Server:
             os.dup2(source, target)
         for fd in (null, out, err):
             os.close(fd)
+
+    def prepare(self, payload: int, out: int, err: int) -> child.Setting:
+        """In the worker: let go of what is the server's, adopt what the parent has sent."""
+        self.let_go(out, err)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         setting = child.Setting.read(payload)
         setting.adopt()
@@ -170,22 +203,24 @@ class _Server:
         return setting
 
     def report_deaths(self) -> None:
-        """Reap all children that ended, and tell of the workers among them."""
-        while (ended := _next_ended()) is not None:
-            if ended not in self.workers:
-                os.waitpid(ended, 0)
+        """Reap keepers that have ended, and tell of the workers of those that could not tell themselves."""
+        for ended, told in _ended():
+            worker = self.workers.pop(ended, None)
+            if worker is None or told:
                 continue
-            self.workers.discard(ended)
-            self.socket.send(REPLY.pack(Reply.DIED, ended, descendants.reap(ended) or 0))
-            if self.wake is not None:
-                self.wake.post()
-            # After the report, since it takes as long again; but before another worker can be forked.
-            descendants.kill_marked(descendants.marker_value(self.token, ended))
+            self.tell(worker, -signal.SIGKILL)
+            descendants.kill_marked(descendants.marker_value(self.token, worker))
+
+    def await_keepers(self, deadline: float) -> None:
+        """Give keepers the time to kill what their workers have left."""
+        while self.workers and time.monotonic() < deadline:
+            for ended, _ in _ended():
+                self.workers.pop(ended, None)
+            time.sleep(0.001)
 
 
-def _next_ended() -> int | None:
-    try:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return None if ended is None else ended.si_pid
+def _ended() -> Iterator[tuple[int, bool]]:
+    """Reap the children that have ended; whether each was a keeper that has told how its worker died."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended[0], os.waitstatus_to_exitcode(ended[1]) == keeper.TOLD

@@ -1,63 +1,71 @@
 """Workers started as fresh interpreters: the context "spawn".
 
-Here lives `SpawnLauncher`, and what its workers do first. Nothing is forked, so nothing of the parent's memory, locks
-or threads gets into a worker; each one loads everything itself, which costs a fraction of a second and memory of its
-own. What such a worker does is not known here.
+A server of its own starts them, as in the context "forkserver", but executes an interpreter in each: nothing of the
+parent's memory, locks or threads gets into a worker. Each one loads everything itself, which costs a fraction of a
+second and memory of its own. What such a worker does is not known here.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
-from marl_parallel.backends import child
-from marl_parallel.backends.interpreter import command, output
-from marl_parallel.backends.own_children import OwnChildrenLauncher
+from marl_parallel.backends import child, interpreter
 from marl_parallel.backends.stacks import STACK_SIGNAL
 
-# Born with all signals blocked, it must be able to tell its stack before it has loaded anything.
+# Started with all signals blocked, it must be able to write its stack before it has loaded anything.
 _PROGRAM = """import faulthandler, signal
 faulthandler.enable({crash})
 faulthandler.register({stack_signal}, {crash})
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
-from marl_parallel.backends.spawning import run
-run({payload}, {guard}, {crash}, {fds})
+{with_path}"""
+_RUN = """from marl_parallel.backends.spawning import run
+run({payload}, {crash}, {guards}, {fds})
 """
 
 
-class SpawnLauncher(OwnChildrenLauncher):
-    """Starts one interpreter for each worker."""
+def execute(payload: int, crash: int, guards: Sequence[int], fds: Sequence[int]) -> NoReturn:
+    """Become a fresh interpreter that becomes a worker.
 
-    def _start_child(self, setting: child.Setting, guard: int, crash: int, fds: Sequence[int]) -> int:
-        with setting.written() as payload:
-            program = _PROGRAM.format(
-                stack_signal=STACK_SIGNAL, payload=payload, guard=guard, crash=crash, fds=list(fds)
-            )
-            mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-            try:
-                process = subprocess.Popen(
-                    command(program),
-                    env=setting.environ,
-                    pass_fds=(payload, guard, crash, *fds),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output(sys.stdout, 1),
-                    stderr=output(sys.stderr, 2),
-                    start_new_session=True,
-                )
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        process.returncode = 0  # else it would be waited for when this object goes; that is our own business
-        return process.pid
+    Args:
+        payload: Descriptor of a `Setting`.
+        crash: Descriptor that `faulthandler` writes to.
+        guards: As of `child.become_worker`.
+        fds: What the worker's main is given.
+    """
+    try:
+        os.setsid()
+        setting = child.Setting.read(os.dup(payload))
+        os.lseek(payload, 0, os.SEEK_SET)
+        run_ = _RUN.format(payload=payload, crash=crash, guards=list(guards), fds=list(fds))
+        program = interpreter.program_file(
+            _PROGRAM.format(stack_signal=STACK_SIGNAL, crash=crash, with_path=interpreter.with_path(run_, setting.path))
+        )
+        for fd in (program, payload, crash, *guards, *fds):
+            os.set_inheritable(fd, True)
+        command = interpreter.command(program)
+        # A folder that was removed would keep the interpreter from importing some libraries.
+        os.chdir(setting.cwd)
+        # Python ignores these signals in itself, not in programs that it executes.
+        for name in ("SIGPIPE", "SIGXFSZ"):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        os.execve(command[0], command, setting.environ)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
 
 
-def run(payload: int, guard: int, crash: int, fds: Sequence[int]) -> None:
+def run(payload: int, crash: int, guards: Sequence[int], fds: Sequence[int]) -> None:
     """Be a worker; the arguments are the descriptors it was born with."""
-    for fd in (payload, guard, crash, *fds):
+    for fd in (payload, crash, *guards, *fds):
         os.set_inheritable(fd, False)
-    child.become_worker(lambda: _prepare(payload), fds, crash=crash, guards=[guard])
+    child.become_worker(lambda: _prepare(payload), fds, crash=crash, guards=guards)
 
 
 def _prepare(payload: int) -> child.Setting:

@@ -279,11 +279,11 @@ class Probe:
         environ = {**os.environ, "PYTHONHASHSEED": str(job.hash_seed), descendants.MARKER: self._mark}
         program = "from marl_parallel.cli.isolation import child_main\nchild_main()"
         heard, self._kept_open = os.pipe()
-        with self._path(_OUTPUT).open("wb") as output:
+        with self._path(_OUTPUT).open("wb") as output, interpreter.started_with(program) as (command, file):
             self._process = subprocess.Popen(
-                [*interpreter.command(program), json.dumps(asdict(job)), self._folder.name, str(heard)],
+                [*command, json.dumps(asdict(job)), self._folder.name, str(heard)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(heard,),
+                pass_fds=(heard, file),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environ,

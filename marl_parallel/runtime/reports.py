@@ -116,6 +116,22 @@ def timed_out(
     )
 
 
+WARNS_AFTER_S = 1.0
+"""A process that ends more quickly than this after its environments were closed is not worth a warning."""
+
+
+def still_running(worker: int, share: Sequence[int], seconds: float, stack: str) -> str:
+    """A warning: a worker's environments are closed, but its process does not end."""
+    shown = f"\n\nIts threads are here:\n{stack}" if stack else ""
+    return (
+        f"worker {worker} ({_environments(share)}) has closed its environments, but its process did not end within "
+        f"{seconds:.1f} s and is killed: a simulator has left a thread or a child process running, and Python waits "
+        "for threads that are no daemons and for children started by multiprocessing.\n\n"
+        "What to do: stop and join it in the simulator's close(), or start it with daemon=True; until then every "
+        f"close() takes that long.{shown}"
+    )
+
+
 def first_line(error: BaseException) -> str:
     """What a log line has room for."""
     return next(iter(str(error).splitlines()), "")
