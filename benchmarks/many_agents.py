@@ -38,7 +38,7 @@ from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 RESULTS = Path(__file__).parent / "results"
 NAME = "many_agents"
 NUMBERS = (10, 100, 1_000, 10_000)
-AGENT_STEPS = 40_000
+AGENT_STEPS, QUICK_AGENT_STEPS = 40_000, 1_000
 """Steps times agents in one measurement."""
 SPACE, ACTIONS = spaces.Box(-1.0, 1.0, (4,), np.float32), spaces.Discrete(5)
 
@@ -220,8 +220,8 @@ class Report:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def measured(case: Case, count: int, repeats: int) -> Result:
-    steps = max(AGENT_STEPS // count // (20 if case.profile == "turns" else 1), 4)
+def measured(case: Case, count: int, repeats: int, agent_steps: int) -> Result:
+    steps = max(agent_steps // count // (20 if case.profile == "turns" else 1), 4)
     alone, ours = [], []
     for _ in range(repeats):
         env = case.constructor(count)()
@@ -280,15 +280,15 @@ def _by_facade(case: Case, env: ParallelEnv, steps: int) -> float:
     return (time.thread_time() - begun) / steps
 
 
-def run(chosen: Sequence[Case], numbers: Sequence[int], repeats: int) -> Report:
+def run(chosen: Sequence[Case], numbers: Sequence[int], repeats: int, agent_steps: int) -> Report:
     described = machine(("pettingzoo",))
     results = []
     with progress(len(chosen) * len(numbers)) as on_turn:
         for case in chosen:
             for count in numbers:
                 on_turn(f"{case}, {count}")
-                results.append(measured(case, count, repeats))
-    return Report(described, {"repeats": repeats, "numbers": [*numbers]}, results)
+                results.append(measured(case, count, repeats, agent_steps))
+    return Report(described, {"repeats": repeats, "numbers": [*numbers], "agent_steps": agent_steps}, results)
 
 
 # -- showing -----------------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def main(
     if not chosen:
         raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
     directory = folder_for(output, RESULTS, whole=not (quick or only))
-    report = run(chosen, NUMBERS[:2] if quick else NUMBERS, 1 if quick else repeats)
+    report = run(chosen, NUMBERS[:2], 1, QUICK_AGENT_STEPS) if quick else run(chosen, NUMBERS, repeats, AGENT_STEPS)
     show(report)
     if directory is not None:
         write_json(report, directory / f"{NAME}.json")

@@ -18,6 +18,7 @@ from gymnasium import Space
 
 from marl_parallel.adapters.protocol import AgentID
 from marl_parallel.runtime.columns import ArrayColumn, Column, Place, column_for
+from marl_parallel.runtime.large_spaces import equal
 from marl_parallel.runtime.values import Mismatch, fits_block
 
 RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
@@ -58,7 +59,7 @@ def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> 
         own = declared[agent]
         if id(own) not in group_of:
             for space, positions in groups:
-                if space == own:
+                if equal(space, own):
                     group_of[id(own)] = positions
                     break
             else:
