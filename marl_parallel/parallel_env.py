@@ -217,7 +217,8 @@ class ParallelEnv(AsyncStepping):
                 )
             self._all = batch.env_ids
             self._schema = schema
-            self._reset_keywords, self._check_options = described[0].reset_keywords, described[0].check_options
+            self._reset_keywords = frozenset(described[0].reset_keywords)
+            self._check_options = described[0].check_options
             self._seeded_when_made = described[0].seeded_when_made
             self._metadata = {**described[0].metadata, "autoreset_mode": mode}
             self._render_mode = described[0].render_mode

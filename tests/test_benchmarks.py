@@ -89,6 +89,22 @@ def test_recovery(tmp_path):
     assert "| simple_spread_v3 | its worker is killed | 4 |" in shown
 
 
+def test_many_agents(tmp_path):
+    result = run("many_agents.py", "--quick", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "many_agents.json").read_text())["results"]
+    assert {one["agents"] for one in results} == {10, 100}
+    assert {one["profile"] for one in results} == {
+        "everybody", "infos", "half observed", "dying", "ending", "turns"
+    }  # fmt: skip
+    assert {one["how"] for one in results} == {"dicts", "GymnasiumVectorEnv", "PettingZooVecEnv"}
+    assert all(one["microseconds"] >= 0 and one["simulator"] > 0 for one in results)
+    assert len((tmp_path / "many_agents.csv").read_text().splitlines()) == 1 + len(results)
+
+    shown = run("many_agents.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert "| pettingzoo | half observed | SAME_STEP | dicts |" in shown
+
+
 def test_compare_facades(tmp_path):
     result = run("compare_facades.py", "--quick", "--output", str(tmp_path))
     assert result.returncode == 0, result.stderr
@@ -205,7 +221,9 @@ def test_who_fails_on_one_simulator_only_is_said_so(compare_facades):
     assert [one.environment for one in report.results] == ["synthetic 0 µs, 3 x 3"]
 
 
-SCRIPTS = ["compare_workers.py", "async_stepping.py", "recovery.py", "compare_facades.py", "compare_peers.py"]
+SCRIPTS = [
+    "compare_workers.py", "async_stepping.py", "recovery.py", "compare_facades.py", "compare_peers.py", "many_agents.py"
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -92,8 +92,12 @@ class ArrayBatch(ArrayView):
         """For each environment, the actions of those who act."""
         declared, acting = self._batch.layout.schema.action_spaces, self._batch.acting
         given: dict[int, dict[AgentID, Any]] = {env_id: {} for env_id in ids}
-        for agent in self.agents:
-            rows = [env_id for env_id in ids if agent in acting[env_id]]
+        rows_of: dict[AgentID, list[int]] = {agent: [] for agent in self.agents}
+        for env_id in ids:
+            for agent in acting[env_id]:
+                if agent in rows_of:
+                    rows_of[agent].append(env_id)
+        for agent, rows in rows_of.items():
             try:
                 for env_id, action in zip(
                     rows, stacking.picked(declared[agent], actions.get(agent), rows, self._num_envs)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+_MOST_KEYS = 256
+"""For more keys nothing is made to measure: compiling takes time quadratic in their number, and gains nothing."""
+
 
 def dict_of(keys: Sequence[Any]) -> Callable[..., dict[Any, Any]]:
     """A function that takes one value for each key and returns the dict of them.
@@ -13,6 +16,8 @@ def dict_of(keys: Sequence[Any]) -> Callable[..., dict[Any, Any]]:
         >>> dict_of(["a", "b"])(1, 2)
         {'a': 1, 'b': 2}
     """
+    if len(keys) > _MOST_KEYS:
+        return lambda *values: dict(zip(keys, values))
     values = ", ".join(f"v{place}" for place in range(len(keys)))
     return _built(f"lambda {values}: ", [f"v{place}" for place in range(len(keys))], keys)
 
@@ -24,6 +29,8 @@ def dicts_of(keys: Sequence[Any]) -> Callable[[Iterable[Any]], list[dict[Any, An
         >>> dicts_of(["a", "b"])([(1, 2), (3, 4)])
         [{'a': 1, 'b': 2}, {'a': 3, 'b': 4}]
     """
+    if len(keys) > _MOST_KEYS:
+        return lambda rows: [dict(zip(keys, row)) for row in rows]
     row = "".join(f"v{place}, " for place in range(len(keys)))
     values = [f"v{place}" for place in range(len(keys))]
     return _built("lambda rows: [", values, keys, f" for ({row}) in rows]")
@@ -36,6 +43,8 @@ def empty_dicts_of(keys: Sequence[Any]) -> Callable[[], dict[Any, dict[Any, Any]
         >>> empty_dicts_of(["a", "b"])()
         {'a': {}, 'b': {}}
     """
+    if len(keys) > _MOST_KEYS:
+        return lambda: {key: {} for key in keys}
     return _built("lambda: ", ["{}"] * len(keys), keys)
 
 

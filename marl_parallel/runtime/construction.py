@@ -48,7 +48,7 @@ def construct(
     """
     pickled = _pickle(constructors, range(len(constructors)), only_here)
     described: dict[int, Description] = {}
-    first = b""
+    first, first_id = b"", 0
     while len(described) < len(constructors):
         how = sendable(adapter, f"adapter={adapter!r}", only_here)
         requests = {}
@@ -64,8 +64,12 @@ def construct(
                     raise TypeError(f"environment {env_id}: {result.text}")
                 unknown[env_id] = result.text
             else:
+                if result.description == first:
+                    described[env_id] = described[first_id]  # large spaces are neither made again nor compared
+                    continue
                 described[env_id] = crew.read(env_id, result.description)
-                first = first or result.description
+                if not first:
+                    first, first_id = result.description, env_id
         take_along(only_here, unknown, "the constructor of" if adapter is None else "the constructor or adapter of")
         pickled.update(_pickle(constructors, unknown, only_here))
     plan = Plan(pickled, dict(enumerate(seeds)), mode, how, restarts, described=first)

@@ -196,7 +196,10 @@ class Episode:
         turn = self.env.turn()
         if turn is not None:
             return [turn] if turn in self._alive else []
-        acting = [agent for agent in observations if agent in self._alive]
+        acting = [*observations]
+        if acting != self._alive:
+            alive = {*self._alive}  # a set: looking each agent up in a list takes time quadratic in their number
+            acting = [agent for agent in acting if agent in alive]
         possible = self.env.possible_agents
         if acting != possible:
             rank = {agent: place for place, agent in enumerate(possible)}

@@ -18,6 +18,7 @@ from gymnasium import Space
 
 from marl_parallel.adapters.protocol import AgentID
 from marl_parallel.runtime.columns import ArrayColumn, Column, DictColumn, Place, column_for
+from marl_parallel.runtime.large_spaces import equal
 from marl_parallel.runtime.values import Mismatch, fits_block
 
 RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
@@ -53,13 +54,18 @@ class Schema:
 def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> list[tuple[Space[Any], list[int]]]:
     """Groups of agents whose spaces are equal: the space, and their positions among `agents`."""
     groups: list[tuple[Space[Any], list[int]]] = []
+    group_of: dict[int, list[int]] = {}  # by the id of a space that has been looked at: most agents share one object
     for position, agent in enumerate(agents):
-        for space, positions in groups:
-            if space == declared[agent]:
-                positions.append(position)
-                break
-        else:
-            groups.append((declared[agent], [position]))
+        own = declared[agent]
+        if id(own) not in group_of:
+            for space, positions in groups:
+                if equal(space, own):
+                    group_of[id(own)] = positions
+                    break
+            else:
+                groups.append((own, positions := []))
+                group_of[id(own)] = positions
+        group_of[id(own)].append(position)
     return groups
 
 

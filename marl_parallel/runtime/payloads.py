@@ -75,7 +75,11 @@ class Built(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What the parent must know of an environment; the fields are those of `MultiAgentEnv`."""
+    """What the parent must know of an environment; the fields are those of `MultiAgentEnv`.
+
+    Descriptions of equal environments mostly pickle to the same bytes, so that nothing else has to be compared. Sets,
+    which pickle in any order, are sorted tuples here.
+    """
 
     rules: Rules
     possible_agents: list[AgentID]
@@ -84,7 +88,7 @@ class Description(NamedTuple):
     state_space: Space[Any] | None
     metadata: dict[str, Any]
     render_mode: str | None
-    reset_keywords: frozenset[str]
+    reset_keywords: tuple[str, ...]
     check_options: Callable[[Any], None]
     seeded_when_made: bool
     options_last: bool

@@ -47,8 +47,9 @@ _REWARD_SHIFT, _FLAG_SHIFT = 8, 16
 _CODE = struct.Struct("=Q")
 _USUAL_CODES = {t: _QUIET | REWARD_TAGS[t] << _REWARD_SHIFT for t in FLOATS}
 
-_REMEMBERED = 256
-"""So many ways in which agents can be present are remembered: who has died stays dead for a while."""
+_REMEMBERED, _REMEMBERED_AGENTS = 256, 100_000
+"""How many ways in which agents can be present are remembered, at most, and how many agents in all of them: who has
+died stays dead for a while."""
 
 Columns: TypeAlias = tuple[
     tuple[dict[Any, Any], ...],
@@ -81,7 +82,8 @@ class TransitionRecords:
         self._head = struct.Struct(f"=Q{n}d")
         self._full = struct.Struct(f"=Q{n}d{n}s{n + 1}s{n + 1}s{n}s")
         self._places = {agent: place for place, agent in enumerate(agents)}
-        self._presence = functools.lru_cache(_REMEMBERED)(functools.partial(Presence.of, agents))
+        remembered = min(_REMEMBERED, max(_REMEMBERED_AGENTS // max(n, 1), 1))
+        self._presence = functools.lru_cache(remembered)(functools.partial(Presence.of, agents))
         self._flag_keys = dict.fromkeys([*agents, ALL]).keys()
         self._dicts: list[type] = [dict] * n
         self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in FALSE_CODES.values()}

@@ -7,6 +7,7 @@ from typing import Any
 
 from gymnasium import Space, spaces
 
+from marl_parallel.runtime.large_spaces import equal
 from marl_parallel.runtime.layout import Schema
 from marl_parallel.runtime.payloads import Description
 
@@ -19,6 +20,8 @@ def common_schema(described: Sequence[Description]) -> Schema:
     """
     first = described[0]
     for env_id, other in enumerate(described):
+        if other is first:  # also where several environments gave the same description
+            continue
         if other.rules is not first.rules:
             _differ(env_id, "rules", other.rules.value, first.rules.value)
         if other.possible_agents != first.possible_agents:
@@ -35,6 +38,8 @@ def common_schema(described: Sequence[Description]) -> Schema:
 
 
 def _same(ours: Space[Any] | None, theirs: Space[Any] | None) -> bool:
+    if ours is theirs:
+        return True
     if _kind(ours) != _kind(theirs):
         return False  # values of equal spaces may travel in different ways: a derived class's are its own business
     if isinstance(ours, spaces.Dict) and isinstance(theirs, spaces.Dict):
@@ -44,7 +49,9 @@ def _same(ours: Space[Any] | None, theirs: Space[Any] | None) -> bool:
     if type(ours).__eq__ is object.__eq__ and ours is not None:
         # Gymnasium leaves equality to each kind of space; of one that has none, only the kind can be compared.
         return True
-    return bool(ours == theirs)
+    assert ours is not None
+    assert theirs is not None
+    return equal(ours, theirs)
 
 
 def _kind(space: Any) -> tuple[str, str]:

@@ -17,7 +17,6 @@ from itertools import repeat
 from types import TracebackType
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from marl_parallel.adapters import NotAnEnvironment, adapt
@@ -27,6 +26,7 @@ from marl_parallel.runtime.actions import ActionRecords
 from marl_parallel.runtime.columns import Unfit
 from marl_parallel.runtime.episode import Episode
 from marl_parallel.runtime.forked import end_forked_copy
+from marl_parallel.runtime.large_spaces import dumps_compactly
 from marl_parallel.runtime.layout import Layout, Schema
 from marl_parallel.runtime.ledger import Activity, Ledger
 from marl_parallel.runtime.messages import Failure, Message, Reply, Request
@@ -168,12 +168,12 @@ class Worker:
             env.state_space,
             dict(env.metadata),
             env.render_mode,
-            env.reset_keywords,
+            tuple(sorted(env.reset_keywords)),
             env.check_options,
             env.seeded_when_made,
             env.options_last,
         )
-        return Built(bytes(cloudpickle.dumps(description)))
+        return Built(dumps_compactly(description))
 
     def _lay_out(self, env_id: int, payload: tuple[int, bool]) -> None:
         if self._layout is not None:
@@ -197,7 +197,8 @@ class Worker:
         if isinstance(built, Refusal):
             return built
         try:  # before the block is laid out as this one would have it: the others' records are there, too
-            common_schema([loads(plan.described), loads(built.description)])
+            if built.description != plan.described:  # else the same bytes: nothing has to be compared
+                common_schema([loads(plan.described), loads(built.description)])
         except ValueError as error:
             return Refusal(ValueError, f"the environment that was built anew is another: {error}")
         self._lay_out(env_id, block)

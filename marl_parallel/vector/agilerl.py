@@ -206,7 +206,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
                     array = array.copy()
                     array[nan] = 0
             stacked[agent] = _formed(self._single_action_spaces.get(agent), array, self.num_envs)
-        acting = self.env._batch.acting
+        acting = [{*agents} for agents in self.env._batch.acting] if absent else []
         if not any(agent in acting[env_id] for agent, rows in absent.items() for env_id in np.flatnonzero(rows)):
             self._stepper.send(stacked)
             return

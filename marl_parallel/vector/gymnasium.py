@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -77,10 +77,12 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self.agents = list(env.possible_agents if agents is None else agents)
         self._group, self._members = chosen(self._batch.groups, env.possible_agents, self.agents, schema.action_spaces)
         self._row_agents = tuple(self.agents)
-        self._places = [env.possible_agents.index(agent) for agent in self.agents]
-        everybody = self._places == [*range(len(env.possible_agents))]
+        place_of = {agent: place for place, agent in enumerate(env.possible_agents)}
+        self._places = [place_of[agent] for agent in self.agents]
+        everybody = self._places == [*range(len(place_of))]
         self._which = None if everybody else evenly_spaced(self._places) or self._places
-        self._others = [agent for agent in env.possible_agents if agent not in self.agents]
+        chosen_agents = {*self.agents}
+        self._others = [agent for agent in place_of if agent not in chosen_agents]
         self._act = others or self._stand_still
         self.num_envs = self._copies * len(self.agents)
         self.single_observation_space = schema.observation_spaces[self.agents[0]]
@@ -276,18 +278,29 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         for env_id, infos in arrays.infos.items():
             told = with_copys(env_id, infos, self.agents, self._batch.agents)
             rows |= enumerate(told, env_id * len(self.agents))
+        of_copies: dict[int, dict[Any, Any]] = {}  # once for each copy, not for each of its rows
         for row in [] if done is None else np.flatnonzero(done).tolist():
-            self._lay_out(rows, row, arrays, observations)
+            env_id = row // len(self.agents)
+            if env_id not in of_copies:
+                of_copies[env_id] = about_copy(arrays.infos.get(env_id, {}), self._batch.agents)
+            self._lay_out(rows, row, of_copies[env_id], arrays, observations)
         return vector_infos(sorted(rows.items()), self.num_envs)
 
-    def _lay_out(self, rows: dict[int, dict[Any, Any]], row: int, arrays: Arrays, observations: Any) -> None:
+    def _lay_out(
+        self,
+        rows: dict[int, dict[Any, Any]],
+        row: int,
+        of_copy: Mapping[Any, Any],
+        arrays: Arrays,
+        observations: Any,
+    ) -> None:
         """A row that is done: its last observation and info, as Gymnasium's SAME_STEP has them."""
         told = rows.get(row, {})
         env_id = row // len(self.agents)
         if arrays.terminated[env_id] or arrays.truncated[env_id]:
             nothing = gymnasium.vector.utils.create_empty_array(self.single_observation_space, 1, np.zeros)
             final = told.get(FINAL_OBS, row_of(self.single_observation_space, nothing, 0))
-            laid_out = begun_anew(told, about_copy(arrays.infos.get(env_id, {}), self._batch.agents))
+            laid_out = begun_anew(told, of_copy)
         else:  # the copy goes on without this agent
             final, last = row_of(self.single_observation_space, observations, row), last_of(told)
             laid_out = {**last, "final_info": last}

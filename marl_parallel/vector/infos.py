@@ -62,7 +62,8 @@ def own_infos(env_id: int, infos: Mapping[Any, Any], agent: AgentID) -> Mapping[
 
 def about_copy(infos: Mapping[Any, Any], agents: Sequence[AgentID]) -> dict[Any, Any]:
     """What an environment says of itself: all that is under a key that is none of its agents."""
-    return {key: info for key, info in infos.items() if key not in agents}
+    known = {*agents}
+    return {key: info for key, info in infos.items() if key not in known}
 
 
 def with_copys(

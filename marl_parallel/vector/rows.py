@@ -25,7 +25,8 @@ def chosen(
     Raises:
         ValueError: They are unknown, doubled or none, or their spaces differ.
     """
-    unknown = [agent for agent in agents if agent not in possible_agents]
+    known = {*possible_agents}
+    unknown = [agent for agent in agents if agent not in known]
     if unknown or len(set(agents)) < len(agents) or not agents:
         raise ValueError(f"agents={[*agents]} must be some of {[*possible_agents]}, each at most once")
     group_of = {possible_agents[p]: number for number, group in enumerate(groups) for p in group.positions}
@@ -41,7 +42,8 @@ def chosen(
             f"rows must be alike, but the {what} space of {agent!r} is {own}, that of {first!r} {other}; {advice}"
         )
     members = [possible_agents[p] for p in groups[group_of[first]].positions]
-    places = [members.index(agent) for agent in agents]
+    place_of = {agent: place for place, agent in enumerate(members)}
+    places = [place_of[agent] for agent in agents]
     return group_of[first], None if places == [*range(len(members))] else places
 
 

@@ -180,13 +180,15 @@ class SB3VecEnv(VecEnv):
         over, were_dead = arrays.terminated | arrays.truncated, self._deaths.dead
         terminations, truncations = self._deaths.told((arrays.terminations, arrays.truncations), arrays)
         dones, cut_off = terminations | truncations, truncations & ~terminations & ~were_dead
+        of_copies: dict[int, dict[Any, Any]] = {}  # once for each copy, not for each of its rows
         for row in np.flatnonzero(dones).tolist():
             place, info = divmod(row, self._per_copy), infos[row]
             last = None
             if over[place[0]]:
                 last = info.pop(FINAL_OBS, None)
-                of_copy = about_copy(arrays.infos.get(place[0], {}), self.agents)
-                self.reset_infos[row] = of_reset(info, of_copy)
+                if place[0] not in of_copies:
+                    of_copies[place[0]] = about_copy(arrays.infos.get(place[0], {}), self.agents)
+                self.reset_infos[row] = of_reset(info, of_copies[place[0]])
                 info.pop(RESET_INFO, None)
             elif arrays.observed[place]:
                 last = row_of(self.observation_space, observations, row)

@@ -301,9 +301,11 @@ class _Group(NamedTuple):
     def of(cls, agents: Sequence[AgentID], stepper: Stepper) -> _Group:
         """Find them in the arrays."""
         schema, batch = stepper.env._schema, stepper.batch
-        places = [batch.agents.index(agent) for agent in agents]
+        place_of = {agent: place for place, agent in enumerate(batch.agents)}
+        places = [place_of[agent] for agent in agents]
         block = next(i for i, of in enumerate(batch.groups) if places[0] in of.positions)
-        rows = [batch.groups[block].positions.index(place) for place in places]
+        row_of = {place: row for row, place in enumerate(batch.groups[block].positions)}
+        rows = [row_of[place] for place in places]
         spaces_of = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
         return cls(tuple(agents), places, block, evenly_spaced(rows) or rows, *spaces_of)
 

@@ -1,0 +1,368 @@
+"""What a step costs per agent, from 10 agents to 10,000: the cost per agent must not grow with their number.
+
+    python benchmarks/many_agents.py              some minutes; writes results/many_agents.*
+    python benchmarks/many_agents.py --quick      a few seconds, up to 100 agents; writes only where --output says so
+    python benchmarks/many_agents.py --markdown   the table for the README, from the last run's JSON
+
+One environment, `backend="serial"`: every part of a step runs here but the waiting. Counted is the CPU time of this
+thread, which other programs do not change much. The simulator alone, stepped with
+the same actions by a plain loop, is measured beside it and subtracted. Each case is a kind of step that the fast path
+does not take; the first one is the fast path itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pettingzoo
+import typer
+from gymnasium import spaces
+from options import AsMarkdown, Only, Output, Quick, Repeats, folder_for
+from pettingzoo.utils import AgentSelector
+from rich.console import Console
+from rich.table import Table
+
+from marl_parallel import ParallelEnv
+from marl_parallel.cli.machine import in_one_line, machine
+from marl_parallel.cli.report import progress, write_json, write_rows
+from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
+
+RESULTS = Path(__file__).parent / "results"
+NAME = "many_agents"
+NUMBERS = (10, 100, 1_000, 10_000)
+AGENT_STEPS, QUICK_AGENT_STEPS = 40_000, 1_000
+"""Steps times agents in one measurement."""
+SPACE, ACTIONS = spaces.Box(-1.0, 1.0, (4,), np.float32), spaces.Discrete(5)
+
+
+# -- simulators --------------------------------------------------------------------------------------------------------
+
+
+class Crowd:
+    """Many agents that cost next to nothing.
+
+    Args:
+        count: How many agents.
+        profile: What its steps are like; see `PROFILES`.
+        all_key: Whether flags have `__all__`, as in dict environments.
+    """
+
+    metadata = {"name": "crowd", "render_modes": []}  # noqa: RUF012
+    render_mode = None
+
+    def __init__(self, count: int, profile: str, all_key: bool) -> None:
+        self.possible_agents = [f"agent_{number}" for number in range(count)]
+        self.profile, self.all_key = profile, all_key
+        self.observation_spaces = dict.fromkeys(self.possible_agents, SPACE)
+        self.action_spaces = dict.fromkeys(self.possible_agents, ACTIONS)
+        self.seen = np.zeros(4, np.float32)
+        self.agents: list[str] = []
+
+    def reset(self, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        self.time, self.agents = 0, self.possible_agents.copy()
+        return dict.fromkeys(self.agents, self.seen), {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        self.time += 1
+        there, dead, over = self.agents, set(), False
+        if self.profile == "dying":
+            dead = {*there[: max(len(self.possible_agents) // 100, 1)]}
+            self.agents = there[len(dead) :]
+            over = not self.agents
+        elif self.profile == "ending":
+            over = self.time % 2 == 0
+        observed = there[self.time % 2 :: 2] if self.profile == "half observed" else there
+        terminateds: dict[str, Any] = {agent: agent in dead for agent in there}
+        truncateds: dict[str, Any] = dict.fromkeys(there, over)
+        if over:
+            self.agents = []
+        if self.all_key:
+            terminateds["__all__"], truncateds["__all__"] = False, over
+        infos = {agent: {"health": 1.0} if self.profile == "infos" else {} for agent in there}
+        return dict.fromkeys(observed, self.seen), dict.fromkeys(there, 1.0), terminateds, truncateds, infos
+
+
+class DictCrowd(Crowd):
+    """By dict rules."""
+
+    def __init__(self, count: int, profile: str) -> None:
+        super().__init__(count, profile, all_key=True)
+        self.observation_space = spaces.Dict([*self.observation_spaces.items()])
+        self.action_space = spaces.Dict([*self.action_spaces.items()])
+
+
+class PettingZooCrowd(Crowd, pettingzoo.ParallelEnv):
+    """By PettingZoo's rules."""
+
+    def __init__(self, count: int, profile: str) -> None:
+        super().__init__(count, profile, all_key=False)
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return self.observation_spaces[agent]
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return self.action_spaces[agent]
+
+
+class Queue(pettingzoo.AECEnv):
+    """Agents act one after the other."""
+
+    metadata = {"name": "queue", "render_modes": [], "is_parallelizable": False}  # noqa: RUF012
+    render_mode = None
+
+    def __init__(self, count: int, profile: str) -> None:
+        super().__init__()
+        self.possible_agents = [f"agent_{number}" for number in range(count)]
+        self.seen = np.zeros(4, np.float32)
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return SPACE
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return ACTIONS
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        self.agents = self.possible_agents.copy()
+        self.rewards, self._cumulative_rewards = (dict.fromkeys(self.agents, 0.0) for _ in range(2))
+        self.terminations, self.truncations = (dict.fromkeys(self.agents, False) for _ in range(2))
+        self.infos = {agent: {} for agent in self.agents}
+        self._selector = AgentSelector(self.agents)
+        self.agent_selection = self._selector.next()
+
+    def observe(self, agent: str) -> Any:
+        return self.seen
+
+    def step(self, action: Any) -> None:
+        self.agent_selection = self._selector.next()
+
+
+PROFILES = ("everybody", "infos", "half observed", "dying", "ending")
+MODES = ("SAME_STEP", "NEXT_STEP", "DISABLED")
+RULES = {"dict": DictCrowd, "pettingzoo": PettingZooCrowd}
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of step.
+
+    Attributes:
+        rules: Whose.
+        profile: What steps are like.
+        mode: The auto-reset mode.
+        how: How it is stepped: by dicts, or by a facade.
+    """
+
+    rules: str
+    profile: str
+    mode: str
+    how: str = "dicts"
+
+    def __str__(self) -> str:
+        return f"{self.rules}, {self.profile}, {self.mode}, {self.how}"
+
+    def constructor(self, count: int) -> Callable[[], Any]:
+        made = Queue if self.profile == "turns" else RULES[self.rules]
+        return functools.partial(made, count, self.profile)
+
+
+def cases() -> list[Case]:
+    return [
+        *(Case(rules, profile, mode) for rules in RULES for profile in PROFILES for mode in MODES),
+        *(Case("pettingzoo", "turns", mode) for mode in MODES),
+        *(Case("pettingzoo", profile, mode, how) for profile in PROFILES for mode, how in FACADES),
+    ]
+
+
+FACADES = (("SAME_STEP", "GymnasiumVectorEnv"), ("SAME_STEP", "PettingZooVecEnv"))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a case costs.
+
+    Attributes:
+        rules: As of the case.
+        profile: Likewise.
+        mode: Likewise.
+        how: Likewise.
+        agents: How many.
+        microseconds: Per agent and step, less the simulator's own.
+        simulator: Of the simulator alone.
+    """
+
+    rules: str
+    profile: str
+    mode: str
+    how: str
+    agents: int
+    microseconds: float
+    simulator: float
+
+
+@dataclass(frozen=True)
+class Report:
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    results: list[Result]
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def measured(case: Case, count: int, repeats: int, agent_steps: int) -> Result:
+    steps = max(agent_steps // count // (20 if case.profile == "turns" else 1), 4)
+    alone, ours = [], []
+    for _ in range(repeats):
+        env = case.constructor(count)()
+        alone.append(_alone(case, env, count, steps))
+        with ParallelEnv([case.constructor(count)], case.mode, backend="serial") as parallel:
+            ours.append(_by_dicts(parallel, steps) if case.how == "dicts" else _by_facade(case, parallel, steps))
+    simulator = statistics.median(alone)
+    return Result(
+        **asdict(case),
+        agents=count,
+        microseconds=1e6 * max(statistics.median(ours) - simulator, 0.0) / count,
+        simulator=1e6 * simulator / count,
+    )
+
+
+def _alone(case: Case, env: Any, count: int, steps: int) -> float:
+    """Seconds of a step of the bare simulator, or of PettingZoo's conversion of it."""
+    if case.profile == "turns":
+        from pettingzoo.utils.conversions import turn_based_aec_to_parallel
+
+        env = turn_based_aec_to_parallel(env)
+    env.reset(seed=0)
+    actions = dict.fromkeys(env.possible_agents, 0)
+    begun = time.thread_time()
+    for _ in range(steps):
+        _, _, _, truncateds, _ = env.step(actions)
+        if not env.agents or (truncateds and next(iter(truncateds.values()))):
+            env.reset()
+    return (time.thread_time() - begun) / steps
+
+
+def _by_dicts(env: ParallelEnv, steps: int) -> float:
+    env.reset()
+    seconds = 0.0
+    for _ in range(steps + 1):
+        actions = [dict.fromkeys(acting, 0) for acting in env.acting]
+        begun = time.thread_time()
+        _, _, terminateds, truncateds, _ = env.step(actions)
+        if env.metadata["autoreset_mode"].name == "DISABLED" and (
+            terminateds[0]["__all__"] or truncateds[0]["__all__"]
+        ):
+            env.reset()
+        seconds += time.thread_time() - begun
+    return seconds / (steps + 1)
+
+
+def _by_facade(case: Case, env: ParallelEnv, steps: int) -> float:
+    vector: Any = {"GymnasiumVectorEnv": GymnasiumVectorEnv, "PettingZooVecEnv": PettingZooVecEnv}[case.how](env)
+    vector.reset()
+    zeros = np.zeros(len(env.possible_agents), np.int64)
+    by_agent = dict.fromkeys(env.possible_agents, np.zeros(1, np.int64))
+    actions: Any = zeros if case.how == "GymnasiumVectorEnv" else by_agent
+    begun = time.thread_time()
+    for _ in range(steps):
+        vector.step(actions)
+    return (time.thread_time() - begun) / steps
+
+
+def run(chosen: Sequence[Case], numbers: Sequence[int], repeats: int, agent_steps: int) -> Report:
+    described = machine(("pettingzoo",))
+    results = []
+    with progress(len(chosen) * len(numbers)) as on_turn:
+        for case in chosen:
+            for count in numbers:
+                on_turn(f"{case}, {count}")
+                results.append(measured(case, count, repeats, agent_steps))
+    return Report(described, {"repeats": repeats, "numbers": [*numbers], "agent_steps": agent_steps}, results)
+
+
+# -- showing -----------------------------------------------------------------------------------------------------------
+
+
+def rows(report: Report) -> list[list[str]]:
+    by_case: dict[tuple[str, ...], dict[int, float]] = {}
+    for one in report.results:
+        by_case.setdefault((one.rules, one.profile, one.mode, one.how), {})[one.agents] = one.microseconds
+    return [[*case, *(f"{costs[count]:.2f}" for count in sorted(costs))] for case, costs in by_case.items()]
+
+
+def headings(report: Report) -> list[str]:
+    return [
+        "rules",
+        "steps",
+        "auto-reset",
+        "stepped by",
+        *(f"{count:,} agents" for count in report.settings["numbers"]),
+    ]
+
+
+def show(report: Report) -> None:
+    console = Console()
+    shown = Table(title="Microseconds per agent and step, less the simulator's own", title_justify="left")
+    for place, heading in enumerate(headings(report)):
+        shown.add_column(heading, justify="left" if place < 4 else "right", no_wrap=True)
+    for row in rows(report):
+        shown.add_row(*row)
+    console.print(shown)
+    console.print(f"[dim]{in_one_line(report.machine)}; load {report.machine['load']}", highlight=False)
+
+
+def markdown(report: Report) -> str:
+    """The table for the README."""
+    names = headings(report)
+    lines = [f"| {' | '.join(names)} |", "|---|---|---|---" + "|---:" * (len(names) - 4) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows(report)]
+    note = (
+        "Microseconds per agent and step of one environment in line, less what the simulator takes by itself; medians "
+        f"of {report.settings['repeats']} rounds. {in_one_line(report.machine)}."
+    )
+    return "\n".join([*lines, "", note])
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> Report:
+    saved = json.loads(path.read_text())
+    return Report(saved["machine"], saved["settings"], [Result(**values) for values in saved["results"]])
+
+
+def main(
+    quick: Quick = False,
+    only: Only = "",
+    repeats: Repeats = 3,
+    output: Output = None,
+    as_markdown: AsMarkdown = False,
+) -> None:
+    """Measure what a step costs per agent, by the number of agents."""
+    if as_markdown:
+        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        return
+    chosen = [case for case in cases() if only in str(case)]
+    if not chosen:
+        raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
+    directory = folder_for(output, RESULTS, whole=not (quick or only))
+    report = run(chosen, NUMBERS[:2], 1, QUICK_AGENT_STEPS) if quick else run(chosen, NUMBERS, repeats, AGENT_STEPS)
+    show(report)
+    if directory is not None:
+        write_json(report, directory / f"{NAME}.json")
+        write_rows(report.results, directory / f"{NAME}.csv")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,228 @@
+"""Many agents: what a step does grows with their number, not with its square. Counted are operations, not seconds."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pettingzoo
+import pytest
+from gymnasium import spaces
+
+from marl_parallel import ParallelEnv
+from marl_parallel.runtime.builders import dict_of, dicts_of, empty_dicts_of
+from marl_parallel.runtime.layout import alike
+from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
+
+FEW, MANY = 30, 240
+
+
+class CountedAgent:
+    """An agent's id that counts how often ids are compared or hashed."""
+
+    operations: ClassVar[int] = 0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        CountedAgent.operations += 1
+        return isinstance(other, CountedAgent) and self.number == other.number
+
+    def __hash__(self) -> int:
+        CountedAgent.operations += 1
+        return hash(self.number)
+
+    def __repr__(self) -> str:
+        return f"agent_{self.number}"
+
+
+class Crowd:
+    """Many agents of whom some are not observed, die or have infos; by dict rules.
+
+    Ids are new objects in each step, as where simulators make them up each time: equal ids that are the same object are
+    found without comparing them.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+    render_mode = None
+    space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def __init__(self, count: int, profile: str, all_key: bool = True) -> None:
+        self.count, self.profile, self.all_key = count, profile, all_key
+        self.possible_agents = self.ids(range(count))
+        self.observation_spaces = dict.fromkeys(self.possible_agents, self.space)
+        self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(3))
+        self.agents: list[Any] = []
+
+    @staticmethod
+    def ids(numbers: Any) -> list[CountedAgent]:
+        return [CountedAgent(number) for number in numbers]
+
+    def reset(self, seed: int | None = None, options: Any = None) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        self.time, self.there = 0, [*range(self.count)]
+        self.agents = self.ids(self.there)
+        return {agent: np.zeros(2, np.float32) for agent in self.agents}, {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[Any, Any]) -> tuple[dict[Any, Any], ...]:
+        self.time += 1
+        there = self.ids(self.there)
+        dying = len(self.there) // 10 if self.profile == "dying" else 0
+        self.there = self.there[dying:]
+        over = self.profile == "ending" and self.time % 2 == 0
+        observed = there[self.time % 2 :: 2] if self.profile == "half observed" else there
+        if self.profile == "one at a time":
+            observed = [there[self.time % len(there)]]
+        if self.profile == "reversed":
+            observed = observed[::-1]
+        self.agents = [] if over else self.ids(self.there)
+        terminateds: dict[Any, Any] = {agent: place < dying for place, agent in enumerate(there)}
+        truncateds: dict[Any, Any] = dict.fromkeys(there, over)
+        if self.all_key:
+            terminateds["__all__"], truncateds["__all__"] = False, over
+        infos = {agent: {"health": 1.0} if self.profile == "infos" else {} for agent in there}
+        rewards = dict.fromkeys(there, 1.0)
+        return {agent: np.ones(2, np.float32) for agent in observed}, rewards, terminateds, truncateds, infos
+
+
+class PettingZooCrowd(Crowd, pettingzoo.ParallelEnv):
+    """By PettingZoo's rules."""
+
+    def __init__(self, count: int, profile: str) -> None:
+        super().__init__(count, profile, all_key=False)
+
+    def observation_space(self, agent: Any) -> spaces.Space[Any]:
+        return self.observation_spaces[agent]
+
+    def action_space(self, agent: Any) -> spaces.Space[Any]:
+        return self.action_spaces[agent]
+
+
+class Queue(pettingzoo.AECEnv):
+    """Agents act in turn."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "is_parallelizable": False}
+    render_mode = None
+
+    def __init__(self, count: int, profile: str) -> None:
+        super().__init__()
+        self.possible_agents = Crowd.ids(range(count))
+
+    def observation_space(self, agent: Any) -> spaces.Space[Any]:
+        return Crowd.space
+
+    def action_space(self, agent: Any) -> spaces.Space[Any]:
+        return spaces.Discrete(3)
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        self.agents = Crowd.ids(range(len(self.possible_agents)))
+        self.rewards, self._cumulative_rewards = dict.fromkeys(self.agents, 0.0), dict.fromkeys(self.agents, 0.0)
+        self.terminations, self.truncations = dict.fromkeys(self.agents, False), dict.fromkeys(self.agents, False)
+        self.infos: dict[Any, Any] = {agent: {} for agent in self.agents}
+        self.turn = 0
+        self.agent_selection = self.agents[0]
+
+    def observe(self, agent: Any) -> Any:
+        return np.zeros(2, np.float32)
+
+    def step(self, action: Any) -> None:
+        self.turn = (self.turn + 1) % len(self.agents)
+        self.agent_selection = self.agents[self.turn]
+
+
+KINDS = {"dict": Crowd, "pettingzoo": PettingZooCrowd, "turns": Queue}
+CASES = [
+    *((kind, profile) for kind in ("dict", "pettingzoo") for profile in ("infos", "half observed", "dying", "ending")),
+    *((kind, profile) for kind in ("dict", "pettingzoo") for profile in ("one at a time", "reversed")),
+    ("turns", "turns"),
+]
+
+
+def operations(made: Any, mode: str, stepped_by: Any, **arguments: Any) -> int:
+    """How often ids are compared or hashed in some steps."""
+    with ParallelEnv([made], mode, backend="serial", **arguments) as env:
+        count = len(env.possible_agents)
+        stepped: Any = env if stepped_by is None else stepped_by(env)
+        by_agent = dict.fromkeys(env.possible_agents, np.zeros(1, np.int64))
+        fixed: Any = by_agent if stepped_by is PettingZooVecEnv else np.zeros(count, np.int64)
+        stepped.reset()
+        total = 0
+        for _ in range(6):
+            actions = [dict.fromkeys(acting, 0) for acting in env.acting] if stepped_by is None else fixed
+            before = CountedAgent.operations
+            result = stepped.step(actions)
+            total += CountedAgent.operations - before
+            if mode == "DISABLED" and stepped_by is None and (result[2][0]["__all__"] or result[3][0]["__all__"]):
+                before = CountedAgent.operations
+                stepped.reset()
+                total += CountedAgent.operations - before
+        return total
+
+
+def assert_linear(few: int, many: int) -> None:
+    assert few > 0
+    # Eight times as many agents: a step quadratic in their number would take 64 times as many.
+    assert many < few * 12
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
+@pytest.mark.parametrize(("kind", "profile"), CASES)
+def test_steps(kind, profile, mode):
+    few, many = (operations(lambda n=n: KINDS[kind](n, profile), mode, None) for n in (FEW, MANY))
+    assert_linear(few, many)
+
+
+@pytest.mark.parametrize("profile", ["infos", "half observed", "dying", "ending"])
+@pytest.mark.parametrize("kind", ["dict", "pettingzoo"])
+def test_steps_that_travel_pickled(kind, profile):
+    few, many = (
+        operations(lambda n=n: KINDS[kind](n, profile), "SAME_STEP", None, shared_memory=False, check_actions=True)
+        for n in (FEW, MANY)
+    )
+    assert_linear(few, many)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"check_actions": True}, {"on_error": "restart"}], ids=str)
+@pytest.mark.parametrize("profile", ["infos", "half observed", "dying", "ending"])
+@pytest.mark.parametrize("facade", [GymnasiumVectorEnv, PettingZooVecEnv])
+def test_facades(facade, profile, arguments):
+    few, many = (
+        operations(lambda n=n: PettingZooCrowd(n, profile), "SAME_STEP", facade, **arguments) for n in (FEW, MANY)
+    )
+    assert_linear(few, many)
+
+
+class CountedSpace(spaces.Box):
+    """A space that counts how often it is compared."""
+
+    comparisons: ClassVar[int] = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedSpace.comparisons += 1
+        return super().__eq__(other)
+
+    __hash__ = None
+
+
+def test_a_space_that_agents_share_is_compared_once():
+    shared, other = CountedSpace(0.0, 1.0, (2,)), CountedSpace(0.0, 1.0, (3,))
+    declared = {number: shared if number % 3 else other for number in range(300)}
+    before = CountedSpace.comparisons
+    (one, ones), (two, twos) = alike(declared, [*declared])
+    assert CountedSpace.comparisons - before <= 2
+    assert (one, two) == (other, shared)
+    assert sorted([*ones, *twos]) == [*range(300)]
+    assert ones == [*range(0, 300, 3)]
+
+
+@pytest.mark.parametrize("count", [1, 256, 257, 5000])
+def test_dicts_of_any_size(count):
+    """Dicts of many agents are what those of few are, in the order of the keys."""
+    keys = [f"agent_{number}" for number in range(count)]
+    rows = [[*range(count)], [*range(count, 2 * count)]]
+    assert [*dict_of(keys)(*rows[0]).items()] == [*zip(keys, rows[0])]
+    assert [[*made.items()] for made in dicts_of(keys)(zip(*zip(*rows)))] == [[*zip(keys, row)] for row in rows]
+    made, another = empty_dicts_of(keys)(), empty_dicts_of(keys)()
+    assert made == {key: {} for key in keys}
+    assert all(made[key] is not another[key] for key in keys)
+    assert len({id(info) for info in made.values()}) == count
