@@ -10,7 +10,14 @@ from typing import Any, ClassVar
 from gymnasium import Space
 
 from marl_parallel.adapters.attributes import declared
-from marl_parallel.adapters.base import Adapter, checked_reset, checked_step, declared_agents, spaces_by_agent
+from marl_parallel.adapters.base import (
+    Adapter,
+    checked_reset,
+    checked_step,
+    declared_agents,
+    spaces_by_agent,
+    vector_reward_spaces,
+)
 from marl_parallel.adapters.protocol import AgentID, Dicts, Rules
 
 
@@ -25,6 +32,7 @@ class DictEnv(Adapter):
         self.possible_agents = declared_agents(source) or self._agents_with_a_space()
         self.observation_spaces = self._spaces("observation")
         self.action_spaces = self._spaces("action")
+        self.reward_spaces = vector_reward_spaces(source, self.possible_agents)
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         return checked_reset(self.source.reset(**keywords), self.source)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from gymnasium import Space
 
 from marl_parallel.adapters.attributes import declared
-from marl_parallel.adapters.base import Adapter, type_name
+from marl_parallel.adapters.base import Adapter, type_name, vector_reward_spaces
 from marl_parallel.adapters.protocol import AgentID, Dicts, Rules
 
 AGENT = "agent_0"
@@ -27,6 +27,7 @@ class GymnasiumEnv(Adapter):
         self.possible_agents = [AGENT]
         self.observation_spaces = _space_of_the_agent(declared(source, "observation_space"))
         self.action_spaces = _space_of_the_agent(declared(source, "action_space"))
+        self.reward_spaces = vector_reward_spaces(source, self.possible_agents)
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         result = self.source.reset(**keywords)

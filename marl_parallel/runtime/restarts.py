@@ -182,7 +182,8 @@ class Restarts:
             told = ({}, {}, {}, {}, {})
         else:
             observations, alive = self._batch.last_known(env_id, extras, torn=torn)
-            told = interrupted(observations, [] if env_id in self.unborn else alive, str(error))
+            spaces = self._batch.layout.schema.reward_spaces
+            told = interrupted(observations, [] if env_id in self.unborn else alive, str(error), spaces)
         self.faults[env_id] = Fault(kind, told, str(error))
 
     def request(self, env_id: int) -> Rebuild:

@@ -105,6 +105,16 @@ def numbers_of(array: NDArray[Any], kind: type) -> list[Any]:
     return numbers if not numbers or type(numbers[0]) is kind else [*map(kind, numbers)]
 
 
+def is_vector(reward: Any) -> bool:
+    """Whether a reward has axes, as an array or as nested sequences; a number, None and a dict have none.
+
+    Example:
+        >>> is_vector(np.zeros(2)), is_vector([1, 2.0]), is_vector(np.float32(1)), is_vector(None)
+        (True, True, False, False)
+    """
+    return reward.ndim > 0 if isinstance(reward, np.ndarray) else isinstance(reward, list | tuple)
+
+
 def zeros(space: Space[Any]) -> Any:
     """A value of the form that a space declares, of zeros; None where its values have no fixed form."""
     if isinstance(space, spaces.Dict):

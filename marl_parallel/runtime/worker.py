@@ -158,6 +158,7 @@ class Worker:
             env.check_options,
             env.seeded_when_made,
             env.options_last,
+            dict(env.reward_spaces),
         )
         return Built(bytes(cloudpickle.dumps(description)))
 

@@ -45,6 +45,24 @@ def chosen(
     return group_of[first], None if places == [*range(len(members))] else places
 
 
+def shared_reward_space(
+    reward_spaces: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID], facade: str
+) -> Space[Any] | None:
+    """The reward space that these agents share; None if their rewards are numbers.
+
+    Raises:
+        ValueError: They differ.
+    """
+    first = reward_spaces.get(agents[0])
+    for agent in agents:
+        if reward_spaces.get(agent) != first:
+            raise ValueError(
+                f"{facade}: the rewards of agents side by side must be alike, but the reward_space of {agent!r} is "
+                f"{reward_spaces.get(agent)}, that of {agents[0]!r} {first}; use PettingZooVecEnv, or other agents"
+            )
+    return first
+
+
 def rows_of(stacked: Any, places: Sequence[int] | None) -> Any:
     """A group's values `(copies, agents, ...)` as rows `(copies * agents, ...)`: views, where all agents are there."""
     if isinstance(stacked, dict):

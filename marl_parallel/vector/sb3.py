@@ -24,6 +24,7 @@ from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.infos import about_copy, of_reset, with_copys
 from marl_parallel.vector.rows import chosen, row_of, rows_of, stacked
+from marl_parallel.vector.scalarizing import Scalarize
 
 try:
     from stable_baselines3.common.vec_env import VecEnv
@@ -61,6 +62,8 @@ class SB3VecEnv(VecEnv):
 
     Args:
         env: Made with `auto_reset=True`. Nobody else may step it.
+        scalarize: What makes numbers of rewards that are vectors: a weight for each objective, or a function that takes
+            one vector and returns a number; or a dict of these by agent. Needed where agents declare a `reward_space`.
 
     Attributes:
         env: As given.
@@ -70,7 +73,8 @@ class SB3VecEnv(VecEnv):
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: Its auto-reset is another one, the agents' spaces differ, or one declares none.
+        ValueError: Its auto-reset is another one, the agents' spaces differ, or one declares none; or rewards are
+            vectors and there is no `scalarize`, or it does not fit them.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -83,8 +87,8 @@ class SB3VecEnv(VecEnv):
         >>> env.close()
     """
 
-    def __init__(self, env: ParallelEnv) -> None:
-        self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True)
+    def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
+        self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
         self.env, self.agents = env, env.possible_agents
         schema = env._schema
         without_form = [agent for agent in self.agents if not fits_block(schema.observation_spaces[agent])]
