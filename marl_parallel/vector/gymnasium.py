@@ -289,8 +289,8 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         told = rows.get(row, {})
         env_id = row // len(self.agents)
         if arrays.terminated[env_id] or arrays.truncated[env_id]:
-            nothing = gymnasium.vector.utils.create_empty_array(self.single_observation_space, 1, np.zeros)
-            final = told.get(FINAL_OBS, row_of(self.single_observation_space, nothing, 0))
+            nothing = stacking.zeros(self.single_observation_space, (1,))
+            final = told[FINAL_OBS] if FINAL_OBS in told else row_of(self.single_observation_space, nothing, 0)
             laid_out = begun_anew(told, about_copy(arrays.infos.get(env_id, {}), self._batch.agents))
         else:  # the copy goes on without this agent
             final, last = row_of(self.single_observation_space, observations, row), last_of(told)

@@ -95,7 +95,7 @@ def stacked(space: Space[Any], rows: Any, copies: int, agents: int) -> Any:
             raise ValueError(f"expected actions as a dict with the keys {[*space.spaces]}, got {type(rows).__name__}")
         return {key: stacked(child, rows[key], copies, agents) for key, child in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        if not isinstance(rows, tuple) or len(rows) != len(space.spaces):
+        if not isinstance(rows, tuple | list) or len(rows) != len(space.spaces):
             raise ValueError(f"expected actions as a tuple of {len(space.spaces)}, got {type(rows).__name__}")
         return tuple(stacked(child, part, copies, agents) for child, part in zip(space.spaces, rows))
     if isinstance(rows, tuple) and space.shape is None:  # values that do not stack, one for each row

@@ -19,7 +19,7 @@ from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays, Stacked
 from marl_parallel.runtime.transition import FINAL_OBS, RESET_INFO
-from marl_parallel.runtime.values import fits_block, zeros
+from marl_parallel.runtime.values import fits_block, unfit_leaf, zeros
 from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.infos import about_copy, of_reset, with_copys
@@ -94,7 +94,10 @@ class SB3VecEnv(VecEnv):
         without_form = [agent for agent in self.agents if not fits_block(schema.observation_spaces[agent])]
         if without_form:
             agent = without_form[0]
-            raise ValueError(f"rows must be arrays, but {agent!r} observes {schema.observation_spaces[agent]}")
+            raise ValueError(
+                f"rows must be arrays, but the observation of agent {agent!r} has a part without a fixed size: "
+                f"{unfit_leaf(schema.observation_spaces[agent])}; {_ADVICE}"
+            )
         self._group, self._members = chosen(
             self._stepper.batch.groups, self.agents, self.agents, schema.action_spaces, _ADVICE
         )

@@ -38,6 +38,7 @@ try:
         observation_leaf,
         spec_of,
         tensors_of,
+        without_tensors,
     )
 except ImportError as error:
     raise ImportError(
@@ -337,7 +338,8 @@ def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | Non
     for kind, declared in (("observation", schema.observation_spaces), ("action", schema.action_spaces)):
         for agent in agents:
             if not has_tensors(declared[agent]):
-                raise ValueError(f"agent {agent!r}: the {kind} space {declared[agent]} has no form in tensors")
+                part = without_tensors(declared[agent])
+                raise ValueError(f"agent {agent!r}: the {kind} space has no form in tensors, because of {part}")
     both = {agent: spaces.Tuple((schema.observation_spaces[agent], schema.action_spaces[agent])) for agent in agents}
     if group_map is None:
         groups = _by_name(agents, both)
