@@ -129,6 +129,37 @@ class Inquiries:
         return _space_of(self._schema.action_spaces)
 
     @property
+    def reward_space(self) -> spaces.Dict | None:
+        """Spaces by agent of those whose rewards are vectors of several objectives; None where no agent declares one.
+
+        An environment declares them as MOMAland and MO-Gymnasium do: a method `reward_space(agent)`, or an attribute
+        `reward_space` that is a `Box` or a mapping by agent. Then rewards are arrays of the space's dtype and shape in
+        every dict, the caller's own, and they travel in shared memory. They are cast as observations are: a cast from
+        float to integer or another shape is an `EnvError`. Where a number is 0.0, as in the step that begins a new
+        episode (`NEXT_STEP`) and after a restart, an array is zeros. A reward that comes as a number stays one.
+
+        Example:
+            >>> import numpy as np
+            >>> from gymnasium import spaces
+            >>> from marl_parallel import ParallelEnv
+            >>> class Courier:
+            ...     possible_agents = ["van"]
+            ...     observation_space = spaces.Dict({"van": spaces.Discrete(9)})
+            ...     action_space = spaces.Dict({"van": spaces.Discrete(2)})
+            ...     reward_space = spaces.Dict({"van": spaces.Box(-1, 1, (2,), np.float32)})  # parcels, fuel
+            ...     def reset(self):
+            ...         return {"van": 0}, {}
+            ...     def step(self, actions):
+            ...         return {"van": 1}, {"van": np.array([1.0, -0.5])}, {"__all__": False}, {"__all__": False}, {}
+            >>> with ParallelEnv([Courier] * 2, backend="serial") as env:
+            ...     observations, infos = env.reset()
+            ...     observations, rewards, *_ = env.step([{"van": 1}] * 2)
+            ...     env.reward_space["van"].shape, rewards[0]["van"]
+            ((2,), array([ 1. , -0.5], dtype=float32))
+        """
+        return _space_of(self._schema.reward_spaces)
+
+    @property
     def state_space(self) -> Space[Any] | None:
         """The space of one environment's global state; None where it has none."""
         return self._schema.state_space

@@ -40,7 +40,7 @@ def job(name: str) -> Job:
 ALONE = {
     "WrongShape": (Question.SPACES, PROBLEM, "has shape (3,), but its space says (4,)", "return arrays of shape"),
     "WrongDtype": (Question.SPACES, PROBLEM, "dtype float64, but its space says float32", ".astype(np.float32)"),
-    "OutOfBounds": (Question.SPACES, PROBLEM, "its space says -1.0 to 1.0", "widen the space's bounds, or clip"),
+    "OutOfBounds": (Question.SPACES, REMARK, "its space says -1.0 to 1.0", "widen the space's bounds, or clip"),
     "NotANumber": (Question.SPACES, PROBLEM, "contains NaN", "division by zero"),
     "RewardOfNone": (Question.API, PROBLEM, "the reward of agent_0 is None", "return a float"),
     "FlagsOfNone": (Question.API, PROBLEM, "the termination of agent_0 is of type NoneType", "True or False"),

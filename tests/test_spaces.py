@@ -164,6 +164,8 @@ FORMS = [
     ({"more": [1]}, {"more": [1]}),
     ({"t": [1, 2]}, {"t": [1, 2]}),
     ({"t": (np.ones(3), None)}, {"t": (np.ones(3, np.float32), None)}),
+    ({"t": [np.ones(3), 1]}, {"t": [np.ones(3, np.float32), 1]}),
+    ({"t": [[1, 2, 3], np.array(1)]}, {"t": [np.array([1, 2, 3], np.float32), np.array(1)]}),
 ]
 
 

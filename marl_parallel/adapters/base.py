@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 
 from gymnasium import Space, spaces
 
-from marl_parallel.adapters.attributes import declared
+from marl_parallel.adapters.attributes import declared, is_wrapped
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv
 
+_ABSENT = object()
 RESET_KEYWORDS = frozenset({"seed", "options"})
 FIVE_DICTS = [dict] * 5
 _SHOWN = 5
@@ -25,6 +26,12 @@ CHOICES = (
     'adapter="dict" (dicts keyed by agent), adapter="tuple" (sequences with one entry per agent), adapter="gymnasium" '
     '(one agent), adapter="pettingzoo", adapter="aec", or a function that makes a MultiAgentEnv of the simulator'
 )
+_SCALARISING = (
+    ("momaland.utils.parallel_wrappers", "LinearizeReward"),
+    ("momaland.utils.aec_wrappers", "LinearizeReward"),
+    ("mo_gymnasium.wrappers.wrappers", "LinearReward"),
+)
+"""Wrappers that turn vectors into numbers, and still pass on the `reward_space` of what they wrap."""
 
 
 class NotAnEnvironment(TypeError):
@@ -143,6 +150,30 @@ def spaces_of(agents: Iterable[AgentID], lookup: Callable[[AgentID], Any]) -> di
         if isinstance(space, Space):
             found[agent] = space
     return found
+
+
+def vector_reward_spaces(source: Any, agents: Iterable[AgentID]) -> dict[AgentID, Space[Any]]:
+    """The reward spaces of the agents whose rewards are vectors.
+
+    Looked for as MOMAland and MO-Gymnasium declare them, through wrappers: `reward_space` as a method that takes an
+    agent, as a mapping by agent, or as one space that all agents have; else `reward_spaces` as a mapping. A wrapper
+    that returns numbers declares so by `reward_space = None`. Only a `Box` with at least one axis counts as a vector.
+    """
+    if any(is_wrapped(source, wrapper) for wrapper in _SCALARISING):
+        return {}
+    agents = list(agents)
+    declaration = declared(source, "reward_space", _ABSENT)
+    if declaration is _ABSENT:
+        declaration = declared(source, "reward_spaces")
+    if isinstance(declaration, Mapping):
+        found = {agent: space for agent, space in spaces_by_agent(declaration).items() if agent in agents}
+    elif isinstance(declaration, Space):
+        found = dict.fromkeys(agents, declaration)
+    elif callable(declaration):
+        found = spaces_of(agents, declaration)
+    else:
+        return {}
+    return {agent: found[agent] for agent in agents if type(found.get(agent)) is spaces.Box and found[agent].shape}
 
 
 def checked_reset(result: Any, env: Adapter) -> tuple[dict[Any, Any], dict[Any, Any]]:

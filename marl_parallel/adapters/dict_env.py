@@ -23,6 +23,7 @@ from marl_parallel.adapters.base import (
     declared_agents,
     spaces_by_agent,
     type_name,
+    vector_reward_spaces,
 )
 from marl_parallel.adapters.protocol import ALL, AgentID, Dicts, Rules
 
@@ -45,6 +46,7 @@ class DictEnv(Adapter):
         self.possible_agents = self._agents()
         self.observation_spaces = self._spaces("observation")
         self.action_spaces = self._spaces("action")
+        self.reward_spaces = vector_reward_spaces(source, self.possible_agents)
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         try:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from gymnasium import Space, spaces
 
 from marl_parallel.adapters.attributes import declared
-from marl_parallel.adapters.base import Adapter, Misfit, described, type_name
+from marl_parallel.adapters.base import Adapter, Misfit, described, type_name, vector_reward_spaces
 from marl_parallel.adapters.protocol import AgentID, Dicts, Rules
 
 AGENT = "agent_0"
@@ -30,6 +30,7 @@ class GymnasiumEnv(Adapter):
         self._space = declared(source, "observation_space")
         self.observation_spaces = _space_of_the_agent(self._space)
         self.action_spaces = _space_of_the_agent(declared(source, "action_space"))
+        self.reward_spaces = vector_reward_spaces(source, self.possible_agents)
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         try:

@@ -22,6 +22,7 @@ from marl_parallel.adapters.base import (
     declared_agents,
     spaces_by_agent,
     spaces_of,
+    vector_reward_spaces,
 )
 from marl_parallel.adapters.protocol import AgentID, Dicts, Rules
 
@@ -38,6 +39,7 @@ class PettingZooEnv(Adapter):
         self.possible_agents = declared_agents(source)
         self.observation_spaces = spaces_of(self.possible_agents, _space_lookup(source, "observation"))
         self.action_spaces = spaces_of(self.possible_agents, _space_lookup(source, "action"))
+        self.reward_spaces = vector_reward_spaces(source, self.possible_agents)
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
 from gymnasium import Space
@@ -49,6 +50,7 @@ class MultiAgentEnv(ABC):
         observation_spaces: Of the agents that declare one, in the order of `possible_agents`; where these are
             open-ended, `GroupSpaces`.
         action_spaces: Likewise.
+        reward_spaces: Of the agents whose rewards are vectors; empty where all rewards are numbers.
         state_space: Of the global state, None where there is none.
         metadata: The simulator's metadata (not copied).
         render_mode: The simulator's render mode.
@@ -62,6 +64,7 @@ class MultiAgentEnv(ABC):
     possible_agents: list[AgentID]
     observation_spaces: Mapping[AgentID, Space[Any]]
     action_spaces: Mapping[AgentID, Space[Any]]
+    reward_spaces: Mapping[AgentID, Space[Any]] = MappingProxyType({})
     state_space: Space[Any] | None
     metadata: Mapping[str, Any]
     render_mode: str | None

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from marl_parallel.action_masks import allows_nothing, for_sample, mask_of
 from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.cli.findings import Question, Severity
 from marl_parallel.cli.isolation import Notebook
 from marl_parallel.cli.values import is_flag, misfit, odd_reward, pickling_error
 from marl_parallel.runtime.transition import ALL, is_empty_info
+from marl_parallel.runtime.values import is_vector
 
 _WHAT_REMAINS = "it then works, but travels pickled, which is slower"
 
@@ -39,6 +41,7 @@ class Inspector:
         observations, *rest, infos = told
         self._steps += bool(rest)
         self._look_at_observations(observations)
+        self._look_at_masks(observations, infos)
         if rest:
             self._look_at_rewards(rest[0])
             self._look_at_flags("termination", rest[1])
@@ -69,7 +72,7 @@ class Inspector:
             elif (found := misfit(observation, space)) is not None:
                 self._note(
                     Question.SPACES,
-                    Severity.PROBLEM,
+                    Severity.REMARK if found.harmless else Severity.PROBLEM,
                     f"the observation of {agent}{'' if found.what.startswith('[') else ' '}{found.what}",
                     found.advice,
                 )
@@ -80,11 +83,34 @@ class Inspector:
             found = odd_reward(reward)
             if found is not None:
                 self._note(Question.API, Severity.PROBLEM, f"the reward of {agent} {found.what}", found.advice)
-            elif hasattr(reward, "__len__"):
+            elif agent in self._env.reward_spaces:
+                self._look_at_vector(agent, reward)
+            elif is_vector(reward):
                 self._remark(
                     "vector reward",
                     f"the reward of {agent} is of type {type(reward).__name__}, not one number",
-                    f"return a float, unless vectors are meant; {_WHAT_REMAINS}",
+                    f"return a float, or declare `reward_space` if vectors are meant; {_WHAT_REMAINS}",
+                )
+
+    def _look_at_vector(self, agent: Any, reward: Any) -> None:
+        found = misfit(reward, self._env.reward_spaces[agent])
+        if found is not None and not found.harmless:
+            self._note(
+                Question.SPACES,
+                Severity.PROBLEM,
+                f"the reward of {agent} {found.what}",
+                f"{found.advice} (reward_space)",
+            )
+
+    def _look_at_masks(self, observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> None:
+        for agent, space in self._env.action_spaces.items():
+            mask = mask_of(observations.get(agent), infos.get(agent))
+            if not allows_nothing(mask) and for_sample(space, mask) is None:
+                self._remark(
+                    "action mask",
+                    f"the action mask of {agent} has another form than its action space, {space}, so that actions are "
+                    "drawn without it",
+                    "report masks in the form that the space's `sample` takes, or under another key",
                 )
 
     def _look_at_flags(self, name: str, flags: Mapping[Any, Any]) -> None:

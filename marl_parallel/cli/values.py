@@ -24,12 +24,15 @@ class Misfit(NamedTuple):
     Attributes:
         what: The end of a sentence that begins with what the value is.
         advice: What to do about it.
+        harmless: Whether it is passed on all the same, as a value outside of its bounds is.
     """
 
     what: str
     advice: str
+    harmless: bool = False
 
 
+_KNOWN = (spaces.Box, spaces.Dict, spaces.Tuple, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
 _ARRAYS = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
 
 
@@ -42,6 +45,8 @@ def misfit(value: Any, space: Space[Any]) -> Misfit | None:
         >>> misfit({"ammo": 7}, spaces.Dict(ammo=spaces.Discrete(5))).what
         "['ammo'] is 7 (int), which is not in Discrete(5)"
     """
+    if type(space) not in _KNOWN and space.contains(value):
+        return None  # a class of the simulator's own says what its values are
     if isinstance(space, spaces.Dict):
         return _misfit_of_dict(value, space)
     if isinstance(space, spaces.Tuple):
@@ -67,12 +72,17 @@ def _misfit_of_dict(value: Any, space: spaces.Dict) -> Misfit | None:
 
 
 def _first(parts: Iterator[tuple[str, Any, Space[Any]]]) -> Misfit | None:
+    """The first of those that do harm; else the first of all."""
+    harmless = None
     for name, part, space in parts:
         found = misfit(part, space)
         if found is not None:
             separator = "" if found.what.startswith("[") else " "
-            return Misfit(f"{name}{separator}{found.what}", found.advice)
-    return None
+            named = found._replace(what=f"{name}{separator}{found.what}")
+            if not found.harmless:
+                return named
+            harmless = harmless or named
+    return harmless
 
 
 def _misfit_of_array(value: Any, space: Space[Any]) -> Misfit | None:
@@ -113,6 +123,7 @@ def _out_of_bounds(array: Any, space: Space[Any]) -> Misfit | None:
     return Misfit(
         f"is {array[first]}{where}, but its space says {low[first]} to {high[first]}",
         "widen the space's bounds, or clip what is returned",
+        harmless=isinstance(space, spaces.Box),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -52,6 +53,9 @@ class Arrays(NamedTuple):
         quiet: True where everybody is there and acts, no flag is set and no infos are told, as with most steps; that
             may be so with False, too.
         together: True where each agent is flagged as its copy is, likewise.
+        vectors: By agent, rewards that are vectors: `(num_envs, *shape)` in the dtype of its reward space, zeros where
+            there is none. Its column in `rewards` is 0.0. Empty where no agent declares a reward space.
+        vectored: `(num_envs, n)`, bool: whose rewards are in `vectors`; None where that is empty.
     """
 
     observations: list[Any]
@@ -68,6 +72,8 @@ class Arrays(NamedTuple):
     flagged: NDArray[np.bool_]
     quiet: bool = False
     together: bool = False
+    vectors: Mapping[AgentID, NDArray[Any]] = MappingProxyType({})
+    vectored: NDArray[np.bool_] | None = None
 
 
 class Stacked(NamedTuple):

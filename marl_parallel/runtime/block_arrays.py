@@ -18,7 +18,7 @@ from marl_parallel.runtime.arrays import Actions, Arrays, ArrayView, Stacked
 from marl_parallel.runtime.columns import Column
 from marl_parallel.runtime.heads import BITS
 from marl_parallel.runtime.transition import ALL, is_empty_info
-from marl_parallel.runtime.values import Mismatch
+from marl_parallel.runtime.values import Mismatch, is_vector
 
 if TYPE_CHECKING:
     from marl_parallel.runtime.batch import Batch
@@ -52,6 +52,9 @@ class ArrayBatch(ArrayView):
         self._observations: list[Any] = [None] * len(self.groups)
         # Of environments that were not read from the block: what they have observed last, and who was present.
         self._apart: dict[int, tuple[Mapping[Any, Any], NDArray[np.bool_]]] = {}
+        self._reward_spaces = {
+            agent: schema.reward_spaces[agent] for agent in self.agents if agent in schema.reward_spaces
+        }
         self._row_agents: tuple[tuple[AgentID, ...], ...] | None = None
         self._row_places: list[tuple[Column, slice]] | None = None
 
@@ -138,9 +141,12 @@ class ArrayBatch(ArrayView):
             self._batch.note_quiet(range(self._num_envs))
             self._apart.clear()
             rewards = self._batch.transitions.all_rewards()
-            return self._unflagged(self._all_observations(), rewards, self._everybody, quiet=True)
+            arrays = self._unflagged(self._all_observations(), rewards, self._everybody, quiet=True)
+            return self._with_vectors(arrays) if self._reward_spaces else arrays
         else:
             arrays = self._from_block()
+            if self._reward_spaces:
+                arrays = self._with_vectors(arrays)
         apart = []
         for env_id in range(self._num_envs):
             more = told.get(env_id)
@@ -156,15 +162,25 @@ class ArrayBatch(ArrayView):
         observations = [stacking.zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
         return self._unflagged(observations, np.zeros(self._shape), self._nobody)
 
+    def _with_vectors(self, arrays: Arrays) -> Arrays:
+        """With the vector rewards that lie in the block."""
+        values, there = self._batch.transitions.all_vectors(self._column)
+        return arrays._replace(vectors=values, vectored=there)
+
     def _unflagged(
         self, observations: list[Any], rewards: NDArray[np.float64], there: NDArray[np.bool_], *, quiet: bool = False
     ) -> Arrays:
         """With these agents there and acting, and no flag set."""
         no = self._nobody
         of_all = no[:, 0]
+        vectors = {
+            agent: np.zeros((self._num_envs, *(space.shape or ())), space.dtype)
+            for agent, space in self._reward_spaces.items()
+        }
         return Arrays(
             observations, rewards, no.copy(), no.copy(), of_all.copy(), of_all.copy(),
             there.copy(), there.copy(), {}, there.copy(), there.copy(), there if quiet else there.copy(), quiet, quiet,
+            vectors, no.copy() if vectors else None,
         )  # fmt: skip
 
     def _from_block(self) -> Arrays:
@@ -249,7 +265,7 @@ class ArrayBatch(ArrayView):
 
     def _clear(self, arrays: Arrays, env_id: int) -> None:
         for part in arrays:
-            if part is not arrays.infos and not isinstance(part, bool):
+            if part is not arrays.infos and part is not None and not isinstance(part, bool):
                 stacking.clear(part, env_id)
 
     def _put_observations(self, arrays: Arrays, env_id: int, seen: Mapping[Any, Any]) -> None:
@@ -263,13 +279,18 @@ class ArrayBatch(ArrayView):
         for agent, reward in rewards.items():
             place = env_id, self._column[self._known(env_id, agent)]
             arrays.rewarded[place] = True
+            if agent in arrays.vectors and is_vector(reward):
+                assert arrays.vectored is not None
+                arrays.vectors[agent][env_id], arrays.vectored[place] = reward, True
+                continue
             try:
                 if reward is None or isinstance(reward, str | bytes):  # NumPy would make a number of them
                     raise TypeError
                 arrays.rewards[place] = reward
             except (TypeError, ValueError):
                 raise ValueError(
-                    f"environment {env_id}: the reward of agent {agent!r} is {reward!r}; in arrays, it must be a number"
+                    f"environment {env_id}: the reward of agent {agent!r} is {reward!r}; in arrays, it must be a "
+                    "number, or a vector of the agent's reward_space, if it declares one"
                 ) from None
 
     def _put_acting(self, arrays: Arrays, env_id: int) -> None:

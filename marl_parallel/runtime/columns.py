@@ -339,7 +339,7 @@ class TupleColumn(Column):
         return tuple(child.copied(None if out is None else out[place]) for place, child in enumerate(self.children))
 
     def write_stacked(self, row: int | slice, values: Any) -> None:
-        if not self._fits(values):
+        if not isinstance(values, tuple | list) or len(values) != len(self.children):
             raise Mismatch(f"expected a tuple of {len(self.children)}, got {_form_of(values)}")
         for child, part in zip(self.children, values, strict=True):
             child.write_stacked(row, part)

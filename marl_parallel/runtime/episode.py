@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
@@ -26,6 +27,7 @@ from marl_parallel.runtime.transition import (
     is_empty_info,
     kept,
 )
+from marl_parallel.runtime.values import zeros
 
 _RESET, _STEP = int(Activity.RESET), int(Activity.STEP)  # a member of an Enum costs a look-up each time
 _NOT_ENDED = (False, False)
@@ -65,7 +67,8 @@ class Episode:
             keywords: For the simulator's `reset`.
 
         Returns:
-            The first observations and infos; the agents in them have reward 0.0 and flags that are False.
+            The first observations and infos; the agents in them have flags that are False, and reward 0.0, or zeros
+            where rewards are vectors.
         """
         if self._put_off is not None:
             keywords, self._put_off, self._ahead = {**self._put_off, **keywords}, None, None
@@ -82,7 +85,7 @@ class Episode:
         self._all_act = self._do_all_act()
         return Transition(
             observations,
-            dict.fromkeys(observations, 0.0),
+            no_rewards(observations, self.env.reward_spaces),
             {**dict.fromkeys(observations, False), ALL: False},
             {**dict.fromkeys(observations, False), ALL: False},
             infos,
@@ -254,17 +257,27 @@ def with_final(
                 infos[key].setdefault(name, value)
 
 
-def interrupted(observations: dict[AgentID, Any], alive: Iterable[AgentID]) -> Dicts:
+def no_rewards(agents: Iterable[AgentID], reward_spaces: Mapping[AgentID, Space[Any]]) -> dict[AgentID, Any]:
+    """Rewards of zero: 0.0, or an array of zeros for each agent whose rewards are vectors."""
+    if not reward_spaces:
+        return dict.fromkeys(agents, 0.0)
+    return {agent: zeros(reward_spaces[agent]) if agent in reward_spaces else 0.0 for agent in agents}
+
+
+def interrupted(
+    observations: dict[AgentID, Any], alive: Iterable[AgentID], reward_spaces: Mapping[AgentID, Space[Any]]
+) -> Dicts:
     """What a step says that the end of its simulator has interrupted, or prevented: the old episode is cut off.
 
     Args:
         observations: The last ones known.
         alive: Who was, before.
+        reward_spaces: Of the agents whose rewards are vectors.
     """
     alive = list(alive)
     return (
         observations,
-        dict.fromkeys(alive, 0.0),
+        no_rewards(alive, reward_spaces),
         {**dict.fromkeys(alive, False), ALL: False},
         {**dict.fromkeys(alive, True), ALL: True},
         {},

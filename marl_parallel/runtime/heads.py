@@ -20,6 +20,8 @@ REWARD_TYPES: tuple[type, ...] = (
     *FLOATS, int, bool, np.bool_,
     np.int64, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16, np.uint8,
 )  # fmt: skip
+VECTOR_TAG = len(REWARD_TYPES)
+"""The tag of a reward that is a vector, in a column of its own."""
 REWARD_TAGS = {t: tag for tag, t in enumerate(REWARD_TYPES)}
 _LARGEST_EXACT = 2**53
 
@@ -101,6 +103,14 @@ class Draft:
             numbers[place], tags[place] = reward, tag
             self._each[place] |= BITS["rewards"]
         return numbers, bytes(tags)
+
+    def note_vectors(self, tags: bytes, agents: Iterable[AgentID]) -> bytes:
+        """Note agents whose rewards are in their column; returns the tags of all rewards with theirs among them."""
+        everyone = bytearray(tags)
+        for agent in agents:
+            everyone[self._places[agent]] = VECTOR_TAG
+        self.note("rewards", agents)
+        return bytes(everyone)
 
     def flags(self, name: str, flags: Mapping[Any, Any]) -> bytes:
         """Take flags of one kind; returns the codes of all agents' and that of `__all__`."""

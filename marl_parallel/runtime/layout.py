@@ -1,15 +1,15 @@
 """Spaces -> one block of memory: which bytes of an environment's record belong to what.
 
 Every environment has one record, contiguous and starting on a cache line: actions, then the head of the transition
-(rewards, flags, presence), observations, final observations, global state. A `Layout` follows from a `Schema` and
-the number of environments alone, so worker and parent come to the same one without telling each other offsets.
-How a record is filled and read is the business of `records.py`.
+(rewards, flags, presence), vector rewards, observations, final observations, global state. A `Layout` follows from a
+`Schema` and the number of environments alone, so worker and parent come to the same one without telling each other
+offsets. How a record is filled and read is the business of `records.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
@@ -38,17 +38,25 @@ class Schema:
         observation_spaces: Of the agents that declare one, by group where they are open-ended.
         action_spaces: Likewise.
         state_space: Of the global state, None where there is none.
+        reward_spaces: Of the agents whose rewards are vectors.
     """
 
     possible_agents: list[AgentID]
     observation_spaces: Mapping[AgentID, Space[Any]]
     action_spaces: Mapping[AgentID, Space[Any]]
     state_space: Space[Any] | None
+    reward_spaces: Mapping[AgentID, Space[Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, env: Any) -> Schema:
         """Take it from a `MultiAgentEnv`, or from anything that has its attributes."""
-        return cls(list(env.possible_agents), env.observation_spaces, env.action_spaces, env.state_space)
+        return cls(
+            list(env.possible_agents),
+            env.observation_spaces,
+            env.action_spaces,
+            env.state_space,
+            dict(env.reward_spaces),
+        )
 
 
 def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> list[tuple[Space[Any], list[int]]]:
@@ -230,6 +238,7 @@ class Layout:
         rare: Where, in a record, that part begins which most steps leave alone: final observations and state.
         agents: The agents with a row in the heads of the records.
         actions, observations, final_observations: Columns of the agents whose values lie in the block.
+        rewards: Columns of the agents whose rewards are vectors; those that are numbers lie in the head.
         state: The global state; None where there is none, or where it travels pickled.
     """
 
@@ -241,6 +250,7 @@ class Layout:
         self.action_head = place(1 + n)  # see actions.py
         self.actions = AgentColumns(schema.action_spaces, self.agents, place)
         self.transition_head = place(8 + 12 * n + 2)  # see records.py
+        self.rewards = AgentColumns(schema.reward_spaces, self.agents, place)
         self.observations = AgentColumns(schema.observation_spaces, self.agents, place)
         self.rare = _aligned(self._record_nbytes, COLUMN_ALIGNMENT)
         self.final_observations = AgentColumns(schema.observation_spaces, self.agents, place)
@@ -259,7 +269,7 @@ class Layout:
 
     def bind(self, buffer: Any) -> None:
         """Build all views into a block of `nbytes` zeroed bytes."""
-        for columns in (self.actions, self.observations, self.final_observations):
+        for columns in (self.actions, self.rewards, self.observations, self.final_observations):
             columns.bind(buffer, self.starts)
         if self.state is not None:
             self.state.bind(buffer, self.starts)

@@ -239,7 +239,7 @@ def _joined(space: Space[Any], values: Sequence[Any]) -> Any:
             raise Mismatch(f"expected a dict with the keys {[*form]}, got {values[0]!r}")
         return {key: _joined(child, [value[key] for value in values]) for key, child in space.spaces.items()}  # type: ignore[attr-defined]
     if isinstance(form, tuple):
-        if any(not isinstance(value, tuple) or len(value) != len(form) for value in values):
+        if any(not isinstance(value, tuple | list) or len(value) != len(form) for value in values):
             raise Mismatch(f"expected a tuple of {len(form)}, got {values[0]!r}")
         return tuple(_joined(child, [*column]) for child, column in zip(space.spaces, zip(*values)))  # type: ignore[attr-defined]
     if len(values) == 1:

@@ -92,6 +92,7 @@ class Description(NamedTuple):
     check_options: Callable[[Any], None]
     seeded_when_made: bool
     options_last: bool
+    reward_spaces: Mapping[AgentID, Space[Any]]
 
 
 class Answer(NamedTuple):

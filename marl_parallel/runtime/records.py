@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,6 +31,7 @@ from marl_parallel.runtime.heads import (
     FLAGS,
     REWARD_TAGS,
     REWARD_TYPES,
+    VECTOR_TAG,
     Draft,
     Presence,
     quiet_code,
@@ -39,7 +40,7 @@ from marl_parallel.runtime.heads import (
 from marl_parallel.runtime.layout import AgentColumns, Layout, Whole
 from marl_parallel.runtime.pickling import Extras, in_order
 from marl_parallel.runtime.transition import ALL, FLOATS, Transition, is_empty_info
-from marl_parallel.runtime.values import Mismatch, conform, numbers_of
+from marl_parallel.runtime.values import Mismatch, conform, is_vector, numbers_of
 
 # What the code of a transition's head is made of; tags of quiet rewards and flags are shifted above these.
 _QUIET, _EXTRAS, _FINAL = 1, 2, 4
@@ -90,12 +91,17 @@ class TransitionRecords:
         self._observations = layout.observations.whole
         # Whether everybody's observation has a place in the block.
         self._quiet_possible = bool(agents) and layout.observations.agents == agents
+        self._vectors = layout.rewards
+        self._reward_spaces = layout.schema.reward_spaces
+        self._all_vectors = bool(agents) and layout.rewards.agents == agents
+        self._no_numbers = [0.0] * n
         # The code that was written last into each head, where that was a quiet one.
         self._written = [0] * layout.num_records
         self._codes = over_records(buffer, layout.starts, layout.transition_head, np.uint64, ())
         head = layout.transition_head + _CODE.size
         self._reward_rows = over_records(buffer, layout.starts, head, np.float64, (n,))
         self._flag_rows = over_records(buffer, layout.starts, head + 9 * n, np.uint8, (2, n + 1))
+        self._tag_rows = over_records(buffer, layout.starts, head + 8 * n, np.uint8, (n,))
         self._presence_rows = over_records(buffer, layout.starts, head + 11 * n + 2, np.uint8, (n,))
 
     # -- writing -------------------------------------------------------------------------------------------
@@ -104,7 +110,7 @@ class TransitionRecords:
         """Write what fits; returns the rest, to be pickled.
 
         Raises:
-            Mismatch: An observation is not what its space declares; the text says whose.
+            Mismatch: An observation or a vector reward is not what its space declares; the text says whose.
         """
         if self._quiet_possible:
             if transition.usual is not None:
@@ -131,6 +137,8 @@ class TransitionRecords:
             return None
         numbers = [*rewards.values()]
         flag_code, tag = quiet_code(terminateds, truncateds), reward_tag(numbers)
+        if tag is None and self._all_vectors and _write_whole(self._vectors.whole, record, rewards):
+            numbers, tag = self._no_numbers, VECTOR_TAG
         if flag_code is None or tag is None or not _write_whole(self._observations, record, observations):
             return None
         told = infos.values()
@@ -157,7 +165,12 @@ class TransitionRecords:
         self._write_observations(record, transition.observations, draft, final=False)
         if final is not None:
             self._write_observations(record, final, draft, final=True)
-        rewards, tags = draft.rewards(transition.rewards)
+        if self._reward_spaces:
+            numbers, inside = self._write_vectors(record, transition.rewards, draft)
+            rewards, tags = draft.rewards(numbers)
+            tags = draft.note_vectors(tags, inside)
+        else:
+            rewards, tags = draft.rewards(transition.rewards)
         terminated = draft.flags("terminateds", transition.terminateds)
         truncated = draft.flags("truncateds", transition.truncateds)
         draft.agents("alive", transition.alive)
@@ -197,6 +210,26 @@ class TransitionRecords:
             except Mismatch as error:
                 raise Mismatch(f"the {what} of agent {agent!r}: {error}") from error
 
+    def _write_vectors(
+        self, record: int, rewards: Mapping[AgentID, Any], draft: Draft
+    ) -> tuple[dict[AgentID, Any], list[AgentID]]:
+        """Write vector rewards; returns the other rewards, and the agents whose reward is in its column."""
+        others, inside = {}, []
+        for agent, reward in rewards.items():
+            space = self._reward_spaces.get(agent)
+            if space is None or not is_vector(reward):
+                others[agent] = reward
+                continue
+            try:
+                if agent in self._vectors:
+                    self._vectors.write(record, agent, reward)
+                    inside.append(agent)
+                else:
+                    draft.leave_out("rewards", agent, conform(space, reward))
+            except Mismatch as error:
+                raise Mismatch(f"the reward of agent {agent!r}: {error}") from error
+        return others, inside
+
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def read(self, record: int, extras: Extras | None) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
@@ -216,7 +249,11 @@ class TransitionRecords:
         flag_code = 0
         if code != _QUIET:  # something is less usual: infos, or another type than float and bool
             flag_code = code >> _FLAG_SHIFT
-            rewards = [*map(REWARD_TYPES[code >> _REWARD_SHIFT & 0xFF], rewards)]
+            tag = code >> _REWARD_SHIFT & 0xFF
+            if tag == VECTOR_TAG:
+                rewards = self._vectors.whole.read_all(record, True)
+            else:
+                rewards = [*map(REWARD_TYPES[tag], rewards)]
         flags = self._no_flags[flag_code]
         dicts = (
             self._dict_of(*self._observations.read_all(record, self._copy)),
@@ -232,7 +269,11 @@ class TransitionRecords:
         code = self._common_code(span)
         if code is None:
             return None
-        rewards = numbers_of(self._reward_rows[span.start : span.stop], REWARD_TYPES[code >> _REWARD_SHIFT & 0xFF])
+        tag = code >> _REWARD_SHIFT & 0xFF
+        if tag == VECTOR_TAG:
+            rewards = self._vectors.whole.read_span(span, True)
+        else:
+            rewards = numbers_of(self._reward_rows[span.start : span.stop], REWARD_TYPES[tag])
         flags = self._no_flags[code >> _FLAG_SHIFT]
         return (
             (*self._dicts_of(zip(*[iter(self._observations.read_span(span, self._copy))] * self._n)),),
@@ -256,6 +297,26 @@ class TransitionRecords:
         """Of all records: `(records, agents)`, a copy; zeros for agents without one, and for what is pickled."""
         rewards: NDArray[np.float64] = self._reward_rows.copy()
         return rewards
+
+    def all_vectors(self, row_of: Mapping[AgentID, int]) -> tuple[dict[AgentID, NDArray[Any]], NDArray[np.bool_]]:
+        """The vector rewards of all records.
+
+        Args:
+            row_of: The places of the agents among all.
+
+        Returns:
+            By agent, `(records, objectives)`, copies; and whose rewards of this record they are: `(records, agents)`.
+        """
+        there: NDArray[np.bool_] = self._tag_rows == VECTOR_TAG
+        there &= (self._presence_rows & BITS["rewards"]) != 0
+        values: dict[AgentID, NDArray[Any]] = {}
+        for column, positions in self._vectors.groups:
+            stacked = column.copied(None)
+            for row, position in enumerate(positions):
+                agent = self._vectors.agents[position]
+                values[agent] = stacked[:, row]
+                values[agent][~there[:, row_of[agent]]] = 0
+        return values, there
 
     def all_flags(self) -> NDArray[np.bool_]:
         """Who has terminated, and who is truncated: `(records, 2, agents + 1)`, `__all__` last; a copy."""
@@ -291,7 +352,11 @@ class TransitionRecords:
         )
         who, places = self._presence(presence), self._places
         observations = self._seen(record, self._layout.observations, who.observations)
-        paid = {agent: REWARD_TYPES[tags[place := places[agent]]](rewards[place]) for agent in who.rewards}
+        paid: dict[Any, Any]
+        if self._reward_spaces:
+            paid = {agent: self._paid(record, agent, tags[places[agent]], rewards) for agent in who.rewards}
+        else:
+            paid = {agent: REWARD_TYPES[tags[place := places[agent]]](rewards[place]) for agent in who.rewards}
         terminateds = self._flags("terminateds", who.terminateds, terminated, extras)
         truncateds = self._flags("truncateds", who.truncateds, truncated, extras)
         return (
@@ -306,6 +371,11 @@ class TransitionRecords:
             [*who.alive, *extras["alive"]] if "alive" in extras else who.alive,
             bool(terminateds[ALL] or truncateds[ALL]),
         )
+
+    def _paid(self, record: int, agent: AgentID, tag: int, numbers: Sequence[float]) -> Any:
+        if tag == VECTOR_TAG:
+            return self._vectors.read(record, agent, True)
+        return REWARD_TYPES[tag](numbers[self._places[agent]])
 
     def _flags(self, name: str, agents: list[AgentID], codes: bytes, extras: Extras) -> dict[Any, Any]:
         inside = {agent: FLAGS[codes[self._places[agent]]] for agent in agents}

@@ -201,7 +201,8 @@ class Restarts:
             told = self._batch.peek(env_id, extras).dicts
             return (self._batch.last_known(env_id, extras, torn=True)[0], *told[1:]) if torn else told
         observations, alive = self._batch.last_known(env_id, extras, torn=torn)
-        return interrupted(observations, [] if env_id in self.unborn else alive)
+        spaces = self._batch.layout.schema.reward_spaces
+        return interrupted(observations, [] if env_id in self.unborn else alive, spaces)
 
     def request(self, env_id: int) -> Rebuild:
         """What the worker is to do about it."""

@@ -26,7 +26,7 @@ def common_schema(described: Sequence[Description]) -> Schema:
             _differ(env_id, "rules", other.rules.value, first.rules.value)
         if other.possible_agents != first.possible_agents:
             _differ(env_id, "possible_agents", other.possible_agents, first.possible_agents)
-        for kind in ("observation", "action"):
+        for kind in ("observation", "action", "reward"):
             ours, theirs = (getattr(d, f"{kind}_spaces") for d in (first, other))
             for agent in dict.fromkeys([*ours, *theirs]):
                 if not _same(ours.get(agent), theirs.get(agent)):

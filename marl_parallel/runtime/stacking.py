@@ -141,25 +141,37 @@ def placed(whole: NDArray[Any], rows: NDArray[Any], values: NDArray[Any]) -> NDA
     return whole
 
 
-def put(stacked: Any, place: tuple[int, int], value: Any, whose: str) -> None:
-    """Put one value where it belongs.
+def put(stacked: Any, place: tuple[int, int], value: Any, whose: str, path: str = "") -> None:
+    """Put one value where it belongs; a list may stand for a tuple.
+
+    Args:
+        stacked: Where.
+        place: The environment and the row.
+        value: In the form of the space.
+        whose: For messages.
+        path: Where in the whole value this is a part, for messages.
 
     Raises:
-        ValueError: It is of another form, shape or dtype.
+        ValueError: It is of another form, shape or dtype; the text has the keys of the part.
     """
     if isinstance(stacked, dict) and isinstance(value, dict) and stacked.keys() == value.keys():
         for key, child in stacked.items():
-            put(child, place, value[key], whose)
-    elif isinstance(stacked, tuple) and isinstance(value, tuple) and len(stacked) == len(value):
-        for child, part in zip(stacked, value):
-            put(child, place, part, whose)
+            put(child, place, value[key], whose, f"{path}[{key!r}]")
+    elif isinstance(stacked, tuple) and isinstance(value, _SEQUENCES) and len(stacked) == len(value):
+        for position, (child, part) in enumerate(zip(stacked, value)):
+            put(child, place, part, whose, f"{path}[{position}]")
     elif isinstance(stacked, np.ndarray):
         try:
             stacked[place] = value if stacked.dtype == object else as_array(value, stacked.dtype, stacked.shape[2:])
         except Mismatch as error:
-            raise ValueError(f"{whose}: {error}") from None
+            raise ValueError(f"{_with_path(whose, path)}: {error}") from None
     else:
-        raise ValueError(f"{whose} is {value!r}, which is not of the form that its space declares")
+        form = f"a dict with the keys {[*stacked]}" if isinstance(stacked, dict) else f"a tuple of {len(stacked)}"
+        raise ValueError(f"{_with_path(whose, path)}: expected {form}, as its space declares, got {value!r:.200}")
+
+
+def _with_path(whose: str, path: str) -> str:
+    return f"{whose}, at {path}" if path else whose
 
 
 def clear(stacked: Any, place: Any) -> None:
@@ -238,6 +250,6 @@ def _children(space: spaces.Dict, values: Any) -> Mapping[Any, Any]:
 
 def _parts(space: Space[Any], values: Any) -> tuple[Any, ...]:
     count = len(space.spaces)  # type: ignore[attr-defined]
-    if not isinstance(values, tuple) or len(values) != count:
+    if not isinstance(values, _SEQUENCES) or len(values) != count:
         raise Mismatch(f"expected a tuple of {count}, got {type(values).__name__}")
-    return values
+    return tuple(values)

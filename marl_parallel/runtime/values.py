@@ -6,7 +6,7 @@ is in `columns.py`, how several are stacked in `stacking.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,20 @@ def conform(space: Space[Any], value: Any) -> Any:
         return {k: conform(space.spaces[k], v) if k in space.spaces else v for k, v in value.items()}
     if type(space) is spaces.Tuple and type(value) is tuple and len(value) == len(space.spaces):
         return tuple(conform(s, v) for s, v in zip(space.spaces, value, strict=True))
+    if type(space) is spaces.Tuple and type(value) is list:
+        return _conform_list(space.spaces, value)
     return value
+
+
+def _conform_list(children: Iterable[Space[Any]], values: list[Any]) -> list[Any]:
+    """A list in place of a tuple, its arrays cast as a tuple's; unchanged if it does not fit the space."""
+    children = [*children]
+    if len(values) != len(children):
+        return values
+    try:
+        return [conform(child, part) for child, part in zip(children, values)]
+    except Mismatch:
+        return values
 
 
 def conform_action(space: Space[Any], action: Any) -> Any:
@@ -66,8 +79,8 @@ def conform_action(space: Space[Any], action: Any) -> Any:
     if type(space) is spaces.Tuple:
         if not isinstance(action, tuple | list) or len(action) != len(space.spaces):
             raise Mismatch(f"expected a tuple of {len(space.spaces)}, got {action!r}")
-        if isinstance(action, list):  # of another form: as it is
-            return action
+        if isinstance(action, list):
+            return _conform_list(space.spaces, action)
         return tuple(conform_action(child, part) for child, part in zip(space.spaces, action))
     return conform(space, action)
 
@@ -105,6 +118,16 @@ def numbers_of(array: NDArray[Any], kind: type) -> list[Any]:
     return numbers if not numbers or type(numbers[0]) is kind else [*map(kind, numbers)]
 
 
+def is_vector(reward: Any) -> bool:
+    """Whether a reward has axes, as an array or as nested sequences; a number, None and a dict have none.
+
+    Example:
+        >>> is_vector(np.zeros(2)), is_vector([1, 2.0]), is_vector(np.float32(1)), is_vector(None)
+        (True, True, False, False)
+    """
+    return reward.ndim > 0 if isinstance(reward, np.ndarray) else isinstance(reward, list | tuple)
+
+
 def zeros(space: Space[Any]) -> Any:
     """A value of the form that a space declares, of zeros; None where its values have no fixed form."""
     if isinstance(space, spaces.Dict):
@@ -114,6 +137,24 @@ def zeros(space: Space[Any]) -> Any:
     if isinstance(space, spaces.Discrete):
         return 0
     return None if space.shape is None or not fits_block(space) else np.zeros(space.shape, space.dtype)
+
+
+def unfit_leaf(space: Space[Any], path: str = "") -> str:
+    """The first part of a space whose values have no fixed size, with its place; empty if there is none.
+
+    Example:
+        >>> unfit_leaf(spaces.Dict({"image": spaces.Box(0, 1), "mission": spaces.Text(9)}))
+        "['mission'], Text(1, 9, charset=...)"
+    """
+    children: list[tuple[Any, Space[Any]]] = []
+    if type(space) is spaces.Dict:
+        children = [*space.spaces.items()]
+    elif type(space) is spaces.Tuple:
+        children = [*enumerate(space.spaces)]
+    elif not fits_block(space):
+        return f"{path}, {space}" if path else str(space)
+    found = (unfit_leaf(child, f"{path}[{key!r}]") for key, child in children)
+    return next(filter(None, found), "")
 
 
 def fits_block(space: Space[Any]) -> bool:

@@ -172,6 +172,7 @@ class Worker:
             env.check_options,
             env.seeded_when_made,
             env.options_last,
+            dict(env.reward_spaces),
         )
         return Built(dumps_compactly(description))
 

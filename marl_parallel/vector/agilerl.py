@@ -21,6 +21,7 @@ from marl_parallel.runtime.transition import FINAL_OBS
 from marl_parallel.vector.ends import handed_down, took_part
 from marl_parallel.vector.facade import Inquiries, Stepper
 from marl_parallel.vector.infos import about_copy, begun_anew, vector_infos, with_copys
+from marl_parallel.vector.scalarizing import Scalarize
 
 try:
     from agilerl.vector.pz_vec_env import PettingZooVecEnv
@@ -52,6 +53,8 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
 
     Args:
         env: Made with `auto_reset=True`. Nobody else may step it. Training functions close it in the end.
+        scalarize: What makes numbers of rewards that are vectors: a weight for each objective, or a function that takes
+            one vector and returns a number; or a dict of these by agent. Needed where agents declare a `reward_space`.
 
     Attributes:
         env: As given.
@@ -62,7 +65,8 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
     Raises:
         TypeError: `env` is no `ParallelEnv`.
         ValueError: Its auto-reset is another one, its agents are not known beforehand or no strings, or one declares no
-            space, or actions that are dicts or tuples.
+            space, or actions that are dicts or tuples; or rewards are vectors and there is no `scalarize`, or it does
+            not fit them.
 
     Example:
         >>> from agilerl.algorithms import IPPO
@@ -79,8 +83,8 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
         >>> env.close()
     """
 
-    def __init__(self, env: ParallelEnv) -> None:
-        self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True)
+    def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
+        self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
         self._guard = CallGuard(env._crew.check_open)
         self.env = env
         schema, agents = env._schema, [str(agent) for agent in env.possible_agents]

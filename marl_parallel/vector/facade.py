@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
@@ -19,6 +20,7 @@ from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Actions, Arrays
 from marl_parallel.runtime.exclusive import exclusive
+from marl_parallel.vector.scalarizing import Scalarize, Scalarizer, check_numbers
 
 _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False", AutoresetMode.NEXT_STEP: '"NEXT_STEP"'}
 
@@ -89,6 +91,8 @@ class Stepper(Holder):
         modes: The auto-reset modes that it serves.
         at_worst: One more, for simulators that have no other.
         copy: Whether observations are arrays of the caller's own; None for what the environment was made with.
+        scalarize: What makes numbers of vector rewards.
+        vectors: Whether the facade hands on vector rewards as they are.
 
     Attributes:
         env: As given.
@@ -97,8 +101,8 @@ class Stepper(Holder):
 
     Raises:
         TypeError: It is no `ParallelEnv`.
-        ValueError: The mode is another one, agents are not known beforehand, one of them declares no space, or results
-            never come of all.
+        ValueError: The mode is another one, agents are not known beforehand, one of them declares no space, results
+            never come of all, or rewards are vectors that nothing makes numbers of.
         ClosedEnvironmentError: It has been closed.
     """
 
@@ -109,9 +113,15 @@ class Stepper(Holder):
         *modes: AutoresetMode,
         at_worst: AutoresetMode | None = None,
         copy: bool | None = None,
+        scalarize: Scalarize | None = None,
+        vectors: bool = False,
     ) -> None:
         super().__init__(env, facade, *modes, at_worst=at_worst)
         self._check_spaces()
+        self._reward_spaces = env._schema.reward_spaces
+        self._scalarizer = None if scalarize is None else Scalarizer(scalarize, self._reward_spaces, self._name)
+        if not vectors and self._scalarizer is None:
+            check_numbers(self._name, self._reward_spaces)
         if env.num_envs % env.batch_size:
             raise ValueError(
                 f"{self._name} steps all {env.num_envs} environments at a time, but these come {env.batch_size} at a "
@@ -151,8 +161,7 @@ class Stepper(Holder):
             raise ResetNeeded("reset all environments before resetting some of them")
         last = None if env_ids is None or self.latest is None else self.batch.last()
         ids, told = self.env._reset(seed, options, env_ids)
-        self.latest = self.batch.read(told) if last is None else self.batch.read_some(ids, told, last)
-        return self.latest
+        return self._noted(self.batch.read(told) if last is None else self.batch.read_some(ids, told, last))
 
     @exclusive("step")
     def step(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Arrays:
@@ -173,8 +182,7 @@ class Stepper(Holder):
         written = self.batch.write(actions, ids)
         last = None if len(ids) == env.num_envs or self.latest is None else self.batch.last()
         told = env._step(ids, written)
-        self.latest = self.batch.read(told) if last is None else self.batch.read_some(ids, told, last)
-        return self.latest
+        return self._noted(self.batch.read(told) if last is None else self.batch.read_some(ids, told, last))
 
     @exclusive("step_async")
     def send(self, actions: Actions) -> None:
@@ -234,8 +242,29 @@ class Stepper(Holder):
         except TimeoutError as error:
             self._sent = not isinstance(error, ParallelEnvError)
             raise
-        self.latest = self.batch.read(told)
-        return self.latest
+        return self._noted(self.batch.read(told))
+
+    def _noted(self, arrays: Arrays) -> Arrays:
+        """Keep the latest transitions; vector rewards are made numbers, or are known to be vectors."""
+        self.latest = arrays
+        if self._reward_spaces:
+            if self._scalarizer is not None:
+                self._scalarizer.fill(arrays, self.batch.agents)
+            else:
+                self._check_vectors(arrays)
+        return arrays
+
+    def _check_vectors(self, arrays: Arrays) -> None:
+        assert arrays.vectored is not None
+        missing = arrays.rewarded & ~arrays.vectored
+        for place, agent in enumerate(self.batch.agents):
+            if agent in self._reward_spaces and missing[:, place].any():
+                env_id = int(np.flatnonzero(missing[:, place])[0])
+                raise ValueError(
+                    f"environment {env_id}: the reward of agent {agent!r} is {arrays.rewards[env_id, place]!r}, but "
+                    f"its reward_space is {self._reward_spaces[agent]}; a wrapper that returns numbers declares so by "
+                    "`reward_space = None`"
+                )
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
         """Note what one environment has said that was stepped or reset without this stepper."""

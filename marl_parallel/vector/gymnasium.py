@@ -22,7 +22,7 @@ from marl_parallel.runtime.transition import FINAL_OBS
 from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.infos import about_copy, begun_anew, infos_by_row, last_of, vector_infos, with_copys
-from marl_parallel.vector.rows import chosen, row_of, rows_of, stacked, still
+from marl_parallel.vector.rows import chosen, row_of, rows_of, shared_reward_space, stacked, still
 
 Others = Callable[[AgentID, Any], Any]
 """Acts for an agent that has no rows: takes it and its observations in all copies, gives its actions in all copies."""
@@ -31,7 +31,8 @@ Others = Callable[[AgentID, Any], Any]
 class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     """A Gymnasium vector environment with `copies * agents` rows; row `i * agents + j` is agent j of copy i.
 
-    Observations and actions are in the form of the agents' space, batched; rewards are float64, flags bool. Where an
+    Observations and actions are in the form of the agents' space, batched; rewards are float64, flags bool. Rewards
+    that are vectors are `(num_envs, num_objectives)`, in the dtype of `reward_space`, as in MO-Gymnasium. Where an
     agent is absent, its row is zeros; `infos["present"]` says which rows are data, `infos["acting"]` which want an
     action. No black-death wrapper is needed: a row's flag is True when its agent dies, and for all rows, the absent
     ones too, when their copy's episode ends. So a wrapper that counts episodes counts, for an agent that died early, a
@@ -49,6 +50,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     Attributes:
         parallel_env: As given.
         agents: Who has rows.
+        reward_space: Of one row, where rewards are vectors; None where they are numbers.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
@@ -69,7 +71,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     """
 
     def __init__(self, env: ParallelEnv, agents: Sequence[AgentID] | None = None, others: Others | None = None) -> None:
-        self._stepper = Stepper(env, self, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
+        self._stepper = Stepper(env, self, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, vectors=True)
         self._guard = CallGuard(env._crew.check_open)
         self._batch = self._stepper.batch
         self.parallel_env, self._copies = env, env.num_envs
@@ -89,6 +91,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self.single_action_space = schema.action_spaces[self.agents[0]]
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.reward_space = shared_reward_space(schema.reward_spaces, self.agents, type(self).__name__)
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self._everywhere = np.ones(self.num_envs, np.bool_)
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
@@ -251,13 +254,20 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         terminations, truncations = flags[0].ravel(), flags[1].ravel()
         observations = self._seen(arrays)
         infos = self._infos(arrays, terminations | truncations if self._same_step else None, observations)
-        return observations, self._flat(arrays.rewards), terminations, truncations, infos
+        return observations, self._rewards(arrays), terminations, truncations, infos
+
+    def _rewards(self, arrays: Arrays) -> NDArray[Any]:
+        if self.reward_space is None:
+            return self._flat(arrays.rewards)
+        return stacking.flat(np.stack([arrays.vectors[agent] for agent in self.agents], axis=1))
 
     def _silence(self, arrays: Arrays, dead: NDArray[np.bool_]) -> None:
         """Have nothing said of rows that were dead before, whatever their simulator says of them."""
         silent = np.zeros(arrays.rewards.shape, np.bool_)
         silent[:, self._places] = dead
         arrays.rewards[silent] = 0.0
+        for agent, vectors in arrays.vectors.items():
+            vectors[silent[:, self._batch.agents.index(agent)]] = 0
         if self._same_step:  # where the next episode has begun, they are there again
             silent &= ~(arrays.terminated | arrays.truncated)[:, None]
         arrays.present[silent] = False
@@ -298,8 +308,8 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         told = rows.get(row, {})
         env_id = row // len(self.agents)
         if arrays.terminated[env_id] or arrays.truncated[env_id]:
-            nothing = gymnasium.vector.utils.create_empty_array(self.single_observation_space, 1, np.zeros)
-            final = told.get(FINAL_OBS, row_of(self.single_observation_space, nothing, 0))
+            nothing = stacking.zeros(self.single_observation_space, (1,))
+            final = told[FINAL_OBS] if FINAL_OBS in told else row_of(self.single_observation_space, nothing, 0)
             laid_out = begun_anew(told, of_copy)
         else:  # the copy goes on without this agent
             final, last = row_of(self.single_observation_space, observations, row), last_of(told)

@@ -27,7 +27,8 @@ class PettingZooVecEnv(Inquiries):
     """Many copies of an environment as one, of which everything is a dict by agent of arrays over all copies.
 
     Observations are in the form of the agent's batched space: an array `(num_envs, ...)`, or dicts and tuples of them.
-    Rewards are float64 and flags bool, `(num_envs,)`. Every agent is always there; in copies where it is absent its
+    Rewards are float64 and flags bool, `(num_envs,)`; rewards that are vectors are `(num_envs, num_objectives)`, in the
+    dtype of the agent's `single_reward_space`. Every agent is always there; in copies where it is absent its
     rows are zeros, and `present[agent]` says which rows are data, `acting[agent]` which want an action. Where an
     episode ends and an agent that took part has no flag of its own, it has its copy's. Infos are laid out by agent as
     in Gymnasium's vector environments; those of the copy, not an agent, are under their own key.
@@ -62,7 +63,7 @@ class PettingZooVecEnv(Inquiries):
     """
 
     def __init__(self, env: ParallelEnv) -> None:
-        self._stepper = Stepper(env, self, *AutoresetMode)
+        self._stepper = Stepper(env, self, *AutoresetMode, vectors=True)
         self._guard = CallGuard(env._crew.check_open)
         self._batch = self._stepper.batch
         self.env, self.num_envs = env, env.num_envs
@@ -131,6 +132,15 @@ class PettingZooVecEnv(Inquiries):
     def single_action_space(self, agent: AgentID) -> Space[Any]:
         """Of one agent in one copy."""
         return self._single[1][agent]
+
+    def reward_space(self, agent: AgentID) -> Space[Any] | None:
+        """Of one agent in all environments; None for an agent whose rewards are numbers."""
+        space = self.single_reward_space(agent)
+        return None if space is None else batch_space(space, self.num_envs)
+
+    def single_reward_space(self, agent: AgentID) -> Space[Any] | None:
+        """Of one agent in one environment; None for an agent whose rewards are numbers."""
+        return self.env._schema.reward_spaces.get(agent)
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -201,7 +211,7 @@ class PettingZooVecEnv(Inquiries):
         terminations, truncations = flags
         return (
             self._batch.by_agent(arrays.observations),
-            self._by_agent(arrays.rewards),
+            {**self._by_agent(arrays.rewards), **arrays.vectors} if arrays.vectors else self._by_agent(arrays.rewards),
             self._by_agent(terminations),
             self._by_agent(truncations),
             infos_by_agent(arrays.infos, self.possible_agents, self.num_envs),

@@ -21,6 +21,7 @@ from marl_parallel.runtime.exclusive import CallGuard, exclusive
 from marl_parallel.runtime.sharing import usable_cpus
 from marl_parallel.vector.cast import Cast
 from marl_parallel.vector.facade import Holder, Inquiries
+from marl_parallel.vector.scalarizing import Scalarize, Scalarizer, check_numbers
 
 try:
     from ray.rllib.callbacks.utils import make_callback
@@ -59,6 +60,8 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
     Args:
         env: Made with `auto_reset="NEXT_STEP"` and `copy=True`, as RLlib keeps observations. Nobody else may step it.
             Agents need not be known beforehand.
+        scalarize: What makes numbers of rewards that are vectors: a weight for each objective, or a function that takes
+            one vector and returns a number; or a dict of these by agent. Needed where agents declare a `reward_space`.
 
     Attributes:
         env: As given.
@@ -71,7 +74,8 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: It has another auto-reset mode, or `copy=False`.
+        ValueError: It has another auto-reset mode, or `copy=False`; or rewards are vectors and there is no `scalarize`,
+            or it does not fit them.
         ClosedEnvironmentError: It has been closed.
 
     Example:
@@ -87,9 +91,13 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
         >>> env.close()
     """
 
-    def __init__(self, env: ParallelEnv) -> None:
+    def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
         self._holder = Holder(env, self, AutoresetMode.NEXT_STEP)
         self._guard = CallGuard(env._crew.check_open)
+        reward_spaces, name = env._schema.reward_spaces, type(self).__name__
+        self._scalarizer = None if scalarize is None else Scalarizer(scalarize, reward_spaces, name)
+        if self._scalarizer is None:
+            check_numbers(name, reward_spaces)
         if not env._batch.copies:
             raise ValueError("RLlib keeps observations, so it wants a ParallelEnv with copy=True, got copy=False")
         self.env, self.num_envs = env, env.num_envs
@@ -145,6 +153,9 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
         told = zip(*self.env.step(actions))
         rows = [cast.step(was_over, dicts) for cast, was_over, dicts in zip(self._casts, due, told)]
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
+        if self._scalarizer is not None:
+            number = self._scalarizer.number
+            rewards = [{agent: number(agent, reward) for agent, reward in of_env.items()} for of_env in rewards]
         return observations, rewards, terminateds, truncateds, infos
 
     def close_extras(self, **kwargs: Any) -> None:
@@ -207,8 +218,9 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
     function of the `EnvContext`, whose `vector_index` says which copy it is for. Beside RLlib's own `MultiAgentEnv` it
     may make anything that `ParallelEnv` takes, such as a PettingZoo environment as it is. Arguments for `ParallelEnv`
     (`num_workers`, `on_error`, `step_timeout`, ...) are in `env_config["parallel_env"]`, which the environments do not
-    see. By default the CPUs of the machine are shared evenly by the remote runners, or each uses
-    `num_cpus_per_env_runner` if that is more; a local runner uses all.
+    see, and so is `scalarize` of `RLlibVectorMultiAgentEnv`, for rewards that are vectors. By default the CPUs of the
+    machine are shared evenly by the remote runners, or each uses `num_cpus_per_env_runner` if that is more; a local
+    runner uses all.
 
     With `config.seed`, environment e of runner r is seeded with
     `SeedSequence((config.seed, r, e, in_evaluation)).generate_state(1)[0] >> 1`, so that no two runners sample the
@@ -245,14 +257,14 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
         context, options = self._context_and_options()
         check = not self.config.disable_env_checking
         constructor = _constructor(_creator(self.config.env), context, check)
-        seeds = self._env_seeds()
+        seeds, scalarize = self._env_seeds(), options.pop("scalarize", None)
         parallel = ParallelEnv(
             [constructor] * self.config.num_envs_per_env_runner,
             AutoresetMode.NEXT_STEP,
             None if seeds is None else seeds[0],
             **{"num_workers": self._num_workers(), **options},
         )
-        self.env: RLlibVectorMultiAgentEnv | None = RLlibVectorMultiAgentEnv(parallel)
+        self.env: RLlibVectorMultiAgentEnv | None = self._facade(parallel, scalarize)
         self.num_envs = parallel.num_envs
         self._needs_initial_reset = True
         make_callback(
@@ -266,6 +278,14 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
                 "env_context": context,
             },
         )
+
+    @staticmethod
+    def _facade(parallel: ParallelEnv, scalarize: Scalarize | None) -> RLlibVectorMultiAgentEnv:
+        try:
+            return RLlibVectorMultiAgentEnv(parallel, scalarize=scalarize)
+        except BaseException:
+            parallel.close(terminate=True)
+            raise
 
     def _close_old(self) -> None:
         try:

@@ -47,6 +47,24 @@ def chosen(
     return group_of[first], None if places == [*range(len(members))] else places
 
 
+def shared_reward_space(
+    reward_spaces: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID], facade: str
+) -> Space[Any] | None:
+    """The reward space that these agents share; None if their rewards are numbers.
+
+    Raises:
+        ValueError: They differ.
+    """
+    first = reward_spaces.get(agents[0])
+    for agent in agents:
+        if reward_spaces.get(agent) != first:
+            raise ValueError(
+                f"{facade}: the rewards of agents side by side must be alike, but the reward_space of {agent!r} is "
+                f"{reward_spaces.get(agent)}, that of {agents[0]!r} {first}; use PettingZooVecEnv, or other agents"
+            )
+    return first
+
+
 def rows_of(stacked: Any, places: Sequence[int] | None) -> Any:
     """A group's values `(copies, agents, ...)` as rows `(copies * agents, ...)`: views, where all agents are there."""
     if isinstance(stacked, dict):
@@ -79,7 +97,7 @@ def stacked(space: Space[Any], rows: Any, copies: int, agents: int) -> Any:
             raise ValueError(f"expected actions as a dict with the keys {[*space.spaces]}, got {type(rows).__name__}")
         return {key: stacked(child, rows[key], copies, agents) for key, child in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        if not isinstance(rows, tuple) or len(rows) != len(space.spaces):
+        if not isinstance(rows, tuple | list) or len(rows) != len(space.spaces):
             raise ValueError(f"expected actions as a tuple of {len(space.spaces)}, got {type(rows).__name__}")
         return tuple(stacked(child, part, copies, agents) for child, part in zip(space.spaces, rows))
     if isinstance(rows, tuple) and space.shape is None:  # values that do not stack, one for each row

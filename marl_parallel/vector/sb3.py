@@ -20,11 +20,12 @@ from marl_parallel.runtime import stacking
 from marl_parallel.runtime.arrays import Arrays, Stacked
 from marl_parallel.runtime.exclusive import CallGuard, exclusive
 from marl_parallel.runtime.transition import FINAL_OBS, RESET_INFO
-from marl_parallel.runtime.values import fits_block, zeros
+from marl_parallel.runtime.values import fits_block, unfit_leaf, zeros
 from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.infos import about_copy, of_reset, with_copys
 from marl_parallel.vector.rows import chosen, row_of, rows_of, stacked
+from marl_parallel.vector.scalarizing import Scalarize
 
 try:
     from stable_baselines3.common.vec_env import VecEnv
@@ -62,6 +63,8 @@ class SB3VecEnv(VecEnv):
 
     Args:
         env: Made with `auto_reset=True`. Nobody else may step it.
+        scalarize: What makes numbers of rewards that are vectors: a weight for each objective, or a function that takes
+            one vector and returns a number; or a dict of these by agent. Needed where agents declare a `reward_space`.
 
     Attributes:
         env: As given.
@@ -71,7 +74,8 @@ class SB3VecEnv(VecEnv):
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: Its auto-reset is another one, the agents' spaces differ, or one declares none.
+        ValueError: Its auto-reset is another one, the agents' spaces differ, or one declares none; or rewards are
+            vectors and there is no `scalarize`, or it does not fit them.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -84,15 +88,18 @@ class SB3VecEnv(VecEnv):
         >>> env.close()
     """
 
-    def __init__(self, env: ParallelEnv) -> None:
-        self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True)
+    def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
+        self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
         self._guard = CallGuard(env._crew.check_open)
         self.env, self.agents = env, env.possible_agents
         schema = env._schema
         without_form = [agent for agent in self.agents if not fits_block(schema.observation_spaces[agent])]
         if without_form:
             agent = without_form[0]
-            raise ValueError(f"rows must be arrays, but {agent!r} observes {schema.observation_spaces[agent]}")
+            raise ValueError(
+                f"rows must be arrays, but the observation of agent {agent!r} has a part without a fixed size: "
+                f"{unfit_leaf(schema.observation_spaces[agent])}; {_ADVICE}"
+            )
         self._group, self._members = chosen(
             self._stepper.batch.groups, self.agents, self.agents, schema.action_spaces, _ADVICE
         )

@@ -43,6 +43,7 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         self.possible_agents = env.possible_agents
         self.observation_spaces = env._schema.observation_spaces
         self.action_spaces = env._schema.action_spaces
+        self.reward_spaces = env._schema.reward_spaces
         if env.state_space is not None:
             self.state_space = env.state_space
 
@@ -59,6 +60,10 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
     def action_space(self, agent: AgentID) -> Space[Any]:
         """Of one agent."""
         return self.action_spaces[agent]
+
+    def reward_space(self, agent: AgentID) -> Space[Any]:
+        """Of one agent whose rewards are vectors."""
+        return self.reward_spaces[agent]
 
     def reset(
         self, seed: int | None = None, options: dict[str, Any] | None = None

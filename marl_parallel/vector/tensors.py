@@ -37,6 +37,14 @@ def has_tensors(space: Space[Any]) -> bool:
     return fits_block(space) and space.dtype not in (np.uint16, np.uint32, np.uint64)
 
 
+def without_tensors(space: Space[Any], path: str = "") -> str:
+    """The first part of a space that has no form in tensors, with its place in the space; empty if there is none."""
+    if has_tensors(space):
+        return ""
+    found = (without_tensors(child, f"{path}[{key!r}]") for _, key, child in _children(space) or [])
+    return next(filter(None, found), f"{path}, {space}" if path else str(space))
+
+
 def spec_of(space: Space[Any], shape: tuple[int, ...], leaf: _Leaf) -> TensorSpec:
     """The spec of a space for environments and agents of this shape."""
     children = _children(space)

@@ -22,6 +22,7 @@ from marl_parallel.runtime.exclusive import CallGuard, exclusive
 from marl_parallel.runtime.layout import alike, evenly_spaced
 from marl_parallel.runtime.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.vector.facade import Stepper
+from marl_parallel.vector.rows import shared_reward_space
 
 try:
     import torch
@@ -38,6 +39,7 @@ try:
         observation_leaf,
         spec_of,
         tensors_of,
+        without_tensors,
     )
 except ImportError as error:
     raise ImportError(
@@ -57,9 +59,9 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     - `"observation"`: `[n, k, ...]`, in the dtype of its space; zeros for agents that are absent.
     - `"mask"`: `[n, k]`, bool: who should act next. `"present"`: likewise, whose row is data; at its last step an agent
       is present and does not act any more.
-    - `"reward"`: `[n, k, 1]`, float32. `"done"`, `"terminated"`, `"truncated"`: `[n, k, 1]`, bool: True once when the
-      agent's own episode ends, and for everybody when that of its environment does; who has no flag of its own then has
-      the environment's.
+    - `"reward"`: `[n, k, 1]`, float32, or `[n, k, num_objectives]` where rewards are vectors. `"done"`, `"terminated"`,
+      `"truncated"`: `[n, k, 1]`, bool: True once when the agent's own episode ends, and for everybody when that of its
+      environment does; who has no flag of its own then has the environment's.
 
     At the root are `"done"`, `"terminated"` and `"truncated"`, `[n, 1]`: the environment's. With `on_error="restart"`
     there is `"restarted"`, too: where an environment has been built anew. What its error was, and all other infos, are
@@ -110,7 +112,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         device: torch.device | str | None = "cpu",
     ) -> None:
         # TorchRL keeps the tensors of all steps of a rollout: views would be of the last one.
-        stepper = Stepper(env, self, AutoresetMode.DISABLED, at_worst=AutoresetMode.NEXT_STEP, copy=True)
+        stepper = Stepper(env, self, AutoresetMode.DISABLED, at_worst=AutoresetMode.NEXT_STEP, copy=True, vectors=True)
         if not env._crew.partial:
             raise ValueError(
                 f"TorchRLEnv steps all {env.num_envs} environments and resets some of them, but these come "
@@ -138,7 +140,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             action = {"action": spec_of(group.action_space, shape, action_leaf)}
             observation = {"observation": spec_of(group.observation_space, shape, observation_leaf)}
             masks = {key: flag_spec(shape) for key in ("mask", "present")}
-            reward = {"reward": Unbounded(shape=(*shape, 1), dtype=torch.float32)}
+            objectives = (1,) if group.reward_space is None else group.reward_space.shape or ()
+            reward = {"reward": Unbounded(shape=(*shape, *objectives), dtype=torch.float32)}
             flags = {flag: flag_spec((*shape, 1)) for flag in _FLAGS}
             for whole, leaves in (
                 (actions, action),
@@ -209,7 +212,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         told = self._told(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
         rewards = arrays.rewards.astype(np.float32)
         for name, group in self._groups.items():
-            told.get(name).set("reward", torch.from_numpy(rewards[:, group.places, None]))
+            told.get(name).set("reward", torch.from_numpy(group.rewards(arrays, rewards)))
         if ids is None:
             return told
         for name in self._groups:
@@ -288,6 +291,7 @@ class _Group(NamedTuple):
         rows: Where in there; a slice where there is one.
         observation_space: Each one's.
         action_space: Likewise.
+        reward_space: Likewise; None where rewards are numbers.
     """
 
     agents: tuple[AgentID, ...]
@@ -296,6 +300,7 @@ class _Group(NamedTuple):
     rows: slice | list[int]
     observation_space: Space[Any]
     action_space: Space[Any]
+    reward_space: Space[Any] | None
 
     @classmethod
     def of(cls, agents: Sequence[AgentID], stepper: Stepper) -> _Group:
@@ -307,7 +312,14 @@ class _Group(NamedTuple):
         row_of = {place: row for row, place in enumerate(batch.groups[block].positions)}
         rows = [row_of[place] for place in places]
         spaces_of = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
-        return cls(tuple(agents), places, block, evenly_spaced(rows) or rows, *spaces_of)
+        reward_space = shared_reward_space(schema.reward_spaces, agents, "TorchRLEnv")
+        return cls(tuple(agents), places, block, evenly_spaced(rows) or rows, *spaces_of, reward_space)
+
+    def rewards(self, arrays: Arrays, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Theirs: `(num_envs, agents, 1)`, or `(num_envs, agents, num_objectives)` where they are vectors."""
+        if self.reward_space is None:
+            return numbers[:, self.places, None]
+        return np.stack([arrays.vectors[agent] for agent in self.agents], axis=1).astype(np.float32)
 
     def action(self, name: str, value: Any) -> Stacked:
         """The actions in a tensordict, as arrays."""
@@ -332,7 +344,8 @@ def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | Non
     for kind, declared in (("observation", schema.observation_spaces), ("action", schema.action_spaces)):
         for agent in agents:
             if not has_tensors(declared[agent]):
-                raise ValueError(f"agent {agent!r}: the {kind} space {declared[agent]} has no form in tensors")
+                part = without_tensors(declared[agent])
+                raise ValueError(f"agent {agent!r}: the {kind} space has no form in tensors, because of {part}")
     both = {agent: spaces.Tuple((schema.observation_spaces[agent], schema.action_spaces[agent])) for agent in agents}
     if group_map is None:
         groups = _by_name(agents, both)

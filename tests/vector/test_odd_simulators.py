@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
+import re
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from odd import Odd
 
-from marl_parallel import ParallelEnv
+from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
 TRAVELS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
@@ -308,6 +310,107 @@ def test_what_is_no_number_is_not_made_one(wrong, shared_memory, by_agent):
     env = by_agent(True, shared_memory, seen=spaces.Discrete(9), look=lambda time: wrong)
     with pytest.raises(ValueError, match="environment 0: the observation of agent 'a': expected"):
         env.reset()
+
+
+class Mission(spaces.Space):
+    """Texts, in a class of its own, as MiniGrid's."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=str)
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        return "go there"
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mission)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Wish(spaces.Text):
+    """Derived from a space of texts."""
+
+
+def scene(mission: spaces.Space) -> spaces.Dict:
+    eyes = spaces.Tuple((spaces.Discrete(9), spaces.Box(0, 1, (2,), np.float32)))
+    return spaces.Dict(eyes=eyes, mission=mission, way=spaces.Discrete(4))
+
+
+def look_around(time: int) -> dict:
+    """A list for a tuple, a text, a number in an array, and numbers that lie outside their Box."""
+    return {"eyes": [np.array(time), np.full(2, 1.25)], "mission": f"go {time}", "way": np.array(time % 4)}
+
+
+@TRAVELS
+@pytest.mark.parametrize("mission", [Mission(), Wish(9), spaces.Text(9)], ids=lambda space: type(space).__name__)
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+def test_lists_texts_and_single_numbers_are_the_same_in_dicts_and_arrays(mode, mission, shared_memory):
+    def make() -> ParallelEnv:
+        constructors = [lambda: Odd(seen=scene(mission), look=look_around, length=3)] * 2
+        return ParallelEnv(constructors, mode, backend="serial", shared_memory=shared_memory)
+
+    with (
+        make() as plain,
+        PettingZooVecEnv(make()) as by_agent,
+        contextlib.closing(GymnasiumVectorEnv(make())) as in_rows,
+    ):
+        told, stacked, rows = plain.reset()[0], by_agent.reset()[0], in_rows.reset()[0]
+        for _ in range(8):
+            assert told[0]["a"]["eyes"][1].dtype == np.float32
+            assert isinstance(told[0]["a"]["eyes"], list)
+            for env_id, of_env in enumerate(told):
+                for place, (agent, seen) in enumerate(of_env.items()):
+                    for one, row in ((stacked[agent], env_id), (rows, 2 * env_id + place)):
+                        assert one["mission"][row] == seen["mission"]
+                        assert one["way"][row] == seen["way"]
+                        assert one["eyes"][0][row] == seen["eyes"][0]
+                        assert one["eyes"][1][row].tolist() == seen["eyes"][1].tolist() == [1.25, 1.25]
+            told = plain.step([{"a": 0, "b": 0}] * 2)[0]
+            stacked, rows = by_agent.step(NOBODY)[0], in_rows.step(np.zeros(4, np.int64))[0]
+
+
+@TRAVELS
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"eyes": [1, np.zeros(2)], "mission": 3, "way": "north"}, r"at \['way'\]: expected an array of shape \(\)"),
+        ({"eyes": [1, 2, 3], "mission": "", "way": 1}, r"at \['eyes'\]: expected a tuple of 2, as its space declares"),
+        ({"eyes": (1, 2), "mission": "", "way": 1}, r"'a'.* expected an array of shape \(2,\)"),
+        ({"eyes": [1, np.zeros(3)], "mission": "", "way": 1}, r"at \['eyes'\]\[1\]: expected an array of shape \(2,\)"),
+        ({"eyes": [1, np.zeros(2)]}, r"'a': expected a dict with the keys \['eyes', 'mission', 'way'\]"),
+    ],
+    ids=["text", "too long", "tuple", "shape", "keys"],
+)
+def test_a_refusal_names_the_agent_and_the_key(wrong, words, shared_memory, by_agent):
+    env = by_agent(True, shared_memory, seen=scene(Mission()), look=lambda time: wrong)
+    with pytest.raises((ValueError, EnvError), match=r"environment 0.*the observation of agent 'a'.*") as caught:
+        env.reset()
+    assert re.search(words, str(caught.value))
+
+
+@TRAVELS
+def test_actions_may_be_lists_in_place_of_tuples(shared_memory, by_agent, in_rows):
+    acts = spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (2,), np.float32)))
+    env = by_agent(True, shared_memory, acts=acts)
+    env.reset()
+    for kind in (list, tuple):
+        both = kind([np.array([1, 2]), np.zeros((2, 2))])
+        env.step({"a": both, "b": both})
+        number, aim = env.get_attr("actions")[1]["a"]
+        assert (number, aim.dtype) == (2, np.float32)
+    rows = in_rows(acts=acts)
+    rows.reset()
+    rows.step([np.array([0, 1, 2, 0]), np.zeros((4, 2))])
+    assert [given["a"][0] for given in rows.get_attr("actions")] == [0, 2]
+    with ParallelEnv([lambda: Odd(acts=acts)], backend="serial", shared_memory=shared_memory) as plain:
+        plain.reset()
+        plain.step([{"a": [1, [0.5, 0.5]], "b": (1, [0.5, 0.5])}])
+        ((listed, declared),) = ((given["a"], given["b"]) for given in plain.get_attr("actions"))
+        assert isinstance(listed, list)
+        assert listed[1].dtype == declared[1].dtype == np.float32
 
 
 class Narrow(spaces.Box):

@@ -20,6 +20,7 @@ from fading import POINT, Fades, Haunts
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from mortal import Fate, mortal
 from mpe2 import simple_spread_v3
+from objectives import Couriers
 from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 from rllib import Drawn, Fading
@@ -244,3 +245,21 @@ except ImportError as error:
 """
     said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert 'pip install "marl-parallel[rllib]"' in said.stdout, said.stderr
+
+
+def test_vector_rewards_become_numbers():
+    with pytest.raises(ValueError, match=r"takes rewards that are numbers, but agent 'van'.*scalarize="):
+        RLlibVectorMultiAgentEnv(ParallelEnv([Couriers], "NEXT_STEP", backend="serial"))
+    plain = ParallelEnv([Couriers] * 2, "NEXT_STEP", backend="serial")
+    env = RLlibVectorMultiAgentEnv(ParallelEnv([Couriers] * 2, "NEXT_STEP", backend="serial"), scalarize=[2.0, 0.5])
+    plain.reset()
+    env.reset()
+    for _ in range(9):
+        actions = [dict.fromkeys(acting, 1) for acting in plain.acting]
+        _, due, *_ = plain.step(actions)
+        _, rewards, *_ = env.step(actions)
+        for told, vectors in zip(rewards, due):
+            assert told == {agent: pytest.approx(float(vectors[agent] @ [2.0, 0.5])) for agent in told}
+            assert all(isinstance(reward, float) for reward in told.values())
+    plain.close()
+    env.close()

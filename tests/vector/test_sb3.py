@@ -17,6 +17,8 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from herd import ACTION, AGENTS, LENGTH, SPACE, Herd, HerdOfDicts
 from mortal import Fate, mortal
 from mpe2 import simple_spread_v3, simple_tag_v3
+from objectives import Couriers
+from odd import Odd
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import (
     VecEnv,
@@ -422,3 +424,27 @@ def test_two_facades_step_one_environment(env):
     env.reset()
     with pytest.raises(RuntimeError, match="stepped by a SB3VecEnv already"):
         other.reset()
+
+
+def test_vector_rewards_become_numbers():
+    with pytest.raises(ValueError, match=r"SB3VecEnv takes rewards that are numbers, but agent 'van'.*scalarize="):
+        SB3VecEnv(ParallelEnv([Couriers], backend="serial"))
+    plain = ParallelEnv([Couriers] * COPIES, backend="serial")
+    env = SB3VecEnv(ParallelEnv([Couriers] * COPIES, backend="serial"), scalarize=[2.0, 0.5])
+    plain.reset()
+    env.reset()
+    for _ in range(9):
+        _, due, *_ = plain.step([dict.fromkeys(acting, 1) for acting in plain.acting])
+        _, rewards, *_ = env.step(np.ones(env.num_envs, np.int64))
+        paid = [float(of_env.get(a, np.zeros(2)) @ np.array([2.0, 0.5])) for of_env in due for a in env.agents]
+        assert np.allclose(rewards, paid)
+    plain.close()
+    env.close()
+
+
+def test_a_refused_observation_names_its_part():
+    seen = spaces.Dict(image=spaces.Box(0, 1, (2,)), more=spaces.Tuple((spaces.Text(3), spaces.Discrete(2))))
+    parallel = ParallelEnv([functools.partial(Odd, seen)], backend="serial")
+    with pytest.raises(ValueError, match=r"observation of agent 'a' has .*: \['more'\]\[0\], Text"):
+        SB3VecEnv(parallel)
+    parallel.close()

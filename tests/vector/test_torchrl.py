@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from mortal import WAYS, Fate, mortal
 from mpe2 import simple_spread_v3, simple_tag_v3
+from objectives import Couriers
 from odd import Odd
 from stackable import NO_TENSORS, DeclaredSkirmish, Herd, TensorZoo, spread
 from tensors import Beside
@@ -26,6 +28,7 @@ from torchrl.envs import PettingZooWrapper
 from torchrl.envs.utils import MarlGroupMapType, check_env_specs
 from zoo import Zoo
 
+from marl_parallel import ParallelEnv
 from marl_parallel.runtime.columns import ArrayColumn, ScalarColumn
 from marl_parallel.vector import PettingZooVecEnv, TorchRLEnv
 
@@ -451,3 +454,36 @@ def test_the_example():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "100 steps" in done.stdout
+
+
+def test_vector_rewards_are_in_tensors():
+    group = {"all": ["van", "bike", "drone"]}
+    env = TorchRLEnv(ParallelEnv([Couriers] * 3, False, backend="serial"), group)
+    check_env_specs(env)
+    assert env.reward_spec["all", "reward"].shape == (3, 3, 2)
+    plain = ParallelEnv([Couriers] * 3, False, backend="serial")
+    plain.reset(seed=5)
+    data = env._reset(seed=5)
+    for _ in range(3):
+        _, due, *_ = plain.step([dict.fromkeys(acting, 1) for acting in plain.acting])
+        data["all", "action"] = torch.ones(3, 3, dtype=torch.int64)
+        data = env.step(data)["next"]
+        paid = [[of_env.get(agent, np.zeros(2, np.float32)) for agent in group["all"]] for of_env in due]
+        assert np.array_equal(data["all", "reward"].numpy(), np.array(paid))
+    plain.close()
+    env.close()
+
+
+def test_vector_rewards_of_a_group_must_be_alike():
+    parallel = ParallelEnv([functools.partial(Couriers, one_by_one=True)], False, backend="serial")
+    with pytest.raises(ValueError, match=r"the reward_space of 'bike' is .* that of 'van'"):
+        TorchRLEnv(parallel, {"all": ["van", "bike", "drone"]})
+    parallel.close()
+
+
+def test_a_refused_space_names_its_part():
+    seen = spaces.Dict(image=spaces.Box(0, 1, (2,)), mission=spaces.Text(3))
+    parallel = ParallelEnv([functools.partial(Odd, seen)], False, backend="serial")
+    with pytest.raises(ValueError, match=r"agent 'a': the observation space has no form .* \['mission'\], Text"):
+        TorchRLEnv(parallel)
+    parallel.close()
