@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.restarts import RestartPolicy
+from marl_parallel.runtime.signatures import missing_arguments
 
 _POOL_SEEDS = 2**31  # they are 32-bit integers with a sign
 _ELEVEN_DAYS_S = 1e6  # in milliseconds this still fits where operating systems are told to wait
@@ -26,7 +27,7 @@ def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
 
     Raises:
         ValueError: There are none.
-        TypeError: It is no sequence, or something in it cannot be called.
+        TypeError: It is no sequence, or something in it cannot be called, or requires more than it is called with.
     """
     one_thing = callable(env_constructors) or isinstance(env_constructors, str | bytes | Mapping)
     if one_thing or not isinstance(env_constructors, Iterable):
@@ -43,7 +44,38 @@ def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
                 f"env_constructors[{env_id}] must be a callable that returns an environment, got {constructor!r}"
                 f"{_instead(constructor)}"
             )
+    checked: set[int] = set()  # n times one constructor is the usual case
+    for env_id, constructor in enumerate(constructors):
+        if id(constructor) not in checked:
+            checked.add(id(constructor))
+            check_signature(constructor, f"env_constructors[{env_id}]")
     return constructors
+
+
+def check_signature(
+    constructor: Callable[..., Any], name: str, bind: str = "functools.partial(constructor, {})"
+) -> None:
+    """Refuse a constructor that requires more than it is called with.
+
+    Args:
+        constructor: Makes one environment.
+        name: What the error calls it.
+        bind: How a value can be bound to a parameter, for the error.
+
+    Raises:
+        TypeError: A parameter without a default is none of ours.
+    """
+    missing = missing_arguments(constructor)
+    if not missing:
+        return
+    names = ", ".join(repr(one.name) for one in missing)
+    by_name = missing[0].kind is not missing[0].POSITIONAL_ONLY
+    bound = bind.format(", ".join(f"{one.name}=..." for one in missing) if by_name else "...")
+    raise TypeError(
+        f"{name} cannot be called: it requires {names}. Constructors are called with the keywords seed, env_id and "
+        "restarts, each only where their signature names it, and without positional arguments. What to do: write "
+        f"`lambda env_id: ...`, `lambda seed: ...` or `lambda: ...`, or bind a value, {bound}. Got {constructor!r}"
+    )
 
 
 def _instead(given: Any) -> str:
@@ -172,16 +204,31 @@ def survives(on_error: Any, restart_policy: Any) -> bool:
     return bool(on_error == "restart")
 
 
-def workers_for(num_envs: int, num_workers: int | None, backend: Backend) -> int:
+def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | None, backend: Backend) -> int:
     """How many workers there will be: at most one for each environment.
+
+    Args:
+        num_envs: The number of environments.
+        num_workers: The number of workers; None for one for each CPU.
+        envs_per_worker: The most environments that a worker may have; it sets the number of workers.
+        backend: Where the workers live.
 
     Warns:
         ResourceWarning: They are more than there are CPUs.
 
     Raises:
-        ValueError: There would be none.
+        TypeError: A number is no integer.
+        ValueError: A number is less than 1, or the two numbers do not agree.
     """
     workers = None if num_workers is None else min(at_least_one(num_workers, "num_workers"), num_envs)
+    if envs_per_worker is not None:
+        wanted = -(-num_envs // at_least_one(envs_per_worker, "envs_per_worker"))
+        if workers not in (None, wanted):
+            raise ValueError(
+                f"num_workers={num_workers} and envs_per_worker={envs_per_worker} do not agree: {num_envs} environments"
+                f" with at most {envs_per_worker} in each worker take {wanted} workers. Pass one of the two."
+            )
+        workers = wanted
     available = backend.capacity()
     if workers is None:
         return min(num_envs, available)

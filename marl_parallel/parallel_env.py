@@ -63,6 +63,7 @@ from marl_parallel.runtime.native_crew import NativeCrew
 from marl_parallel.runtime.reports import logger
 from marl_parallel.runtime.restarts import RestartPolicy, Restarts
 from marl_parallel.runtime.schemas import common_schema
+from marl_parallel.runtime.seed_check import SeedCheck
 from marl_parallel.runtime.sharing import share_out
 
 START_TIMEOUT_S = 60.0
@@ -98,6 +99,8 @@ class ParallelEnv(AsyncStepping):
         seed: Environment i is seeded with `seed + i`; None draws a base seed.
         num_workers: How many workers share the environments evenly; at most one for each environment is used. None:
             one for each environment up to the number of CPUs that this process may use, or the cluster has.
+        envs_per_worker: The most environments that a worker has, in place of `num_workers`; there are as many workers
+            as that takes, also more than CPUs. 1 is for simulators that allow one simulation per process.
         backend: Where the workers live: `"process"`, `"thread"`, `"serial"`, `"ray"` for actors of a Ray cluster, or
             a `Backend`, such as a `RayBackend` that says which cluster and how much of it.
         adapter: How the simulator is understood where it is not recognised rightly: `"dict"`, `"pettingzoo"`,
@@ -151,6 +154,7 @@ class ParallelEnv(AsyncStepping):
         seed: int | None = 42,
         *,
         num_workers: int | None = None,
+        envs_per_worker: int | None = None,
         backend: str | Backend = "process",
         adapter: str | Callable[[Any], MultiAgentEnv] | None = None,
         shared_memory: bool = True,
@@ -190,7 +194,7 @@ class ParallelEnv(AsyncStepping):
             warnings.warn(
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
-        shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, hosts))
+        shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, envs_per_worker, hosts))
         self._crew = crew = Crew(hosts, shares, limits)
         self._guard = CallGuard(crew.check_open)
         _live.add(crew)
@@ -202,7 +206,7 @@ class ParallelEnv(AsyncStepping):
             started = True
             only_here: list[ModuleType] = []
             self._only_here = only_here
-            described, plan = construct(crew, constructors, seeds, mode, adapter, survive, only_here)
+            described, plan, built = construct(crew, constructors, seeds, mode, adapter, survive, only_here)
             schema = common_schema(described)
             layout = Layout(schema, self._num_envs, arrays=shared_memory)
             block = hosts.allocate(layout)
@@ -223,6 +227,7 @@ class ParallelEnv(AsyncStepping):
             self._metadata = {**described[0].metadata, "autoreset_mode": mode}
             self._render_mode = described[0].render_mode
             self._seeds_used = tuple(seeds)
+            self._begin_seed_check(SeedCheck(built, "seed" in self._reset_keywords))
             if trace is not None:
                 self.start_trace(trace)
         except BaseException:
@@ -421,6 +426,8 @@ class ParallelEnv(AsyncStepping):
         self._rebase(base, given)  # first: what fails is built anew with a seed of the new base
         told = self._carry_out(Message.RESET, ids, keywords)
         self._batch.begin(ids)
+        if self._seed_check is not None:
+            self._check_seeds(ids, told, stacklevel=4)
         return ids, told
 
     def _step(self, ids: tuple[int, ...], written: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -35,6 +36,13 @@ def test_python_blocks_run_by_themselves(block, tmp_path):
 
 def line_of(block: str) -> int:
     return README[: README.index(block)].count("\n") + 1
+
+
+def test_the_simulator_of_the_readme_passes_check(tmp_path):
+    (block,) = (block for block in blocks("python") if "class Foragers" in block)
+    (tmp_path / "foragers.py").write_text(block[: block.index("with ParallelEnv(")])
+    report = json.loads(run("-m", "marl_parallel", "check", "foragers.py:Foragers", "--json", cwd=tmp_path))
+    assert [one for one in report["findings"] if one["question"] != "cost"] == []
 
 
 def test_the_example_shows_its_throughput():

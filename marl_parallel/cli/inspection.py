@@ -72,7 +72,7 @@ class Inspector:
             elif (found := misfit(observation, space)) is not None:
                 self._note(
                     Question.SPACES,
-                    Severity.REMARK if found.harmless else Severity.PROBLEM,
+                    Severity.PROBLEM if found.breaks else Severity.REMARK,
                     f"the observation of {agent}{'' if found.what.startswith('[') else ' '}{found.what}",
                     found.advice,
                 )
@@ -94,7 +94,7 @@ class Inspector:
 
     def _look_at_vector(self, agent: Any, reward: Any) -> None:
         found = misfit(reward, self._env.reward_spaces[agent])
-        if found is not None and not found.harmless:
+        if found is not None and found.breaks:
             self._note(
                 Question.SPACES,
                 Severity.PROBLEM,

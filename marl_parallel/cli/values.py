@@ -24,12 +24,12 @@ class Misfit(NamedTuple):
     Attributes:
         what: The end of a sentence that begins with what the value is.
         advice: What to do about it.
-        harmless: Whether it is passed on all the same, as a value outside of its bounds is.
+        breaks: Whether it stops a `ParallelEnv`, or ruins training; else values arrive, cast to their space's dtype.
     """
 
     what: str
     advice: str
-    harmless: bool = False
+    breaks: bool = True
 
 
 _KNOWN = (spaces.Box, spaces.Dict, spaces.Tuple, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
@@ -72,17 +72,17 @@ def _misfit_of_dict(value: Any, space: spaces.Dict) -> Misfit | None:
 
 
 def _first(parts: Iterator[tuple[str, Any, Space[Any]]]) -> Misfit | None:
-    """The first of those that do harm; else the first of all."""
-    harmless = None
+    """The first misfit that breaks something; else the first of all."""
+    first = None
     for name, part, space in parts:
         found = misfit(part, space)
         if found is not None:
             separator = "" if found.what.startswith("[") else " "
             named = found._replace(what=f"{name}{separator}{found.what}")
-            if not found.harmless:
+            if named.breaks:
                 return named
-            harmless = harmless or named
-    return harmless
+            first = first or named
+    return first
 
 
 def _misfit_of_array(value: Any, space: Space[Any]) -> Misfit | None:
@@ -100,6 +100,7 @@ def _misfit_of_array(value: Any, space: Space[Any]) -> Misfit | None:
         return Misfit(
             f"has dtype {array.dtype}, but its space says {space.dtype}",
             f"return arrays of this dtype, as with .astype(np.{space.dtype}), or declare dtype=np.{array.dtype}",
+            breaks=not np.can_cast(array.dtype, space.dtype, "same_kind"),
         )
     if not np.issubdtype(array.dtype, np.number) and array.dtype != np.bool_:
         return Misfit(f"is {_brief(value)}, which is not of numbers", f"return arrays of dtype {space.dtype}")
@@ -123,7 +124,7 @@ def _out_of_bounds(array: Any, space: Space[Any]) -> Misfit | None:
     return Misfit(
         f"is {array[first]}{where}, but its space says {low[first]} to {high[first]}",
         "widen the space's bounds, or clip what is returned",
-        harmless=isinstance(space, spaces.Box),
+        breaks=False,
     )
 
 
