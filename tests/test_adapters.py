@@ -116,7 +116,7 @@ class OldGym(Crossing):
             Crossing(),
             "petting",
             ValueError,
-            "'petting'; there are 'dict', 'pettingzoo', 'aec', 'gymnasium', 'rllib'",
+            "'petting'; there are 'dict', 'pettingzoo', 'aec', 'aec-turn-based', 'gymnasium', 'tuple', 'rllib'",
         ),
         (Crossing(), 3, TypeError, "must be None, a name or a callable; it is of type builtins.int"),
         (Crossing(), lambda env: env, TypeError, r"must return a MultiAgentEnv; it returned .*Crossing"),
@@ -377,4 +377,5 @@ def test_single_agent_results_of_a_wrong_form_are_told():
 
 
 def test_every_name_is_tested():
-    assert set(ADAPTERS) == {"dict", "pettingzoo", "aec", "gymnasium", "rllib", "mlagents"}
+    kinds = {"dict", "pettingzoo", "aec", "aec-turn-based", "gymnasium", "tuple", "rllib", "mlagents"}
+    assert set(ADAPTERS) == kinds

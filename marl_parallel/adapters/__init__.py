@@ -13,18 +13,21 @@ from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv  # type: ignore[import-untyped]
 
 from marl_parallel.adapters import attributes
-from marl_parallel.adapters.base import NotAnEnvironment, type_name
-from marl_parallel.adapters.dict_env import DictEnv
+from marl_parallel.adapters.base import CHOICES, LookupFailed, Misfit, NotAnEnvironment, agent_names, type_name
+from marl_parallel.adapters.dict_env import DictEnv, ListActionsEnv, takes_a_list
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.mlagents import MLAgentsEnv, is_mlagents_env
-from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, adapt_aec
+from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, TurnBasedAECEnv, adapt_aec
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
 from marl_parallel.adapters.rllib import RLlibEnv, is_rllib_env
+from marl_parallel.adapters.tuple_env import TupleEnv, length_of, number_of_agents
 
 __all__ = [
     "ADAPTERS",
     "AgentID",
     "Dicts",
+    "LookupFailed",
+    "Misfit",
     "MultiAgentEnv",
     "NotAnEnvironment",
     "Rules",
@@ -39,7 +42,9 @@ ADAPTERS: dict[str, AdapterFunction] = {
     "dict": DictEnv,
     "pettingzoo": PettingZooEnv,
     "aec": adapt_aec,
+    "aec-turn-based": TurnBasedAECEnv,
     "gymnasium": GymnasiumEnv,
+    "tuple": TupleEnv,
     "rllib": RLlibEnv,
     "mlagents": MLAgentsEnv,
 }
@@ -111,20 +116,59 @@ def _recognise(env: Any) -> MultiAgentEnv:
     if isinstance(env, ParallelEnv):
         return PettingZooEnv(env)
     if isinstance(env, gymnasium.Env):
-        return DictEnv(env) if _hosts_several_agents(env) else GymnasiumEnv(env)
+        return _recognise_by_spaces(env) or GymnasiumEnv(env)
     return _recognise_by_methods(env)
 
 
-def _hosts_several_agents(env: gymnasium.Env[Any, Any]) -> bool:
-    if attributes.declared(env, "possible_agents") is not None:
-        return True
+def _recognise_by_spaces(env: Any) -> MultiAgentEnv | None:
+    """The adapter of an environment whose names of agents and spaces say that it has several; else None."""
     observation_space = attributes.declared(env, "observation_space")
     action_space = attributes.declared(env, "action_space")
-    return (
-        isinstance(observation_space, spaces.Dict)
-        and isinstance(action_space, spaces.Dict)
-        and observation_space.keys() == action_space.keys()
-    )
+    if attributes.declared(env, "possible_agents") is not None:
+        return _dict_env(env)
+    keys = _keys_of(observation_space)
+    if keys and keys == _keys_of(action_space):
+        return _dict_env(env)
+    names = agent_names(env)
+    if names and _are_of(names, observation_space) and _are_of(names, action_space):
+        return _dict_env(env)
+    if keys and action_space is None:
+        return _dict_env(env, certain=number_of_agents(env) == len(keys))
+    return TupleEnv(env) if _is_of_tuples(env, observation_space, action_space) else None
+
+
+def _dict_env(env: Any, certain: bool = True) -> DictEnv:
+    return ListActionsEnv(env) if takes_a_list(env) else DictEnv(env, certain)
+
+
+def _keys_of(space: Any) -> set[Any]:
+    return {*space.spaces} if isinstance(space, spaces.Dict) else set()
+
+
+def _are_of(names: list[AgentID], space: Any) -> bool:
+    """Whether a space leaves open what its agents are, or is keyed by some of these."""
+    return not isinstance(space, spaces.Space) or (bool(keys := _keys_of(space)) and keys <= {*names})
+
+
+def _is_of_tuples(env: Any, observation_space: Any, action_space: Any) -> bool:
+    """Whether spaces and number of agents are those of a tuple environment.
+
+    Raises:
+        NotAnEnvironment: They contradict each other.
+    """
+    number, observations, actions = number_of_agents(env), length_of(observation_space), length_of(action_space)
+    if observations is not None and observations == actions:
+        if number not in (None, observations):
+            raise NotAnEnvironment(
+                f"{type_name(env)} declares {number} agents, but its spaces are Tuples of {observations}. "
+                'Pass adapter="gymnasium" if these are the spaces of one agent, or adapter="tuple" if each agent has '
+                "such a space."
+            )
+        return True
+    one_each = isinstance(observation_space, spaces.Space) and isinstance(action_space, spaces.Space)
+    if one_each and all((space.shape or ())[:1] == (number,) for space in (observation_space, action_space)):
+        return False  # arrays of all agents in one: a single agent that controls them
+    return (number is not None and number in (observations, actions)) or (one_each and (number or 1) > 1)
 
 
 def _recognise_by_methods(env: Any) -> MultiAgentEnv:
@@ -136,14 +180,29 @@ def _recognise_by_methods(env: Any) -> MultiAgentEnv:
             f"BaseEnv, or any object with methods `reset` and `step`; came upon {type_name(env)} without "
             f"`{'` and `'.join(missing)}`.{hint}"
         )
+    if any(base.__name__ == "Env" and base.__module__.partition(".")[0] == "gym" for base in type(env).__mro__):
+        return _recognise_openai_gym(env)
     space = attributes.declared(env, "observation_space")
     if callable(space):  # a method that is asked for each agent's, as only PettingZoo has it
         return PettingZooEnv(env)
-    is_of_one_agent = isinstance(space, spaces.Space) and not isinstance(space, spaces.Dict)
-    if is_of_one_agent and attributes.declared(env, "possible_agents") is None:
+    adapted = _recognise_by_spaces(env)
+    if adapted is not None:
+        return adapted
+    if isinstance(space, spaces.Space) and not isinstance(space, spaces.Dict):
         raise NotAnEnvironment(
             f"{type_name(env)} looks like a single-agent environment: its observation_space, {space}, "
             "is no Dict keyed by agent. Make it a subclass of gymnasium.Env, or let it declare "
             "`possible_agents` if there are several."
         )
     return DictEnv(env)
+
+
+def _recognise_openai_gym(env: Any) -> MultiAgentEnv:
+    """An environment of OpenAI's gym that names its agents is a dict environment; others need a conversion."""
+    if attributes.declared(env, "possible_agents") is not None or agent_names(env):
+        return DictEnv(env)
+    raise NotAnEnvironment(
+        f"{type_name(env)} is an environment of OpenAI's gym, whose API differs from Gymnasium's. Convert it with "
+        "Shimmy (shimmy.GymV26CompatibilityV0(env=env), or GymV21CompatibilityV0 for gym before 0.26), "
+        f"or, if its `step` returns five values, pass {CHOICES}."
+    )

@@ -6,7 +6,9 @@ How agents, spaces and steps are found differs from kind to kind; that lives in 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import re
+import reprlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from typing import Any, ClassVar
 
 from gymnasium import Space, spaces
@@ -15,11 +17,40 @@ from marl_parallel.adapters.attributes import declared
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv
 
 RESET_KEYWORDS = frozenset({"seed", "options"})
-_FIVE_DICTS = [dict] * 5
+FIVE_DICTS = [dict] * 5
+_SHOWN = 5
+_WRAPPERS = ("gymnasium.", "pettingzoo.", "shimmy.", "supersuit.")
+
+CHOICES = (
+    'adapter="dict" (dicts keyed by agent), adapter="tuple" (sequences with one entry per agent), adapter="gymnasium" '
+    '(one agent), adapter="pettingzoo", adapter="aec", or a function that makes a MultiAgentEnv of the simulator'
+)
 
 
 class NotAnEnvironment(TypeError):
     """What a constructor returned is nothing that can be reset and stepped, or not in the way asked for."""
+
+
+class Misfit(TypeError):
+    """The simulator cannot be called, or does not answer, as its adapter expects. A restart cannot change that."""
+
+    @classmethod
+    def of(cls, env: Adapter, text: str) -> Misfit:
+        """The error of one adapted simulator: what happened, what it was taken for, which `adapter=` to pass."""
+        kind = env.kind[0].lower() + env.kind[1:]
+        return cls(f"{text}. It was taken for {kind}; if it is of another kind, pass {CHOICES}.")
+
+
+class LookupFailed(Exception):
+    """A simulator's own method that gives a space raised; `__cause__` is its exception.
+
+    Attributes:
+        method: The simulator's method.
+    """
+
+    def __init__(self, method: str) -> None:
+        super().__init__(method)
+        self.method = method
 
 
 class Adapter(MultiAgentEnv):
@@ -46,6 +77,17 @@ class Adapter(MultiAgentEnv):
         self.state_space = _state_space(source)
         self.reset_keywords = _reset_keywords(source.reset)
 
+    def _check_call(self, error: TypeError, method: str, *args: Any, **keywords: Any) -> None:
+        """Look at what a call of the simulator's `reset` or `step` raised.
+
+        Raises:
+            Misfit: The simulator does not take these arguments.
+        """
+        if _is_about_the_call(error, method):
+            given = ", ".join([*map(reprlib.repr, args), *(f"{k}={reprlib.repr(v)}" for k, v in keywords.items())])
+            text = f"{type_name(self.source)} cannot be called as {method}({given}): {error}"
+            raise Misfit.of(self, text) from error
+
     def render(self) -> Any:
         return self.source.render()
 
@@ -64,6 +106,22 @@ def declared_agents(source: Any) -> list[AgentID]:
     return [] if agents is None else list(agents)
 
 
+def agent_names(source: Any) -> list[AgentID]:
+    """The agents that a simulator names as `agent_ids` or `get_agent_ids()`; those of a set are sorted by name."""
+    for name in ("agent_ids", "get_agent_ids"):
+        names = declared(source, name)
+        if callable(names):
+            try:
+                names = names()
+            except Exception:  # as of a property that is not ready
+                continue
+        if isinstance(names, Iterable) and not isinstance(names, str | bytes):
+            agents = sorted(names, key=str) if isinstance(names, Set) else [*names]
+            if agents and all(isinstance(agent, Hashable) for agent in agents):
+                return agents
+    return []
+
+
 def spaces_by_agent(declaration: Any) -> dict[AgentID, Space[Any]]:
     """The spaces in a `spaces.Dict` or mapping keyed by agent; none where it is neither."""
     if not isinstance(declaration, Mapping):
@@ -80,34 +138,37 @@ def spaces_of(agents: Iterable[AgentID], lookup: Callable[[AgentID], Any]) -> di
         # What the base classes raise for an agent they know no space of.
         except (KeyError, NotImplementedError):
             continue
+        except Exception as error:
+            raise LookupFailed(f"{getattr(lookup, '__name__', 'space')}({agent!r})") from error
         if isinstance(space, Space):
             found[agent] = space
     return found
 
 
-def checked_reset(result: Any, source: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+def checked_reset(result: Any, env: Adapter) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """The result of a multi-agent `reset`.
 
     Raises:
-        TypeError: It is not a pair of dicts.
+        Misfit: It is not a pair of dicts.
     """
     if isinstance(result, tuple | list) and len(result) == 2:
         observations, infos = result
         if isinstance(observations, dict) and isinstance(infos, dict):
             return observations, infos
-    raise TypeError(
-        f"`reset` of {type_name(source)} must return two dicts keyed by agent, (observations, infos); "
-        f"it returned {_shape_of(result)}"
+    raise Misfit.of(
+        env,
+        f"`reset` of {type_name(env.source)} must return two dicts keyed by agent, (observations, infos); "
+        f"it returned {described(result)}",
     )
 
 
-def checked_step(result: Any, source: Any) -> Dicts:
+def checked_step(result: Any, env: Adapter) -> Dicts:
     """The result of a multi-agent `step`.
 
     Raises:
-        TypeError: It is not five dicts.
+        Misfit: It is not five dicts.
     """
-    if type(result) is tuple and [*map(type, result)] == _FIVE_DICTS:  # the usual case first: it is quick to tell
+    if type(result) is tuple and [*map(type, result)] == FIVE_DICTS:  # the usual case first: it is quick to tell
         return result
     if isinstance(result, tuple | list) and len(result) == 5:
         observations, rewards, terminateds, truncateds, infos = result
@@ -119,9 +180,10 @@ def checked_step(result: Any, source: Any) -> Dicts:
             and isinstance(infos, dict)
         ):
             return observations, rewards, terminateds, truncateds, infos
-    raise TypeError(
-        f"`step` of {type_name(source)} must return five dicts keyed by agent, "
-        f"(observations, rewards, terminateds, truncateds, infos); it returned {_shape_of(result)}"
+    raise Misfit.of(
+        env,
+        f"`step` of {type_name(env.source)} must return five dicts keyed by agent, "
+        f"(observations, rewards, terminateds, truncateds, infos); it returned {described(result)}",
     )
 
 
@@ -130,10 +192,35 @@ def type_name(source: Any) -> str:
     return f"{type(source).__module__}.{type(source).__qualname__}"
 
 
-def _shape_of(result: Any) -> str:
-    if isinstance(result, tuple | list):
-        return f"{len(result)} values: ({', '.join(type(value).__name__ for value in result)})"
-    return f"one value of type {type(result).__name__}"
+def described(value: Any) -> str:
+    """The form of a value in words, for messages.
+
+    Example:
+        >>> described((0.5, {})), described(True)
+        ('2 values: (float, dict)', 'one value of type bool')
+    """
+    if isinstance(value, tuple | list):
+        names = [type(entry).__name__ for entry in value[:_SHOWN]] + ["..."] * (len(value) > _SHOWN)
+        old = "; four values are the API of OpenAI's gym, which Shimmy converts" if _is_old_step(value) else ""
+        return f"{len(value)} values: ({', '.join(names)}){old}"
+    shape = getattr(value, "shape", None)
+    of_shape = f" and shape {tuple(shape)}" if isinstance(shape, tuple) else ""
+    return f"one value of type {type(value).__name__}{of_shape}"
+
+
+def _is_about_the_call(error: TypeError, method: str) -> bool:
+    """Whether the arguments did not fit the signature, of the simulator itself or beneath a library's wrappers."""
+    trace = error.__traceback__
+    if trace is None or trace.tb_next is None:
+        return True
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    module = trace.tb_frame.f_globals.get("__name__", "")
+    return module.startswith(_WRAPPERS) and bool(re.search(rf"\b{method}\(\) (got|missing|takes)\b", str(error)))
+
+
+def _is_old_step(value: Any) -> bool:
+    return len(value) == 4 and isinstance(value[-1], Mapping) and not isinstance(value[-2], Mapping)
 
 
 def _state_space(source: Any) -> Space[Any] | None:

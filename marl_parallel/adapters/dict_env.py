@@ -1,36 +1,100 @@
 """Dict environments: `reset` gives two dicts, `step` five, and the environment says `__all__` itself.
 
-Their spaces are Dicts keyed by agent. RLlib's environments, which find theirs otherwise, live in `rllib.py`.
+Their spaces are Dicts keyed by agent. One reward or flag for all agents is given to each of them. RLlib's environments,
+which find their spaces otherwise, live in `rllib.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sized
 from typing import Any, ClassVar
 
+import numpy as np
 from gymnasium import Space
 
-from marl_parallel.adapters.attributes import declared
-from marl_parallel.adapters.base import Adapter, checked_reset, checked_step, declared_agents, spaces_by_agent
-from marl_parallel.adapters.protocol import AgentID, Dicts, Rules
+from marl_parallel.adapters.attributes import declared, is_wrapped
+from marl_parallel.adapters.base import (
+    FIVE_DICTS,
+    Adapter,
+    Misfit,
+    agent_names,
+    checked_reset,
+    checked_step,
+    declared_agents,
+    spaces_by_agent,
+    type_name,
+)
+from marl_parallel.adapters.protocol import ALL, AgentID, Dicts, Rules
 
 
 class DictEnv(Adapter):
-    """A simulator that speaks dicts already; actions reach it, and its results the caller, unchanged."""
+    """A simulator that speaks dicts already; actions reach it, and its results the caller, unchanged.
+
+    Args:
+        source: The simulator.
+        certain: Whether it is known to have several agents. If not, the first step decides: one reward for all is
+            refused, since a single agent has the same.
+    """
 
     rules: ClassVar[Rules] = Rules.DICT
     kind: ClassVar[str] = "A dict environment"
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, certain: bool = True) -> None:
         super().__init__(source)
-        self.possible_agents = declared_agents(source) or self._agents_with_a_space()
+        self._certain = certain
+        self.possible_agents = self._agents()
         self.observation_spaces = self._spaces("observation")
         self.action_spaces = self._spaces("action")
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        return checked_reset(self.source.reset(**keywords), self.source)
+        try:
+            result = self.source.reset(**keywords)
+        except TypeError as error:
+            self._check_call(error, "reset", **keywords)
+            raise
+        return checked_reset(result, self)
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
-        return checked_step(self.source.step(actions), self.source)
+        try:
+            result = self.source.step(actions)
+        except TypeError as error:
+            self._check_call(error, "step", actions)
+            raise
+        if type(result) is tuple and [*map(type, result)] == FIVE_DICTS:
+            return result
+        return checked_step(self._of_each(result), self)
+
+    def _of_each(self, result: Any) -> Any:
+        """Give a reward or flag that is one for all to each agent that observes something."""
+        if not isinstance(result, tuple | list) or len(result) != 5 or not isinstance(result[0], dict):
+            return result
+        observations, *others, infos = result
+        if not isinstance(infos, dict) or all(isinstance(values, dict) for values in others):
+            return result
+        if any(_has_several(values) for values in others):
+            return result
+        if not self._certain:
+            raise Misfit(
+                f"{type_name(self.source)} has a Dict observation space and no action space, and its `step` returned "
+                'one reward or flag: pass adapter="gymnasium" if it has one agent, or adapter="dict" if the keys of '
+                "its observations are agents that share it."
+            )
+        rewards, *flags = [values.reshape(())[()] if isinstance(values, np.ndarray) else values for values in others]
+        agents = [*observations]
+        return (
+            observations,
+            rewards if isinstance(rewards, dict) else dict.fromkeys(agents, rewards),
+            *(one if isinstance(one, dict) else dict.fromkeys([*agents, ALL], one) for one in flags),
+            infos,
+        )
+
+    def _agents(self) -> list[AgentID]:
+        declared = declared_agents(self.source)
+        if declared:
+            return declared
+        names, with_a_space = agent_names(self.source), self._agents_with_a_space()
+        # Names that none of the spaces has are names of something else.
+        return names if names and (not with_a_space or {*names} >= {*with_a_space}) else with_a_space
 
     def _agents_with_a_space(self) -> list[AgentID]:
         return next((list(spaces) for spaces in self._declarations("observation") if spaces), [])
@@ -46,3 +110,26 @@ class DictEnv(Adapter):
     def _declarations(self, what: str) -> list[dict[AgentID, Space[Any]]]:
         names = (f"{what}_space", f"{what}_spaces")
         return [spaces_by_agent(declared(self.source, name)) for name in names]
+
+
+class ListActionsEnv(DictEnv):
+    """A simulator with dict spaces that takes a list of actions in the order of its agents, as VMAS's wrappers do."""
+
+    def step(self, actions: dict[Any, Any]) -> Dicts:
+        missing = [agent for agent in self.possible_agents if agent not in actions]
+        if missing:
+            raise ValueError(f"no action for agent {missing[0]!r}: expected one for each of {self.possible_agents}")
+        return super().step([actions[agent] for agent in self.possible_agents])  # type: ignore[arg-type]
+
+
+def takes_a_list(env: Any) -> bool:
+    """Whether it is one of VMAS's wrappers for Gymnasium."""
+    return is_wrapped(env, ("vmas.simulator.environment.gym.base", "BaseGymWrapper"))
+
+
+def _has_several(values: Any) -> bool:
+    if isinstance(values, dict):
+        return False
+    size = getattr(values, "size", None)
+    several = size != 1 if isinstance(size, int) else isinstance(values, Mapping | Sized)
+    return values is None or several

@@ -5,15 +5,17 @@ A `gymnasium.Env` that hosts several agents is a dict environment; which of the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from gymnasium import Space
+from gymnasium import Space, spaces
 
 from marl_parallel.adapters.attributes import declared
-from marl_parallel.adapters.base import Adapter, type_name
+from marl_parallel.adapters.base import Adapter, Misfit, described, type_name
 from marl_parallel.adapters.protocol import AgentID, Dicts, Rules
 
 AGENT = "agent_0"
+_NO_DICTS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Tuple)
 
 
 class GymnasiumEnv(Adapter):
@@ -25,26 +27,41 @@ class GymnasiumEnv(Adapter):
     def __init__(self, source: Any) -> None:
         super().__init__(source)
         self.possible_agents = [AGENT]
-        self.observation_spaces = _space_of_the_agent(declared(source, "observation_space"))
+        self._space = declared(source, "observation_space")
+        self.observation_spaces = _space_of_the_agent(self._space)
         self.action_spaces = _space_of_the_agent(declared(source, "action_space"))
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        result = self.source.reset(**keywords)
+        try:
+            result = self.source.reset(**keywords)
+        except TypeError as error:
+            self._check_call(error, "reset", **keywords)
+            raise
         # An observation alone, as before Gymnasium, may unpack in two as well.
         if not isinstance(result, tuple) or len(result) != 2:
-            raise TypeError(f"`reset` of {type_name(self.source)} must return a tuple (observation, info)")
+            raise self._misfit("reset", "(observation, info)", result)
         observation, info = result
+        if isinstance(observation, Mapping) and isinstance(self._space, _NO_DICTS):
+            raise self._misfit("reset", f"one observation of {self._space}", observation)
         return {AGENT: observation}, {AGENT: info}
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
-        result = self.source.step(actions[AGENT])
+        action = actions[AGENT]
+        try:
+            result = self.source.step(action)
+        except TypeError as error:
+            self._check_call(error, "step", action)
+            raise
         if not isinstance(result, tuple) or len(result) != 5:
-            raise TypeError(
-                f"`step` of {type_name(self.source)} must return a tuple "
-                "(observation, reward, terminated, truncated, info)"
-            )
+            raise self._misfit("step", "(observation, reward, terminated, truncated, info)", result)
         observation, reward, terminated, truncated, info = result
         return {AGENT: observation}, {AGENT: reward}, {AGENT: terminated}, {AGENT: truncated}, {AGENT: info}
+
+    def _misfit(self, method: str, expected: str, got: Any) -> Misfit:
+        return Misfit.of(
+            self,
+            f"`{method}` of {type_name(self.source)} must return a tuple {expected}; it returned {described(got)}",
+        )
 
 
 def _space_of_the_agent(space: Any) -> dict[AgentID, Space[Any]]:

@@ -40,10 +40,20 @@ class PettingZooEnv(Adapter):
         self.action_spaces = spaces_of(self.possible_agents, _space_lookup(source, "action"))
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        return checked_reset(self._parallel.reset(**keywords), self.source)
+        try:
+            result = self._parallel.reset(**keywords)
+        except TypeError as error:
+            self._check_call(error, "reset", **keywords)
+            raise
+        return checked_reset(result, self)
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
-        return checked_step(self._parallel.step(actions), self.source)
+        try:
+            result = self._parallel.step(actions)
+        except TypeError as error:
+            self._check_call(error, "step", actions)
+            raise
+        return checked_step(result, self)
 
     def agents_left(self) -> Sequence[AgentID] | None:
         agents: Sequence[AgentID] | None = getattr(self._parallel, "agents", None)

@@ -1,7 +1,7 @@
 """What the runtime steps: the protocol that every kind of simulator is brought to.
 
-Here live `MultiAgentEnv`, `Rules` and `ALL`. How one kind of simulator becomes a `MultiAgentEnv` is the business of
-the module named after that kind; what the results of a step *mean* is decided in
+Here live `MultiAgentEnv`, `Rules`, `ALL` and `COMMON`. How one kind of simulator becomes a `MultiAgentEnv` is the
+business of the module named after that kind; what the results of a step *mean* is decided in
 `marl_parallel.runtime.episode`.
 """
 
@@ -20,6 +20,9 @@ Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[An
 
 ALL = "__all__"
 """The key of the flags that speak for the whole episode."""
+
+COMMON = "__common__"
+"""The key of the infos that are about the environment rather than an agent."""
 
 
 class Rules(Enum):

@@ -1,0 +1,207 @@
+"""Tuple environments: actions, observations, rewards and flags come as sequences with one entry per agent.
+
+Level-based foraging, RWARE, POGEMA, highway-env's multi-agent intersections, VMAS's Gymnasium wrapper and EPyMARL's
+environments are of this kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, ClassVar
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from marl_parallel.adapters.attributes import declared
+from marl_parallel.adapters.base import Adapter, Misfit, NotAnEnvironment, described, type_name
+from marl_parallel.adapters.protocol import ALL, COMMON, AgentID, Dicts, Rules
+
+_COUNTS = ("n_agents", "num_agents", "get_num_agents")
+
+
+class TupleEnv(Adapter):
+    """A simulator whose `step` takes one action per agent, in order, and returns sequences in the same order.
+
+    Agents are named `agent_0` to `agent_{n-1}`. The actions are a tuple if the action space is a `Tuple`, else a list.
+    One reward or flag for all is given to each agent. The episode is over when every agent has terminated or truncated.
+    """
+
+    rules: ClassVar[Rules] = Rules.DICT
+    kind: ClassVar[str] = "A tuple environment"
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        observation_space, action_space = declared(source, "observation_space"), declared(source, "action_space")
+        number = number_of_agents(source) or length_of(action_space) or length_of(observation_space)
+        if not number:
+            raise NotAnEnvironment(
+                f"{self.kind} has one space per agent or an attribute `n_agents`, but {type_name(source)} has neither: "
+                f"its observation space is {observation_space}, its action space is {action_space}"
+            )
+        agents: list[AgentID] = [f"agent_{place}" for place in range(number)]
+        self.possible_agents = agents
+        self.observation_spaces = self._spaces("observation", observation_space)
+        self.action_spaces = self._spaces("action", action_space)
+        self._takes_tuple = isinstance(action_space, spaces.Tuple)
+        self._one_shape = getattr(observation_space, "shape", None) if length_of(observation_space) is None else None
+        self._all_going = dict.fromkeys([*agents, ALL], False)
+        self._alive: list[AgentID] = []
+        self._over: tuple[bool, bool] | None = None
+
+    def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
+        try:
+            result = self.source.reset(**keywords)
+        except TypeError as error:
+            self._check_call(error, "reset", **keywords)
+            raise
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise self._misfit("reset", f"(observations, info); it returned {described(result)}")
+        observations, info = result
+        if self._one_shape and isinstance(observations, np.ndarray) and observations.shape == self._one_shape:
+            raise self._misfit("reset", f"one observation per agent; it returned {described(observations)}")
+        self._alive, self._over = self.possible_agents, None
+        return self._by_agent(observations, "observations", "reset"), self._infos(info, "reset")
+
+    def step(self, actions: dict[Any, Any]) -> Dicts:
+        if self._over is not None:  # the caller resets: until then nothing happens, as in single-agent environments
+            terminated, truncated = self._over
+            return {}, {}, {ALL: terminated}, {ALL: truncated}, {}
+        agents = self.possible_agents
+        given = [*actions.values()] if [*actions] == agents else [self._action(agent, actions) for agent in agents]
+        sent = tuple(given) if self._takes_tuple else given
+        try:
+            result = self.source.step(sent)
+        except TypeError as error:
+            self._check_call(error, "step", sent)
+            raise
+        if not isinstance(result, tuple | list) or len(result) != 5:
+            wanted = "(observations, rewards, terminated, truncated, info)"
+            raise self._misfit("step", f"{wanted}; it returned {described(result)}")
+        observations, rewards, terminated, truncated, info = result
+        if terminated is False and truncated is False:
+            self._alive = agents
+            terminateds, truncateds = self._all_going.copy(), self._all_going.copy()
+        else:
+            terminateds = self._of_each_or_all(terminated, "terminated flags")
+            truncateds = self._of_each_or_all(truncated, "truncated flags")
+            self._note_ends(terminateds, truncateds)
+        return (
+            self._by_agent(observations, "observations", "step"),
+            self._of_each_or_all(rewards, "rewards"),
+            terminateds,
+            truncateds,
+            self._infos(info, "step"),
+        )
+
+    def alive(self) -> Sequence[AgentID]:
+        return self._alive
+
+    def _note_ends(self, terminateds: dict[AgentID, Any], truncateds: dict[AgentID, Any]) -> None:
+        ended, cut_off = [*map(_is_true, terminateds.values())], [*map(_is_true, truncateds.values())]
+        agents = self.possible_agents
+        self._alive = [agent for agent, *flags in zip(agents, ended, cut_off) if not any(flags)]
+        if self._alive:
+            terminateds[ALL] = truncateds[ALL] = False
+        else:
+            self._over = terminateds[ALL], truncateds[ALL] = all(ended), all(cut_off) or not all(ended)
+
+    def _action(self, agent: AgentID, actions: Mapping[Any, Any]) -> Any:
+        if agent in actions:
+            return actions[agent]
+        if agent in self._alive:
+            raise ValueError(f"no action for agent {agent!r}: a tuple environment needs one for each of {self._alive}")
+        return _idle(self.action_spaces.get(agent))
+
+    def _by_agent(self, values: Any, what: str, method: str) -> dict[AgentID, Any]:
+        agents = self.possible_agents
+        if not _is_sequence(values) or len(values) != len(agents):
+            raise self._misfit(method, f"{len(agents)} {what}, one per agent; it returned {described(values)}")
+        return dict(zip(agents, values))
+
+    def _of_each_or_all(self, values: Any, what: str) -> dict[AgentID, Any]:
+        if isinstance(values, np.ndarray) and values.size == 1 and (not values.ndim or len(self.possible_agents) > 1):
+            values = values.reshape(())[()]
+        if _is_sequence(values):
+            return self._by_agent(values, what, "step")
+        if values is None or (isinstance(values, Iterable) and not hasattr(values, "shape")):
+            raise self._misfit("step", f"{what}, one per agent or one for all; it returned {described(values)}")
+        return dict.fromkeys(self.possible_agents, values)
+
+    def _infos(self, info: Any, method: str) -> dict[Any, Any]:
+        agents = self.possible_agents
+        if isinstance(info, Mapping):
+            if info and any(agent in info for agent in agents):
+                return dict(info)
+            infos: dict[Any, Any] = {agent: {} for agent in agents}
+            return {**infos, COMMON: info} if info else infos
+        if not _is_sequence(info) or not all(isinstance(own, Mapping) for own in info):
+            raise self._misfit(method, f"one dict of infos, or one per agent; it returned {described(info)}")
+        return self._by_agent(info, "infos", method)
+
+    def _spaces(self, what: str, declaration: Any) -> dict[AgentID, Space[Any]]:
+        agents = self.possible_agents
+        if length_of(declaration) == len(agents):
+            return {agent: space for agent, space in zip(agents, declaration) if isinstance(space, Space)}
+        if isinstance(declaration, Space):
+            return dict.fromkeys(agents, declaration)
+        if declaration is None:
+            return {}
+        raise NotAnEnvironment(
+            f"{type_name(self.source)} has {len(agents)} agents, but its {what}_space is {described(declaration)}; "
+            f"expected one space per agent, or one space that all share"
+        )
+
+    def _misfit(self, method: str, text: str) -> Misfit:
+        return Misfit.of(self, f"`{method}` of {type_name(self.source)} must return {text}")
+
+
+def number_of_agents(source: Any) -> int | None:
+    """The number of agents that a simulator declares as `n_agents`, `num_agents` or `get_num_agents()`, or None."""
+    for name in _COUNTS:
+        count = declared(source, name)
+        if callable(count) and name.startswith("get_"):
+            count = count()
+        if isinstance(count, Integral) and not isinstance(count, bool) and int(count) > 0:
+            return int(count)
+    return None
+
+
+def length_of(declaration: Any) -> int | None:
+    """The number of spaces in a `Tuple` space, list or tuple; None for anything else, and for an empty one."""
+    if isinstance(declaration, spaces.Tuple):
+        return len(declaration.spaces) or None
+    return (len(declaration) or None) if isinstance(declaration, list | tuple) else None
+
+
+def _is_sequence(values: Any) -> bool:
+    if isinstance(values, np.ndarray):
+        return values.ndim > 0
+    if isinstance(values, list | tuple):
+        return True
+    if isinstance(values, str | bytes | Mapping | set | frozenset) or not hasattr(values, "__len__"):
+        return False
+    return getattr(values, "shape", True) != () and isinstance(values, Iterable)  # arrays and tensors of others
+
+
+def _is_true(flag: Any) -> bool:
+    # What is no single flag stays: where transitions are made, it is refused for every kind of environment.
+    try:
+        return bool(flag)
+    except Exception:
+        return False
+
+
+def _idle(space: Space[Any] | None) -> Any:
+    """The action for an agent that has ended and was given none: zeros, or what is nearest to them in its space."""
+    if isinstance(space, spaces.Discrete):
+        return int(space.start)
+    if isinstance(space, spaces.MultiDiscrete):
+        return np.array(getattr(space, "start", np.zeros(space.shape)), space.dtype)
+    if isinstance(space, spaces.Box):
+        return np.clip(np.zeros(space.shape, space.dtype), space.low, space.high)
+    if isinstance(space, spaces.Tuple):
+        return tuple(map(_idle, space.spaces))
+    if isinstance(space, spaces.Dict):
+        return {key: _idle(child) for key, child in space.spaces.items()}
+    return np.zeros(space.shape, space.dtype) if isinstance(space, spaces.MultiBinary) else None
