@@ -1,4 +1,8 @@
-"""Action masks, by PettingZoo's convention: where they are told, and in which form Gymnasium's spaces take them."""
+"""Action masks by PettingZoo's convention: where environments report them, and the form that Gymnasium's spaces take.
+
+`mask_of` finds the mask of one agent in its observation and info. `for_sample` brings it into the form that
+`Space.sample(mask)` takes. Which info belongs to the running episode is decided in `runtime/batch.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,123 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from gymnasium import Space, spaces
+from numpy.typing import NDArray
+
+KEY = "action_mask"
+"""The key of an observation or info that holds the mask."""
+
+_NUMBERS = frozenset("biuf")
 
 
-def mask_among(*told: Any) -> Any:
-    """What an observation or an info of one agent has as `action_mask`; None where none of them has one.
+def mask_of(observation: Any, info: Any) -> Any:
+    """The action mask of one agent, in new arrays; None if neither its info nor its observation has one.
+
+    If both have one, the info's is returned: the loop in PettingZoo's documentation asks in this order.
 
     Args:
-        told: The observation and the info, whatever they are.
+        observation: The agent's latest observation, of any type.
+        info: The agent's latest info, of any type.
 
     Example:
-        >>> mask_among({"observation": 3, "action_mask": [True, False]}, {})
-        array([1, 0], dtype=int8)
+        >>> mask_of({"observation": 3, "action_mask": [1, 0]}, {})
+        array([ True, False])
+        >>> mask_of({"action_mask": [1, 0]}, {"action_mask": np.array([0, 1], np.int8)})
+        array([False,  True])
     """
-    for value in told:
-        if isinstance(value, Mapping) and "final_obs" in value:  # all but this is of the episode that is over
-            value = value.get("reset_info")
-        if isinstance(value, Mapping) and "action_mask" in value:
-            return _as_spaces_take_it(value["action_mask"])
+    for source in (info, observation):
+        if isinstance(source, Mapping) and source.get(KEY) is not None:
+            return own_mask(source[KEY])
     return None
 
 
-def _as_spaces_take_it(allowed: Any) -> Any:
-    if isinstance(allowed, Mapping):
-        return {key: _as_spaces_take_it(part) for key, part in allowed.items()}
-    if isinstance(allowed, tuple):
-        return tuple(map(_as_spaces_take_it, allowed))
-    return None if allowed is None else np.asarray(allowed, np.int8)
+def own_mask(mask: Any) -> Any:
+    """A mask in new arrays, with its dicts and tuples kept; arrays of zeros and ones become bool.
+
+    Other numbers keep their dtype, such as the 2 with which Gymnasium marks a bit of a `MultiBinary` as free.
+
+    Example:
+        >>> own_mask((np.array([1, 0], np.int8), None))
+        (array([ True, False]), None)
+    """
+    if isinstance(mask, Mapping):
+        return {key: own_mask(part) for key, part in mask.items()}
+    if mask is None:
+        return None
+    if isinstance(mask, tuple) and not all(isinstance(part, int | float | np.generic) for part in mask):
+        return tuple(map(own_mask, mask))
+    try:
+        array = np.array(mask)
+    except Exception:  # whatever an object's `__array__` raises; of lists, because of rows of different lengths
+        return tuple(map(own_mask, mask)) if isinstance(mask, list) else mask
+    is_binary = array.dtype.kind in _NUMBERS and bool(((array == 0) | (array == 1)).all())
+    return array.astype(np.bool_) if is_binary else array
+
+
+def for_sample(space: Space[Any], mask: Any) -> Any:
+    """A mask in the form that `space.sample(mask)` takes; None if it has another form, or allows nothing at all.
+
+    Gymnasium returns the first action if a mask allows none, which looks like a valid choice; hence None.
+
+    Args:
+        space: The action space.
+        mask: The mask, from `mask_of`.
+
+    Example:
+        >>> for_sample(spaces.Discrete(2), np.array([True, False]))
+        array([1, 0], dtype=int8)
+        >>> for_sample(spaces.Discrete(3), np.array([True, False])) is None
+        True
+    """
+    if mask is None:
+        return None
+    if isinstance(space, spaces.Discrete):
+        return _of_choice(int(space.n), mask)
+    if isinstance(space, spaces.MultiDiscrete):
+        return _of_choices(space.nvec, mask)
+    if isinstance(space, spaces.MultiBinary):
+        array = _numbers(mask)
+        fits = array is not None and array.shape == space.shape and np.isin(array, (0, 1, 2)).all()
+        return array.astype(np.int8) if array is not None and fits else None
+    if isinstance(space, spaces.Dict):
+        if not isinstance(mask, Mapping):
+            return None
+        return {key: for_sample(child, mask.get(key)) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        if not isinstance(mask, tuple | list | np.ndarray) or len(mask) != len(space.spaces):
+            return None
+        return tuple(for_sample(child, part) for child, part in zip(space.spaces, mask))
+    return None
+
+
+def allows_nothing(mask: Any) -> bool:
+    """Whether all entries of a mask are zero, as simulators often report for agents that cannot act."""
+    if isinstance(mask, Mapping):
+        return all(map(allows_nothing, mask.values()))
+    if isinstance(mask, tuple):
+        return all(map(allows_nothing, mask))
+    return mask is None or not np.any(mask)
+
+
+def _numbers(mask: Any) -> NDArray[Any] | None:
+    array = np.asarray(mask) if isinstance(mask, np.ndarray | list | tuple) else None
+    return array if array is not None and array.dtype.kind in _NUMBERS else None
+
+
+def _of_choice(count: int, mask: Any) -> NDArray[np.int8] | None:
+    array = _numbers(mask)
+    if array is None or array.shape != (count,) or not np.isin(array, (0, 1)).all() or not array.any():
+        return None
+    return array.astype(np.int8)
+
+
+def _of_choices(counts: NDArray[Any], mask: Any) -> Any:
+    """Tuples of arrays, nested as `counts` is; one flat array of all choices, as MaskablePPO has them, is split."""
+    if counts.ndim == 0:
+        return _of_choice(int(counts), mask)
+    if isinstance(mask, np.ndarray) and mask.ndim == counts.ndim == 1 and len(mask) == counts.sum():
+        mask = np.split(mask, np.cumsum(counts)[:-1])
+    if not isinstance(mask, tuple | list | np.ndarray) or len(mask) != len(counts):
+        return None
+    parts = tuple(_of_choices(np.asarray(count), part) for count, part in zip(counts, mask))
+    return None if any(part is None for part in parts) else parts

@@ -72,6 +72,48 @@ class Inquiries:
         return tuple([*acting] for acting in self._batch.acting)
 
     @property
+    def action_masks(self) -> tuple[dict[AgentID, Any], ...]:
+        """The action masks of those who act next: for each environment a dict by agent, without agents that have none.
+
+        A mask is the entry `"action_mask"` of the agent's info or, if that has none, of its observation. It is always
+        the running episode's: after a reset in the same step, `infos[i][agent]["action_mask"]` is the finished
+        episode's, and this is the one in `reset_info`. Arrays of zeros and ones come back as bool, True for an action
+        that is allowed; dicts and tuples stay what they are, as Gymnasium's `sample(mask)` takes them. `sample` itself
+        wants int8: `space.sample(mask.astype("int8"))`.
+
+        All arrays are the caller's own, with `copy=False` too. The dict is empty for an environment that is in flight,
+        whose episode is over, that has never been reset, or whose next action is ignored because it was restarted.
+
+        Example:
+            >>> import numpy as np
+            >>> from gymnasium import spaces
+            >>> from marl_parallel import ParallelEnv
+            >>> class Elevator:
+            ...     possible_agents = ["cabin"]
+            ...     observation_space = spaces.Dict({"cabin": spaces.Discrete(3)})
+            ...     action_space = spaces.Dict({"cabin": spaces.Discrete(2)})  # down, up
+            ...     def reset(self):
+            ...         self.floor = 0
+            ...         return {"cabin": 0}, self.infos()
+            ...     def step(self, actions):
+            ...         self.floor += 2 * int(actions["cabin"]) - 1
+            ...         ended = {"__all__": self.floor == 2}
+            ...         return {"cabin": self.floor}, {"cabin": 0.0}, ended, {"__all__": False}, self.infos()
+            ...     def infos(self):
+            ...         return {"cabin": {"action_mask": np.array([self.floor > 0, self.floor < 2])}}
+            >>> with ParallelEnv([Elevator] * 2, backend="serial") as env:
+            ...     observations, infos = env.reset()
+            ...     *_, infos = env.step([{"cabin": 1}, {"cabin": 1}])
+            ...     *_, infos = env.step([{"cabin": 1}, {"cabin": 0}])  # environment 0 ends and is reset
+            ...     infos[0]["cabin"]["action_mask"], env.action_masks[0]["cabin"]
+            (array([ True, False]), array([False,  True]))
+        """
+        ignored = {*self._crew.in_flight}
+        if self._crew.restarts is not None:
+            ignored.update(self._crew.restarts.faults, self._crew.restarts.marks)
+        return tuple({} if env_id in ignored else self._batch.masks(env_id) for env_id in self._all)
+
+    @property
     def observation_space(self) -> spaces.Dict | None:
         """Spaces by agent, in the order of `possible_agents`; None where no agent declares one.
 

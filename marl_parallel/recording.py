@@ -19,7 +19,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from marl_parallel.action_masks import mask_among
+from marl_parallel.action_masks import for_sample
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import at_least_one
 from marl_parallel.parallel_env import ParallelEnv
@@ -173,9 +173,13 @@ class _Chance:
 
     def actions(self, observations: Dicts, infos: Dicts) -> list[dict[AgentID, Any]]:
         return [
-            {agent: self._spaces[agent].sample(mask_among(*(one.get(agent) for one in seen))) for agent in acting}
-            for acting, *seen in zip(self._env.acting, observations, infos)
+            {agent: self._drawn(agent, masks.get(agent)) for agent in acting}
+            for acting, masks in zip(self._env.acting, self._env.action_masks)
         ]
+
+    def _drawn(self, agent: AgentID, mask: Any) -> Any:
+        space = self._spaces[agent]
+        return space.sample(for_sample(space, mask))
 
 
 class _Picture:

@@ -19,13 +19,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 from gymnasium import spaces
 from pettingzoo import AECEnv  # type: ignore[import-untyped]
 
+from marl_parallel.action_masks import KEY, for_sample
 from marl_parallel.adapters import MultiAgentEnv, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.cli.failures import CommandError
 from marl_parallel.cli.ways import STEP, Actions, Constructor, Run, closed_after, repeatedly, stepping
+from marl_parallel.runtime import stacking
 from marl_parallel.runtime.sharing import usable_cpus
 from marl_parallel.runtime.signatures import construct_one
 
@@ -226,11 +229,7 @@ def traits_of(env: Any) -> Traits:
     if isinstance(env, MultiAgentEnv):
         raise CommandError("the plain loop cannot step a MultiAgentEnv", "name the simulator it adapts")
     adapted = adapt(env)
-    masked = [
-        agent
-        for agent, space in adapted.observation_spaces.items()
-        if isinstance(space, spaces.Dict) and "action_mask" in space.spaces
-    ]
+    masked = [agent for agent in adapted.observation_spaces if _is_masked(adapted, agent)]
     if masked:
         raise CommandError(
             f"agent {masked[0]!r} has an action mask, and actions are drawn before observations are known",
@@ -247,6 +246,15 @@ def traits_of(env: Any) -> Traits:
         adapted.action_spaces,
         "seed" in adapted.reset_keywords,
     )
+
+
+def _is_masked(env: MultiAgentEnv, agent: Any) -> bool:
+    """Whether an agent observes a mask in the form of its action space; others say nothing about legal actions."""
+    space, acts = env.observation_spaces[agent], env.action_spaces.get(agent)
+    if acts is None or not isinstance(space, spaces.Dict) or KEY not in space.spaces:
+        return False
+    everything = stacking.each(np.ones_like, stacking.zeros(space.spaces[KEY], ()))
+    return for_sample(acts, everything) is not None
 
 
 def draw_actions(action_spaces: Mapping[Any, spaces.Space[Any]], num_envs: int) -> list[list[Actions]]:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from gymnasium import Space
 
-from marl_parallel.action_masks import mask_among
+from marl_parallel.action_masks import for_sample, mask_of
 from marl_parallel.adapters import AgentID, MultiAgentEnv, Rules
 from marl_parallel.cli.values import fingerprint
 from marl_parallel.parallel_env import ParallelEnv
@@ -49,9 +49,13 @@ class Actor:
             space.seed(seed + place)
 
     def __call__(self, acting: Sequence[AgentID], observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> Any:
+        return self.draw(acting, {agent: mask_of(observations.get(agent), infos.get(agent)) for agent in acting})
+
+    def draw(self, acting: Sequence[AgentID], masks: Mapping[Any, Any]) -> dict[AgentID, Any]:
+        """Actions of those who act; masks that allow nothing, or have another form than the space, are left aside."""
         in_order = sorted(acting, key=lambda agent: self._rank.get(agent, len(self._rank)))
         return {
-            agent: self._spaces[agent].sample(mask_among(observations.get(agent), infos.get(agent)))
+            agent: self._spaces[agent].sample(for_sample(self._spaces[agent], masks.get(agent)))
             for agent in in_order
             if agent in self._spaces
         }
@@ -154,21 +158,19 @@ def run_copies(
     space_of = schema.observation_spaces
     deadline = time.monotonic() + seconds
     with calling("reset"):
-        latest, infos = map(list, env.reset())
-    traces = [[_entry(space_of, seen, infos=told)] for seen, told in zip(latest, infos)]
+        first = env.reset()
+    traces = [[_entry(space_of, seen, infos=told)] for seen, told in zip(*first)]
     for _ in range(steps):
-        actions = [act(*known) for act, known in zip(actors, zip(env.acting, latest, infos))]
+        actions = [actor.draw(*known) for actor, known in zip(actors, zip(env.acting, env.action_masks))]
         with calling("step"):
             told = env.step(actions)
         for trace, own in zip(traces, zip(*told)):
             trace.append(_entry(space_of, *own))
-        latest, infos = list(told[0]), list(told[4])
         over = [env_id for env_id in range(env.num_envs) if told[2][env_id][ALL] or told[3][env_id][ALL]]
         if over:
             with calling("reset"):
                 begun = env.reset(env_ids=over)
             for env_id, observations, own_infos in zip(over, *begun):
-                latest[env_id], infos[env_id] = observations, own_infos
                 traces[env_id].append(_entry(space_of, observations, infos=own_infos))
         if time.monotonic() > deadline:
             break

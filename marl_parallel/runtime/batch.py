@@ -15,6 +15,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from marl_parallel.action_masks import KEY as ACTION_MASK
+from marl_parallel.action_masks import mask_of, own_mask
 from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.adapters import Dicts as FiveDicts
 from marl_parallel.runtime.actions import ActionRecords
@@ -41,12 +43,14 @@ class Made(NamedTuple):
         acting: Who should act next.
         alive: Who has been seen and is neither terminated nor truncated yet.
         over: Whether the episode has ended and no reset has followed.
+        masks: The action masks of those who act; None for an agent that has none.
     """
 
     dicts: FiveDicts
     acting: list[AgentID]
     alive: list[AgentID]
     over: bool
+    masks: dict[AgentID, Any] = {}  # noqa: RUF012  # nobody writes into it
 
 
 class Batch:
@@ -104,6 +108,8 @@ class Batch:
         self._pettingzoo = rules is Rules.PETTINGZOO
         self._only_here = only_here
         self.views: WeakSet[ArrayBatch] = WeakSet()
+        # By environment: action masks that the block does not hold, copied, as infos belong to the caller.
+        self._masks: dict[int, dict[AgentID, Any]] = {}
 
     def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> dict[int, bytes]:
         """Write one dict of actions for each environment.
@@ -186,10 +192,12 @@ class Batch:
         for env_id in env_ids:
             more = extras.get(env_id) if extras else None
             if type(more) is Made:
-                dicts, acting[env_id], alive[env_id], over[env_id] = more
+                dicts, acting[env_id], alive[env_id], over[env_id], self._masks[env_id] = more
             else:
                 dicts, acting[env_id], alive[env_id], ended = read(env_id, more)
                 over[env_id] = ended and stays_over
+                if more or self._masks:
+                    self._note_masks(env_id, more, dicts[4], ended)
             rows.append(dicts)
         if not rows:
             return (), (), (), (), ()
@@ -200,6 +208,8 @@ class Batch:
         """The infos of one environment of which nothing else travelled pickled; all else is read from the block."""
         infos, self.acting[env_id], self.alive[env_id], ended = self.transitions.read_rest(env_id, extras or {})
         self.over[env_id] = ended and self.mode is not AutoresetMode.SAME_STEP
+        if extras or self._masks:
+            self._note_masks(env_id, extras, infos, ended)
         return infos
 
     def note_quiet(self, span: range) -> None:
@@ -207,11 +217,63 @@ class Batch:
         everyone = [self.transitions.agents] * len(span)
         self.acting[span.start : span.stop] = self.alive[span.start : span.stop] = everyone
         self.over[span.start : span.stop] = [False] * len(span)
+        if self._masks:
+            for env_id in span:
+                self._masks.pop(env_id, None)
+
+    def _note_masks(self, env_id: int, extras: Any, infos: Mapping[Any, Any], ended: bool) -> None:
+        """Copy the action masks of those who act next out of infos and observations that travelled pickled."""
+        masks = {}
+        if extras:
+            masks = self._told_masks(self.acting[env_id], extras.get("observations", {}), extras, infos, ended)
+        if masks:
+            self._masks[env_id] = masks
+        else:
+            self._masks.pop(env_id, None)
+
+    def _told_masks(
+        self,
+        acting: Sequence[AgentID],
+        observations: Mapping[Any, Any],
+        extras: Any,
+        infos: Mapping[Any, Any],
+        ended: bool,
+    ) -> dict[AgentID, Any]:
+        """The masks of those who act; None for one whose observation is here and has no mask.
+
+        Args:
+            acting: Who acts.
+            observations: Those to look at.
+            extras: What travelled pickled.
+            infos: Of the transition: after a reset in the same step, the finished episode's.
+            ended: Whether the transition ended an episode.
+        """
+        if ended and self.mode is AutoresetMode.SAME_STEP:
+            infos = extras.get("reset_infos", {})
+        masks = {}
+        for agent in acting:
+            info = infos.get(agent)
+            if agent in observations:
+                masks[agent] = mask_of(observations[agent], info)
+            elif info is not None and (mask := mask_of(None, info)) is not None:
+                masks[agent] = mask
+        return masks
+
+    def masks(self, env_id: int) -> dict[AgentID, Any]:
+        """By agent, the action masks of those who act next in one environment that is not in flight; new arrays."""
+        told, found = self._masks.get(env_id, {}), {}
+        for agent in self.acting[env_id]:
+            mask = told[agent] if agent in told else self.transitions.observed_part(env_id, agent, ACTION_MASK)
+            if mask is not None:
+                found[agent] = own_mask(mask)
+        return found
 
     def peek(self, env_id: int, extras: Any) -> Made:
         """The transition of one environment in memory of its own, without taking it for read."""
         dicts, acting, alive, ended = self._own.read(env_id, extras)
-        return Made(dicts, acting, alive, ended and self.mode is not AutoresetMode.SAME_STEP)
+        # An agent of whom nothing was observed has none: what the block holds of it may be overwritten meanwhile.
+        masks = {**dict.fromkeys(acting), **self._told_masks(acting, dicts[0], extras or {}, dicts[4], ended)}
+        return Made(dicts, acting, alive, ended and self.mode is not AutoresetMode.SAME_STEP, masks)
 
     def last_known(self, env_id: int, extras: Any, *, torn: bool) -> tuple[dict[AgentID, Any], list[AgentID]]:
         """What each agent of one environment has observed last, in memory of its own, and who is alive.

@@ -148,6 +148,9 @@ class BatchView(Protocol):
     def read(self) -> Callable[[Sequence[int], Any], Columns]:
         """Reads the transitions of some environments, of what the engine tells: five tuples of dicts."""
 
+    def masks(self, env_id: int) -> dict[AgentID, Any]:
+        """By agent, the action masks of those who act next in one environment that is not in flight; new arrays."""
+
     def arrays(self, *, copy: bool) -> ArrayView:
         """The other view of the same."""
 

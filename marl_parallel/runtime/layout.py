@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import Space
 
 from marl_parallel.adapters.protocol import AgentID
-from marl_parallel.runtime.columns import ArrayColumn, Column, Place, column_for
+from marl_parallel.runtime.columns import ArrayColumn, Column, DictColumn, Place, column_for
 from marl_parallel.runtime.values import Mismatch, fits_block
 
 RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
@@ -158,6 +158,12 @@ class AgentColumns:
         """The value of one of `agents`."""
         column, row = self._row[agent]
         return column.read(record, row, copy)
+
+    def read_part(self, record: int, agent: AgentID, key: Any) -> Any:
+        """The entry of one key in the value of one of `agents`, copied; None if its space has no such key."""
+        column, row = self._row[agent]
+        part = column.children.get(key) if isinstance(column, DictColumn) else None
+        return None if part is None else part.read(record, row, True)
 
     def read_some(self, record: int, agents: Sequence[AgentID], copy: bool) -> list[Any]:
         """The values of some of `agents`, in this order."""

@@ -7,14 +7,17 @@ is touched. Arrays are made in `native_arrays.py`.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
-from gymnasium import Space
+from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from marl_parallel.action_masks import KEY as ACTION_MASK
+from marl_parallel.action_masks import own_mask
 from marl_parallel.adapters import AgentID
 from marl_parallel.runtime import stacking
 from marl_parallel.runtime.batch import of_acting
@@ -58,6 +61,13 @@ class NativeBatch:
             for row, place in enumerate(places)
         }
         self._lists: dict[str, list[Any]] = {}  # what somebody has asked for since the last transitions
+        self._masked_groups = [
+            group
+            for group, (space, _) in enumerate(alike(schema.observation_spaces, self._agents))
+            if isinstance(space, spaces.Dict) and ACTION_MASK in space.spaces
+        ]
+        # By environment, where its masks are: what was received last of it, and the row.
+        self._masks_in: dict[int, tuple[Received, int]] = {}
 
     # -- where each stands -----------------------------------------------------------------------------------------
 
@@ -92,6 +102,8 @@ class NativeBatch:
         """Note where these transitions leave their environments; says whether they are of all, in order."""
         ids = received.env_ids
         over = received.terminated | received.truncated
+        if self._masked_groups or ACTION_MASK in received.infos:
+            self._note_masks(received)
         if len(self._agents) == 1 and received.present is None:  # who lives as long as the episode
             flagged = over[:, None]
             alive = acting = ~flagged
@@ -112,6 +124,32 @@ class NativeBatch:
         self._flagged = stacking.placed(self._flagged, ids, flagged)
         self.acting_now = stacking.placed(self.acting_now, ids, acting)
         return False
+
+    def _note_masks(self, received: Received) -> None:
+        """Copy what holds masks: the arrays belong to the caller."""
+        groups = [
+            stacking.copied(group[ACTION_MASK]) if place in self._masked_groups else None
+            for place, group in enumerate(received.observations)
+        ]
+        infos = {ACTION_MASK: stacking.copied(received.infos[ACTION_MASK])} if ACTION_MASK in received.infos else {}
+        own = received._replace(observations=groups, infos=infos)
+        self._masks_in.update((env_id, (own, row)) for row, env_id in enumerate(received.env_ids.tolist()))
+
+    def masks(self, env_id: int) -> dict[AgentID, Any]:
+        """By agent, the action masks of those who act next in one environment that is not in flight; new arrays."""
+        if env_id not in self._masks_in:
+            return {}
+        received, row = self._masks_in[env_id]
+        found = {}
+        for agent in self.acting[env_id]:
+            place = self._agents.index(agent)
+            group, member = self._places[place]
+            stacked, column = received.infos.get(ACTION_MASK), place
+            if stacked is None:
+                stacked, column = received.observations[group], member
+            if stacked is not None:
+                found[agent] = own_mask(stacking.each(operator.itemgetter((row, column)), stacked))
+        return found
 
     # -- actions ---------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from marl_parallel.runtime.builders import dict_of, dicts_of, empty_dicts_of
 from marl_parallel.runtime.columns import Unfit, over_records
 from marl_parallel.runtime.episode import with_final
 from marl_parallel.runtime.heads import (
+    BITS,
     EVERYWHERE,
     FALSE_CODES,
     FLAGS,
@@ -263,6 +264,13 @@ class TransitionRecords:
         """Who has any of the bits of each mask, in all records: `(masks, records, agents)`; for bits see `heads.py`."""
         presence: NDArray[np.bool_] = (self._presence_rows & masks[:, None, None]) != 0
         return presence
+
+    def observed_part(self, record: int, agent: AgentID, key: str) -> Any:
+        """The entry `key` of an agent's observation, copied; None if its observation in this record has no such key."""
+        place = self._places.get(agent)
+        if place is None or not self._presence_rows[record, place] & BITS["observations"]:
+            return None
+        return self._layout.observations.read_part(record, agent, key)
 
     def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
         """What was observed last, and who is alive."""

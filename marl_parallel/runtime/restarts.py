@@ -248,7 +248,7 @@ class Restarts:
             if fault.kind is Kind.RESET:
                 made = fresh._replace(dicts=marked(fresh.dicts, fault.report))
             else:
-                made = Made(renewed(fault.told, fresh.dicts), fresh.acting, fresh.alive, over=False)
+                made = fresh._replace(dicts=renewed(fault.told, fresh.dicts), over=False)
         else:
             made = Made(fault.told, [], [], over=True)
             self.unborn.add(env_id)
