@@ -18,8 +18,10 @@ from gymnasium.vector import AutoresetMode
 from pettingzoo import AECEnv
 from pettingzoo import ParallelEnv as PettingZooEnv
 from pettingzoo.utils.conversions import aec_to_parallel, turn_based_aec_to_parallel
+from tuple_simulators import Foraging
 
 Constructor = Callable[..., Any]
+TUPLE_AGENTS = ["agent_0", "agent_1", "agent_2"]
 
 
 def cast(space: gymnasium.Space[Any] | None, value: Any) -> Any:
@@ -53,7 +55,8 @@ class Copy:
             self.env = (turn_based_aec_to_parallel if self.turn_based else aec_to_parallel)(self.env)
         is_dict = isinstance(getattr(self.env, "observation_space", None), spaces.Dict)
         declares = hasattr(self.env, "possible_agents") or is_dict
-        self.single = isinstance(self.env, gymnasium.Env) and not declares
+        self.tuples = isinstance(self.env, Foraging)
+        self.single = isinstance(self.env, gymnasium.Env) and not declares and not self.tuples
         self.dict_rules = not self.single and not isinstance(self.env, PettingZooEnv)
         self.observations: dict[Any, Any] = {}
         self.seen: set[Any] = set()
@@ -63,6 +66,8 @@ class Copy:
     def space(self, which: str, agent: Any) -> gymnasium.Space[Any] | None:
         """The observation or action space of an agent, None if it declares none."""
         declared = getattr(self.env, which)
+        if self.tuples:
+            return declared[TUPLE_AGENTS.index(agent)] if isinstance(declared, spaces.Tuple) else declared
         if self.single:
             return declared
         if self.dict_rules:
@@ -88,6 +93,8 @@ class Copy:
         observations, infos = self.env.reset(**keywords_of(self.env.reset, given))
         if self.single:
             observations, infos = {"agent_0": observations}, {"agent_0": infos}
+        if self.tuples:
+            observations, infos = dict(zip(TUPLE_AGENTS, observations, strict=True)), tuple_infos(infos)
         if self.turn_based:
             turn = self.env.aec_env.agent_selection
             infos = {agent: {**info, "active_agent": turn} for agent, info in infos.items()}
@@ -105,7 +112,7 @@ class Copy:
             observations, infos = self.reset()
             unfinished = {**dict.fromkeys(observations, False), "__all__": False}
             return observations, dict.fromkeys(observations, 0.0), unfinished, dict(unfinished), infos
-        if self.over and self.mode is AutoresetMode.DISABLED and not self.dict_rules:
+        if self.over and self.mode is AutoresetMode.DISABLED and (self.tuples or not self.dict_rules):
             self.observations = {}
             return {}, {}, {"__all__": self.flags[0]}, {"__all__": self.flags[1]}, {}
         observations, rewards, terminateds, truncateds, infos = self.native_step(actions)
@@ -124,7 +131,7 @@ class Copy:
         given = actions if self.dict_rules else {agent: actions[agent] for agent in self.acting}
         given = {agent: cast(self.space("action_space", agent), action) for agent, action in given.items()}
         alive_before = self.seen - self.dead
-        results = self.env.step(given["agent_0"] if self.single else given)
+        results = self.tuple_step(given) if self.tuples else self.env.step(given["agent_0"] if self.single else given)
         if self.single:
             results = tuple({"agent_0": result} for result in results)
         if len(results) == 4:
@@ -136,7 +143,12 @@ class Copy:
         self.observations = self.observed(observations)
         self.seen |= {*observations, *rewards, *terminateds, *truncateds} - {"__all__"}
         self.dead |= {agent for flags in (terminateds, truncateds) for agent in flags if flags[agent]}
-        if self.dict_rules:
+        if self.tuples:
+            ended, cut_off = ([bool(flag) for flag in flags.values()] for flags in (terminateds, truncateds))
+            over = all(one or other for one, other in zip(ended, cut_off, strict=True))
+            terminateds["__all__"] = over and all(ended)
+            truncateds["__all__"] = over and (all(cut_off) or not all(ended))
+        elif self.dict_rules:
             terminateds.setdefault("__all__", False)
             truncateds.setdefault("__all__", False)
         else:
@@ -145,6 +157,22 @@ class Copy:
             terminateds["__all__"], truncateds["__all__"] = bool(terminated), bool(over and not terminated)
         self.flags = bool(terminateds["__all__"]), bool(truncateds["__all__"])
         return copy.deepcopy(self.observations), rewards, terminateds, truncateds, infos
+
+    def tuple_step(self, given: Mapping[Any, Any]) -> tuple[dict, ...]:
+        """One step of a tuple environment: an agent that is over and not given an action does nothing, which is 0."""
+        actions = [given.get(agent, 0) for agent in TUPLE_AGENTS]
+        sequence = tuple if isinstance(self.env.action_space, spaces.Tuple) else list
+        *results, infos = self.env.step(sequence(actions))
+        shared = [None if isinstance(result, list | tuple | np.ndarray) else [result] * 3 for result in results]
+        each = [dict(zip(TUPLE_AGENTS, result if one is None else one)) for result, one in zip(results, shared)]
+        return (*each, tuple_infos(infos))
+
+
+def tuple_infos(infos: Any) -> dict[str, Any]:
+    """Infos of a tuple environment: one for each agent, or one for all of them."""
+    if isinstance(infos, list):
+        return dict(zip(TUPLE_AGENTS, infos, strict=True))
+    return {**{agent: {} for agent in TUPLE_AGENTS}, **({"__common__": infos} if infos else {})}
 
 
 class Reference:

@@ -15,7 +15,8 @@ import gymnasium
 import numpy as np
 from environments import Hunt, Recycler, Relay, Skirmish
 from gymnasium.vector import AutoresetMode
-from reference import Copy, Reference
+from reference import TUPLE_AGENTS, Copy, Reference
+from tuple_simulators import Cooperative, Foraging, Intersection, Pathfinding
 from zoo import Zoo, draw
 
 NUM_ENVS = 4
@@ -58,7 +59,9 @@ class Event(NamedTuple):
 def random_actions(copy: Copy, rng: np.random.Generator) -> dict[Any, Any]:
     """An action for everyone who is to act, now and then also for agents who are not."""
     agents = list(copy.acting)
-    if not copy.single and not copy.dict_rules and rng.random() < 0.3:
+    if copy.tuples and rng.random() < 0.3:
+        agents = list(TUPLE_AGENTS)
+    elif not copy.single and not copy.dict_rules and rng.random() < 0.3:
         agents = list(copy.env.possible_agents)
     actions = {}
     for agent in agents:
@@ -88,6 +91,10 @@ def imported(name: str, **keywords: Any) -> list[Callable[..., Any]]:
     return [functools.partial(make, **keywords)] * NUM_ENVS
 
 
+TUPLES = ["intersection", "pathfinding"]
+SYNTHETIC = ["skirmish", "relay", "hunt", "recycler", "zoo", *TUPLES]
+
+
 @functools.cache
 def scenario(name: str) -> Scenario:
     """The scenario of that name: one of `SYNTHETIC` or `REAL`."""
@@ -97,6 +104,10 @@ def scenario(name: str) -> Scenario:
         "relay": lambda: [Relay] * NUM_ENVS,
         "hunt": lambda: [Hunt] * NUM_ENVS,
         "recycler": lambda: [Recycler] * NUM_ENVS,
+        "foraging": lambda: [Foraging] * NUM_ENVS,
+        "intersection": lambda: [Intersection] * NUM_ENVS,
+        "cooperative": lambda: [Cooperative] * NUM_ENVS,
+        "pathfinding": lambda: [Pathfinding] * NUM_ENVS,
         "zoo": lambda: [Zoo] * NUM_ENVS,
         "spread": lambda: imported("mpe2.simple_spread_v3", max_cycles=9),
         "spread_continuous": lambda: imported("mpe2.simple_spread_v3", max_cycles=9, continuous_actions=True),
@@ -110,11 +121,10 @@ def scenario(name: str) -> Scenario:
         "cartpole": lambda: [functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=30)] * NUM_ENVS,
     }
     policies = {"connect_four": legal_actions, "tictactoe": legal_actions, "knights": restless}
-    steps = {"pistonball": 4, "knights": 90, "zoo": 12, "recycler": 20, "relay": 20}
+    steps = {"pistonball": 4, "knights": 90, "zoo": 12, "recycler": 20, "relay": 20, **dict.fromkeys(TUPLES, 20)}
     return Scenario(name, makers[name](), policies.get(name, random_actions), steps.get(name, 50))
 
 
-SYNTHETIC = ["skirmish", "relay", "hunt", "recycler", "zoo"]
 REAL = [
     *("spread", "spread_continuous", "adversary", "speaker_listener", "multiwalker", "pistonball", "knights"),
     *("connect_four", "tictactoe", "cartpole"),

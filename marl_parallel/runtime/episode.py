@@ -14,6 +14,7 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
+from marl_parallel.runtime.forms import check_infos, check_rewards, checked_flags
 from marl_parallel.runtime.ledger import Activity, Ledger
 from marl_parallel.runtime.transition import (
     ALL,
@@ -73,6 +74,7 @@ class Episode:
             observations, infos = self.env.reset(**keywords)
         finally:
             self._ledger.leave()
+        check_infos(infos, observations)
         self._flagged.clear()
         self._over, self.ended_for_now = None, False
         self._alive = list(observations)
@@ -119,6 +121,9 @@ class Episode:
                 self._over = None
                 agents = self._acting
                 return Transition(observations, rewards, terminateds, truncateds, infos, agents, agents, usual)
+        terminateds, truncateds = checked_flags(terminateds, "terminated"), checked_flags(truncateds, "truncated")
+        check_rewards(rewards)
+        check_infos(infos, observations)
         before = self._alive
         self._note(observations, terminateds, truncateds)
         if ALL not in terminateds or ALL not in truncateds:  # in dicts of our own: the simulator may keep its

@@ -71,6 +71,7 @@ class Failure(NamedTuple):
         traceback: The traceback, as text.
         exception: The exception, pickled; None where it does not pickle.
         torn: Whether its record does not hold any more what it has said last.
+        to_do: What to do about it where a restart cannot help, as with a wrong `adapter=`; else empty.
     """
 
     method: str
@@ -78,6 +79,7 @@ class Failure(NamedTuple):
     traceback: str
     exception: bytes | None
     torn: bool = False
+    to_do: str = ""
 
 
 class Reply(NamedTuple):

@@ -37,9 +37,10 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
     at = f", at {where}" if where else ""
     if failure.method in _NOT_RESTARTED:
         advice = ""
+    to_do = failure.to_do or f"mend the simulator, or what it was given{advice}"
     error = EnvError(
         f"environment {env_id} (worker {worker}) raised in {failure.method}{at}: {failure.summary}\n\n"
-        f"What to do: mend the simulator, or what it was given{advice}.\n\n"
+        f"What to do: {to_do}.\n\n"
         f"Where it happened:\n{failure.traceback}",
         env_ids=(env_id,),
         worker=worker,

@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from marl_parallel.adapters import NotAnEnvironment, adapt
+from marl_parallel.adapters import LookupFailed, Misfit, NotAnEnvironment, adapt
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.runtime import tracing
 from marl_parallel.runtime.actions import ActionRecords
@@ -355,6 +355,12 @@ def _try_to_close(thing: Any) -> None:
 
 
 def _failure(error: BaseException, doing: Activity | Message, *, torn: bool) -> Failure:
+    method, to_do = doing.name.lower(), ""
+    if isinstance(error, Misfit):
+        to_do = "see which adapter= fits the simulator, or change the simulator; a restart would not help"
+    if isinstance(error, LookupFailed) and error.__cause__ is not None:
+        method, error = error.method, error.__cause__
+        to_do = f"let {method} give a space as soon as the simulator is constructed"
     error.__traceback__ = _below_this_package(error.__traceback__)
     lines = traceback.format_exception(error)
     try:
@@ -362,9 +368,8 @@ def _failure(error: BaseException, doing: Activity | Message, *, torn: bool) -> 
         loads(exception)  # some exceptions pickle, but cannot be made again from it
     except Exception:
         exception = None
-    return Failure(
-        doing.name.lower(), "".join(traceback.format_exception_only(error)).strip(), "".join(lines), exception, torn
-    )
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    return Failure(method, summary, "".join(lines), exception, torn, to_do)
 
 
 def _below_this_package(trace: TracebackType | None) -> TracebackType | None:
