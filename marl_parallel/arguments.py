@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.runtime.backend import Backend
 from marl_parallel.runtime.restarts import RestartPolicy
+from marl_parallel.runtime.signatures import missing_arguments
 
 _POOL_SEEDS = 2**31  # they are 32-bit integers with a sign
 _ELEVEN_DAYS_S = 1e6  # in milliseconds this still fits where operating systems are told to wait
@@ -26,7 +27,7 @@ def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
 
     Raises:
         ValueError: There are none.
-        TypeError: It is no sequence, or something in it cannot be called.
+        TypeError: It is no sequence, or something in it cannot be called, or requires more than it is called with.
     """
     one_thing = callable(env_constructors) or isinstance(env_constructors, str | bytes | Mapping)
     if one_thing or not isinstance(env_constructors, Iterable):
@@ -43,7 +44,38 @@ def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
                 f"env_constructors[{env_id}] must be a callable that returns an environment, got {constructor!r}"
                 f"{_instead(constructor)}"
             )
+    checked: set[int] = set()  # n times one constructor is the usual case
+    for env_id, constructor in enumerate(constructors):
+        if id(constructor) not in checked:
+            checked.add(id(constructor))
+            check_signature(constructor, f"env_constructors[{env_id}]")
     return constructors
+
+
+def check_signature(
+    constructor: Callable[..., Any], name: str, bind: str = "functools.partial(constructor, {})"
+) -> None:
+    """Refuse a constructor that requires more than it is called with.
+
+    Args:
+        constructor: Makes one environment.
+        name: What the error calls it.
+        bind: How a value can be bound to a parameter, for the error.
+
+    Raises:
+        TypeError: A parameter without a default is none of ours.
+    """
+    missing = missing_arguments(constructor)
+    if not missing:
+        return
+    names = ", ".join(repr(one.name) for one in missing)
+    by_name = missing[0].kind is not missing[0].POSITIONAL_ONLY
+    bound = bind.format(", ".join(f"{one.name}=..." for one in missing) if by_name else "...")
+    raise TypeError(
+        f"{name} cannot be called: it requires {names}. Constructors are called with the keywords seed, env_id and "
+        "restarts, each only where their signature names it, and without positional arguments. What to do: write "
+        f"`lambda env_id: ...`, `lambda seed: ...` or `lambda: ...`, or bind a value, {bound}. Got {constructor!r}"
+    )
 
 
 def _instead(given: Any) -> str:

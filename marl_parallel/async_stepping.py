@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
@@ -22,8 +22,10 @@ from marl_parallel.arguments import (
     seeds_of,
 )
 from marl_parallel.inquiries import Inquiries
+from marl_parallel.runtime.batch import Batch, Made
 from marl_parallel.runtime.messages import Message
 from marl_parallel.runtime.pickling import sendable
+from marl_parallel.runtime.seed_check import SeedCheck
 from marl_parallel.step_batch import StepBatch
 
 Options = dict[str, Any] | list[dict[str, Any] | None] | None
@@ -37,6 +39,7 @@ class AsyncStepping(Inquiries):
     _reset_keywords: frozenset[str]
     _check_options: Callable[[Any], None]
     _seeded_when_made: bool
+    _seed_check: SeedCheck | None = None
 
     def send(
         self,
@@ -122,9 +125,42 @@ class AsyncStepping(Inquiries):
             raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
         ids, resets, told = self._crew.receive(checked_minimum(min_envs, in_flight), checked_patience(timeout))
         self._batch.begin(resets)
+        if self._seed_check is not None:
+            self._check_seeds(resets, told, stacklevel=3)
         return StepBatch(ids, *self._batch.read(ids, told))
 
     # -- within ----------------------------------------------------------------------------------------------------
+
+    def _begin_seed_check(self, check: SeedCheck) -> None:
+        """Warn at once, or keep the check until all environments have been reset once."""
+        if check.first_warning is not None:
+            warnings.warn(check.first_warning, UserWarning, stacklevel=3)
+        if not check.is_done:
+            self._seed_check = check
+
+    def _check_seeds(self, resets: Sequence[int], told: Mapping[int, Any], stacklevel: int) -> None:
+        """Look at first observations; warn, once all environments have been reset, where they are alike.
+
+        Args:
+            resets: The environments that have just been reset.
+            told: What travelled pickled.
+            stacklevel: As of `warnings.warn`, from here.
+        """
+        check, crew = self._seed_check, self._crew
+        assert check is not None
+        if check.compares:
+            batch = cast(Batch, self._batch)  # simulators that step many copies by themselves have no check
+            for env_id in resets:
+                more = told.get(env_id)
+                made = more if isinstance(more, Made) else batch.peek(env_id, more)
+                check.note(env_id, made.dicts[0])
+        if not all(self._batch.begun) or crew.in_flight:
+            return
+        self._seed_check = None
+        declared = crew.ask(Message.SEED, self._all) if check.asks_again else None
+        text = check.warning(self._seeds_used, declared)
+        if text is not None:
+            warnings.warn(text, UserWarning, stacklevel=stacklevel)
 
     def _rebase(self, base: int, given: Mapping[int, int]) -> None:
         """Note what seeds are drawn from now on, and those that environments have just been given."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import gymnasium
 
-from marl_parallel.arguments import at_least_one
+from marl_parallel.arguments import at_least_one, check_signature
 from marl_parallel.parallel_env import ParallelEnv
 
 ATTRIBUTES = ("parallel_env", "env", "raw_env")
@@ -48,6 +48,7 @@ def make(
     if unknown:
         raise TypeError(f"ParallelEnv takes no argument {unknown[0]!r}; what is for each copy goes into env_kwargs")
     constructor = functools.partial(find_constructor(name), **(env_kwargs or {}))
+    check_signature(constructor, name, "make(..., env_kwargs=dict({}))")
     return ParallelEnv([constructor] * num_envs, **parallel_env_arguments)
 
 

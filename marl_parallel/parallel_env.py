@@ -61,6 +61,7 @@ from marl_parallel.runtime.native_crew import NativeCrew
 from marl_parallel.runtime.reports import logger
 from marl_parallel.runtime.restarts import RestartPolicy, Restarts
 from marl_parallel.runtime.schemas import common_schema
+from marl_parallel.runtime.seed_check import SeedCheck
 from marl_parallel.runtime.sharing import share_out
 
 START_TIMEOUT_S = 60.0
@@ -195,7 +196,7 @@ class ParallelEnv(AsyncStepping):
             started = True
             only_here: list[ModuleType] = []
             self._only_here = only_here
-            described, plan = construct(crew, constructors, seeds, mode, adapter, survive, only_here)
+            described, plan, built = construct(crew, constructors, seeds, mode, adapter, survive, only_here)
             schema = common_schema(described)
             layout = Layout(schema, self._num_envs, arrays=shared_memory)
             block = hosts.allocate(layout)
@@ -215,6 +216,7 @@ class ParallelEnv(AsyncStepping):
             self._metadata = {**described[0].metadata, "autoreset_mode": mode}
             self._render_mode = described[0].render_mode
             self._seeds_used = tuple(seeds)
+            self._begin_seed_check(SeedCheck(built, "seed" in self._reset_keywords))
             if trace is not None:
                 self.start_trace(trace)
         except BaseException:
@@ -398,6 +400,8 @@ class ParallelEnv(AsyncStepping):
         self._rebase(base, given)  # first: what fails is built anew with a seed of the new base
         told = self._carry_out(Message.RESET, ids, keywords)
         self._batch.begin(ids)
+        if self._seed_check is not None:
+            self._check_seeds(ids, told, stacklevel=4)
         return ids, told
 
     def _step(self, ids: tuple[int, ...], written: Any) -> Any:

@@ -12,8 +12,9 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.runtime.crew import Crew
 from marl_parallel.runtime.messages import Message, Request
-from marl_parallel.runtime.payloads import Description, Plan, Refusal
+from marl_parallel.runtime.payloads import Built, Description, Plan, Refusal
 from marl_parallel.runtime.pickling import by_value, sendable, take_along
+from marl_parallel.runtime.registrations import dump_registrations
 
 Constructor = Callable[..., Any]
 
@@ -26,7 +27,7 @@ def construct(
     adapter: str | Callable[..., Any] | None,
     restarts: bool,
     only_here: list[ModuleType],
-) -> tuple[list[Description], Plan]:
+) -> tuple[list[Description], Plan, dict[int, Built]]:
     """Build all environments, each in its worker, and ask what they are.
 
     Args:
@@ -39,7 +40,7 @@ def construct(
         only_here: Modules that workers cannot import; those that constructors need are added.
 
     Returns:
-        By environment, what they are; and what all workers were told.
+        By environment, what they are; what all workers were told; and their replies.
 
     Raises:
         TypeError: A constructor or the adapter cannot be pickled, or what a constructor returns is no environment.
@@ -48,6 +49,8 @@ def construct(
     """
     pickled = _pickle(constructors, range(len(constructors)), only_here)
     described: dict[int, Description] = {}
+    replies: dict[int, Built] = {}
+    registrations = dump_registrations()
     first = b""
     while len(described) < len(constructors):
         how = sendable(adapter, f"adapter={adapter!r}", only_here)
@@ -55,7 +58,14 @@ def construct(
         for worker, share in enumerate(crew.shares):
             waiting = {env_id: pickled[env_id] for env_id in share if env_id not in described}
             if waiting:
-                plan = Plan(waiting, {env_id: seeds[env_id] for env_id in waiting}, mode, how, restarts)
+                plan = Plan(
+                    waiting,
+                    {env_id: seeds[env_id] for env_id in waiting},
+                    mode,
+                    how,
+                    restarts,
+                    registrations=registrations,
+                )
                 requests[worker] = Request(Message.ACCESS, tuple(waiting), plan)
         unknown: dict[int, str] = {}
         for env_id, result in sorted(crew.run(requests).items(), key=itemgetter(0)):
@@ -65,11 +75,12 @@ def construct(
                 unknown[env_id] = result.text
             else:
                 described[env_id] = crew.read(env_id, result.description)
+                replies[env_id] = result
                 first = first or result.description
         take_along(only_here, unknown, "the constructor of" if adapter is None else "the constructor or adapter of")
         pickled.update(_pickle(constructors, unknown, only_here))
-    plan = Plan(pickled, dict(enumerate(seeds)), mode, how, restarts, described=first)
-    return [described[env_id] for env_id in range(len(constructors))], plan
+    plan = Plan(pickled, dict(enumerate(seeds)), mode, how, restarts, described=first, registrations=registrations)
+    return [described[env_id] for env_id in range(len(constructors))], plan, dict(sorted(replies.items()))
 
 
 def _pickle(constructors: Sequence[Constructor], env_ids: Any, only_here: Sequence[ModuleType]) -> dict[int, bytes]:

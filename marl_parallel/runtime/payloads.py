@@ -26,6 +26,8 @@ class Plan(NamedTuple):
         traced: Whether the worker is to keep a trace, where it does not do so yet.
         counts: By environment, how often it has been built anew; None for never.
         described: What all environments are like: a pickled `Description`, for those that are built anew.
+        registrations: What is registered with Gymnasium and PettingZoo in the caller's process, as of
+            `dump_registrations`; workers in that process ignore it.
     """
 
     constructors: Mapping[int, bytes]
@@ -36,6 +38,7 @@ class Plan(NamedTuple):
     traced: bool = False
     counts: Mapping[int, int] | None = None
     described: bytes = b""
+    registrations: bytes = b""
 
 
 class Rebuild(NamedTuple):
@@ -69,9 +72,15 @@ class Built(NamedTuple):
 
     Attributes:
         description: A `Description`, pickled.
+        seeded: Whether its constructor got the seed, or had one bound.
+        open: Whether its constructor has a bare `**kwargs`.
+        declared_seed: The seed that the environment says it uses; None where it says none.
     """
 
     description: bytes
+    seeded: bool = False
+    open: bool = False
+    declared_seed: int | None = None
 
 
 class Description(NamedTuple):

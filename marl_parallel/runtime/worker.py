@@ -31,9 +31,10 @@ from marl_parallel.runtime.messages import Failure, Message, Reply, Request
 from marl_parallel.runtime.payloads import Answer, Built, Description, Plan, Rebuild, Rebuilt, Refusal
 from marl_parallel.runtime.pickling import dump_extras, dumps, loads
 from marl_parallel.runtime.records import TransitionRecords
+from marl_parallel.runtime.registrations import install_registrations
 from marl_parallel.runtime.schemas import common_schema
 from marl_parallel.runtime.sharing import span_of
-from marl_parallel.runtime.signatures import construct_one
+from marl_parallel.runtime.signatures import call_constructor
 from marl_parallel.runtime.transition import Transition
 from marl_parallel.runtime.values import as_array
 
@@ -63,6 +64,7 @@ class Worker:
         self._share: range | None = None
         self._layout: Layout | None = None
         self._restarts = False
+        self._registrations = b""  # those that have been installed
         self._kept: dict[int, bytes] = {}
         self._torn: set[int] = set()  # whose record does not hold what they said last
         self._send: Callable[[Reply], None]
@@ -128,12 +130,15 @@ class Worker:
             if self._own_process:
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
+                if plan.registrations != self._registrations:
+                    self._registrations = plan.registrations
+                    install_registrations(plan.registrations)
             try:
                 constructor, how_adapted = loads(plan.constructors[env_id]), loads(plan.adapter)
             except ModuleNotFoundError as error:
                 return Refusal(ModuleNotFoundError, error.name or str(error))
             restarts = (plan.counts or {}).get(env_id, 0)
-            simulator = construct_one(constructor, seed=seed, env_id=env_id, restarts=restarts)
+            simulator, seeded, is_open = call_constructor(constructor, seed=seed, env_id=env_id, restarts=restarts)
             try:
                 env = adapt(simulator, how_adapted)
             except BaseException as error:
@@ -159,7 +164,7 @@ class Worker:
             env.seeded_when_made,
             env.options_last,
         )
-        return Built(bytes(cloudpickle.dumps(description)))
+        return Built(bytes(cloudpickle.dumps(description)), seeded, is_open, lookup.declared_seed(env.source))
 
     def _lay_out(self, env_id: int, payload: tuple[int, bool]) -> None:
         if self._layout is not None:
