@@ -344,4 +344,5 @@ def structure(value: Any) -> Any:
 def report(name: str, of: Mapping[str, Rollout]) -> None:
     """Print how long it took; `pytest -rP` shows it."""
     seconds = ", ".join(f"{run} {rollout.seconds:.1f} s" for run, rollout in of.items())
-    print(f"{name}: {len(of['process'].steps[0])} batches, episode ends {of['process'].ends}; {seconds}")
+    first = next(iter(of.values()))
+    print(f"{name}: {len(first.steps[0])} batches, episode ends {first.ends}; {seconds}")

@@ -44,14 +44,6 @@ SIMULATORS = {
     "lbforaging": Simulator("import gymnasium as gym\nimport lbforaging", "gym.make('Foraging-8x8-2p-1f-v3')"),
     "rware": Simulator("import gymnasium as gym\nimport rware", "gym.make('rware-tiny-2ag-v2', max_steps=80)"),
     "rware, by module": Simulator("import gymnasium as gym", "gym.make('rware:rware-tiny-2ag-v2', max_steps=80)"),
-    "highway-env intersection-multi-agent-v0": Simulator(
-        "import gymnasium as gym\nimport highway_env",
-        f"gym.make('intersection-multi-agent-v0', config={CROSSING})",
-    ),
-    "highway-env intersection-multi-agent-v1": Simulator(
-        "import gymnasium as gym\nimport highway_env",
-        f"gym.make('intersection-multi-agent-v1', config={CROSSING})",
-    ),
     "MOMAland walker": Simulator(
         "from momaland.envs.multiwalker_stability import momultiwalker_stability_v0 as _env", "_env.env(max_cycles=60)"
     ),
@@ -68,6 +60,14 @@ SIMULATORS = {
     ),
 }
 """Those that draw from generators of their own."""
+
+HIGHWAY = {
+    version: Simulator(
+        "import gymnasium as gym\nimport highway_env",
+        f"gym.make('intersection-multi-agent-{version}', config={CROSSING})",
+    )
+    for version in ("v0", "v1")
+}
 
 VMAS = "num_envs=1, wrapper='gymnasium', terminated_truncated=True, max_steps=60, seed=0"
 GLOBAL_GENERATORS = {
@@ -88,15 +88,43 @@ def test_equal_to_a_plain_loop(name, tmp_path):
     assert_equal(of["process"], expected, "process")
 
 
+@pytest.mark.parametrize("version", HIGHWAY)
+def test_highway_env_is_equal_to_a_plain_loop(version, tmp_path):
+    """All but one info of its resets, an action that it samples from a space without a seed."""
+    everybody = "plain 0,1,2,3"
+    of = rollouts(script(*HIGHWAY[version]), tmp_path, ["process", "serial", everybody, f"{everybody} again"])
+    report(f"highway-env {version}", of)
+    assert all(ends > 0 for ends in of[everybody].ends)
+    with pytest.raises(AssertionError, match="action"):
+        assert_equal(of[f"{everybody} again"], of[everybody], "a plain loop")
+    expected = without_sampled_actions(of[everybody])
+    for run in ("process", "serial", f"{everybody} again"):
+        assert_equal(without_sampled_actions(of[run]), expected, run)
+
+
+def without_sampled_actions(rollout):
+    for _, infos in rollout.resets:
+        infos["__common__"].pop("action", None)
+    for steps in rollout.steps:
+        for *_, infos in steps:
+            infos["__common__"].get("reset_info", {}).pop("action", None)
+    return rollout
+
+
 @pytest.mark.parametrize("name", GLOBAL_GENERATORS)
 def test_equal_to_plain_loops_with_the_same_neighbours(name, tmp_path):
-    simulator = GLOBAL_GENERATORS[name]
     groups = [f"plain {group}" for group in GROUPS]
-    of = rollouts(script(*simulator), tmp_path, ["process", "serial", "plain 0,1,2,3", *groups])
+    of = rollouts(script(*GLOBAL_GENERATORS[name]), tmp_path, ["process", *groups])
     report(name, of)
-    assert all(ends > 0 for ends in of["plain 0,1,2,3"].ends)
+    expected = together(*(of[group] for group in groups))
+    assert all(ends > 0 for ends in expected.ends)
+    assert_equal(of["process"], expected, "process")
+
+
+def test_equal_to_a_plain_loop_with_all_environments_in_one_process(tmp_path):
+    of = rollouts(script(*GLOBAL_GENERATORS["VMAS"]), tmp_path, ["serial", "plain 0,1,2,3"])
+    report("VMAS", of)
     assert_equal(of["serial"], of["plain 0,1,2,3"], "serial")
-    assert_equal(of["process"], together(*(of[group] for group in groups)), "process")
 
 
 def test_backgammon_differs_from_itself(tmp_path):

@@ -30,7 +30,7 @@ def test_equal_to_a_plain_loop(tmp_path):
 
 def test_equal_to_plain_loops_with_one_simulation_per_process(tmp_path):
     """libsumo has one simulation per process: two environments in one worker would wait for each other for ever."""
-    text = script(SETUP, MAKE, "num_workers=4")
+    text = script(SETUP, MAKE, "envs_per_worker=1")
     alone = [f"plain {env_id}" for env_id in range(NUM_ENVS)]
     of = rollouts(text, tmp_path, ["process", *alone], {**SUMO, "LIBSUMO_AS_TRACI": "1"})
     report("sumo-rl, libsumo", of)
