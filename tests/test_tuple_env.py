@@ -15,6 +15,7 @@ from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters import Misfit, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.tuple_env import TupleEnv
+from marl_parallel.cli.measure import draw_actions, plain_loop, traits_of
 
 KINDS = [Foraging, Intersection, Cooperative, Pathfinding]
 
@@ -264,3 +265,25 @@ def test_an_interrupted_step_keeps_the_common_info_apart():
         assert rewards[0] == each(0.0, 0.0, 0.0)
         assert truncateds[0] == each(True, True, True, __all__=True)
         assert infos[0]["__common__"]["restarted"]
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_the_plain_loop_of_the_command_line_steps_them(make):
+    class Counting(make):
+        moves = resets = 0
+
+        def reset(self, **keywords):
+            self.resets += 1
+            return super().reset(**keywords)
+
+        def move(self, actions):
+            self.moves += 1
+            super().move(actions)
+
+    envs, traits = [Counting(), Counting()], traits_of(make())
+    step = plain_loop(envs, traits)
+    batches = draw_actions(traits.action_spaces, 2)[:20]
+    for batch in batches:
+        step(batch)
+    assert [env.moves for env in envs] == [len(batches)] * 2
+    assert all(env.resets > len(batches) // 8 for env in envs)

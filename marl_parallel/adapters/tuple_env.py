@@ -25,10 +25,14 @@ class TupleEnv(Adapter):
 
     Agents are named `agent_0` to `agent_{n-1}`. The actions are a tuple if the action space is a `Tuple`, else a list.
     One reward or flag for all is given to each agent. The episode is over when every agent has terminated or truncated.
+
+    Attributes:
+        sequence: The type of the actions that the simulator's `step` takes.
     """
 
     rules: ClassVar[Rules] = Rules.DICT
     kind: ClassVar[str] = "A tuple environment"
+    sequence: type[tuple[Any, ...]] | type[list[Any]]
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)
@@ -43,7 +47,7 @@ class TupleEnv(Adapter):
         self.possible_agents = agents
         self.observation_spaces = self._spaces("observation", observation_space)
         self.action_spaces = self._spaces("action", action_space)
-        self._takes_tuple = isinstance(action_space, spaces.Tuple)
+        self.sequence = tuple if isinstance(action_space, spaces.Tuple) else list
         self._one_shape = getattr(observation_space, "shape", None) if length_of(observation_space) is None else None
         self._all_going = dict.fromkeys([*agents, ALL], False)
         self._alive: list[AgentID] = []
@@ -69,7 +73,7 @@ class TupleEnv(Adapter):
             return {}, {}, {ALL: terminated}, {ALL: truncated}, {}
         agents = self.possible_agents
         given = [*actions.values()] if [*actions] == agents else [self._action(agent, actions) for agent in agents]
-        sent = tuple(given) if self._takes_tuple else given
+        sent = self.sequence(given)
         try:
             result = self.source.step(sent)
         except TypeError as error:

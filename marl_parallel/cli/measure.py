@@ -14,7 +14,7 @@ import copy
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from pettingzoo import AECEnv  # type: ignore[import-untyped]
 from marl_parallel.action_masks import KEY, for_sample
 from marl_parallel.adapters import MultiAgentEnv, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
+from marl_parallel.adapters.tuple_env import TupleEnv
 from marl_parallel.cli.failures import CommandError
 from marl_parallel.cli.ways import STEP, Actions, Constructor, Run, closed_after, repeatedly, stepping
 from marl_parallel.runtime import stacking
@@ -213,6 +214,7 @@ class Traits(NamedTuple):
     single_agent: bool
     action_spaces: Mapping[Any, spaces.Space[Any]]
     seeded: bool
+    sequence: Callable[[Iterable[Any]], Any] | None = None  # makes the actions of a tuple environment
 
 
 def traits_of(env: Any) -> Traits:
@@ -245,6 +247,7 @@ def traits_of(env: Any) -> Traits:
         isinstance(adapted, GymnasiumEnv),
         adapted.action_spaces,
         "seed" in adapted.reset_keywords,
+        adapted.sequence if isinstance(adapted, TupleEnv) else None,
     )
 
 
@@ -273,6 +276,8 @@ def plain_loop(envs: Sequence[Any], traits: Traits) -> StepAll:
     first = [env.reset(**({"seed": 42 + i} if traits.seeded else {})) for i, env in enumerate(envs)]
     if traits.single_agent:
         return functools.partial(_step_gymnasium, envs)
+    if traits.sequence is not None:
+        return functools.partial(_step_tuples, envs, traits.sequence)
     if traits.rules is Rules.PETTINGZOO:
         return functools.partial(_step_pettingzoo, envs)
     return functools.partial(_step_dicts, envs, [list(observations) for observations, _ in first])
@@ -294,10 +299,19 @@ def _step_gymnasium(envs: Sequence[Any], batch: Sequence[Actions]) -> None:
             env.reset()
 
 
+def _step_tuples(envs: Sequence[Any], sequence: Callable[[Iterable[Any]], Any], batch: Sequence[Actions]) -> None:
+    for env, actions in zip(envs, batch, strict=True):
+        _, _, terminated, truncated, _ = env.step(sequence(actions.values()))
+        if np.all(np.logical_or(terminated, truncated)):
+            env.reset()
+
+
 def _step_dicts(envs: Sequence[Any], acting: list[list[Any]], batch: Sequence[Actions]) -> None:
     for i, (env, actions) in enumerate(zip(envs, batch, strict=True)):
         given = {agent: actions[agent] for agent in acting[i] if agent in actions}
         observations, _, terminateds, truncateds, _ = env.step(given)
+        if type(terminateds) is bool:  # one flag for all agents
+            terminateds, truncateds = {"__all__": terminateds}, {"__all__": truncateds}
         if terminateds.get("__all__") or truncateds.get("__all__"):
             observations, _ = env.reset()
             acting[i] = list(observations)
