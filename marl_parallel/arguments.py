@@ -204,16 +204,31 @@ def survives(on_error: Any, restart_policy: Any) -> bool:
     return bool(on_error == "restart")
 
 
-def workers_for(num_envs: int, num_workers: int | None, backend: Backend) -> int:
+def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | None, backend: Backend) -> int:
     """How many workers there will be: at most one for each environment.
+
+    Args:
+        num_envs: The number of environments.
+        num_workers: The number of workers; None for one for each CPU.
+        envs_per_worker: The most environments that a worker may have; it sets the number of workers.
+        backend: Where the workers live.
 
     Warns:
         ResourceWarning: They are more than there are CPUs.
 
     Raises:
-        ValueError: There would be none.
+        TypeError: A number is no integer.
+        ValueError: A number is less than 1, or the two numbers do not agree.
     """
     workers = None if num_workers is None else min(at_least_one(num_workers, "num_workers"), num_envs)
+    if envs_per_worker is not None:
+        wanted = -(-num_envs // at_least_one(envs_per_worker, "envs_per_worker"))
+        if workers not in (None, wanted):
+            raise ValueError(
+                f"num_workers={num_workers} and envs_per_worker={envs_per_worker} do not agree: {num_envs} environments"
+                f" with at most {envs_per_worker} in each worker take {wanted} workers. Pass one of the two."
+            )
+        workers = wanted
     available = backend.capacity()
     if workers is None:
         return min(num_envs, available)

@@ -97,6 +97,8 @@ class ParallelEnv(AsyncStepping):
         seed: Environment i is seeded with `seed + i`; None draws a base seed.
         num_workers: How many workers share the environments evenly; at most one for each environment is used. None:
             one for each environment up to the number of CPUs that this process may use, or the cluster has.
+        envs_per_worker: The most environments that a worker has, in place of `num_workers`; there are as many workers
+            as that takes, also more than CPUs. 1 is for simulators that allow one simulation per process.
         backend: Where the workers live: `"process"`, `"thread"`, `"serial"`, `"ray"` for actors of a Ray cluster, or
             a `Backend`, such as a `RayBackend` that says which cluster and how much of it.
         adapter: How the simulator is understood where it is not recognised rightly: `"dict"`, `"pettingzoo"`,
@@ -146,6 +148,7 @@ class ParallelEnv(AsyncStepping):
         seed: int | None = 42,
         *,
         num_workers: int | None = None,
+        envs_per_worker: int | None = None,
         backend: str | Backend = "process",
         adapter: str | Callable[[Any], MultiAgentEnv] | None = None,
         shared_memory: bool = True,
@@ -185,7 +188,7 @@ class ParallelEnv(AsyncStepping):
             warnings.warn(
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
-        shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, hosts))
+        shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, envs_per_worker, hosts))
         self._crew = crew = Crew(hosts, shares, limits)
         _live.add(crew)
         self._finalizer = weakref.finalize(self, crew.shut)

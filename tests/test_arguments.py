@@ -15,7 +15,7 @@ import pytest
 from environments import Skirmish
 from mpe2 import simple_spread_v3
 
-from marl_parallel import EnvError, ParallelEnv
+from marl_parallel import EnvError, ParallelEnv, make
 from marl_parallel.backends.serial import SerialBackend
 from marl_parallel.backends.thread import ThreadBackend
 
@@ -25,6 +25,13 @@ from marl_parallel.backends.thread import ThreadBackend
     [
         ({"num_workers": "2"}, TypeError, "num_workers must be an integer"),
         ({"num_workers": 0}, ValueError, "num_workers must be at least 1"),
+        ({"envs_per_worker": "2"}, TypeError, "envs_per_worker must be an integer"),
+        ({"envs_per_worker": 0}, ValueError, "envs_per_worker must be at least 1"),
+        (
+            {"num_workers": 2, "envs_per_worker": 2},
+            ValueError,
+            "num_workers=2 and envs_per_worker=2 do not agree: 2 environments with at most 2 in each worker take 1",
+        ),
         ({"worker_threads": "two"}, TypeError, "worker_threads must be an integer"),
         ({"worker_threads": 0}, ValueError, "worker_threads must be at least 1"),
         ({"start_timeout": -1}, ValueError, "start_timeout must be positive"),
@@ -45,6 +52,47 @@ def test_refused_before_anything_starts(arguments, error, says):
     with pytest.raises(error, match=says):
         ParallelEnv([Skirmish] * 2, **arguments)
     assert psutil.Process().children(recursive=True) == children
+
+
+@pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
+@pytest.mark.parametrize(
+    ("num_envs", "arguments", "sizes"),
+    [
+        (5, {"envs_per_worker": 1}, [1] * 5),
+        (5, {"envs_per_worker": 2}, [2, 2, 1]),
+        (5, {"envs_per_worker": 4}, [3, 2]),
+        (2, {"envs_per_worker": 9}, [2]),
+        (5, {"envs_per_worker": np.int64(2), "num_workers": 3}, [2, 2, 1]),
+        (2, {"envs_per_worker": 1, "num_workers": 7}, [1, 1]),
+    ],
+)
+def test_a_number_of_environments_for_each_worker(num_envs, arguments, sizes):
+    """However few CPUs there are."""
+    with ParallelEnv([Skirmish] * num_envs, backend="thread", **arguments) as env:
+        assert env.num_workers == len(sizes)
+        assert [len(share) for share in env._crew.shares] == sizes
+        assert len(env.reset()[0]) == num_envs
+
+
+class OnlyOne(Skirmish):
+    """Allows one simulation per process."""
+
+    running = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        if OnlyOne.running:
+            raise RuntimeError("a simulation is already running in this process")
+        OnlyOne.running = True
+
+
+@pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
+def test_one_simulation_per_process():
+    with pytest.raises(EnvError, match="already running"):
+        ParallelEnv([OnlyOne] * 3, num_workers=1)
+    with make("test_arguments:OnlyOne", 3, envs_per_worker=1) as env:
+        env.reset()
+        assert env.num_workers == 3
 
 
 def test_a_limit_that_cannot_be_enforced(recwarn):

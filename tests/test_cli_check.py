@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +40,8 @@ def job(name: str) -> Job:
 # By simulator: the question it fails, how badly, words of what is found, words of the advice.
 ALONE = {
     "WrongShape": (Question.SPACES, PROBLEM, "has shape (3,), but its space says (4,)", "return arrays of shape"),
-    "WrongDtype": (Question.SPACES, PROBLEM, "dtype float64, but its space says float32", ".astype(np.float32)"),
-    "OutOfBounds": (Question.SPACES, PROBLEM, "its space says -1.0 to 1.0", "widen the space's bounds, or clip"),
+    "WrongDtype": (Question.SPACES, REMARK, "dtype float64, but its space says float32", ".astype(np.float32)"),
+    "OutOfBounds": (Question.SPACES, REMARK, "its space says -1.0 to 1.0", "widen the space's bounds, or clip"),
     "NotANumber": (Question.SPACES, PROBLEM, "contains NaN", "division by zero"),
     "RewardOfNone": (Question.API, PROBLEM, "the reward of agent_0 is None", "return a float"),
     "FlagsOfNone": (Question.API, PROBLEM, "the termination of agent_0 is of type NoneType", "True or False"),
@@ -135,12 +136,6 @@ def _command(pid: int) -> bytes:
         ("NotDeterministic", Question.DETERMINISM, "two runs with the same seed and actions differ", "without a seed"),
         ("GlobalGenerator", Question.DETERMINISM, "two runs with the same seed and actions differ", "`np.random`"),
         ("SharedState", Question.SERIAL, "beside others, copy 0 does not do what it does alone", "share nothing"),
-        (
-            "DeadAgentsStay",
-            Question.API,
-            "parallel_api_test fails: AssertionError",
-            "pettingzoo.test.parallel_api_test",
-        ),
     ],
 )
 def test_a_bug_that_only_comparing_shows(name, question, what, advice):
@@ -150,7 +145,76 @@ def test_a_bug_that_only_comparing_shows(name, question, what, advice):
     own = [one for one in found.findings if one.question is question and what in one.what]
     assert len(own) == 1
     assert advice in own[0].advice
-    assert not [one for one in found.findings if one.question is Question.DETERMINISM and one.severity is REMARK]
+    remarks = [one for one in found.findings if one.question is Question.DETERMINISM and one.severity is REMARK]
+    assert all("parallel_seed_test fails" in one.what for one in remarks)
+
+
+def named(file: str, name: str) -> Job:
+    return Job("alone", f"{SICK.with_name(file)}:{name}", "{}", **BRIEF)
+
+
+@pytest.mark.parametrize("name", ["DrawsAnew", "SlowlyDrawsAnew", "DrawsAnewLater"])
+def test_a_reset_without_a_seed_that_draws_anew_is_told_from_the_rest(name):
+    """However slow the simulator is; episodes that begin with a seed are the same everywhere."""
+    found = examine(named("unseeded_resets.py", name), ["serial"])
+    (own,) = (one for one in found.findings if one.question is Question.DETERMINISM)
+    assert own.severity is PROBLEM
+    assert "an episode that begins with a seed can be repeated, but one that begins without" in own.what
+    assert "make a new generator only if a seed is given" in own.advice
+    assert found.answers()[Question.SERIAL] == "yes"
+    assert not found.healthy
+
+
+def test_a_reset_without_a_seed_that_draws_from_the_process():
+    found = examine(named("unseeded_resets.py", "DrawsFromGlobalGenerator"), [])
+    (own,) = (one for one in found.findings if one.question is Question.DETERMINISM)
+    assert own.severity is PROBLEM
+    assert "two runs with the same seed and actions differ" in own.what
+    assert "not from `random` or `np.random`" in own.advice
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("RaisesBesideAnother", "the constructor raises, at line"),
+        ("HangsBesideAnother", "the constructor has not come to its end within 8 s; it is at line"),
+        ("MixesUp", "step ends the process, at line"),
+    ],
+)
+def test_one_simulation_per_process(name, what):
+    """A remark: workers that are processes can have one each."""
+    found = examine(named("one_per_process.py", name), ["serial", "thread", "process"])
+    (remark,) = (one for one in found.findings if one.question is Question.RUNS)
+    assert remark.severity is REMARK
+    assert remark.what.startswith(f"with another environment open in the same process, {what}")
+    assert "one simulation per process: pass envs_per_worker=1" in remark.advice
+    answers = found.answers()
+    assert [answers[Question.of_backend(backend)] for backend in ("serial", "thread", "process")] == [
+        "not checked",
+        "not checked",
+        "yes",
+    ]
+    assert found.healthy
+    assert found.facts["tests"] == ["pettingzoo.test.parallel_api_test"]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("DeadAgentsStay", "parallel_api_test fails: AssertionError"),
+        ("DiesInApiTest", "pettingzoo.test.parallel_api_test ends the process, at line"),
+        ("HangsInApiTest", "pettingzoo.test.parallel_api_test has not come to its end"),
+    ],
+)
+def test_a_test_of_another_project_that_fails_breaks_nothing(name, what):
+    """The others run all the same."""
+    found = examine(replace(named("foreign_tests.py", name), timeout=3.0), ["serial"])
+    (remark,) = (one for one in found.findings if one.question is Question.API)
+    assert (remark.severity, remark.what.startswith(what)) == (REMARK, True)
+    assert remark.advice.startswith("nothing breaks here")
+    assert found.healthy
+    assert found.answers()[Question.DETERMINISM] == "yes"
+    assert "pettingzoo.test.parallel_seed_test" in found.facts["tests"]
 
 
 def test_the_tests_of_others_are_those_of_its_kind():

@@ -6,6 +6,7 @@ The code of the pages in `docs/` runs, too.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -44,6 +45,13 @@ def run(*command: str, text: str = "", cwd: Path = ROOT) -> str:
 @pytest.mark.parametrize("block", python_blocks())
 def test_python_blocks_run_by_themselves(block, tmp_path):
     run("-", text=block, cwd=tmp_path)
+
+
+def test_the_simulator_of_the_readme_passes_check(tmp_path):
+    (block,) = (block for block in blocks("python") if "class Foragers" in block)
+    (tmp_path / "foragers.py").write_text(block[: block.index("with ParallelEnv(")])
+    report = json.loads(run("-m", "marl_parallel", "check", "foragers.py:Foragers", "--json", cwd=tmp_path))
+    assert [one for one in report["findings"] if one["question"] != "cost"] == []
 
 
 def test_the_example_shows_its_throughput():

@@ -20,9 +20,10 @@ from marl_parallel.cli.endings import closed_at_signals
 from marl_parallel.cli.failures import told_briefly
 from marl_parallel.cli.findings import BACKENDS, Examination, Finding, Question, Severity
 from marl_parallel.cli.isolation import Job, Outcome, run_probes
+from marl_parallel.cli.official import OF_SEEDS
 from marl_parallel.cli.options import AsJson, Debug, EnvArgument, EnvKwargs, backend_names
 from marl_parallel.cli.report import progress
-from marl_parallel.cli.rollout import Trace, parting
+from marl_parallel.cli.rollout import AFTER, Difference, Trace, first_episode, is_step, parting
 from marl_parallel.runtime.sharing import usable_cpus
 
 _OTHER_GENERATORS = 1_000_003
@@ -78,9 +79,16 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
     _take(first, found)
     if Question.RUNS not in found.checked:
         return found
-    others = [replace(job, probe="again", global_seed=_OTHER_GENERATORS, hash_seed=1)]
-    others += [replace(job, probe="copies", backend=backend) for backend in backends]
-    others.append(_official(job, found.facts))
+    job = replace(job, shares_process=found.facts.get("shares_process", True))
+    others = [_once_more(job, found.facts, global_seed=_OTHER_GENERATORS, hash_seed=1)]
+    # Environments that need a process each can only live in workers that are processes.
+    others += [
+        replace(job, probe="copies", backend=backend)
+        for backend in backends
+        if job.shares_process or Question.of_backend(backend) is Question.PROCESS
+    ]
+    others += _official(job, found.facts)
+    found.checked.add(Question.API)
     traces: dict[str, dict[int, Trace]] = {}
     for done, outcome in run_probes(others, usable_cpus(), told):
         _take(outcome, found)
@@ -89,10 +97,11 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
     again = traces.pop("again", None)
     if again is not None:
         found.checked.add(Question.DETERMINISM)
-        differ = _about_determinism(job, first.traces, again, found.facts)
+        differ, reproducible = _about_determinism(job, first.traces, again, found.facts)
         if differ:  # then comparing more says nothing, nor does what was compared before
-            traces = {}
             found.drop(Question.DETERMINISM, Severity.REMARK)
+            first.traces = {env_id: first_episode(trace) for env_id, trace in first.traces.items()}
+            traces = traces if reproducible else {}
         found.add(differ)
     for backend, run in traces.items():
         found.add(_about_copies(backend, first.traces, run))
@@ -102,20 +111,30 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
 
 
 def _take(outcome: Outcome, found: Examination) -> None:
+    tests = [*found.facts.get("tests", []), *outcome.facts.get("tests", [])]
     found.facts |= outcome.facts
+    if tests:
+        found.facts["tests"] = sorted({*tests})
     found.checked |= outcome.checked
     found.add(outcome.findings)
 
 
-def _official(job: Job, facts: dict[str, Any]) -> Job:
-    """The tests of others, with so many steps that they last about as long as everything else, or as few as there are.
+def _once_more(job: Job, facts: dict[str, Any], **changes: Any) -> Job:
+    """The first run again, with as many steps, however long they take."""
+    return replace(job, probe="again", steps=facts["steps"], **changes)
 
-    Nothing is known of their single calls, so that they are given up by what they should take altogether.
+
+def _official(job: Job, facts: dict[str, Any]) -> list[Job]:
+    """The tests of other projects, each in a process of its own, so that others run where one hangs or crashes.
+
+    They get so many steps that they last about as long as everything else, or as few as there are. Nothing is known of
+    their single calls, so they are given up by what they should take altogether.
     """
     step_s, reset_s = (facts[what]["median_s"] for what in ("step", "reset"))
     cycles = int(min(max(job.seconds / step_s, 10), 500))
     seconds = max(job.seconds, cycles * step_s + 10 * reset_s + facts["construct_s"])
-    return replace(job, probe="official", cycles=cycles, seconds=seconds)
+    names = [name for name in facts.pop("official") if job.shares_process or name not in OF_SEEDS]
+    return [replace(job, probe="official", cycles=cycles, seconds=seconds, test=name) for name in names]
 
 
 # -- what follows from comparing ---------------------------------------------------------------------------------------
@@ -123,20 +142,42 @@ def _official(job: Job, facts: dict[str, Any]) -> Job:
 
 def _about_determinism(
     job: Job, first: dict[int, Trace], again: dict[int, Trace], facts: dict[str, Any]
-) -> list[Finding]:
-    where = parting(first[0], again[0])
+) -> tuple[list[Finding], bool]:
+    """What differs in two runs, and whether the episodes that begin with a seed are the same all the same."""
+    where = _difference(first, again)
     if where is None:
-        return []
+        return [], True
     advice = "draw from a generator that is made in `reset` from its seed (gymnasium.utils.seeding.np_random)"
-    ((_, same),) = run_probes([replace(job, probe="again")], 1, lambda job: None)
-    if same.traces and parting(first[0], same.traces[0]) is None:
+    ((_, same),) = run_probes([_once_more(job, facts)], 1, lambda job: None)
+    reproducible = where.reset > 1 and facts["takes_seed"]
+    text = f"two runs with the same seed and actions differ: {where}"
+    if same.traces and _difference(first, same.traces) is None:
         advice += ", not from `random` or `np.random`, which belong to the whole process, and sort what is a set"
+    elif reproducible:
+        text = (
+            "an episode that begins with a seed can be repeated, but one that begins without, as after an automatic "
+            f"reset, cannot: two runs with the same seed and actions differ from {where} on"
+        )
+        advice = (
+            "in `reset`, make a new generator only if a seed is given, and else go on with the one that is there "
+            "(`super().reset(seed=seed)` and `self.np_random` of gymnasium.Env do that)"
+        )
     else:
         advice += "; look for default_rng() without a seed, for the time, for threads"
     if not facts["takes_seed"]:
         advice = f"let `reset` take a `seed`; {advice}"
-    text = f"two runs with the same seed and actions differ: {where}"
-    return [Finding(Question.DETERMINISM, Severity.PROBLEM, text, advice)]
+    return [Finding(Question.DETERMINISM, Severity.PROBLEM, text, advice)], reproducible
+
+
+def _difference(first: dict[int, Trace], again: dict[int, Trace]) -> Difference | None:
+    """Where two runs with the same number of steps differ, or the reset without a seed that follows them."""
+    found = parting(first[0], again[0])
+    if found is not None or AFTER not in again:
+        return found
+    found = parting(first[AFTER], again[AFTER])
+    resets = sum(not is_step(entry) for entry in first[0])
+    steps = len(first[0]) - resets
+    return found and found._replace(step=found.step and steps + found.step, reset=resets + found.reset)
 
 
 def _about_copies(backend: str, first: dict[int, Trace], copies: dict[int, Trace]) -> list[Finding]:
@@ -148,7 +189,8 @@ def _about_copies(backend: str, first: dict[int, Trace], copies: dict[int, Trace
                     Question.of_backend(backend),
                     Severity.PROBLEM,
                     f"beside others, copy {env_id} does not do what it does alone: {where}",
-                    "let copies share nothing: no globals, class attributes that change, files or ports of one name",
+                    "let environments share nothing: no globals, class attributes that change, files or ports of one "
+                    "name; or pass envs_per_worker=1, where one process has to have one",
                 )
             ]
     return []

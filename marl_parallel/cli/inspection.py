@@ -69,7 +69,7 @@ class Inspector:
             elif (found := misfit(observation, space)) is not None:
                 self._note(
                     Question.SPACES,
-                    Severity.PROBLEM,
+                    Severity.PROBLEM if found.breaks else Severity.REMARK,
                     f"the observation of {agent}{'' if found.what.startswith('[') else ' '}{found.what}",
                     found.advice,
                 )

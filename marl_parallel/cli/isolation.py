@@ -57,6 +57,8 @@ class Job:
         hash_seed: What the order of sets of strings follows from.
         backend: For the probe of copies.
         cycles: For the tests of other projects.
+        test: The name of the one test of another project to run; empty for all.
+        shares_process: Whether several environments can live in one process.
     """
 
     probe: str
@@ -70,6 +72,13 @@ class Job:
     hash_seed: int = 0
     backend: str = "serial"
     cycles: int = 100
+    test: str = ""
+    shares_process: bool = True
+
+    @property
+    def severity(self) -> Severity:
+        """How bad it is that it dies unexpectedly: the tests of other projects break nothing here."""
+        return Severity.REMARK if self.probe == "official" else Severity.PROBLEM
 
     @property
     def question(self) -> Question:
@@ -156,7 +165,8 @@ class Notebook:
         doing: str,
         question: Question | None = None,
         seconds: float = 0.0,
-        severity: Severity = Severity.PROBLEM,
+        severity: Severity | None = None,
+        advice: str = "",
     ) -> Iterator[None]:
         """End this process, with the stack on file, where this takes longer than the timeout.
 
@@ -164,9 +174,11 @@ class Notebook:
             doing: What is done, for the finding.
             question: What a crash or a hang would be an answer to; None for the job's own.
             seconds: How much longer it may take.
-            severity: How bad a crash or a hang would be.
+            severity: How bad a crash or a hang would be; None for the job's own.
+            advice: What to do about a crash or a hang, instead of what is usual.
         """
-        doing_now = (doing, (question or self._job.question).name, self._job.timeout + seconds, severity.value)
+        limit, how_bad = self._job.timeout + seconds, severity or self._job.severity
+        doing_now = (doing, (question or self._job.question).name, limit, how_bad.value, advice)
         if doing_now != self._doing or time.monotonic() - self._said > _BEAT_S:
             self._doing, self._said = doing_now, time.monotonic()
             self._write("doing", doing_now)
@@ -322,7 +334,7 @@ class Probe:
             CommandError: There is no such environment, or it cannot be imported.
         """
         result, complete = Outcome(), False
-        doing = ("starting", self.job.question.name, self.job.timeout, Severity.PROBLEM.value)
+        doing = ("starting", self.job.question.name, self.job.timeout, self.job.severity.value, "")
         for event, value in map(json.loads, self._read(_EVENTS).splitlines()):
             if event == "finding":
                 result.findings.append(Finding(Question[value[0]], Severity(value[1]), *value[2:]))
@@ -342,7 +354,7 @@ class Probe:
             result.findings.append(self._end(*doing))
         return result
 
-    def _end(self, doing: str, question: str, limit: float, severity: str) -> Finding:
+    def _end(self, doing: str, question: str, limit: float, severity: str, advice: str) -> Finding:
         stack = self._read(_STACK)
         where = place(stack)
         if self._silent or "Timeout (" in stack:
@@ -350,14 +362,15 @@ class Probe:
                 Question[question],
                 Severity(severity),
                 f"{doing} has not come to its end within {limit:g} s" + (f"; it is at {where}" if where else ""),
-                "if it needs longer, raise --timeout; else mend what hangs there",
+                advice or "if it needs longer, raise --timeout; else fix what hangs there",
             )
         manner, _ = manner_of_death(Lost(self._process.returncode, ""))
         return Finding(
             Question[question],
             Severity(severity),
             f"{doing} ends the process" + (f", at {where}" if where else "") + f": {manner}",
-            "find what ends it, native code or os._exit, and mend it; until then, workers in processes with "
+            advice
+            or "find what ends it, native code or os._exit, and fix it; until then, workers in processes with "
             'on_error="restart" survive it',
         )
 

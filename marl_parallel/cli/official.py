@@ -30,47 +30,60 @@ class Test(NamedTuple):
     run: Callable[[], object]
 
 
-def tests_for(env: MultiAgentEnv, constructor: Callable[..., Any], cycles: int) -> list[Test]:
-    """Those that go with this kind of environment, none with dict environments.
+_GYMNASIUMS = "gymnasium.utils.env_checker.check_env"
+OF_SEEDS = ("pettingzoo.test.seed_test", "pettingzoo.test.parallel_seed_test")
+"""Tests that need two environments in one process."""
+
+
+def names_of_tests(env: MultiAgentEnv) -> list[str]:
+    """The tests that go with this kind of environment, none with dict environments."""
+    source = env.source
+    if isinstance(env, GymnasiumEnv) and isinstance(source, gymnasium.Env):
+        return [_GYMNASIUMS]
+    if isinstance(source, AECEnv):
+        return ["pettingzoo.test.api_test", "pettingzoo.test.seed_test"]
+    if isinstance(source, ParallelEnv):
+        return ["pettingzoo.test.parallel_api_test", "pettingzoo.test.parallel_seed_test"]
+    return []
+
+
+def test_of(name: str, env: MultiAgentEnv, constructor: Callable[..., Any], cycles: int) -> Test:
+    """The test of this name.
 
     Args:
-        env: A copy.
+        name: One of `names_of_tests`.
+        env: An environment.
         constructor: Makes more of them.
         cycles: How many steps a test takes.
+
+    Raises:
+        ImportError: PettingZoo's tests need something that is not installed.
     """
-    source, api, seeds = env.source, Question.API, Question.DETERMINISM
-    if isinstance(env, GymnasiumEnv) and isinstance(source, gymnasium.Env):
-        raw = source.unwrapped
-        return [Test("gymnasium.utils.env_checker.check_env", api, lambda: check_env(raw, skip_render_check=True))]
-    if not isinstance(source, AECEnv | ParallelEnv):
-        return []
+    if name == _GYMNASIUMS:
+        raw = env.source.unwrapped
+        return Test(name, Question.API, lambda: check_env(raw, skip_render_check=True))
     from pettingzoo import test  # here: it imports pygame, which catches signals
 
-    if isinstance(source, AECEnv):
-        return [
-            Test("pettingzoo.test.api_test", api, lambda: test.api_test(source, cycles)),
-            Test("pettingzoo.test.seed_test", seeds, lambda: test.seed_test(constructor, cycles)),
-        ]
-    return [
-        Test("pettingzoo.test.parallel_api_test", api, lambda: test.parallel_api_test(source, cycles)),
-        Test("pettingzoo.test.parallel_seed_test", seeds, lambda: test.parallel_seed_test(constructor, cycles)),
-    ]
+    run = getattr(test, name.rpartition(".")[2])
+    if name in OF_SEEDS:
+        return Test(name, Question.DETERMINISM, lambda: run(constructor, cycles))
+    return Test(name, Question.API, lambda: run(env.source, cycles))
 
 
 def take(test: Test, notebook: Notebook, seconds: float) -> None:
     """Run a test, and note whether it fails or warns; it may take so many seconds more than a step."""
     name, question, run = test
     short = name.rpartition(".")[2]
-    advice = f"run {name} by itself, with a debugger, and see what it asks for"
+    advice = f"nothing breaks here; other libraries may rely on what {name} asks for: run it by itself, with a debugger"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with notebook.watch(name, question, seconds=seconds):
+        with notebook.watch(name, question, seconds, Severity.REMARK, advice):
             try:
                 run()
             except (Exception, SystemExit) as error:
                 where = place(traceback.format_exc()) if not isinstance(error, AssertionError) else ""
                 at = f", at {where}" if where else ""
-                notebook.find(question, Severity.PROBLEM, f"{short} fails{at}: {_reason(error)}", advice)
+                notebook.find(question, Severity.REMARK, f"{short} fails{at}: {_reason(error)}", advice)
     texts = dict.fromkeys(_plain(str(one.message)) for one in warned if issubclass(one.category, UserWarning))
     if texts:
         notebook.find(question, Severity.REMARK, f"{short} warns: {'; '.join(texts)}", advice)

@@ -11,10 +11,13 @@ comparing runs is in `check.py`.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import random
 import re
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -28,13 +31,13 @@ from marl_parallel.backends import descendants
 from marl_parallel.cli.findings import Question, Severity
 from marl_parallel.cli.inspection import Inspector
 from marl_parallel.cli.isolation import ON_LINUX, Job, Notebook, Stopped
-from marl_parallel.cli.official import take, tests_for
-from marl_parallel.cli.rollout import Actor, Solo, Trace, parting, run_alone, run_copies
+from marl_parallel.cli.official import names_of_tests, take, test_of
+from marl_parallel.cli.rollout import AFTER, Actor, Solo, Trace, parting, run_alone, run_copies
 from marl_parallel.cli.target import constructor_of
-from marl_parallel.cli.values import fingerprint, pickling_error
+from marl_parallel.cli.values import fingerprint, in_brief, pickling_error
 from marl_parallel.errors import ParallelEnvError
 from marl_parallel.parallel_env import START_TIMEOUT_S
-from marl_parallel.runtime.reports import first_line
+from marl_parallel.runtime.reports import first_line, place
 from marl_parallel.runtime.signatures import construct_one
 
 Constructor = Callable[..., Any]
@@ -61,43 +64,56 @@ def alone(job: Job, notebook: Notebook) -> None:
     notebook.fact(construct_s=time.perf_counter() - begun, **_description(solo.env))
     _check_actions_can_be_drawn(solo.env, notebook)
     inspector = Inspector(solo.env, notebook)
-    trace = run_alone(solo, job.seed, job.steps, job.seconds, inspector)
-    notebook.trace(0, trace)
+    run = run_alone(solo, job.seed, job.steps, job.seconds, inspector)
+    notebook.trace(0, run.trace)
+    notebook.trace(AFTER, run.after)
+    notebook.fact(steps=run.steps)
     notebook.fact(reward_types=sorted(inspector.reward_types), flag_types=sorted(inspector.flag_types))
     notebook.checked(Question.SPACES)
-    _check_second_reset(solo, job, trace, notebook)
+    _check_second_reset(solo, job, run.trace, notebook)
     beginnings = _beginnings(solo, job)
     _measure_cost(solo, job, notebook)
     with notebook.calling("close"):
         solo.env.close()
     notebook.checked(Question.RUNS)
     _check_nothing_left({*_started()} - before, "close", notebook)
-    other = run_alone(_solo(constructor, job, notebook, 1), job.seed + 1, job.steps, job.seconds)
+    second = _solo(constructor, job, notebook, 1)
+    other = run_alone(second, job.seed + 1, job.steps, job.seconds).trace
     notebook.trace(1, other)
-    _check_seed_matters(beginnings, {fingerprint(trace[0]), fingerprint(other[0])}, notebook)
+    _check_seed_matters(beginnings, {fingerprint(run.trace[0]), fingerprint(other[0])}, notebook)
+    _check_two_in_one_process(second, constructor, job, notebook)
     _provoke(constructor, job, notebook)
     notebook.checked(Question.PICKLING)
 
 
 def again(job: Job, notebook: Notebook) -> None:
-    """The first copy's run once more."""
+    """The first run once more, with as many steps."""
     solo = _solo(_imported(job, notebook), job, notebook)
-    notebook.trace(0, run_alone(solo, job.seed, job.steps, job.seconds))
+    run = run_alone(solo, job.seed, job.steps, math.inf)
+    notebook.trace(0, run.trace)
+    notebook.trace(AFTER, run.after)
 
 
 def official(job: Job, notebook: Notebook) -> None:
-    """The tests that the environment's own project has for it; dict environments have none."""
+    """The tests that the environment's own project has for it, or one of them; dict environments have none."""
     constructor = _imported(job, notebook)
     solo = _solo(constructor, job, notebook)
-    tests = tests_for(solo.env, lambda: construct_one(constructor, seed=job.seed, env_id=0), job.cycles)
-    for one in tests:
-        take(one, notebook, 20 * job.seconds)
-    notebook.fact(tests=[one.name for one in tests])
+    names = [job.test] if job.test else names_of_tests(solo.env)
+    for name in names:
+        try:
+            with notebook.watch(f"the import of {name}", Question.API):
+                test = test_of(name, solo.env, lambda: construct_one(constructor, seed=job.seed, env_id=0), job.cycles)
+        except ImportError as error:
+            advice = f"install what {name} needs, if it is wanted"
+            notebook.find(Question.API, _REMARK, f"{name} cannot be imported: {error}", advice)
+        else:
+            take(test, notebook, 20 * job.seconds)
+    notebook.fact(tests=names)
     notebook.checked(Question.API)
 
 
 def copies(job: Job, notebook: Notebook) -> None:
-    """Three copies, two of them in the same worker."""
+    """Three environments, two of them in the same worker where a process can have two."""
     constructor = _imported(job, notebook)
     before = {*_started()}
     question = Question.of_backend(job.backend)
@@ -166,6 +182,7 @@ def _description(env: MultiAgentEnv) -> dict[str, Any]:
         "rules": env.rules.value,
         "agents": [str(agent) for agent in env.possible_agents],
         "takes_seed": "seed" in env.reset_keywords,
+        "official": names_of_tests(env),
     }
 
 
@@ -177,7 +194,8 @@ def _made(constructor: Constructor, job: Job) -> marl_parallel.ParallelEnv:
             [constructor] * _COPIES,
             False,
             job.seed,
-            num_workers=2,
+            num_workers=2 if job.shares_process else None,
+            envs_per_worker=None if job.shares_process else 1,
             backend=job.backend,
             step_timeout=limit,
             reset_timeout=limit,
@@ -215,7 +233,7 @@ def _check_actions_can_be_drawn(env: MultiAgentEnv, notebook: Notebook) -> None:
 
 def _check_second_reset(solo: Solo, job: Job, trace: Trace, notebook: Notebook) -> None:
     """Whether a reset with the same seed begins the same episode again."""
-    second = run_alone(solo, job.seed, min(job.steps, 20), job.seconds)
+    second = run_alone(solo, job.seed, min(job.steps, 20), job.seconds).trace
     where = parting(second, trace)
     if where is not None and "seed" in solo.env.reset_keywords:
         notebook.find(
@@ -224,6 +242,45 @@ def _check_second_reset(solo: Solo, job: Job, trace: Trace, notebook: Notebook) 
             f"reset(seed={job.seed}) on a copy that has been used gives another episode than on a fresh one: {where}",
             "set everything back in `reset`, also counters and generators",
         )
+
+
+def _check_two_in_one_process(first: Solo, constructor: Constructor, job: Job, notebook: Notebook) -> None:
+    """Whether a second environment can be made and stepped beside one that is still open; both are closed.
+
+    A hang ends this process; the fact `shares_process` has been noted before.
+    """
+    notebook.fact(shares_process=False)
+    doing = ""
+
+    @contextlib.contextmanager
+    def calling(method: str) -> Iterator[None]:
+        nonlocal doing
+        doing = f"with another environment open in the same process, {method}"
+        with notebook.watch(doing, Question.RUNS, severity=_REMARK, advice=ONE_PER_PROCESS):
+            yield
+
+    try:
+        with calling("the constructor"):
+            simulator = construct_one(constructor, seed=job.seed + 2, env_id=2)
+        both = Solo(first.env, calling), Solo(adapt(simulator), calling)
+        for solo, latest in [(solo, solo.reset(job.seed)) for solo in both]:
+            solo.step(Actor(solo.env.action_spaces, job.seed)(solo.acting, *latest))
+        with calling("close"):
+            both[1].env.close()
+    except (Exception, SystemExit) as error:
+        where = place(traceback.format_exc())
+        at = f", at {where}" if where else ""
+        notebook.find(Question.RUNS, _REMARK, f"{doing} raises{at}: {in_brief(error)}", ONE_PER_PROCESS)
+    else:
+        notebook.fact(shares_process=True)
+    with notebook.calling("close"):
+        first.env.close()
+
+
+ONE_PER_PROCESS = (
+    "one simulation per process: pass envs_per_worker=1 to ParallelEnv, so that each environment has a worker process "
+    'of its own; backend="serial" and "thread" have one process for all'
+)
 
 
 class _Beginnings(NamedTuple):
@@ -309,6 +366,8 @@ def _provoke(constructor: Constructor, job: Job, notebook: Notebook) -> None:
                 solo.env.step(actions)
             except (Exception, SystemExit) as error:
                 notebook.exception(error)
+            with contextlib.suppress(Exception):  # what such a step has broken is not looked at
+                solo.env.close()
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from gymnasium import Space
 
@@ -30,6 +30,9 @@ Calling: TypeAlias = Callable[[str], AbstractContextManager[None]]
 
 Look: TypeAlias = Callable[[tuple[dict[Any, Any], ...]], None]
 """Is shown the five dicts of each step, and the two of each reset."""
+
+AFTER = -1
+"""In place of the number of an environment: what follows the run of the first one."""
 
 PARTS = ("observation", "reward", "termination", "truncation", "info")
 
@@ -108,7 +111,21 @@ class Solo:
         self.over = said if self.env.rules is Rules.DICT or ALL in terminateds else not self.acting
 
 
-def run_alone(solo: Solo, seed: int, steps: int, seconds: float, look: Look = lambda told: None) -> Trace:
+class Run(NamedTuple):
+    """A run of one environment.
+
+    Attributes:
+        trace: Of all its resets and steps.
+        steps: The number of steps; another run with as many has the same resets.
+        after: The trace of what follows it: a reset without a seed, and a step.
+    """
+
+    trace: Trace
+    steps: int
+    after: Trace
+
+
+def run_alone(solo: Solo, seed: int, steps: int, seconds: float, look: Look = lambda told: None) -> Run:
     """Step one copy from a reset with this seed, through as many episodes as there are.
 
     Args:
@@ -123,7 +140,9 @@ def run_alone(solo: Solo, seed: int, steps: int, seconds: float, look: Look = la
     observations, infos = solo.reset(seed)
     look((observations, infos))
     trace = [_entry(space_of, observations, infos=infos)]
-    for _ in range(steps):
+    taken = 0
+    while taken < steps:
+        taken += 1
         told = solo.step(actor(solo.acting, observations, infos))
         look(told)
         observations, *_, infos = told
@@ -134,7 +153,11 @@ def run_alone(solo: Solo, seed: int, steps: int, seconds: float, look: Look = la
             trace.append(_entry(space_of, observations, infos=infos))
         if time.monotonic() > deadline:
             break
-    return trace
+    # However slow the simulator is, one reset without a seed can be compared.
+    observations, infos = solo.reset()
+    after = [_entry(space_of, observations, infos=infos)]
+    after.append(_entry(space_of, *solo.step(actor(solo.acting, observations, infos))))
+    return Run(trace, taken, after)
 
 
 def run_copies(
@@ -191,21 +214,50 @@ def _entry(
     return entry
 
 
-def parting(one: Trace, other: Trace) -> str | None:
-    """Where two runs of the same actions first differ, in words; None where the shorter one agrees with the other.
+class Difference(NamedTuple):
+    """The first difference of two runs.
+
+    Attributes:
+        part: One of `PARTS`.
+        agent: Whose.
+        step: The number of the step, counted from the first; 0 at a reset.
+        reset: The number of the latest reset.
+    """
+
+    part: str
+    agent: str
+    step: int
+    reset: int
+
+    def __str__(self) -> str:
+        return f"the {self.part} of {self.agent}, in {f'step {self.step}' if self.step else f'reset {self.reset}'}"
+
+
+def first_episode(trace: Trace) -> Trace:
+    """The part of a trace before its second reset."""
+    resets = [place for place, entry in enumerate(trace) if not is_step(entry)]
+    return trace[: resets[1]] if len(resets) > 1 else trace
+
+
+def is_step(entry: Mapping[str, Mapping[str, str]]) -> bool:
+    """Whether an entry of a trace is a step, not a reset."""
+    return bool(entry.get("termination") or entry.get("reward"))
+
+
+def parting(one: Trace, other: Trace) -> Difference | None:
+    """Where two runs of the same actions first differ; None where the shorter one agrees with the other.
 
     Example:
         >>> parting([{"reward": {"a": "0f"}}], [{"reward": {"a": "0f"}}, {}])
-        >>> parting([{"reward": {"a": "0f"}}], [{"reward": {"a": "1e"}}])
+        >>> str(parting([{"reward": {"a": "0f"}}], [{"reward": {"a": "1e"}}]))
         'the reward of a, in step 1'
     """
     steps = resets = 0
     for mine, theirs in zip(one, other):
-        is_step = bool(mine.get("termination") or mine.get("reward"))
-        steps, resets = steps + is_step, resets + (not is_step)
-        when = f"in step {steps}" if is_step else f"in reset {resets}"
+        stepped = is_step(mine)
+        steps, resets = steps + stepped, resets + (not stepped)
         for part, told in mine.items():
             for agent in dict.fromkeys([*told, *theirs.get(part, {})]):
                 if told.get(agent) != theirs.get(part, {}).get(agent):
-                    return f"the {part} of {agent}, {when}"
+                    return Difference(part, agent, steps if stepped else 0, resets)
     return None

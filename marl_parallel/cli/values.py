@@ -24,10 +24,12 @@ class Misfit(NamedTuple):
     Attributes:
         what: The end of a sentence that begins with what the value is.
         advice: What to do about it.
+        breaks: Whether it stops a `ParallelEnv`, or ruins training; else values arrive, cast to their space's dtype.
     """
 
     what: str
     advice: str
+    breaks: bool = True
 
 
 _ARRAYS = (spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete)
@@ -71,7 +73,7 @@ def _first(parts: Iterator[tuple[str, Any, Space[Any]]]) -> Misfit | None:
         found = misfit(part, space)
         if found is not None:
             separator = "" if found.what.startswith("[") else " "
-            return Misfit(f"{name}{separator}{found.what}", found.advice)
+            return found._replace(what=f"{name}{separator}{found.what}")
     return None
 
 
@@ -90,6 +92,7 @@ def _misfit_of_array(value: Any, space: Space[Any]) -> Misfit | None:
         return Misfit(
             f"has dtype {array.dtype}, but its space says {space.dtype}",
             f"return arrays of this dtype, as with .astype(np.{space.dtype}), or declare dtype=np.{array.dtype}",
+            breaks=not np.can_cast(array.dtype, space.dtype, "same_kind"),
         )
     if not np.issubdtype(array.dtype, np.number) and array.dtype != np.bool_:
         return Misfit(f"is {_brief(value)}, which is not of numbers", f"return arrays of dtype {space.dtype}")
@@ -113,6 +116,7 @@ def _out_of_bounds(array: Any, space: Space[Any]) -> Misfit | None:
     return Misfit(
         f"is {array[first]}{where}, but its space says {low[first]} to {high[first]}",
         "widen the space's bounds, or clip what is returned",
+        breaks=False,
     )
 
 

@@ -246,7 +246,7 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
             [constructor] * self.config.num_envs_per_env_runner,
             AutoresetMode.NEXT_STEP,
             None if seeds is None else seeds[0],
-            **{"num_workers": self._num_workers(), **options},
+            **options if "envs_per_worker" in options else {"num_workers": self._num_workers(), **options},
         )
         self.env: RLlibVectorMultiAgentEnv | None = RLlibVectorMultiAgentEnv(parallel)
         self.num_envs = parallel.num_envs
