@@ -3,8 +3,11 @@
     python benchmarks/compare_workers.py              about eight minutes; writes results/compare_workers.*
     python benchmarks/compare_workers.py --quick      a few seconds; writes only where --output says so
     python benchmarks/compare_workers.py --markdown   the table for the README, from the last run's JSON
+    python benchmarks/compare_workers.py --baseline ../before
+                                                      about twenty minutes; compares this checkout with another one and
+                                                      exits with status 1 if a row is slower
 
-How it is measured is in `marl_parallel/cli/measure.py`.
+How throughput is measured is in `marl_parallel/cli/measure.py`, how two versions are compared in `versions.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +18,13 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+import versions
 from mpe2 import simple_spread_v3
 from options import (
     AsMarkdown,
     Only,
     Output,
     Quick,
-    Repeats,
-    Seconds,
     Workers,
     backend_names,
     counts,
@@ -40,6 +42,8 @@ from marl_parallel.cli.report import Report, markdown, progress, read_json, show
 RESULTS = Path(__file__).parent / "results"
 NAME = "compare_workers"
 WORKERS, BACKENDS = "1,2,4", "serial,thread,process"
+SECONDS, REPEATS = 0.9, 5
+ROUND_SECONDS, LAUNCHES = 0.2, 5
 
 
 class Case(NamedTuple):
@@ -71,12 +75,31 @@ def main(
     workers: Workers = WORKERS,
     backends: Annotated[str, typer.Option(help="With commas between.")] = BACKENDS,
     only: Only = "",
-    seconds: Seconds = 0.9,
-    repeats: Repeats = 5,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help=f"How long each measurement lasts: {SECONDS}, with --baseline {ROUND_SECONDS}, by default."
+        ),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Rounds, in each of which every contender is measured ({REPEATS} by default); with --baseline, how "
+            f"often both versions are started anew for {versions.ROUNDS} rounds ({LAUNCHES} by default).",
+        ),
+    ] = None,
     output: Output = None,
     as_markdown: AsMarkdown = False,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder of another checkout: compare this one with it, in alternating rounds. The exit status is "
+            "1 if a row is slower."
+        ),
+    ] = None,
 ) -> None:
-    """Measure throughput by backend and number of workers."""
+    """Measure throughput by backend and number of workers, or compare two checkouts."""
     if as_markdown:
         print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
         return
@@ -86,6 +109,10 @@ def main(
     whole = not only and (workers, backends) == (WORKERS, BACKENDS)
     if quick:
         backends, workers, seconds, repeats = "process", "1,2", 0.02, 2
+    if baseline is not None:
+        comparisons = against(baseline, chosen, backend_names(backends), counts(workers), seconds, repeats, output)
+        raise typer.Exit(int(any(one.slower for one in comparisons)))
+    seconds, repeats = seconds or SECONDS, repeats or REPEATS
     directory = folder_for(output, RESULTS, whole=whole and not quick)
     report = run(chosen, backend_names(backends), counts(workers), seconds, repeats)
     show(report)
@@ -111,6 +138,29 @@ def run(chosen: list[Case], backends: list[str], workers: list[int], seconds: fl
                 on_turn=lambda turn, name=name: on_turn(f"{name}: {turn}"),
             )
     return Report(described, {"seconds": seconds, "repeats": repeats}, measurements)
+
+
+def against(
+    baseline: Path,
+    chosen: list[Case],
+    backends: list[str],
+    workers: list[int],
+    seconds: float | None,
+    launches: int | None,
+    output: Path | None,
+) -> list[versions.Comparison]:
+    """Compare this checkout with another one; print the rows and save them where `output` says."""
+    if not (baseline / "marl_parallel" / "__init__.py").is_file():
+        raise typer.BadParameter(f"{baseline} is not a checkout: it has no marl_parallel", param_hint="--baseline")
+    seconds, launches = seconds or ROUND_SECONDS, launches or LAUNCHES
+    cases = [(case, contenders(backends, workers, case.num_envs)) for case in chosen]
+    with progress(launches * sum(len(who) for _, who in cases)) as on_turn:
+        comparisons = versions.compare(cases, baseline.resolve(), seconds=seconds, launches=launches, on_turn=on_turn)
+    versions.show(comparisons, baseline)
+    if output is not None:
+        settings = {"seconds": seconds, "launches": launches, "rounds": versions.ROUNDS}
+        versions.write_json(comparisons, output / f"{NAME}_baseline.json", settings)
+    return comparisons
 
 
 if __name__ == "__main__":

@@ -76,6 +76,18 @@ WANTED = {
     "videos": ("moviepy",),
     "examples": ("torch", "tyro"),
     **dict.fromkeys(["mlagents", "unity", "unity_player"], ("mlagents_envs",)),
+    "real_simulators": (
+        "highway_env",
+        "lbforaging",
+        "magent2",
+        "momaland",
+        "pyspiel",
+        "rware",
+        "shimmy",
+        "vmas",
+    ),
+    "sumo": ("sumo", "sumo_rl"),
+    "smarts": ("smarts", "sumo"),
     **dict.fromkeys(["ray_backend", "ray_scripts", "ray_cluster", "ray_host", "clusters"], ("ray",)),
 }
 """The libraries without which `<name>.py` and `test_<name>.py` cannot even be imported."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -59,6 +60,85 @@ def test_compare_workers(tmp_path):
     table = run("compare_workers.py", "--markdown", "--output", str(tmp_path)).stdout
     assert "| multiwalker_v9 | 8 |" in table
     assert report.machine["cpu"] in table
+
+
+@pytest.fixture
+def versions(synthetic):
+    import versions
+
+    return versions
+
+
+def checkout(folder, *, step_s=None):
+    """A copy of the package, whose `ParallelEnv.step` takes so much longer."""
+    package = BENCHMARKS.parent / "marl_parallel"
+    shutil.copytree(package, folder / "marl_parallel", ignore=shutil.ignore_patterns("__pycache__"))
+    if step_s is not None:
+        slow = f"""
+import time
+original_step = ParallelEnv.step
+def step(self, *args, **kwargs):
+    time.sleep({step_s})
+    return original_step(self, *args, **kwargs)
+ParallelEnv.step = step
+"""
+        with (folder / "marl_parallel" / "__init__.py").open("a") as file:
+            file.write(slow)
+    return folder
+
+
+def test_compare_workers_with_a_baseline(tmp_path):
+    baseline = checkout(tmp_path / "before")
+    options = ["--only", "0 µs, 20", "--baseline", str(baseline), "--output", str(tmp_path)]
+    result = run("compare_workers.py", "--quick", *options)
+    saved = json.loads((tmp_path / "compare_workers_baseline.json").read_text())["comparisons"]
+    assert [(one["backend"], one["workers"]) for one in saved] == [("process", 1), ("process", 2)]
+    assert all(one["low"] <= one["ratio"] <= one["high"] for one in saved)
+    assert all(one["baseline_us"] > 0 and one["this_us"] > 0 for one in saved)
+    assert result.returncode == int(any(one["slower"] for one in saved)), result.stderr
+    assert f"{saved[0]['low']:.3f} to {saved[0]['high']:.3f}" in result.stdout
+    assert result.stdout.count("slower") >= 3
+
+
+@pytest.mark.parametrize(("slow", "status"), [("this", 1), ("baseline", 0)])
+def test_a_slower_version_is_found(versions, monkeypatch, tmp_path, capsys, slow, status):
+    import compare_workers
+    import typer
+
+    folders = {name: checkout(tmp_path / name, step_s=0.005 if name == slow else None) for name in ("this", "baseline")}
+    monkeypatch.setattr(versions, "HERE", folders["this"])
+    options = {"backends": "serial", "only": "0 µs, 20", "seconds": 0.05, "repeats": 3}
+    with pytest.raises(typer.Exit) as raised:
+        compare_workers.main(baseline=folders["baseline"], **options)
+    assert raised.value.exit_code == status
+    row, verdict = capsys.readouterr().out.splitlines()[-3::2]
+    assert ("not slower" in row) == (slow == "baseline")
+    assert ("1 of 1 rows" in verdict) == (slow == "this")
+
+
+def test_the_interval_of_a_ratio(versions):
+    rng = np.random.default_rng(0)
+    noise = np.exp(rng.normal(0.0, 0.02, (8, 9)))
+    ratio, low, high = versions.interval(1.1 * noise)
+    assert 1.05 < low < ratio < high < 1.15
+    assert low <= 1.1 <= high
+    between_launches = np.exp(rng.normal(0.0, 0.1, (8, 1)))
+    _, wider_low, wider_high = versions.interval(1.1 * noise * between_launches)
+    assert wider_high - wider_low > 3 * (high - low)
+
+
+def test_a_baseline_that_is_no_checkout_is_refused(tmp_path):
+    result = run("compare_workers.py", "--quick", "--baseline", str(tmp_path))
+    assert "Invalid value for --baseline" in result.stderr
+
+
+def test_a_baseline_that_fails_is_reported(tmp_path):
+    (tmp_path / "marl_parallel").mkdir()
+    (tmp_path / "marl_parallel" / "__init__.py").write_text("raise ImportError('broken checkout')")
+    result = run("compare_workers.py", "--quick", "--only", "0 µs, 20", "--baseline", str(tmp_path))
+    assert result.returncode == 1
+    assert "broken checkout" in result.stderr
+    assert str(tmp_path) in result.stderr
 
 
 def test_async_stepping(tmp_path):

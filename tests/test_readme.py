@@ -1,4 +1,7 @@
-"""What the README says is so: its code runs, its table is the measured one, its arguments are the real ones."""
+"""What the README says is so: its code runs, its table is the measured one, its arguments are the real ones.
+
+The code of the pages in `docs/` runs, too.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,21 @@ from marl_parallel import ParallelEnv
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = {page.name: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def python_blocks() -> list[object]:
+    """Every Python block of every page, named after its page and line."""
+    return [
+        pytest.param(block, id=f"{name} line {text[: text.index(block)].count(chr(10)) + 1}")
+        for name, text in PAGES.items()
+        for block in blocks("python", text)
+    ]
 
 
 def run(*command: str, text: str = "", cwd: Path = ROOT) -> str:
@@ -29,13 +42,9 @@ def run(*command: str, text: str = "", cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: f"line {line_of(block)}")
+@pytest.mark.parametrize("block", python_blocks())
 def test_python_blocks_run_by_themselves(block, tmp_path):
     run("-", text=block, cwd=tmp_path)
-
-
-def line_of(block: str) -> int:
-    return README[: README.index(block)].count("\n") + 1
 
 
 def test_the_simulator_of_the_readme_passes_check(tmp_path):

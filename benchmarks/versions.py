@@ -1,0 +1,216 @@
+"""Compare two versions of the package: this checkout and another one, in alternating rounds.
+
+Each version runs in a process of its own that imports `marl_parallel` from its own checkout. The two processes take
+turns: one round each, and the one that begins changes from round to round. Both step the same number of batches in a
+round, with the same actions and the same simulators (of this checkout), so that the two times of a round are a pair.
+
+A process can be a few percent faster or slower than another one that runs the same code, for as long as it lives. So
+both versions are started anew several times, and the interval of the ratio takes the differences between launches into
+account.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Protocol
+
+import cloudpickle
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from marl_parallel.cli.measure import Contender
+
+HERE = Path(__file__).resolve().parents[1]
+STEPPER = Path(__file__).with_name("version_stepper.py")
+ROUNDS = 5
+"""Pairs of rounds in each launch."""
+LIMIT = 1.02
+"""A version is slower if the whole interval of its ratio is above this."""
+RESAMPLES = 2000
+
+
+class Case(Protocol):
+    """What is stepped: `compare_workers.Case`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def constructor(self) -> Callable[..., Any]: ...
+
+    @property
+    def num_envs(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One row: this checkout's time per step over the baseline's.
+
+    Attributes:
+        environment: The case's name.
+        num_envs: How many environments were stepped.
+        backend: A backend of `ParallelEnv`.
+        workers: How many workers shared the environments.
+        baseline_us: Microseconds per environment step of the baseline, the median of all rounds.
+        this_us: The same of this checkout.
+        ratio: This checkout's time over the baseline's, from pairs of rounds.
+        low: The lower end of the ratio's 95 % interval.
+        high: The upper end.
+    """
+
+    environment: str
+    num_envs: int
+    backend: str
+    workers: int
+    baseline_us: float
+    this_us: float
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def slower(self) -> bool:
+        """Whether the whole interval is above the limit."""
+        return self.low > LIMIT
+
+
+def interval(ratios: np.ndarray) -> tuple[float, float, float]:
+    """The ratio and its 95 % interval, by a bootstrap that resamples launches and rounds within them.
+
+    Args:
+        ratios: `(launches, rounds)`: of each pair of rounds, one time over the other.
+    """
+    logs = np.log(ratios)
+    launches, rounds = logs.shape
+    rng = np.random.default_rng(0)
+    chosen = rng.integers(launches, size=(RESAMPLES, launches, 1))
+    pairs = rng.integers(rounds, size=(RESAMPLES, launches, rounds))
+    means = np.median(logs[chosen, pairs], axis=2).mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(np.exp(np.median(logs, axis=1).mean())), float(np.exp(low)), float(np.exp(high))
+
+
+def compare(
+    cases: Sequence[tuple[Case, Sequence[Contender]]],
+    baseline: Path,
+    *,
+    seconds: float,
+    launches: int,
+    on_turn: Callable[[str], None] = lambda label: None,
+) -> list[Comparison]:
+    """Step every case with every contender in both versions.
+
+    Args:
+        cases: Each case and the contenders (backend and number of workers) that step it.
+        baseline: The other checkout's folder.
+        seconds: About how long a round lasts.
+        launches: How often both versions are started anew.
+        on_turn: Called with a label before each contender's rounds in each launch.
+    """
+    taken: dict[tuple[int, Contender], list[np.ndarray]] = {}
+    for launch in range(launches):
+        for number, (case, contenders) in enumerate(cases):
+            with ExitStack() as stack:
+                both = [stack.enter_context(_version(checkout)) for checkout in (baseline, HERE)]
+                for contender in contenders:
+                    on_turn(f"{case.name}: {contender}, launch {launch + 1}")
+                    turned = both if launch % 2 == 0 else both[::-1]  # who is constructed and warmed up first
+                    rows = _rounds(turned, case, contender, seconds)
+                    taken.setdefault((number, contender), []).append(rows if launch % 2 == 0 else rows[:, ::-1])
+    return [_comparison(cases[number][0], who, np.stack(times)) for (number, who), times in taken.items()]
+
+
+def _comparison(case: Case, contender: Contender, times: np.ndarray) -> Comparison:
+    """Of seconds per environment step by launch, round and version."""
+    baseline_us, this_us = np.median(times, axis=(0, 1)) * 1e6
+    ratio, low, high = interval(times[:, :, 1] / times[:, :, 0])
+    return Comparison(
+        case.name, case.num_envs, contender.backend, contender.workers, float(baseline_us), float(this_us),
+        ratio, low, high,
+    )  # fmt: skip
+
+
+def _rounds(versions: Sequence[Connection], case: Case, contender: Contender, seconds: float) -> np.ndarray:
+    """Seconds per environment step, `(ROUNDS, 2)`, of two versions in turns."""
+    arguments = {"backend": contender.backend, "num_workers": contender.workers}
+    batches = []
+    for version in versions:
+        version.send_bytes(cloudpickle.dumps(("open", case.constructor, case.num_envs, arguments)))
+        version.recv()
+    for version in versions:
+        version.send_bytes(cloudpickle.dumps(("warm", seconds)))
+        batches.append(version.recv())
+    count = max(1, min(batches))
+    times = np.empty((ROUNDS, 2))
+    for number in range(ROUNDS):
+        for place in (0, 1) if number % 2 == 0 else (1, 0):
+            versions[place].send_bytes(cloudpickle.dumps(("step", count)))
+            times[number, place] = versions[place].recv() / (count * case.num_envs)
+    for version in versions:
+        version.send_bytes(cloudpickle.dumps(("close",)))
+        version.recv()
+    return times
+
+
+@contextmanager
+def _version(checkout: Path) -> Iterator[Connection]:
+    """A process that steps with the package of a checkout."""
+    ours, theirs = Pipe()
+    # The order of sets and the layout of dicts are then the same in both.
+    variables = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONHASHSEED": "0"}
+    command = [sys.executable, str(STEPPER), str(checkout), str(theirs.fileno())]
+    with ours:
+        with theirs:
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=variables)
+        try:
+            yield ours
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise RuntimeError(
+                f"the process that steps with the package in {checkout} or the other version's ended with an error; "
+                "its traceback is above"
+            ) from error
+        finally:
+            ours.close()  # it ends by itself
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def show(comparisons: Sequence[Comparison], baseline: Path) -> None:
+    """Print a table, then whether anything is slower."""
+    table = Table(title=escape(f"time per environment step, in µs; the baseline is {baseline}"), title_justify="left")
+    for heading in ("environment", "envs", "backend"):
+        table.add_column(heading)
+    for heading in ("baseline", "this", "ratio", "95 % interval"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for one in comparisons:
+        table.add_row(
+            escape(one.environment), str(one.num_envs), str(Contender(one.backend, one.workers)),
+            f"{one.baseline_us:.2f}", f"{one.this_us:.2f}", f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}",
+            "slower" if one.slower else "not slower",
+        )  # fmt: skip
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    slower = sum(one.slower for one in comparisons)
+    verdict = f"slower than the baseline: {slower} of {len(comparisons)} rows" if slower else "nothing is slower"
+    console.print(f"{verdict} (slower: the whole interval is above {LIMIT})")
+
+
+def write_json(comparisons: Sequence[Comparison], path: Path, settings: dict[str, Any]) -> None:
+    """Save the rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{**asdict(one), "slower": one.slower} for one in comparisons]
+    path.write_text(json.dumps({"settings": settings, "comparisons": rows}, indent=1) + "\n")
