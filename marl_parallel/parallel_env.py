@@ -117,7 +117,9 @@ class ParallelEnv(AsyncStepping):
         restart_policy: How often that may happen to one environment.
         step_timeout: Seconds that each step may take, and each call, frame and attribute; None for no limit.
         reset_timeout: Seconds that each reset may take, automatic ones too; None for no limit.
-        start_timeout: Seconds that each constructor may take; None for no limit.
+        start_timeout: Seconds that each constructor may take; None for no limit. For all three: time in which the
+            whole program is frozen while it waits (a paused virtual machine or container) does not count. A step
+            that is found past its limit is reported as interrupted, even if it finishes before its worker is ended.
         worker_threads: Threads of BLAS, OpenMP and torch in each worker process; None leaves them alone.
         trace: Path of a timeline that is written when all is closed, or by `stop_trace`; see `start_trace`.
 

@@ -34,10 +34,11 @@ BACKENDS = ("serial", "thread", "process", *(["ray"] if importlib.util.find_spec
 OF_PROCESSES = {
     "test_async_faults", "test_benchmarks", "test_chaos", "test_cli_output", "test_cli_tune",
     "test_cli_watch", "test_closing",
-    "test_contexts",
-    "test_in_flight", "test_launching", "test_leaks", "test_notices", "test_orphans", "test_parents", "test_policy",
+    "test_contexts", "test_forked_children",
+    "test_in_flight", "test_late_steps", "test_launching", "test_leaks", "test_notices", "test_orphans",
+    "test_parents", "test_policy",
     "test_portable", "test_readiness", "test_readme", "test_restart_cases", "test_restarts", "test_scripts",
-    "test_semaphores", "test_stacks", "test_timeouts", "test_worker_threads",
+    "test_semaphores", "test_stacks", "test_stopped_workers", "test_timeouts", "test_worker_threads",
 }  # fmt: skip
 
 

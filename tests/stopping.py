@@ -26,16 +26,31 @@ def keep_the_lock() -> None:
 FAULTS = {"stop": stop, "lock": keep_the_lock}
 
 
-def wait_until_in(name: str) -> None:
-    """Return while the main thread is in a function of this name."""
-    main = threading.main_thread().ident
-    while True:
-        frame = sys._current_frames()[main]
-        while frame is not None:
-            if frame.f_code.co_name == name:
-                return
-            frame = frame.f_back
+def is_in(*names: str) -> bool:
+    """Whether the main thread is in a function of one of these names."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame is not None and frame.f_code.co_name not in names:
+        frame = frame.f_back
+    return frame is not None
+
+
+def wait_for_file() -> None:
+    """Return when the file that a large message is sent in is written."""
+    while not is_in("_file_of"):
         time.sleep(0.0001)
+
+
+def wait_for_full_socket() -> None:
+    """Return when the main thread has sent a part of a message and waits for somebody who reads it."""
+    spent = time.process_time()
+    while True:
+        time.sleep(0.1)
+        before, spent = spent, time.process_time()
+        if is_in("send", "finish") and spent - before < 0.01:
+            return
+
+
+MOMENTS = {"file": wait_for_file, "socket": wait_for_full_socket}
 
 
 class LargeInfos(Walk):
@@ -45,17 +60,19 @@ class LargeInfos(Walk):
         fault: One of `FAULTS`; "" for none, as in a reference.
         at: In which step, counted from 1.
         size: Bytes of the info.
-        during: The function that sends the message, in which the fault begins; or seconds after the step's end.
+        moment: When the fault begins, one of `MOMENTS`; or seconds after the step's end.
         inline: Whether this process has no descriptor left for files, so that messages go through the socket.
+        flag: A file that is made just before.
     """
 
     def __init__(
-        self, fault: str, at: int = 2, size: int = 1 << 25, during: str | float = 0.0, inline: bool = False, *,
-        env_id: int, seed: int, restarts: int = 0,
+        self, fault: str, at: int = 2, size: int = 1 << 25, moment: str | float = 0.0, inline: bool = False,
+        flag: str = "", *, env_id: int, seed: int, restarts: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(seed=seed)
         self.map = b""
-        self.fault, self.at, self.size, self.during, self.inline = fault, at, size, during, inline
+        self.fault, self.at, self.size, self.moment, self.inline = fault, at, size, moment, inline
+        self.flag = flag
         self.steps, self.faulty = 0, env_id == 0 and restarts == 0
 
     def pid(self) -> int:
@@ -71,6 +88,8 @@ class LargeInfos(Walk):
         return observations, rewards, terminations, truncations, infos
 
     def begin(self) -> None:
+        if self.flag:
+            open(self.flag + ".soon", "x").close()
         if self.inline:
             lowest_free = os.dup(0)
             os.close(lowest_free)
@@ -78,10 +97,12 @@ class LargeInfos(Walk):
         threading.Thread(target=self.wait_and_break, daemon=True).start()
 
     def wait_and_break(self) -> None:
-        if isinstance(self.during, str):
-            wait_until_in(self.during)
+        if isinstance(self.moment, str):
+            MOMENTS[self.moment]()
         else:
-            time.sleep(self.during)
+            time.sleep(self.moment)
+        if self.flag:
+            os.rename(self.flag + ".soon", self.flag)
         FAULTS[self.fault]()
 
 
