@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import importlib
 import os
@@ -153,18 +152,9 @@ def _arm(guard: int) -> None:
 
 
 def _mark(token: str) -> None:
-    """Make this process and what it starts recognisable from outside, in `/proc/PID/environ`.
-
-    That file shows the memory in which the kernel put the variables at the last exec, which is the fork
-    server's. So the marker is put there beforehand, and overwritten here; what execs later has it from
-    `os.environ`.
-    """
+    """Make this process and what it starts recognisable from outside, in `/proc/PID/environ`."""
     value = descendants.marker_value(token, os.getpid())
-    getenv = ctypes.CDLL(None).getenv
-    getenv.restype = ctypes.c_void_p
-    place = getenv(descendants.MARKER.encode())
-    if place is not None and len(ctypes.string_at(place)) == len(value):
-        ctypes.memmove(place, value.encode(), len(value))
+    descendants.show_marker(value)
     os.environ[descendants.MARKER] = value
 
 

@@ -19,6 +19,9 @@ from marl_parallel.backends.stacks import state_of
 MARKER = "MARL_PARALLEL_WORKER"
 """The environment variable that every worker, and what it starts, carries."""
 
+TOKEN_NBYTES = 8
+"""The random bytes in a launcher's token, which is hexadecimal."""
+
 # A process that was killed may still fork or show its environment while it ends; it is looked for again.
 _SWEEPS = 20
 _PAUSE = 0.005
@@ -28,6 +31,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 def marker_value(token: str, pid: int) -> str:
     """What the variable says in worker `pid` of the launcher `token`; of the same length for all workers."""
     return f"{token}.{pid:010d}"
+
+
+def show_marker(value: str) -> None:
+    """Have `/proc/PID/environ` of this process show a marker, if it shows one of this length.
+
+    That file shows the memory in which the kernel put the variables at the last exec, which is the fork server's. So
+    the marker is put there beforehand, and overwritten here.
+    """
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    place = getenv(MARKER.encode())
+    if place is not None and len(ctypes.string_at(place)) == len(value):
+        ctypes.memmove(place, value.encode(), len(value))
 
 
 def send(pid: int, number: int) -> None:

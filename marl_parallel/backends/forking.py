@@ -59,6 +59,7 @@ class ForkLauncher(Launcher):
             if stream is not None:
                 stream.flush()
         report, report_end = descriptors.pipe()
+        os.set_blocking(report, False)
         copies: list[int] = []
         mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
         kept = None
@@ -97,7 +98,10 @@ class ForkLauncher(Launcher):
 
     def _take(self, kept: _Kept) -> None:
         """Take what a keeper has to tell: how its worker died, then that it has ended itself."""
-        told = os.read(kept.report, _EXITCODE.size)
+        try:
+            told = os.read(kept.report, _EXITCODE.size)
+        except OSError:  # a signal handler that closes has taken it meanwhile
+            return
         if told:
             self._note_death(kept.worker, *_EXITCODE.unpack(told))
         else:
@@ -108,7 +112,8 @@ class ForkLauncher(Launcher):
 
     def _bury(self, kept: _Kept) -> None:
         """Reap a keeper that has ended, or is just ending."""
-        self._kept.pop(kept.report, None)
+        if self._kept.pop(kept.report, None) is None:
+            return
         os.close(kept.report)
         with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored, or somebody reaps everything
             os.waitpid(kept.keeper, 0)

@@ -34,6 +34,12 @@ _ANSWERS_WITHIN = 60.0
 _ENDS_WITHIN = 6.0
 _LOOKS_EVERY = 0.5
 """Seconds between looks at a server that does not answer."""
+# A server that only executes interpreters does without Gymnasium and the like, which the package's `__init__` imports.
+_WITHOUT_INIT = """import types
+for name, path in {packages}:
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = path
+"""
 _PROGRAM = """from marl_parallel.backends.server import serve
 serve{arguments!r}
 """
@@ -149,7 +155,11 @@ class _Connection:
             on_error = stack.enter_context(contextlib.ExitStack())
             on_error.callback(os.close, self._guard_end)
             on_error.enter_context(self._socket)
-            command, program = stack.enter_context(started_with(_PROGRAM.format(arguments=arguments)))
+            text = _PROGRAM.format(arguments=arguments)
+            if fresh:
+                packages = [(name, list(sys.modules[name].__path__)) for name in _packages(__name__)]
+                text = _WITHOUT_INIT.format(packages=ascii(packages)) + text
+            command, program = stack.enter_context(started_with(text))
             self._process = subprocess.Popen(
                 command,
                 # With a single thread, because more than one does not go with forking.
@@ -237,3 +247,9 @@ class _Connection:
         self._socket.close()
         os.close(self._guard_end)
         self._process.returncode = 0  # else it would be waited for when this object goes
+
+
+def _packages(module: str) -> list[str]:
+    """The packages that a module is in, outermost first."""
+    parts = module.split(".")[:-1]
+    return [".".join(parts[: end + 1]) for end in range(len(parts))]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import multiprocessing.spawn
 import os
 import subprocess
@@ -15,7 +16,8 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from marl_parallel.backends.memory import anonymous_file
-from marl_parallel.runtime.reports import logger
+
+_logger = logging.getLogger("marl_parallel")
 
 
 def executable() -> str:
@@ -115,7 +117,7 @@ def working_directory() -> str:
 
 @functools.cache
 def _warn_of_removed_folder() -> None:
-    logger.warning(
+    _logger.warning(
         "The working directory of this program has been removed; worker processes start in %s from now on. "
         "Relative paths in simulators lead there: use absolute ones, or call os.chdir with a folder that exists.",
         os.sep,

@@ -28,6 +28,9 @@ _RESULT = struct.Struct("q")  # a process id, or minus an errno
 TOLD = 0
 """The exit code of a keeper that has told how its worker died."""
 
+_NO_MARKER = "-" * len(descendants.marker_value("0" * 2 * descendants.TOKEN_NBYTES, 0))
+"""Whoever kills all marked processes must not kill a keeper, which may still have to kill others."""
+
 
 def fork_kept(
     work: Callable[[int], NoReturn], tell: Callable[[int, int], None], keep: Iterable[int]
@@ -90,6 +93,7 @@ def _keep(
                 os.close(fd)
             work(guard)
         gc.disable()  # nothing of the launching process is finalized here
+        descendants.show_marker(_NO_MARKER)
         os.write(write_end, _RESULT.pack(worker))
         _close_all_but({guard_end, *keep})
         code = _wait_for(worker)

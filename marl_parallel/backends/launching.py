@@ -33,7 +33,7 @@ class Launcher(ABC):
     def __init__(self, entry: str, threads: int | None) -> None:
         self._entry = entry
         self._threads = threads
-        self._token = secrets.token_hex(8)
+        self._token = secrets.token_hex(descendants.TOKEN_NBYTES)
         self._crash_files: dict[int, CrashFile] = {}  # of those that live
         self._reports: dict[int, str] = {}  # of those that died, until they are read
         self._dead: list[tuple[int, int]] = []
