@@ -21,6 +21,9 @@ Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[An
 ALL = "__all__"
 """The key of the flags that speak for the whole episode."""
 
+COMMON = "__common__"
+"""The key of the infos that are about the environment rather than an agent."""
+
 
 class Rules(Enum):
     """Which convention an environment follows: who says that an episode is over, and who must act."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
+from marl_parallel.adapters.agents import refuse_reserved
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
 from marl_parallel.runtime.ledger import Activity, Ledger
 from marl_parallel.runtime.transition import (
@@ -73,6 +74,8 @@ class Episode:
             observations, infos = self.env.reset(**keywords)
         finally:
             self._ledger.leave()
+        if ALL in observations or COMMON in observations:
+            refuse_reserved("reset", observations, {})
         self._flagged.clear()
         self._over, self.ended_for_now = None, False
         self._alive = list(observations)
@@ -119,6 +122,8 @@ class Episode:
                 self._over = None
                 agents = self._acting
                 return Transition(observations, rewards, terminateds, truncateds, infos, agents, agents, usual)
+        if ALL in observations or ALL in rewards or COMMON in observations:
+            refuse_reserved("step", observations, rewards)
         before = self._alive
         self._note(observations, terminateds, truncateds)
         if ALL not in terminateds or ALL not in truncateds:  # in dicts of our own: the simulator may keep its

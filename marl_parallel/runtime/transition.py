@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from marl_parallel.adapters.protocol import ALL as ALL
+from marl_parallel.adapters.protocol import COMMON as COMMON
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.runtime.pickling import dumps, loads
-
-COMMON = "__common__"
-"""The key of the infos that are about the environment rather than an agent."""
 
 FINAL_OBS, RESET_INFO = "final_obs", "reset_info"
 """What an automatic reset adds to infos: the old episode's last observation, and what the reset itself has said."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from marl_parallel.adapters import NotAnEnvironment, adapt
+from marl_parallel.adapters import InvalidAgents, NotAnEnvironment, adapt
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.runtime import tracing
 from marl_parallel.runtime.actions import ActionRecords
@@ -140,6 +140,8 @@ class Worker:
                 _try_to_close(simulator)
                 if isinstance(error, NotAnEnvironment):
                     return Refusal(TypeError, str(error))
+                if isinstance(error, InvalidAgents):
+                    return Refusal(ValueError, str(error))
                 raise
         if plan.traced:
             tracing.begin(self._ledger)
