@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import AgentID, MultiAgentEnv, adapter_function
+from marl_parallel.adapters.agents import check_agents
 from marl_parallel.arguments import (
     at_least_one,
     autoreset_mode,
@@ -125,7 +126,8 @@ class ParallelEnv(AsyncStepping):
 
     Raises:
         TypeError: Something is no callable or cannot be pickled, or a constructor returned no environment.
-        ValueError: There are no constructors, or their environments' spaces differ.
+        ValueError: There are no constructors, their environments' spaces differ, or agents are named by one key, or by
+            `"__all__"` or `"__common__"`.
         EnvError: A constructor raised.
         WorkerCrashed: A worker died while constructing.
         WorkerTimeout: A constructor took longer than `start_timeout`.
@@ -252,6 +254,7 @@ class ParallelEnv(AsyncStepping):
         """
         env = cls.__new__(cls)
         env._num_envs, env._base_seed = simulator.num_envs, simulator.seeds[0]
+        check_agents(simulator.schema.possible_agents, simulator.name)
         env._crew = crew = NativeCrew(simulator)
         env._guard = CallGuard(crew.check_open)
         env._batch = NativeBatch(simulator.schema, crew.env_ids)

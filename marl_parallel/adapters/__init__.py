@@ -13,6 +13,7 @@ from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv  # type: ignore[import-untyped]
 
 from marl_parallel.adapters import attributes
+from marl_parallel.adapters.agents import InvalidAgents, check_agents
 from marl_parallel.adapters.base import CHOICES, LookupFailed, Misfit, NotAnEnvironment, agent_names, type_name
 from marl_parallel.adapters.dict_env import DictEnv, ListActionsEnv, takes_a_list
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
@@ -26,6 +27,7 @@ __all__ = [
     "ADAPTERS",
     "AgentID",
     "Dicts",
+    "InvalidAgents",
     "LookupFailed",
     "Misfit",
     "MultiAgentEnv",
@@ -64,7 +66,7 @@ def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentE
     Raises:
         TypeError: It is no environment of a known kind, or lacks the methods of the kind that was named, or
             the adapter made something other than a `MultiAgentEnv` of it.
-        ValueError: No adapter has that name.
+        ValueError: No adapter has that name, or agents have names that cannot be used (`InvalidAgents`).
 
     Example:
         >>> adapted = adapt(gymnasium.make("CartPole-v1"))
@@ -81,6 +83,7 @@ def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentE
     adapted = make(env)
     if not isinstance(adapted, MultiAgentEnv):
         raise NotAnEnvironment(f"The adapter {make!r} must return a MultiAgentEnv; it returned {type_name(adapted)}.")
+    check_agents(adapted.possible_agents or adapted.observation_spaces, type_name(env))
     if not hasattr(adapted, "source"):
         adapted.source = adapted
     return adapted

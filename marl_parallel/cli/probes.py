@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import marl_parallel
-from marl_parallel.adapters import MultiAgentEnv, NotAnEnvironment, adapt
+from marl_parallel.adapters import InvalidAgents, MultiAgentEnv, NotAnEnvironment, adapt
 from marl_parallel.backends import descendants
 from marl_parallel.cli.findings import Question, Severity
 from marl_parallel.cli.inspection import Inspector
@@ -172,6 +172,11 @@ def _solo(constructor: Constructor, job: Job, notebook: Notebook, env_id: int = 
     except NotAnEnvironment as error:
         notebook.find(
             Question.API, _PROBLEM, f"it is no environment: {error}", "return one of the kinds that the README lists"
+        )
+        raise Stopped from error
+    except InvalidAgents as error:
+        notebook.find(
+            Question.API, _PROBLEM, f"its agents cannot be told apart: {error}", "give every agent a name of its own"
         )
         raise Stopped from error
 

@@ -44,6 +44,7 @@ def construct(
 
     Raises:
         TypeError: A constructor or the adapter cannot be pickled, or what a constructor returns is no environment.
+        ValueError: Agents have names that cannot be used.
         ModuleNotFoundError: A constructor needs a module that its worker can have in no way.
         ParallelEnvError: A constructor raised, crashed or took too long.
     """
@@ -70,8 +71,8 @@ def construct(
         unknown: dict[int, str] = {}
         for env_id, result in sorted(crew.run(requests).items(), key=itemgetter(0)):
             if isinstance(result, Refusal):
-                if result.kind is TypeError:
-                    raise TypeError(f"environment {env_id}: {result.text}")
+                if result.kind is TypeError or result.kind is ValueError:
+                    raise result.kind(f"environment {env_id}: {result.text}")
                 unknown[env_id] = result.text
             else:
                 replies[env_id] = result

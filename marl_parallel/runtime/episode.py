@@ -14,6 +14,7 @@ from typing import Any
 from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
+from marl_parallel.adapters.agents import refuse_reserved
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
 from marl_parallel.runtime.forms import check_infos, check_rewards, checked_flags
 from marl_parallel.runtime.ledger import Activity, Ledger
@@ -77,6 +78,8 @@ class Episode:
             observations, infos = self.env.reset(**keywords)
         finally:
             self._ledger.leave()
+        if ALL in observations or COMMON in observations:
+            refuse_reserved("reset", observations, {})
         check_infos(infos, observations)
         self._flagged.clear()
         self._over, self.ended_for_now = None, False
@@ -124,6 +127,8 @@ class Episode:
                 self._over = None
                 agents = self._acting
                 return Transition(observations, rewards, terminateds, truncateds, infos, agents, agents, usual)
+        if ALL in observations or ALL in rewards or COMMON in observations:
+            refuse_reserved("step", observations, rewards)
         terminateds, truncateds = checked_flags(terminateds, "terminated"), checked_flags(truncateds, "truncated")
         check_rewards(rewards)
         check_infos(infos, observations)

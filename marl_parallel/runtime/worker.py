@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from marl_parallel.adapters import LookupFailed, Misfit, NotAnEnvironment, adapt
+from marl_parallel.adapters import InvalidAgents, LookupFailed, Misfit, NotAnEnvironment, adapt
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.runtime import tracing
 from marl_parallel.runtime.actions import ActionRecords
@@ -159,6 +159,8 @@ class Worker:
                 _try_to_close(simulator)
                 if isinstance(error, NotAnEnvironment):
                     return Refusal(TypeError, str(error))
+                if isinstance(error, InvalidAgents):
+                    return Refusal(ValueError, str(error))
                 raise
         if plan.traced:
             tracing.begin(self._ledger)
