@@ -11,7 +11,7 @@ from arena import Arena
 from comparison import assert_same, spoil
 from conftest import Setup
 from gymnasium import spaces
-from masked import BoxWithMask, Formed, Turnstile, mask_of_another_form
+from masked import BoxWithMask, Formed, Turnstile
 
 from marl_parallel import ParallelEnv
 from marl_parallel.action_masks import for_sample, mask_of
@@ -216,7 +216,6 @@ def test_a_mask_that_allows_nothing_is_no_first_action():
 
 def test_a_continuous_action_beside_a_mask_is_measured():
     assert traits_of(BoxWithMask()).single_agent is False
-    assert mask_of_another_form().action_space.shape == (2,)
 
 
 class MaskedArena(Arena):

@@ -402,3 +402,21 @@ def test_findings_come_problems_first_and_once():
     found.add([remark])
     assert found.findings == [problem, remark]
     assert not found.healthy
+
+
+def test_masks_of_another_form_are_remarked_on():
+    """And nothing else is wrong with it."""
+    simulators = Path(__file__).with_name("masked.py")
+    found = examine(Job("alone", f"{simulators}:mask_of_another_form", "{}", **BRIEF), ["serial"])
+    (remark,) = [one for one in found.findings if "mask" in one.what]
+    assert remark.severity is REMARK
+    assert "the action mask of agent_0 has another form than its action space, Box" in remark.what
+    assert Question.RUNS in found.checked
+    assert Question.SERIAL in found.checked
+    assert found.healthy
+
+
+def test_declared_vector_rewards_are_no_finding():
+    simulators = Path(__file__).with_name("objectives.py")
+    ((_, outcome),) = run_probes([Job("alone", f"{simulators}:TreasureHunt", "{}", **BRIEF)], 1, lambda job: None)
+    assert not [one for one in outcome.findings if "reward" in one.what]

@@ -196,7 +196,13 @@ class Batch:
             else:
                 dicts, acting[env_id], alive[env_id], ended = read(env_id, more)
                 over[env_id] = ended and stays_over
-                if more or self._masks:
+                if more and not ended and len(more) == 1 and "infos" in more and not self._masks:
+                    # As with most infos: nothing but them, and no mask so far. One look at each has to do.
+                    for info in dicts[4].values():
+                        if type(info) is not dict or ACTION_MASK in info:
+                            self._note_masks(env_id, more, dicts[4], ended)
+                            break
+                elif more or self._masks:
                     self._note_masks(env_id, more, dicts[4], ended)
             rows.append(dicts)
         if not rows:
@@ -223,12 +229,12 @@ class Batch:
 
     def _note_masks(self, env_id: int, extras: Any, infos: Mapping[Any, Any], ended: bool) -> None:
         """Copy the action masks of those who act next out of infos and observations that travelled pickled."""
-        masks = {}
         if extras:
             masks = self._told_masks(self.acting[env_id], extras.get("observations", {}), extras, infos, ended)
-        if masks:
-            self._masks[env_id] = masks
-        else:
+            if masks:
+                self._masks[env_id] = masks
+                return
+        if self._masks:
             self._masks.pop(env_id, None)
 
     def _told_masks(
