@@ -50,7 +50,7 @@ def check(
     with told_briefly(debug):
         job = Job("alone", env, env_kwargs, timeout=timeout, seconds=seconds, steps=steps)
         names = backend_names(backends, BACKENDS)
-        with closed_at_signals(), progress(3 + len(names), "checking") as on_start:
+        with closed_at_signals(), progress(4 + len(names), "checking") as on_start:
             found = examine(job, names, on_start)
         if as_json:
             typer.echo(json.dumps(found.as_json(), indent=2))
