@@ -167,12 +167,11 @@ class AsyncStepping(Inquiries):
         """
         check, crew = self._seed_check, self._crew
         assert check is not None
-        if check.compares:
-            batch = cast(Batch, self._batch)  # simulators that step many copies by themselves have no check
-            for env_id in resets:
-                more = told.get(env_id)
-                made = more if isinstance(more, Made) else batch.peek(env_id, more)
-                check.note(env_id, made.dicts[0])
+        batch = cast(Batch, self._batch)  # simulators that step many environments by themselves have no check
+        for env_id in resets:
+            more = told.get(env_id)
+            made = more if isinstance(more, Made) else batch.peek(env_id, more)
+            check.note(env_id, made.dicts[0])
         if not all(self._batch.begun) or crew.in_flight:
             return
         self._seed_check = None

@@ -166,12 +166,25 @@ def test_a_warning_while_others_are_in_flight():
     assert len(warned([passes_on] * 2, in_flight, backend="thread")) == 1
 
 
-class SetsItsSeed(Scenario):
-    """Declares the seed of its latest reset."""
+class SeedsTooLate(Scenario):
+    """Declares the seed of its latest reset, but has drawn its map before, as SMARTS does."""
 
     def reset(self, *, seed=None, options=None):
         self.seed = self.seed if seed is None else seed
         return super().reset()
+
+
+def test_environments_that_are_seeded_too_late():
+    (text,) = warned([lambda: SeedsTooLate()] * 2)
+    assert text.startswith("environments [0, 1] declare the same seed when they were made, 42, although")
+
+
+class SetsItsSeed(SeedsTooLate):
+    """Draws its map again."""
+
+    def reset(self, *, seed=None, options=None):
+        self.map = self.map if seed is None else np.random.default_rng(seed).random(2)
+        return super().reset(seed=seed)
 
 
 def test_no_warning_where_seeds_are_taken():

@@ -73,6 +73,8 @@ def test_what_a_script_registers_is_known_in_its_workers(tmp_path):
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert "made" in done.stdout
+    # A worker that imports a module which registers the same once more has nothing to say.
+    assert "Overriding" not in done.stderr
 
 
 def test_a_class_of_a_module_that_workers_cannot_import(beside, build, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -30,8 +31,10 @@ def dump_registrations() -> bytes:
 def install_registrations(pickled: bytes) -> None:
     """Register in this process what was registered where this was pickled.
 
-    A spec of Gymnasium is unpickled when it is first used: it may import its simulator.
+    A spec of Gymnasium is unpickled when it is first used: it may import its simulator. A simulator that is imported
+    here registers its environments once more. That would be a warning for each of them.
     """
+    warnings.filterwarnings("ignore", r".*Overriding environment .* in (the \w+ )?registry", UserWarning)
     received: Mapping[str, Mapping[str, bytes]] = pickle.loads(pickled)
     for name, registry in _registries():
         known = dict(_pickled(registry))
@@ -83,7 +86,12 @@ def _is_importable(module: str) -> bool:
     if module == "__main__":
         return True  # cloudpickle sends what a script defines by value
     top = module.partition(".")[0]
-    return any(finder.find_spec(top, None) is not None for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    for finder in sys.meta_path:
+        # A finder of another project may fail on names that are not its own; the next one is asked then.
+        with contextlib.suppress(Exception):
+            if finder.find_spec(top, None) is not None:
+                return True
+    return False
 
 
 class _PickledSpec(EnvSpec):
