@@ -90,7 +90,8 @@ class ParallelEnv(AsyncStepping):
     Args:
         env_constructors: One callable for each environment, called inside its worker, with those of the keywords
             `seed`, `env_id` and `restarts` (how often it has been built anew) that its signature names. Lambdas,
-            closures and functions of a script or notebook will do.
+            closures and functions of a script or notebook will do. `functools.partial(gymnasium.make, id)` gets the
+            seed where the registered entry point names it; `docs/seeding.md` says which others do.
         auto_reset: What happens when an episode is over, that is when `terminateds["__all__"]` or
             `truncateds["__all__"]` is true: True or `AutoresetMode.SAME_STEP` begins the next one in the same step,
             `NEXT_STEP` with the next, False or `DISABLED` leaves it to you. Names of modes will do.
@@ -120,7 +121,8 @@ class ParallelEnv(AsyncStepping):
         trace: Path of a timeline that is written when all is closed, or by `stop_trace`; see `start_trace`.
 
     Raises:
-        TypeError: Something is no callable or cannot be pickled, or a constructor returned no environment.
+        TypeError: Something is no callable or cannot be pickled, a constructor requires arguments that it is not
+            called with, or a constructor returned no environment.
         ValueError: There are no constructors, or their environments' spaces differ.
         EnvError: A constructor raised.
         WorkerCrashed: A worker died while constructing.

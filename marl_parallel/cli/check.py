@@ -43,7 +43,7 @@ def check(
     """Check ENV alone and with every backend: its API, spaces, determinism, pickling, processes, and what steps cost.
 
     Everything runs in processes of its own: a crash or a hang is a finding. The exit code is 1 if there is a problem,
-    0 if there are remarks only, or nothing.
+    something that does not work here; 0 if there are remarks only, as where a test of PettingZoo fails, or nothing.
 
     [bold]Example[/bold]:  marl-parallel check mpe2.simple_spread_v3 --env-kwargs '{"N": 5}'
     """

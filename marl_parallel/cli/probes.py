@@ -1,6 +1,7 @@
 """What `marl-parallel check` looks at: one function for each process that it starts.
 
-`alone`     one copy by itself: construction, spaces, types, pickling, processes left behind, what it costs
+`alone`     one copy by itself: construction, spaces, types, pickling, processes left behind, what it costs; then two
+            in one process
 `again`     the same run in a fresh process, for comparison
 `official`  the tests that PettingZoo and Gymnasium have for their environments
 `copies`    several copies in a `ParallelEnv`, for comparison

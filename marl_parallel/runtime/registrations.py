@@ -83,7 +83,12 @@ def _is_importable(module: str) -> bool:
     if module == "__main__":
         return True  # cloudpickle sends what a script defines by value
     top = module.partition(".")[0]
-    return any(finder.find_spec(top, None) is not None for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    for finder in sys.meta_path:
+        # A finder of another project may fail on names that are not its own; the next one is asked then.
+        with contextlib.suppress(Exception):
+            if finder.find_spec(top, None) is not None:
+                return True
+    return False
 
 
 class _PickledSpec(EnvSpec):
