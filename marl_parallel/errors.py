@@ -27,7 +27,8 @@ class EnvError(ParallelEnvError):
     """An environment raised. `__cause__` is the original exception where it could be pickled.
 
     Attributes:
-        method: What the environment was doing: `"constructor"`, `"reset"`, `"step"`, `"render"`, `"close"`, ...
+        method: What the environment was doing: `"constructor"`, `"reset"`, `"step"`, `"render"`, `"close"`, ...;
+            or `"observation_space('agent_0')"` where a method that gives a space raised.
         remote_traceback: The traceback from inside the worker, as text.
     """
 

@@ -48,8 +48,8 @@ class LookupFailed(Exception):
         method: The simulator's method.
     """
 
-    def __init__(self, method: str) -> None:
-        super().__init__(method)
+    def __init__(self, method: str, error: Exception) -> None:
+        super().__init__(f"{method} raised {type(error).__name__}: {error}")
         self.method = method
 
 
@@ -139,7 +139,7 @@ def spaces_of(agents: Iterable[AgentID], lookup: Callable[[AgentID], Any]) -> di
         except (KeyError, NotImplementedError):
             continue
         except Exception as error:
-            raise LookupFailed(f"{getattr(lookup, '__name__', 'space')}({agent!r})") from error
+            raise LookupFailed(f"{getattr(lookup, '__name__', 'space')}({agent!r})", error) from error
         if isinstance(space, Space):
             found[agent] = space
     return found

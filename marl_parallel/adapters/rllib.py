@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from gymnasium import Space
 
 from marl_parallel.adapters.attributes import declared
-from marl_parallel.adapters.base import spaces_of
+from marl_parallel.adapters.base import agent_names, declared_agents, spaces_of
 from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.adapters.protocol import AgentID
 
@@ -19,6 +19,10 @@ class RLlibEnv(DictEnv):
     """An RLlib environment; its `get_observation_space` also knows of one space that all agents share."""
 
     kind: ClassVar[str] = "An RLlib environment"
+
+    def _agents(self) -> list[AgentID]:
+        # What has a space comes first: older releases count in `get_agent_ids` only who is there now.
+        return declared_agents(self.source) or self._agents_with_a_space() or agent_names(self.source)
 
     def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
         lookup = declared(self.source, f"get_{what}_space")

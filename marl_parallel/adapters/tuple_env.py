@@ -62,7 +62,7 @@ class TupleEnv(Adapter):
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise self._misfit("reset", f"(observations, info); it returned {described(result)}")
         observations, info = result
-        if self._one_shape and isinstance(observations, np.ndarray) and observations.shape == self._one_shape:
+        if self._one_shape and getattr(observations, "shape", None) == self._one_shape:
             raise self._misfit("reset", f"one observation per agent; it returned {described(observations)}")
         self._alive, self._over = self.possible_agents, None
         return self._by_agent(observations, "observations", "reset"), self._infos(info, "reset")
@@ -165,7 +165,10 @@ def number_of_agents(source: Any) -> int | None:
     for name in _COUNTS:
         count = declared(source, name)
         if callable(count) and name.startswith("get_"):
-            count = count()
+            try:
+                count = count()
+            except Exception:  # as of a property that is not ready
+                continue
         if isinstance(count, Integral) and not isinstance(count, bool) and int(count) > 0:
             return int(count)
     return None
