@@ -219,7 +219,14 @@ class ParallelEnv(AsyncStepping):
             attach = Request(Message.ATTACH, None, (self._num_envs, shared_memory))
             crew.run(dict.fromkeys(range(len(shares)), attach))
             self._batch = batch = Batch(
-                layout, block, described[0].rules, mode, copy=copy, check_actions=check_actions, only_here=only_here
+                layout,
+                block,
+                described[0].rules,
+                mode,
+                copy=copy,
+                check_actions=check_actions,
+                needs_all_actions=described[0].needs_all_actions,
+                only_here=only_here,
             )
             if survive:
                 crew.restarts = Restarts(

@@ -264,7 +264,7 @@ def test_vmas_with_dict_spaces_takes_a_list_of_actions():
     with ParallelEnv([lambda: TimeLimit(Vmas(), 9)], backend="serial") as env:
         env.reset()
         assert env.step([{"right": 1, "left": 2}])[1] == (BOTH,)
-        with pytest.raises(EnvError, match="no action for agent 'left'"):
+        with pytest.raises(ValueError, match="no action for agent 'left'"):
             env.step([{"right": 1}])
 
 

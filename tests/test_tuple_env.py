@@ -11,7 +11,7 @@ from reference import Reference
 from scenarios import TUPLE_AGENTS, random_actions
 from tuple_simulators import VIEW, Cooperative, Foraging, Intersection, Pathfinding
 
-from marl_parallel import EnvError, ParallelEnv
+from marl_parallel import ParallelEnv
 from marl_parallel.adapters import Misfit, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.tuple_env import TupleEnv
@@ -101,8 +101,11 @@ def test_agents_that_are_over_no_longer_act_and_others_must():
         assert env.acting[0] == [agent for agent in TUPLE_AGENTS if not terminateds[0][agent]]
         assert not terminateds[0]["__all__"]
         first, *rest = env.acting[0]
-        with pytest.raises(EnvError, match=f"no action for agent '{first}'"):
+        steps = env.stats().steps
+        with pytest.raises(ValueError, match=f"environment 0: no action for agent '{first}'"):
             env.step([dict.fromkeys(rest, 0)])
+        assert env.stats().steps == steps
+        env.step([dict.fromkeys(env.acting[0], 0)])
 
 
 class Idle(Foraging):

@@ -117,6 +117,8 @@ class DictEnv(Adapter):
 class ListActionsEnv(DictEnv):
     """A simulator with dict spaces that takes a list of actions in the order of its agents, as VMAS's wrappers do."""
 
+    needs_all_actions: ClassVar[bool] = True
+
     def step(self, actions: dict[Any, Any]) -> Dicts:
         missing = [agent for agent in self.possible_agents if agent not in actions]
         if missing:

@@ -44,6 +44,8 @@ class MultiAgentEnv(ABC):
         seeded_when_made: Whether a seed belongs to its constructor alone, so that to give `reset` one is a mistake.
         options_last: Whether the options of a reset hold for all episodes from then on; what is built anew after a
             fault is given them again.
+        needs_all_actions: Whether every agent that acts must be given an action, though dict rules would pass on what
+            the caller gives. PettingZoo rules demand it anyway.
         source: The simulator as its constructor returned it. Attributes and methods are looked up from here; in the
             `MultiAgentEnv` itself where it has none.
         possible_agents: All agents that may appear, in the simulator's own order; empty where open-ended.
@@ -60,6 +62,7 @@ class MultiAgentEnv(ABC):
     rules: ClassVar[Rules]
     seeded_when_made: ClassVar[bool] = False
     options_last: ClassVar[bool] = False
+    needs_all_actions: ClassVar[bool] = False
     source: Any
     possible_agents: list[AgentID]
     observation_spaces: Mapping[AgentID, Space[Any]]

@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from marl_parallel.adapters.attributes import declared
-from marl_parallel.adapters.base import Adapter, Misfit, NotAnEnvironment, described, type_name
+from marl_parallel.adapters.base import Adapter, Misfit, NotAnEnvironment, described, type_name, vector_reward_spaces
 from marl_parallel.adapters.protocol import ALL, COMMON, AgentID, Dicts, Rules
 
 _COUNTS = ("n_agents", "num_agents", "get_num_agents")
@@ -32,6 +32,7 @@ class TupleEnv(Adapter):
 
     rules: ClassVar[Rules] = Rules.DICT
     kind: ClassVar[str] = "A tuple environment"
+    needs_all_actions: ClassVar[bool] = True
     sequence: type[tuple[Any, ...]] | type[list[Any]]
 
     def __init__(self, source: Any) -> None:
@@ -47,6 +48,7 @@ class TupleEnv(Adapter):
         self.possible_agents = agents
         self.observation_spaces = self._spaces("observation", observation_space)
         self.action_spaces = self._spaces("action", action_space)
+        self.reward_spaces = vector_reward_spaces(source, agents)
         self.sequence = tuple if isinstance(action_space, spaces.Tuple) else list
         self._one_shape = getattr(observation_space, "shape", None) if length_of(observation_space) is None else None
         self._all_going = dict.fromkeys([*agents, ALL], False)

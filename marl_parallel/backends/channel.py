@@ -22,6 +22,7 @@ import struct
 from collections import deque
 from typing import Any
 
+from marl_parallel.backends import descriptors
 from marl_parallel.backends.memory import anonymous_file
 
 _HEADER = struct.Struct("=Q?")  # the length, and whether it is in a file
@@ -172,7 +173,7 @@ class Channel:
                 raise Gone
             self._header += data
             for _, _, descriptor in ancillary:
-                self._received_fd = array.array("i", descriptor)[0]
+                self._received_fd = descriptors.lifted(array.array("i", descriptor)[0])
         return True
 
     def close(self) -> None:

@@ -63,6 +63,7 @@ class Batch:
         mode: When episodes begin anew.
         copy: Whether observations are handed out as arrays of the caller's own.
         check_actions: Whether every action must be contained in its space.
+        needs_all_actions: Whether an agent that acts and is given no action is an error under dict rules too.
         only_here: Modules that workers cannot import.
 
     Attributes:
@@ -91,6 +92,7 @@ class Batch:
         *,
         copy: bool,
         check_actions: bool,
+        needs_all_actions: bool,
         only_here: Sequence[ModuleType],
     ) -> None:
         layout.bind(buffer)
@@ -106,6 +108,7 @@ class Batch:
         self.env_ids = tuple(range(layout.num_records))
         self._everywhere = range(layout.num_records)
         self._pettingzoo = rules is Rules.PETTINGZOO
+        self._needs_all = self._pettingzoo or needs_all_actions
         self._only_here = only_here
         self.views: WeakSet[ArrayBatch] = WeakSet()
         # By environment: action masks that the block does not hold, copied, as infos belong to the caller.
@@ -126,7 +129,7 @@ class Batch:
             return {}
         outside: dict[int, bytes] = {}
         for env_id, given in zip(env_ids, actions, strict=True):
-            if self.over[env_id] or type(given) is not dict or (self._pettingzoo and [*given] != self.acting[env_id]):
+            if self.over[env_id] or type(given) is not dict or (self._needs_all and [*given] != self.acting[env_id]):
                 given = self._wanted(env_id, given)
             if self.checks:
                 self._check_contained(env_id, given)
@@ -159,6 +162,8 @@ class Batch:
             return {}
         if self._pettingzoo or not isinstance(given, Mapping):
             return of_acting(env_id, given, self.acting[env_id])
+        if self._needs_all:
+            of_acting(env_id, given, self.acting[env_id])  # raises where one is missing
         return dict(given)
 
     def _check_contained(self, env_id: int, actions: Mapping[Any, Any]) -> None:

@@ -101,6 +101,7 @@ class Description(NamedTuple):
     check_options: Callable[[Any], None]
     seeded_when_made: bool
     options_last: bool
+    needs_all_actions: bool
     reward_spaces: Mapping[AgentID, Space[Any]]
 
 

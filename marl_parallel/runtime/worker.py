@@ -179,6 +179,7 @@ class Worker:
             env.check_options,
             env.seeded_when_made,
             env.options_last,
+            env.needs_all_actions,
             dict(env.reward_spaces),
         )
         return Built(dumps_compactly(description), seeded, is_open, lookup.declared_seed(env.source))
