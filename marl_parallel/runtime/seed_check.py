@@ -11,6 +11,7 @@ Only environments whose constructors got no seed are looked at. There are two si
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,8 +95,8 @@ def _differ(env_ids: Sequence[int], given: Sequence[int]) -> bool:
 
 def _alike(declared: Mapping[int, int]) -> list[int]:
     """The environments that share the seed they declare with another one."""
-    seeds = [*declared.values()]
-    return [env_id for env_id, seed in declared.items() if seeds.count(seed) > 1]
+    count = Counter(declared.values())
+    return [env_id for env_id, seed in declared.items() if count[seed] > 1]
 
 
 def _same_seed(alike: Sequence[int], declared: Mapping[int, int], when: str = "") -> str:
