@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ class Timed(Notebook):
             self.traces.append(value)
 
     @contextlib.contextmanager
-    def watch(self, doing, question=None, seconds=0.0, **_):
+    def watch(self, doing, question=None, seconds=0.0, *_, **__):
         begun = time.monotonic()
         yield
         self.left.append(self._job.timeout + seconds - (time.monotonic() - begun))
@@ -49,9 +50,12 @@ def slow(monkeypatch):
 def test_what_is_slow_is_not_taken_for_hanging(slow):
     """Ten steps take longer than one may, three constructors too; none of them does."""
     facts = {"construct_s": 0.02, "step": {"median_s": 0.02}, "reset": {"median_s": 0.0}}
-    for probe, job in (("copies", slow), ("official", _official(slow, facts))):
+    names = ["pettingzoo.test.parallel_api_test", "pettingzoo.test.parallel_seed_test"]
+    official = _official(slow, {**facts, "official": names})
+    assert [job.test for job in official] == names
+    for job in (replace(slow, probe="copies"), *official):
         notebook = Timed(job)
-        probes.PROBES[probe](job, notebook)
+        probes.PROBES[job.probe](job, notebook)
         assert min(notebook.left) > 0
     notebook = Timed(slow)
     probes._measure_cost(probes._solo(probes._imported(slow, notebook), slow, notebook), slow, notebook)

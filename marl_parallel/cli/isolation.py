@@ -216,8 +216,10 @@ class Notebook:
         where = place(traceback.format_exc())
         if not where and isinstance(error, TypeError):
             last = traceback.extract_tb(error.__traceback__)[-1].line or ""
-            # It is our adapter's, of what it got from the simulator, or Python's, of how it called it.
-            to_do = f"let {doing} return that" if last.startswith("raise ") else f"let {doing} take what its API says"
+            # An adapter raises it because of what the simulator returned, or, with Python's own error as the cause,
+            # because the simulator could not be called.
+            returned = last.startswith("raise ") and not isinstance(error.__cause__, TypeError)
+            to_do = f"let {doing} return that" if returned else f"let {doing} take what its API says"
             what, question = str(error), Question.API
         else:
             at = f", at {where}" if where else ""
