@@ -331,11 +331,11 @@ class Slowly(Healthy):
     """Each call takes a while, though no longer than it may."""
 
     def __init__(self) -> None:
-        time.sleep(0.02)
+        time.sleep(0.05)
         super().__init__()
 
     def step(self, actions):
-        time.sleep(0.02)
+        time.sleep(0.05)
         return super().step(actions)
 
 
