@@ -94,8 +94,13 @@ def test_a_replacement_that_dies_while_it_starts(portable, monkeypatch):
     assert (worker, reply.answers) == (1, Message.CLOSE)
 
 
+def start_with(monkeypatch, program):
+    """Have workers run this program instead of their own."""
+    monkeypatch.setattr(portable_process, "from_stdin", lambda _: ([sys.executable, "-c", program], b""))
+
+
 def test_worker_that_cannot_start(monkeypatch, capfd):
-    monkeypatch.setattr(portable_process, "command", lambda _: [sys.executable, "-c", "import no_such_module"])
+    start_with(monkeypatch, "import no_such_module")
     backend = PortableProcessBackend()
     with pytest.raises(RuntimeError, match="worker 0 ended with exit code 1"):
         backend.start([range(1), range(1, 2)], 8)
@@ -106,7 +111,7 @@ def test_worker_that_cannot_start(monkeypatch, capfd):
 
 
 def test_worker_that_does_not_start_in_time(monkeypatch):
-    monkeypatch.setattr(portable_process, "command", lambda _: [sys.executable, "-c", "import time; time.sleep(60)"])
+    start_with(monkeypatch, "import time; time.sleep(60)")
     monkeypatch.setattr("marl_parallel.backends.portable._STARTED_WITHIN_S", 0.2)
     with pytest.raises(TimeoutError, match="worker 0"):
         PortableProcessBackend().start([range(1), range(1, 2)], 8)
@@ -123,7 +128,7 @@ main()
 
 def test_worker_that_stops_while_it_starts(monkeypatch):
     """It has a socket that can be connected to, and says nothing."""
-    monkeypatch.setattr(portable_process, "command", lambda _: [sys.executable, "-c", STOPS_IN_START])
+    start_with(monkeypatch, STOPS_IN_START)
     monkeypatch.setattr("marl_parallel.backends.portable._STARTED_WITHIN_S", 5.0)
     with pytest.raises(TimeoutError, match="worker 0"):
         PortableProcessBackend().start([range(1), range(1, 2)], 8)
