@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 from typing import Any
@@ -142,7 +143,7 @@ class Camera(gymnasium.Env):
     def __init__(
         self, space: spaces.Space = SPACES["whole numbers, uint8"], seeded: bool = False, *, env_id: int
     ) -> None:
-        self.observation_space = pickle.loads(pickle.dumps(space))
+        self.observation_space = copy.deepcopy(space)
         if seeded:
             self.observation_space.seed(env_id)
         self.action_space = spaces.Discrete(2)

@@ -252,7 +252,8 @@ class BareCopy(Copy):
     """The bare `BaseEnv` in the reference's loop: one agent at a time, as ML-Agents' own documentation reads it."""
 
     def __init__(self, constructor: Constructor, index: int, seed: int, mode: AutoresetMode, max_steps: int) -> None:
-        self.mode, self.turn_based, self.dict_rules, self.single = mode, False, False, False
+        self.mode = mode
+        self.turn_based = self.dict_rules = self.single = self.tuples = False
         self.env, self.max_steps = constructor(seed), max_steps
         self.env.reset()
         self.observations: dict[Any, Any] = {}

@@ -56,6 +56,11 @@ class GymnasiumEnv(Adapter):
         if not isinstance(result, tuple) or len(result) != 5:
             raise self._misfit("step", "(observation, reward, terminated, truncated, info)", result)
         observation, reward, terminated, truncated, info = result
+        if type(reward) is dict:
+            raise Misfit(
+                f"the reward of agent {AGENT!r} must be a number or an array, got a dict with the keys {[*reward]}; "
+                'if these keys are agents, pass adapter="dict"'
+            )
         return {AGENT: observation}, {AGENT: reward}, {AGENT: terminated}, {AGENT: truncated}, {AGENT: info}
 
     def _misfit(self, method: str, expected: str, got: Any) -> Misfit:

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.agents import refuse_reserved
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
-from marl_parallel.runtime.forms import check_infos, check_rewards, checked_flags
+from marl_parallel.runtime.forms import check_infos, checked_flags
 from marl_parallel.runtime.ledger import Activity, Ledger
 from marl_parallel.runtime.transition import (
     ALL,
@@ -130,7 +130,6 @@ class Episode:
         if ALL in observations or ALL in rewards or COMMON in observations:
             refuse_reserved("step", observations, rewards)
         terminateds, truncateds = checked_flags(terminateds, "terminated"), checked_flags(truncateds, "truncated")
-        check_rewards(rewards)
         check_infos(infos, observations)
         before = self._alive
         self._note(observations, terminateds, truncateds)

@@ -1,4 +1,4 @@
-"""Refuse flags, rewards and infos of a form that a transition does not have.
+"""Refuse flags and infos of a form that a transition does not have.
 
 A list of flags is true whatever is in it, so it would end the episode in every step. Asked on the slow path only: on
 the fast path every flag is Python's own False.
@@ -32,20 +32,6 @@ def checked_flags(flags: dict[Any, Any], what: str) -> dict[Any, Any]:
     if _FLAGS.issuperset(map(type, flags.values())):
         return flags
     return {agent: _one_flag(agent, flag, what) for agent, flag in flags.items()}
-
-
-def check_rewards(rewards: Mapping[Any, Any]) -> None:
-    """Refuse rewards that are dicts: they are those of several agents under one name.
-
-    Raises:
-        Misfit: There is one.
-    """
-    if dict in {*map(type, rewards.values())}:
-        agent, reward = next((agent, reward) for agent, reward in rewards.items() if type(reward) is dict)
-        raise Misfit(
-            f"the reward of agent {agent!r} must be a number or an array, got a dict with the keys {[*reward]}; "
-            'if these keys are agents, pass adapter="dict"'
-        )
 
 
 def check_infos(infos: Mapping[Any, Any], agents: Iterable[Any]) -> None:

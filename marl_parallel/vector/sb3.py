@@ -97,8 +97,8 @@ class SB3VecEnv(VecEnv):
         if without_form:
             agent = without_form[0]
             raise ValueError(
-                f"rows must be arrays, but the observation of agent {agent!r} has a part without a fixed size: "
-                f"{unfit_leaf(schema.observation_spaces[agent])}; {_ADVICE}"
+                f"rows must be arrays, but agent {agent!r} observes {schema.observation_spaces[agent]}, which has a "
+                f"part without a fixed size: {unfit_leaf(schema.observation_spaces[agent])}; {_ADVICE}"
             )
         self._group, self._members = chosen(
             self._stepper.batch.groups, self.agents, self.agents, schema.action_spaces, _ADVICE

@@ -345,7 +345,9 @@ def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | Non
         for agent in agents:
             if not has_tensors(declared[agent]):
                 part = without_tensors(declared[agent])
-                raise ValueError(f"agent {agent!r}: the {kind} space has no form in tensors, because of {part}")
+                raise ValueError(
+                    f"agent {agent!r}: the {kind} space {declared[agent]} has no form in tensors, because of {part}"
+                )
     both = {agent: spaces.Tuple((schema.observation_spaces[agent], schema.action_spaces[agent])) for agent in agents}
     if group_map is None:
         groups = _by_name(agents, both)

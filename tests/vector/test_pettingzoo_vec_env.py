@@ -430,7 +430,7 @@ class Nobody(HerdOfDicts):
     [
         (Vectors, "the reward of agent 'a' is"),
         (Stranger, "agent 'z' is none of"),
-        (Nobody, "the observation of agent 'a' is None"),
+        (Nobody, "the observation of agent 'a': expected a dict with the keys .*, got None"),
     ],
 )
 def test_what_has_no_place_in_an_array(make, word):
