@@ -126,6 +126,13 @@ class Copy:
                     infos.setdefault(agent, {}).setdefault("reset_info", info)
         return observations, rewards, terminateds, truncateds, infos
 
+    def cast_vector(self, agent: Any, reward: Any) -> Any:
+        """A vector reward has the dtype that the environment declares for it."""
+        space_of = getattr(getattr(self.env, "aec_env", self.env), "reward_space", None)
+        if isinstance(reward, np.ndarray) and reward.ndim and callable(space_of):
+            return reward.astype(space_of(agent).dtype)
+        return reward
+
     def native_step(self, actions: Mapping[Any, Any]) -> tuple[dict, dict, dict, dict, dict]:
         """One step of the environment itself, with `__all__` by the rules it follows."""
         given = actions if self.dict_rules else {agent: actions[agent] for agent in self.acting}
@@ -140,6 +147,7 @@ class Copy:
         rewards, terminateds, truncateds, infos = (
             {agent: copy.deepcopy(value) for agent, value in result.items()} for result in others
         )
+        rewards = {agent: self.cast_vector(agent, reward) for agent, reward in rewards.items()}
         self.observations = self.observed(observations)
         self.seen |= {*observations, *rewards, *terminateds, *truncateds} - {"__all__"}
         self.dead |= {agent for flags in (terminateds, truncateds) for agent in flags if flags[agent]}

@@ -445,6 +445,6 @@ def test_vector_rewards_become_numbers():
 def test_a_refused_observation_names_its_part():
     seen = spaces.Dict(image=spaces.Box(0, 1, (2,)), more=spaces.Tuple((spaces.Text(3), spaces.Discrete(2))))
     parallel = ParallelEnv([functools.partial(Odd, seen)], backend="serial")
-    with pytest.raises(ValueError, match=r"observation of agent 'a' has .*: \['more'\]\[0\], Text"):
+    with pytest.raises(ValueError, match=r"agent 'a' observes Dict.* has a part without .*: \['more'\]\[0\], Text"):
         SB3VecEnv(parallel)
     parallel.close()

@@ -484,6 +484,6 @@ def test_vector_rewards_of_a_group_must_be_alike():
 def test_a_refused_space_names_its_part():
     seen = spaces.Dict(image=spaces.Box(0, 1, (2,)), mission=spaces.Text(3))
     parallel = ParallelEnv([functools.partial(Odd, seen)], False, backend="serial")
-    with pytest.raises(ValueError, match=r"agent 'a': the observation space has no form .* \['mission'\], Text"):
+    with pytest.raises(ValueError, match=r"agent 'a': the observation space Dict.* has no form .* \['mission'\], Text"):
         TorchRLEnv(parallel)
     parallel.close()
