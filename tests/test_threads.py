@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -319,10 +316,3 @@ def test_interrupts_at_any_moment():
         signal.signal(signal.SIGALRM, before)
     assert interrupts == 300
     counter.add()
-
-
-def test_the_documentations_example_runs():
-    page = (Path(__file__).parents[1] / "docs" / "concurrency.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    done = subprocess.run([sys.executable, "-"], input=block, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")
