@@ -2,8 +2,8 @@
 
 The end of a stream is no sign that the other side is gone, since a simulator's own children inherit it. So the parent
 of a worker must not wait here (`receive_now`, `put`, `flush`); the worker may (`receive`, `send`, `finish`), since it
-dies with its parent. What is large goes into a file without
-a name, of which only the descriptor is sent: a socket holds little, and the sender is not to wait for the reader.
+dies with its parent. A large message goes into a file without a name, of which only the descriptor is sent: a socket
+holds little, and the sender must not wait for the reader.
 
 The other side may stop in the middle of a message. `receive_now` and `flush` keep what has come or gone so far, and go
 on from there when they are called again.

@@ -1,7 +1,7 @@
 """Refuse flags and infos of a form that a transition does not have.
 
-A list of flags is true whatever is in it, so it would end the episode in every step. Asked on the slow path only: on
-the fast path every flag is Python's own False.
+A list of flags is true whatever is in it, so it would end the episode in every step. These
+checks run on the slow path only: on the fast path every flag is Python's own False.
 """
 
 from __future__ import annotations
