@@ -40,7 +40,7 @@ from marl_parallel.cli.machine import in_one_line, machine
 from marl_parallel.cli.measure import spread
 from marl_parallel.cli.plotting import COLOURS, GREY, PATCH, finish, framed, tidy
 from marl_parallel.cli.report import progress, write_json, write_rows
-from marl_parallel.runtime.sharing import usable_cpus
+from marl_parallel.core.sharing import usable_cpus
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "async_stepping"

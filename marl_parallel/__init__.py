@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING, Any
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import MultiAgentEnv, Rules
-from marl_parallel.errors import EnvError, ParallelEnvError, RestartLimitExceeded, WorkerCrashed, WorkerTimeout
+from marl_parallel.core.backend import Backend
 from marl_parallel.making import make
 from marl_parallel.optional import installed
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.recording import record_video
-from marl_parallel.runtime.backend import Backend
-from marl_parallel.runtime.restarts import RestartPolicy
-from marl_parallel.stats import Stats, WorkerStats
-from marl_parallel.step_batch import StepBatch
+from marl_parallel.types import (
+    EnvError,
+    ParallelEnvError,
+    RestartLimitExceeded,
+    RestartPolicy,
+    Stats,
+    StepBatch,
+    WorkerCrashed,
+    WorkerStats,
+    WorkerTimeout,
+)
 
 if TYPE_CHECKING:
     from marl_parallel.backends.ray_backend import RayBackend

@@ -1,7 +1,7 @@
 """Action masks by PettingZoo's convention: where environments report them, and the form that Gymnasium's spaces take.
 
 `mask_of` finds the mask of one agent in its observation and info. `for_sample` brings it into the form that
-`Space.sample(mask)` takes. Which info belongs to the running episode is decided in `runtime/batch.py`.
+`Space.sample(mask)` takes. Which info belongs to the running episode is decided in `core/batch.py`.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.runtime.backend import Backend
-from marl_parallel.runtime.restarts import RestartPolicy
-from marl_parallel.runtime.signatures import missing_arguments
+from marl_parallel.core.backend import Backend
+from marl_parallel.core.signatures import missing_arguments
+from marl_parallel.types import RestartPolicy
 
 _POOL_SEEDS = 2**31  # they are 32-bit integers with a sign
 _ELEVEN_DAYS_S = 1e6  # in milliseconds this still fits where operating systems are told to wait

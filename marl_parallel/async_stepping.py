@@ -22,13 +22,13 @@ from marl_parallel.arguments import (
     checked_patience,
     seeds_of,
 )
+from marl_parallel.core.batch import Batch, Made
+from marl_parallel.core.exclusive import CALL, exclusive
+from marl_parallel.core.messages import Message
+from marl_parallel.core.pickling import sendable
+from marl_parallel.core.seed_check import SeedCheck
 from marl_parallel.inquiries import Inquiries
-from marl_parallel.runtime.batch import Batch, Made
-from marl_parallel.runtime.exclusive import CALL, exclusive
-from marl_parallel.runtime.messages import Message
-from marl_parallel.runtime.pickling import sendable
-from marl_parallel.runtime.seed_check import SeedCheck
-from marl_parallel.step_batch import StepBatch
+from marl_parallel.types import StepBatch
 
 Options = dict[str, Any] | list[dict[str, Any] | None] | None
 """For the resets of all environments, or one for each of them."""

@@ -19,16 +19,15 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.group_spaces import GroupSpaces
 from marl_parallel.arguments import checked_ids, checked_trace
-from marl_parallel.errors import ParallelEnvError
-from marl_parallel.runtime.engine import BatchView, Engine
-from marl_parallel.runtime.exclusive import CallGuard, exclusive
-from marl_parallel.runtime.layout import Schema
-from marl_parallel.runtime.messages import Message, Request
-from marl_parallel.runtime.payloads import Answer, Refusal
-from marl_parallel.runtime.pickling import loads, sendable, take_along
-from marl_parallel.runtime.tracing import Tracer
-from marl_parallel.stats import Stats
+from marl_parallel.core.engine import BatchView, Engine
+from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.layout import Schema
+from marl_parallel.core.messages import Message, Request
+from marl_parallel.core.payloads import Answer, Refusal
+from marl_parallel.core.pickling import loads, sendable, take_along
+from marl_parallel.core.tracing import Tracer
 from marl_parallel.tiling import tile as tiled
+from marl_parallel.types import ParallelEnvError, Stats
 
 
 class Inquiries:

@@ -4,12 +4,12 @@ Here live construction, `reset`, `step` and `close`, and the order of calls. Not
 memory or of what a transition means. A step's way::
 
     ParallelEnv.step(actions)
-      |  Batch.write_actions      refuses what is wrong, writes the rest into the block     runtime/batch.py
-      |  Crew.run                                                                           runtime/crew.py
+      |  Batch.write_actions      refuses what is wrong, writes the rest into the block     core/batch.py
+      |  Crew.run                                                                           core/crew.py
       |    Backend.post(STEP)     wakes the workers                                         backends/
-      |      Worker.execute       each in its process or thread                             runtime/worker.py
-      |        Episode.step       steps the simulator, resets where the episode is over     runtime/episode.py
-      |        TransitionRecords.write    the transition into the block                     runtime/records.py
+      |      Worker.execute       each in its process or thread                             core/worker.py
+      |        Episode.step       steps the simulator, resets where the episode is over     core/episode.py
+      |        TransitionRecords.write    the transition into the block                     core/records.py
       |    Backend.wait           until the last worker is done
       |  Batch.read               dicts from the block
       v
@@ -17,7 +17,7 @@ memory or of what a transition means. A step's way::
 
 `send` and `recv` (`async_stepping.py`) go the same way in two halves: `Crew.send` posts, `Crew.receive` waits. Where
 faults are to be survived, `step` is these two in a row. With a simulator that steps many copies by itself, others stand
-in the place of `Crew` and `Batch` (`runtime/engine.py` says which), and there is nothing below them but the simulator.
+in the place of `Crew` and `Batch` (`core/engine.py` says which), and there is nothing below them but the simulator.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ from marl_parallel.arguments import (
 )
 from marl_parallel.async_stepping import AsyncStepping, Options
 from marl_parallel.backends import open_backend
-from marl_parallel.runtime.backend import Backend
-from marl_parallel.runtime.batch import Batch, Dicts
-from marl_parallel.runtime.construction import construct
-from marl_parallel.runtime.crew import Crew
-from marl_parallel.runtime.engine import Engine
-from marl_parallel.runtime.exclusive import CALL, CallGuard
-from marl_parallel.runtime.layout import Layout
-from marl_parallel.runtime.limits import Limits
-from marl_parallel.runtime.messages import Message, Request
-from marl_parallel.runtime.native import NativeSimulator
-from marl_parallel.runtime.native_batch import NativeBatch
-from marl_parallel.runtime.native_crew import NativeCrew
-from marl_parallel.runtime.reports import logger
-from marl_parallel.runtime.restarts import RestartPolicy, Restarts
-from marl_parallel.runtime.schemas import common_schema
-from marl_parallel.runtime.seed_check import SeedCheck
-from marl_parallel.runtime.sharing import share_out
+from marl_parallel.core.backend import Backend
+from marl_parallel.core.batch import Batch, Dicts
+from marl_parallel.core.construction import construct
+from marl_parallel.core.crew import Crew
+from marl_parallel.core.engine import Engine
+from marl_parallel.core.exclusive import CALL, CallGuard
+from marl_parallel.core.layout import Layout
+from marl_parallel.core.limits import Limits
+from marl_parallel.core.messages import Message, Request
+from marl_parallel.core.native import NativeSimulator
+from marl_parallel.core.native_batch import NativeBatch
+from marl_parallel.core.native_crew import NativeCrew
+from marl_parallel.core.reports import logger
+from marl_parallel.core.restarts import Restarts
+from marl_parallel.core.schemas import common_schema
+from marl_parallel.core.seed_check import SeedCheck
+from marl_parallel.core.sharing import share_out
+from marl_parallel.types import RestartPolicy
 
 START_TIMEOUT_S = 60.0
 _MORE_REQUESTS = 8  # before a worker, beyond two for each of its environments: such as the one to close

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import for_sample
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import at_least_one
+from marl_parallel.core.batch import Dicts
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime.batch import Dicts
 from marl_parallel.tiling import tile
 
 Policy: TypeAlias = Callable[[Dicts], Sequence[Mapping[AgentID, Any]]]

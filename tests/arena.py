@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 from gymnasium import spaces
 
-from marl_parallel.runtime.layout import Schema
-from marl_parallel.runtime.native import EnvIds, NativeSimulator, Received
+from marl_parallel.core.layout import Schema
+from marl_parallel.core.native import EnvIds, NativeSimulator, Received
 
 TANKS = ("tank_0", "tank_1")
 

@@ -17,7 +17,7 @@ from marl_parallel import ParallelEnv
 from marl_parallel.action_masks import for_sample, mask_of
 from marl_parallel.cli.measure import traits_of
 from marl_parallel.cli.rollout import Actor
-from marl_parallel.runtime.native import Received
+from marl_parallel.core.native import Received
 from marl_parallel.vector import PettingZooVecEnv
 
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]

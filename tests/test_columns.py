@@ -9,9 +9,9 @@ import pytest
 from comparison import assert_same
 from gymnasium import spaces
 
-from marl_parallel.runtime.columns import Unfit
-from marl_parallel.runtime.layout import Layout, Schema
-from marl_parallel.runtime.values import Mismatch, numbers_of
+from marl_parallel.core.columns import Unfit
+from marl_parallel.core.layout import Layout, Schema
+from marl_parallel.core.values import Mismatch, numbers_of
 
 RECORDS = 4
 BOX = spaces.Box(-1, 1, (3,), np.float32)

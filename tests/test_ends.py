@@ -11,9 +11,9 @@ import pytest
 from comparison import assert_same, spoil
 from gymnasium import spaces
 
-from marl_parallel.runtime.layout import Layout, Schema
-from marl_parallel.runtime.records import TransitionRecords
-from marl_parallel.runtime.transition import Transition, kept
+from marl_parallel.core.layout import Layout, Schema
+from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.transition import Transition, kept
 
 AGENTS = ["a", "b", "c"]
 BOX = spaces.Box(-9, 9, (2,), np.float32)

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "marl_parallel"
 
 LEVELS = [
-    {"action_masks", "errors", "optional", "stats", "step_batch", "tiling", "adapters"},
-    {"runtime"},
+    {"action_masks", "optional", "types", "tiling", "adapters"},
+    {"core"},
     {"backends", "arguments"},
     {"inquiries"},
     {"async_stepping"},

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from marl_parallel.runtime import large_spaces, worker
-from marl_parallel.runtime.large_spaces import dumps_compactly, equal
+from marl_parallel.core import large_spaces, worker
+from marl_parallel.core.large_spaces import dumps_compactly, equal
 
 IMAGE = (160, 160, 3)
 INTEGER_TYPES = [np.uint8, np.int16, np.int64]

@@ -11,10 +11,10 @@ from gymnasium import spaces
 from zoo import draw, shared
 
 from marl_parallel.adapters import adapt
-from marl_parallel.runtime.actions import ActionRecords
-from marl_parallel.runtime.layout import Layout, Schema
-from marl_parallel.runtime.records import TransitionRecords
-from marl_parallel.runtime.transition import Transition
+from marl_parallel.core.actions import ActionRecords
+from marl_parallel.core.layout import Layout, Schema
+from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.transition import Transition
 
 CACHE_LINE = 64
 RECORDS = 3

@@ -10,8 +10,8 @@ import pytest
 from gymnasium import spaces
 
 from marl_parallel import ParallelEnv
-from marl_parallel.runtime.builders import dict_of, dicts_of, empty_dicts_of
-from marl_parallel.runtime.layout import alike
+from marl_parallel.core.builders import dict_of, dicts_of, empty_dicts_of
+from marl_parallel.core.layout import alike
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
 FEW, MANY = 30, 240

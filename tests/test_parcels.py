@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from marl_parallel.runtime.actions import ActionRecords
-from marl_parallel.runtime.layout import Layout, Schema
-from marl_parallel.runtime.ledger import Activity, Ledger
-from marl_parallel.runtime.messages import Message
-from marl_parallel.runtime.parcels import Parcels
-from marl_parallel.runtime.records import TransitionRecords
-from marl_parallel.runtime.transition import Transition
+from marl_parallel.core.actions import ActionRecords
+from marl_parallel.core.layout import Layout, Schema
+from marl_parallel.core.ledger import Activity, Ledger
+from marl_parallel.core.messages import Message
+from marl_parallel.core.parcels import Parcels
+from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.transition import Transition
 
 AGENTS = ["a", "b"]
 BOX = spaces.Box(-1.0, 1.0, (3,), np.float32)

@@ -15,7 +15,7 @@ import cloudpickle
 import pytest
 
 from marl_parallel import ParallelEnv
-from marl_parallel.runtime.pickling import dumps, loads
+from marl_parallel.core.pickling import dumps, loads
 
 SIMULATORS = """
 import gymnasium
@@ -123,7 +123,7 @@ def test_a_class_whose_making_has_failed_half_way_is_made(falling):
     made = types.new_class("Late", (), {}, lambda names: names.update(missing=falling, value=3, __module__="__main__"))
     pickled = cloudpickle.dumps(made)
     program = (
-        "import sys, types; from marl_parallel.runtime.pickling import loads\n"
+        "import sys, types; from marl_parallel.core.pickling import loads\n"
         f"pickled = {pickled!r}\n"
         "for _ in range(2):\n"
         "    try:\n        loads(pickled)\n    except ModuleNotFoundError as error:\n        print(error.name)\n"

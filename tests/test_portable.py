@@ -19,8 +19,8 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.backends import portable_process, portable_worker
 from marl_parallel.backends.portable import PortableProcessBackend
-from marl_parallel.runtime.messages import Lost, Message, Reply, Request
-from marl_parallel.runtime.payloads import Plan
+from marl_parallel.core.messages import Lost, Message, Reply, Request
+from marl_parallel.core.payloads import Plan
 
 TESTS = str(Path(__file__).parent)
 

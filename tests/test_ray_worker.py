@@ -10,8 +10,8 @@ import pytest
 
 from marl_parallel.backends import ray_worker
 from marl_parallel.backends.ray_worker import Parcel, packed, unpacked, what_was_said
-from marl_parallel.runtime.ledger import Ledger
-from marl_parallel.runtime.messages import Message, Reply
+from marl_parallel.core.ledger import Ledger
+from marl_parallel.core.messages import Message, Reply
 
 REPLIES = [
     Reply(Message.RESULT, Message.STEP, (number,), {number: b"more"}, {}, 1.5, number == 2) for number in range(3)

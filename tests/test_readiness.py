@@ -22,7 +22,7 @@ from tandem import some_of
 
 from marl_parallel import ParallelEnv, StepBatch
 from marl_parallel.backends.serial import SerialBackend
-from marl_parallel.runtime.messages import Lost, Reply
+from marl_parallel.core.messages import Lost, Reply
 
 PACKINGS = pytest.mark.parametrize("num_workers", [1, 2, 4])
 

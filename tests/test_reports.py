@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import marl_parallel
-from marl_parallel.runtime import reports
-from marl_parallel.runtime.ledger import Activity, Running
-from marl_parallel.runtime.messages import Failure, Lost
+from marl_parallel.core import reports
+from marl_parallel.core.ledger import Activity, Running
+from marl_parallel.core.messages import Failure, Lost
 
-OURS = f"{Path(marl_parallel.__file__).parent}/runtime/worker.py"
+OURS = f"{Path(marl_parallel.__file__).parent}/core/worker.py"
 ADVICE = ', or pass on_error="restart"'
 
 

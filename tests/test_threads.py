@@ -19,7 +19,7 @@ from liveness import wait_for
 from paced import acts, fleet, hold, release, seen, trace
 
 from marl_parallel import ParallelEnv
-from marl_parallel.runtime.exclusive import CallGuard, exclusive
+from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
 PATIENCE_S = 60.0

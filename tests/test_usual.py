@@ -14,7 +14,7 @@ import pytest
 from faults import Fragile
 
 from marl_parallel.backends.channel import Channel
-from marl_parallel.runtime.transition import FLOATS, Usual
+from marl_parallel.core.transition import FLOATS, Usual
 
 AGENTS = ["a", "b"]
 PARTS = ["observations", "rewards", "terminateds", "truncateds", "infos"]

@@ -15,10 +15,10 @@ from objectives import LENGTH, Couriers, Paid, Summed, TreasureHunt
 
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters import adapt
-from marl_parallel.runtime import pickling
-from marl_parallel.runtime.layout import Layout, Schema
-from marl_parallel.runtime.records import TransitionRecords
-from marl_parallel.runtime.transition import Transition
+from marl_parallel.core import pickling
+from marl_parallel.core.layout import Layout, Schema
+from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.transition import Transition
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.scalarizing import Scalarizer
@@ -66,7 +66,7 @@ def test_nothing_is_pickled_in_a_step(monkeypatch, parallel):
     env = parallel(Couriers, 2, True)
     env.reset()
     pickled: list[Any] = []
-    monkeypatch.setattr("marl_parallel.runtime.worker.dump_extras", lambda extras: pickled.append(extras) or b"")
+    monkeypatch.setattr("marl_parallel.core.worker.dump_extras", lambda extras: pickled.append(extras) or b"")
     for _ in range(LENGTH - 1):
         env.step([dict.fromkeys(acting, 1) for acting in env.acting])
     assert pickled == []

@@ -2,7 +2,7 @@
 
 Here live `MultiAgentEnv`, `Rules`, `ALL` and `COMMON`. How one kind of simulator becomes a `MultiAgentEnv` is the
 business of the module named after that kind; what the results of a step *mean* is decided in
-`marl_parallel.runtime.episode`.
+`marl_parallel.core.episode`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import sys
 
 from marl_parallel.backends.serial import SerialBackend
 from marl_parallel.backends.thread import ThreadBackend
-from marl_parallel.runtime.backend import Backend
+from marl_parallel.core.backend import Backend
 
 NAMES = ("process", "serial", "thread", "ray")
 CONTEXTS = ("forkserver", "spawn", "fork")

@@ -13,7 +13,7 @@ import mmap
 from collections.abc import Callable
 
 from marl_parallel.backends.semaphores import Semaphore
-from marl_parallel.runtime.ledger import Ledger
+from marl_parallel.core.ledger import Ledger
 
 MAIL, STEP, PLAIN = 0, 1, 2
 """What a note is about: something in the channel; stepping the environments it names; these being done."""

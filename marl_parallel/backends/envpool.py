@@ -19,9 +19,9 @@ from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.runtime.layout import Schema
-from marl_parallel.runtime.native import EnvIds, NativeSimulator, Received
-from marl_parallel.runtime.stacking import each
+from marl_parallel.core.layout import Schema
+from marl_parallel.core.native import EnvIds, NativeSimulator, Received
+from marl_parallel.core.stacking import each
 
 _INSTALL = 'pip install "marl-parallel[envpool]"'
 _KNOWN = re.compile(r"1\.[01]\.")

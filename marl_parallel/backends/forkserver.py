@@ -28,7 +28,7 @@ from marl_parallel.backends.launching import Launcher
 from marl_parallel.backends.memory import Block
 from marl_parallel.backends.server import MOST_FDS, REPLY, REQUEST, Reply
 from marl_parallel.backends.stacks import state_of
-from marl_parallel.runtime.reports import logger
+from marl_parallel.core.reports import logger
 
 _ANSWERS_WITHIN = 60.0
 _ENDS_WITHIN = 6.0

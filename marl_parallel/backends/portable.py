@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING, Any
 
 from marl_parallel.backends import descriptors, portable_ends
 from marl_parallel.backends.portable_process import KILL, PortableProcess, await_ends
-from marl_parallel.runtime import reports
-from marl_parallel.runtime.backend import Backend
-from marl_parallel.runtime.layout import Layout
-from marl_parallel.runtime.ledger import Ledger
-from marl_parallel.runtime.messages import Lost, Message, Reply, Request
-from marl_parallel.runtime.reports import logger
+from marl_parallel.core import reports
+from marl_parallel.core.backend import Backend
+from marl_parallel.core.layout import Layout
+from marl_parallel.core.ledger import Ledger
+from marl_parallel.core.messages import Lost, Message, Reply, Request
+from marl_parallel.core.reports import logger
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from marl_parallel.backends import descendants, portable_ends, threads
 from marl_parallel.backends.interpreter import from_stdin, output, working_directory
 from marl_parallel.backends.stacks import CrashFile
-from marl_parallel.runtime.messages import Lost
+from marl_parallel.core.messages import Lost
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -15,9 +15,9 @@ from queue import SimpleQueue
 from marl_parallel.backends import portable_ends
 from marl_parallel.backends.portable_ends import NamedMemory, Start, receive
 from marl_parallel.backends.stacks import report_to
-from marl_parallel.runtime.ledger import Ledger
-from marl_parallel.runtime.messages import Message, Request
-from marl_parallel.runtime.worker import Worker
+from marl_parallel.core.ledger import Ledger
+from marl_parallel.core.messages import Message, Request
+from marl_parallel.core.worker import Worker
 
 _CLEARED_WITHIN_S = 1.0
 

@@ -28,12 +28,12 @@ from marl_parallel.backends.contexts import open_launcher
 from marl_parallel.backends.launching import Launcher
 from marl_parallel.backends.memory import Block, anonymous_file
 from marl_parallel.backends.semaphores import available
-from marl_parallel.runtime import reports
-from marl_parallel.runtime.backend import Backend
-from marl_parallel.runtime.layout import Layout
-from marl_parallel.runtime.messages import Lost, Message, Reply, Request
-from marl_parallel.runtime.reports import logger
-from marl_parallel.runtime.sharing import span_of, usable_cpus
+from marl_parallel.core import reports
+from marl_parallel.core.backend import Backend
+from marl_parallel.core.layout import Layout
+from marl_parallel.core.messages import Lost, Message, Reply, Request
+from marl_parallel.core.reports import logger
+from marl_parallel.core.sharing import span_of, usable_cpus
 
 _TICK_S = 0.02
 """How often to look for deaths while waiting, should nobody be left to tell of them."""

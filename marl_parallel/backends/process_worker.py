@@ -14,9 +14,9 @@ from marl_parallel.backends import control
 from marl_parallel.backends.channel import Channel
 from marl_parallel.backends.memory import Block
 from marl_parallel.backends.semaphores import Semaphore
-from marl_parallel.runtime.messages import Message, Reply, Request
-from marl_parallel.runtime.sharing import span_of
-from marl_parallel.runtime.worker import Worker
+from marl_parallel.core.messages import Message, Reply, Request
+from marl_parallel.core.sharing import span_of
+from marl_parallel.core.worker import Worker
 
 _SPIN_S = 100e-6
 """How long to try before sleeping: waking an idle virtual CPU costs 20 to 50 us, as much as a step."""

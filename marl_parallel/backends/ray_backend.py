@@ -30,12 +30,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from marl_parallel.backends.ray_cluster import Connection, NoneAnnounced, Room
 from marl_parallel.backends.ray_host import RayHost, end, look_at
 from marl_parallel.backends.ray_worker import Packed, RayWorker
-from marl_parallel.errors import ParallelEnvError
-from marl_parallel.runtime.backend import Backend
-from marl_parallel.runtime.layout import Layout
-from marl_parallel.runtime.messages import Lost, Reply, Request
-from marl_parallel.runtime.parcels import Parcels
-from marl_parallel.runtime.sharing import usable_cpus
+from marl_parallel.core.backend import Backend
+from marl_parallel.core.layout import Layout
+from marl_parallel.core.messages import Lost, Reply, Request
+from marl_parallel.core.parcels import Parcels
+from marl_parallel.core.sharing import usable_cpus
+from marl_parallel.types import ParallelEnvError
 
 PLACEMENTS = ("SPREAD", "PACK")
 _LOOK_EVERY_S = 0.1  # whether `wait` is to return

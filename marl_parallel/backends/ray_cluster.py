@@ -20,8 +20,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from marl_parallel.backends.ray_warden import RayWarden
-from marl_parallel.errors import ParallelEnvError
-from marl_parallel.runtime.reports import logger
+from marl_parallel.core.reports import logger
+from marl_parallel.types import ParallelEnvError
 
 # What workers take one of on a machine of their own, and how many of them there are.
 _SEAT, _SEATS = "marl_parallel_worker", 10_000

@@ -20,10 +20,10 @@ from ray.exceptions import GetTimeoutError, RayError
 from marl_parallel.backends.ray_cluster import Connection
 from marl_parallel.backends.ray_warden import Remains
 from marl_parallel.backends.ray_worker import Greeting, Packed, Parcel, unpacked, what_was_said
-from marl_parallel.runtime.ledger import Ledger
-from marl_parallel.runtime.messages import Lost, Message, Reply, Request
-from marl_parallel.runtime.parcels import WITH_ACTIONS, Parcels
-from marl_parallel.runtime.reports import logger
+from marl_parallel.core.ledger import Ledger
+from marl_parallel.core.messages import Lost, Message, Reply, Request
+from marl_parallel.core.parcels import WITH_ACTIONS, Parcels
+from marl_parallel.core.reports import logger
 
 _ANSWERED_WITHIN_S = 5.0  # by a warden, which has nothing else to do
 

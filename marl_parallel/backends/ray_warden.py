@@ -20,7 +20,7 @@ from marl_parallel.backends.memory import Block
 from marl_parallel.backends.ray_survivor import Survivor
 from marl_parallel.backends.ray_worker import Files, Greeting
 from marl_parallel.backends.stacks import CrashFile
-from marl_parallel.runtime.ledger import Ledger
+from marl_parallel.core.ledger import Ledger
 
 _STACK_WITHIN_S = 1.0
 _DEAD_WITHIN_S = 2.0

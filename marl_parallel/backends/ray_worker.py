@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from marl_parallel.backends import descendants, threads
 from marl_parallel.backends.memory import Block, anonymous_file
 from marl_parallel.backends.stacks import report_to
-from marl_parallel.runtime.layout import Layout
-from marl_parallel.runtime.ledger import Ledger
-from marl_parallel.runtime.messages import Reply, Request
-from marl_parallel.runtime.parcels import WITH_ACTIONS, WITH_RESULTS, Parcels
-from marl_parallel.runtime.worker import Worker
+from marl_parallel.core.layout import Layout
+from marl_parallel.core.ledger import Ledger
+from marl_parallel.core.messages import Reply, Request
+from marl_parallel.core.parcels import WITH_ACTIONS, WITH_RESULTS, Parcels
+from marl_parallel.core.worker import Worker
 
 _LARGE = 1 << 20
 

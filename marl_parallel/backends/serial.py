@@ -9,11 +9,11 @@ import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from marl_parallel.runtime.backend import Backend
-from marl_parallel.runtime.layout import Layout
-from marl_parallel.runtime.ledger import Ledger
-from marl_parallel.runtime.messages import Lost, Reply, Request
-from marl_parallel.runtime.worker import Worker
+from marl_parallel.core.backend import Backend
+from marl_parallel.core.layout import Layout
+from marl_parallel.core.ledger import Ledger
+from marl_parallel.core.messages import Lost, Reply, Request
+from marl_parallel.core.worker import Worker
 
 
 class SerialBackend(Backend):

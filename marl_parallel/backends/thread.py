@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from marl_parallel.runtime.backend import Backend
-from marl_parallel.runtime.layout import Layout
-from marl_parallel.runtime.ledger import Ledger
-from marl_parallel.runtime.messages import Lost, Message, Reply, Request
-from marl_parallel.runtime.worker import Worker
+from marl_parallel.core.backend import Backend
+from marl_parallel.core.layout import Layout
+from marl_parallel.core.ledger import Ledger
+from marl_parallel.core.messages import Lost, Message, Reply, Request
+from marl_parallel.core.worker import Worker
 
 _FOR_EVER_S = 1e8  # more than the system's clocks may take
 _ENDS_WITHIN_S = 0.1  # a thread that has nothing to do

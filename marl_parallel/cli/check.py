@@ -24,7 +24,7 @@ from marl_parallel.cli.official import OF_SEEDS
 from marl_parallel.cli.options import AsJson, Debug, EnvArgument, EnvKwargs, backend_names
 from marl_parallel.cli.report import progress
 from marl_parallel.cli.rollout import AFTER, Difference, Trace, first_episode, is_step, parting
-from marl_parallel.runtime.sharing import usable_cpus
+from marl_parallel.core.sharing import usable_cpus
 
 _OTHER_GENERATORS = 1_000_003
 _EVERYTHING = ",".join(BACKENDS)

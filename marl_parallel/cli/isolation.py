@@ -29,9 +29,9 @@ from marl_parallel.cli.failures import CommandError
 from marl_parallel.cli.findings import Finding, Question, Severity
 from marl_parallel.cli.rollout import Trace
 from marl_parallel.cli.values import in_brief, pickling_error
-from marl_parallel.runtime.forked import end_forked_copy
-from marl_parallel.runtime.messages import Lost
-from marl_parallel.runtime.reports import manner_of_death, place
+from marl_parallel.core.forked import end_forked_copy
+from marl_parallel.core.messages import Lost
+from marl_parallel.core.reports import manner_of_death, place
 
 ON_LINUX = sys.platform == "linux"
 _EVENTS, _STACK, _OUTPUT = "events", "stack", "output"

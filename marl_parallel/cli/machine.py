@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from marl_parallel.runtime.sharing import usable_cpus
+from marl_parallel.core.sharing import usable_cpus
 
 ALWAYS = ("marl-parallel", "numpy", "gymnasium", "pettingzoo")
 

@@ -29,9 +29,9 @@ from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.tuple_env import TupleEnv
 from marl_parallel.cli.failures import CommandError
 from marl_parallel.cli.ways import STEP, Actions, Constructor, Run, closed_after, repeatedly, stepping
-from marl_parallel.runtime import stacking
-from marl_parallel.runtime.sharing import usable_cpus
-from marl_parallel.runtime.signatures import construct_one
+from marl_parallel.core import stacking
+from marl_parallel.core.sharing import usable_cpus
+from marl_parallel.core.signatures import construct_one
 
 StepAll = Callable[[Sequence[Actions]], object]
 """Steps every environment once, each with its own actions, and begins a new episode where one is over."""

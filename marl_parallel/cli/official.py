@@ -19,7 +19,7 @@ from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.cli.findings import Question, Severity
 from marl_parallel.cli.isolation import Notebook
 from marl_parallel.cli.values import in_brief
-from marl_parallel.runtime.reports import place
+from marl_parallel.core.reports import place
 
 
 class Test(NamedTuple):

@@ -36,10 +36,10 @@ from marl_parallel.cli.official import names_of_tests, take, test_of
 from marl_parallel.cli.rollout import AFTER, Actor, Solo, Trace, parting, run_alone, run_copies
 from marl_parallel.cli.target import constructor_of
 from marl_parallel.cli.values import fingerprint, in_brief, pickling_error
-from marl_parallel.errors import ParallelEnvError
+from marl_parallel.core.reports import first_line, place
+from marl_parallel.core.signatures import construct_one
 from marl_parallel.parallel_env import START_TIMEOUT_S
-from marl_parallel.runtime.reports import first_line, place
-from marl_parallel.runtime.signatures import construct_one
+from marl_parallel.types import ParallelEnvError
 
 Constructor = Callable[..., Any]
 

@@ -19,8 +19,8 @@ from gymnasium import Space
 from marl_parallel.action_masks import for_sample, mask_of
 from marl_parallel.adapters import AgentID, MultiAgentEnv, Rules
 from marl_parallel.cli.values import fingerprint
+from marl_parallel.core.transition import ALL
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime.transition import ALL
 
 Trace: TypeAlias = list[dict[str, dict[str, str]]]
 """By reset or step, by part (`PARTS`), by agent: a fingerprint."""

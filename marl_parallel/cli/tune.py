@@ -33,9 +33,9 @@ from marl_parallel.cli.report import progress
 from marl_parallel.cli.search import Axes, Search, Shape, Trial, Turn
 from marl_parallel.cli.target import constructor_of, distributions_of
 from marl_parallel.cli.ways import ASYNC, STEP, Constructor, Run, closed_after, repeatedly, run_of, stepping
+from marl_parallel.core.sharing import usable_cpus
+from marl_parallel.core.signatures import construct_one
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime.sharing import usable_cpus
-from marl_parallel.runtime.signatures import construct_one
 
 ENVS_PER_WORKER = (1, 2, 4, 8)
 _ENVS_PER_CPU = 16

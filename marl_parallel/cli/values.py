@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import Space, spaces
 
-from marl_parallel.runtime.pickling import dumps
+from marl_parallel.core.pickling import dumps
 
 
 class Misfit(NamedTuple):

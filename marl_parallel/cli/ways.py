@@ -17,9 +17,9 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from marl_parallel.adapters import Rules
 from marl_parallel.cli.failures import CommandError
+from marl_parallel.core.reports import first_line
+from marl_parallel.core.transition import ALL
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime.reports import first_line
-from marl_parallel.runtime.transition import ALL
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
 Constructor: TypeAlias = Callable[..., Any]

@@ -13,11 +13,11 @@ from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from marl_parallel.core import stacking
+from marl_parallel.core.arrays import Arrays
+from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime import stacking
-from marl_parallel.runtime.arrays import Arrays
-from marl_parallel.runtime.exclusive import CallGuard, exclusive
-from marl_parallel.runtime.transition import FINAL_OBS
 from marl_parallel.vector.ends import handed_down, took_part
 from marl_parallel.vector.facade import Inquiries, Stepper
 from marl_parallel.vector.infos import about_copy, begun_anew, vector_infos, with_copys

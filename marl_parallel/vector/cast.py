@@ -12,8 +12,8 @@ from typing import Any
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters import Dicts as FiveDicts
-from marl_parallel.runtime.engine import BatchView
-from marl_parallel.runtime.transition import ALL, COMMON
+from marl_parallel.core.engine import BatchView
+from marl_parallel.core.transition import ALL, COMMON
 
 
 class Cast:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.runtime.arrays import Arrays
-from marl_parallel.runtime.transition import FINAL_OBS
+from marl_parallel.core.arrays import Arrays
+from marl_parallel.core.transition import FINAL_OBS
 
 Flags: TypeAlias = tuple[NDArray[np.bool_], NDArray[np.bool_]]
 """Terminations and truncations, `(copies, agents)`."""

@@ -1,6 +1,6 @@
 """What facades have in common: they step a `ParallelEnv` by arrays, step it alone, and hand on what it is asked.
 
-Nothing here is about any library's shapes; what the arrays mean is in `runtime/arrays.py`.
+Nothing here is about any library's shapes; what the arrays mean is in `core/arrays.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.arguments import check_one_for_each, checked_patience
 from marl_parallel.async_stepping import Options
-from marl_parallel.errors import ParallelEnvError
+from marl_parallel.core import stacking
+from marl_parallel.core.arrays import Actions, Arrays
+from marl_parallel.core.exclusive import exclusive
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime import stacking
-from marl_parallel.runtime.arrays import Actions, Arrays
-from marl_parallel.runtime.exclusive import exclusive
+from marl_parallel.types import ParallelEnvError
 from marl_parallel.vector.scalarizing import Scalarize, Scalarizer, check_numbers
 
 _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False", AutoresetMode.NEXT_STEP: '"NEXT_STEP"'}
@@ -168,7 +168,7 @@ class Stepper(Holder):
         """Step environments.
 
         Args:
-            actions: See `Actions` in `runtime/arrays.py`.
+            actions: See `Actions` in `core/arrays.py`.
             env_ids: Which; None for all of them. The others' observations stay.
 
         Raises:
@@ -189,7 +189,7 @@ class Stepper(Holder):
         """Begin to step all environments and return.
 
         Args:
-            actions: See `Actions` in `runtime/arrays.py`.
+            actions: See `Actions` in `core/arrays.py`.
 
         Raises:
             RuntimeError: Another facade steps this environment.

@@ -12,13 +12,13 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
+from marl_parallel.core import stacking
+from marl_parallel.core.arrays import Arrays, Stacked
+from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.layout import evenly_spaced
+from marl_parallel.core.native_arrays import InfoColumns
+from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime import stacking
-from marl_parallel.runtime.arrays import Arrays, Stacked
-from marl_parallel.runtime.exclusive import CallGuard, exclusive
-from marl_parallel.runtime.layout import evenly_spaced
-from marl_parallel.runtime.native_arrays import InfoColumns
-from marl_parallel.runtime.transition import FINAL_OBS
 from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.infos import about_copy, begun_anew, infos_by_row, last_of, vector_infos, with_copys

@@ -12,9 +12,9 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
+from marl_parallel.core.arrays import Arrays
+from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime.arrays import Arrays
-from marl_parallel.runtime.exclusive import CallGuard, exclusive
 from marl_parallel.vector.ends import handed_down, took_part
 from marl_parallel.vector.facade import Inquiries, Stepper
 from marl_parallel.vector.infos import infos_by_agent

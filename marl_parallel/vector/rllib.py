@@ -16,9 +16,9 @@ from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import AgentID
+from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.sharing import usable_cpus
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime.exclusive import CallGuard, exclusive
-from marl_parallel.runtime.sharing import usable_cpus
 from marl_parallel.vector.cast import Cast
 from marl_parallel.vector.facade import Holder, Inquiries
 from marl_parallel.vector.scalarizing import Scalarize, Scalarizer, check_numbers

@@ -9,8 +9,8 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.runtime import stacking
-from marl_parallel.runtime.arrays import Group
+from marl_parallel.core import stacking
+from marl_parallel.core.arrays import Group
 
 
 def chosen(

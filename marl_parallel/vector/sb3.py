@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import attributes
 from marl_parallel.arguments import base_seed
+from marl_parallel.core import stacking
+from marl_parallel.core.arrays import Arrays, Stacked
+from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.transition import FINAL_OBS, RESET_INFO
+from marl_parallel.core.values import fits_block, unfit_leaf, zeros
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime import stacking
-from marl_parallel.runtime.arrays import Arrays, Stacked
-from marl_parallel.runtime.exclusive import CallGuard, exclusive
-from marl_parallel.runtime.transition import FINAL_OBS, RESET_INFO
-from marl_parallel.runtime.values import fits_block, unfit_leaf, zeros
 from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.infos import about_copy, of_reset, with_copys

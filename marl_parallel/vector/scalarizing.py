@@ -13,8 +13,8 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.runtime.arrays import Arrays
-from marl_parallel.runtime.values import is_vector
+from marl_parallel.core.arrays import Arrays
+from marl_parallel.core.values import is_vector
 
 Rule: TypeAlias = Sequence[float] | NDArray[Any] | Callable[[NDArray[Any]], float]
 Scalarize: TypeAlias = Rule | Mapping[AgentID, Rule]

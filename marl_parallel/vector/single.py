@@ -11,8 +11,8 @@ from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import AgentID
+from marl_parallel.core.transition import ALL
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime.transition import ALL
 
 ByAgent = dict[AgentID, Any]
 

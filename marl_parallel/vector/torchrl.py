@@ -2,7 +2,7 @@
 
 Here are groups, and what TorchRL calls; specs and values of spaces are in `tensors.py`. When episodes end and begin is
 decided by the core and by TorchRL's own loops, which reset by `_reset`; what the arrays mean that tensors are made of
-is in `runtime/arrays.py`.
+is in `core/arrays.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
+from marl_parallel.core.arrays import Arrays, Stacked
+from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.layout import alike, evenly_spaced
+from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runtime.arrays import Arrays, Stacked
-from marl_parallel.runtime.exclusive import CallGuard, exclusive
-from marl_parallel.runtime.layout import alike, evenly_spaced
-from marl_parallel.runtime.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.rows import shared_reward_space
 

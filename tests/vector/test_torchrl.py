@@ -29,7 +29,7 @@ from torchrl.envs.utils import MarlGroupMapType, check_env_specs
 from zoo import Zoo
 
 from marl_parallel import ParallelEnv
-from marl_parallel.runtime.columns import ArrayColumn, ScalarColumn
+from marl_parallel.core.columns import ArrayColumn, ScalarColumn
 from marl_parallel.vector import PettingZooVecEnv, TorchRLEnv
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,341 @@
+"""The parent's side of the block: actions of many environments in, their transitions out, and where each one stands.
+
+Here it is decided what is taken from the caller's actions and what is refused, before any simulator is touched. The
+dicts of `ParallelEnv` are one view of what lies here, arrays over all environments (`arrays.py`) are another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+from weakref import WeakSet
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from marl_parallel.action_masks import KEY as ACTION_MASK
+from marl_parallel.action_masks import mask_of, own_mask
+from marl_parallel.adapters import AgentID, Rules
+from marl_parallel.adapters import Dicts as FiveDicts
+from marl_parallel.core.actions import ActionRecords
+from marl_parallel.core.block_arrays import ArrayBatch
+from marl_parallel.core.episode import needs_actions
+from marl_parallel.core.layout import Layout
+from marl_parallel.core.pickling import sendable
+from marl_parallel.core.records import Columns, TransitionRecords
+from marl_parallel.core.sharing import span_of
+from marl_parallel.core.values import Mismatch, conform, zeros
+
+Dicts: TypeAlias = tuple[dict[Any, Any], ...]
+"""One dict for each environment."""
+
+
+_WORTH_WHILE = 3
+
+
+class Made(NamedTuple):
+    """A transition that does not lie in the block any more, and where it leaves its environment.
+
+    Attributes:
+        dicts: Observations, rewards, terminateds, truncateds, infos.
+        acting: Who should act next.
+        alive: Who has been seen and is neither terminated nor truncated yet.
+        over: Whether the episode has ended and no reset has followed.
+        masks: The action masks of those who act; None for an agent that has none.
+    """
+
+    dicts: FiveDicts
+    acting: list[AgentID]
+    alive: list[AgentID]
+    over: bool
+    masks: dict[AgentID, Any] = {}  # noqa: RUF012  # nobody writes into it
+
+
+class Batch:
+    """All environments' records, seen by the parent.
+
+    Args:
+        layout: Of the block.
+        buffer: The block.
+        rules: Of the environments.
+        mode: When episodes begin anew.
+        copy: Whether observations are handed out as arrays of the caller's own.
+        check_actions: Whether every action must be contained in its space.
+        needs_all_actions: Whether an agent that acts and is given no action is an error under dict rules too.
+        only_here: Modules that workers cannot import.
+
+    Attributes:
+        env_ids: All environments.
+        acting: For each environment, who should act next; lists that nobody may change.
+        alive: Likewise, who has been seen in this episode and is neither terminated nor truncated yet.
+        over: For each environment, whether its episode has ended and no reset has followed.
+        begun: For each environment, whether it has been reset at least once.
+        rules: As given.
+        mode: As given.
+        actions: Their records.
+        transitions: Their records.
+        copies: Whether observations are handed out as arrays of the caller's own.
+        checks: Whether every action must be contained in its space.
+        views: Those made by `arrays` that somebody still has.
+    """
+
+    mode_is_fixed: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        layout: Layout,
+        buffer: Any,
+        rules: Rules,
+        mode: AutoresetMode,
+        *,
+        copy: bool,
+        check_actions: bool,
+        needs_all_actions: bool,
+        only_here: Sequence[ModuleType],
+    ) -> None:
+        layout.bind(buffer)
+        self.layout = layout
+        self.actions = ActionRecords(layout, buffer)
+        self.transitions = TransitionRecords(layout, buffer, copy=copy)
+        self._own = TransitionRecords(layout, buffer)
+        self.rules, self.mode, self.copies, self.checks = rules, mode, copy, check_actions
+        self.acting: list[list[AgentID]] = [[] for _ in layout.starts]
+        self.alive: list[list[AgentID]] = [[] for _ in layout.starts]
+        self.over = [False] * layout.num_records
+        self.begun = [False] * layout.num_records
+        self.env_ids = tuple(range(layout.num_records))
+        self._everywhere = range(layout.num_records)
+        self._pettingzoo = rules is Rules.PETTINGZOO
+        self._needs_all = self._pettingzoo or needs_all_actions
+        self._only_here = only_here
+        self.views: WeakSet[ArrayBatch] = WeakSet()
+        # By environment: action masks that the block does not hold, copied, as infos belong to the caller.
+        self._masks: dict[int, dict[AgentID, Any]] = {}
+
+    def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> dict[int, bytes]:
+        """Write one dict of actions for each environment.
+
+        Returns:
+            By environment, what does not fit into the block, pickled.
+
+        Raises:
+            ValueError: An action is missing, or is not what its space declares; nothing has been stepped.
+            TypeError: Something is not a dict, or cannot be pickled; likewise.
+        """
+        span = self._span(env_ids)
+        if span is not None and self._all_alike(span, actions) and self.actions.write_span(span, actions):
+            return {}
+        outside: dict[int, bytes] = {}
+        for env_id, given in zip(env_ids, actions, strict=True):
+            if self.over[env_id] or type(given) is not dict or (self._needs_all and [*given] != self.acting[env_id]):
+                given = self._wanted(env_id, given)
+            if self.checks:
+                self._check_contained(env_id, given)
+            try:
+                extras = self.actions.write(env_id, given)
+                if extras is not None:
+                    outside[env_id] = sendable(extras, f"environment {env_id}: its actions", self._only_here)
+            except Mismatch as error:
+                raise ValueError(f"environment {env_id}: {error}") from None
+        return outside
+
+    def _span(self, env_ids: Sequence[int]) -> range | None:
+        """The environments as a range, where they are neighbours, and so many that this is worth while."""
+        if len(env_ids) < _WORTH_WHILE:
+            return None
+        return self._everywhere if env_ids is self.env_ids else span_of(env_ids)
+
+    def _all_alike(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
+        """Whether each has an action for every agent, in order, and all of them act: nothing is left to be decided."""
+        if self.checks or [*map(type, actions)] != [dict] * len(span) or True in self.over:
+            return False
+        everyone = [self.layout.agents] * len(span)
+        return [*map(list, actions)] == everyone and (
+            not self._pettingzoo or self.acting[span.start : span.stop] == everyone
+        )
+
+    def _wanted(self, env_id: int, given: Any) -> dict[Any, Any]:
+        """Those of the given actions that the environment is to get."""
+        if not needs_actions(self.rules, self.mode, self.over[env_id]):
+            return {}
+        if self._pettingzoo or not isinstance(given, Mapping):
+            return of_acting(env_id, given, self.acting[env_id])
+        if self._needs_all:
+            of_acting(env_id, given, self.acting[env_id])  # raises where one is missing
+        return dict(given)
+
+    def _check_contained(self, env_id: int, actions: Mapping[Any, Any]) -> None:
+        for agent, action in actions.items():
+            space = self.layout.schema.action_spaces.get(agent)
+            try:
+                contained = space is None or space.contains(conform(space, action))
+            except Mismatch:
+                contained = False
+            if not contained:
+                raise ValueError(
+                    f"environment {env_id}: the action of agent {agent!r} is outside its space: "
+                    f"expected an element of {space}, got {action!r}"
+                )
+
+    def read(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> Columns:
+        """The transitions of some environments: five tuples of dicts, in the order of `env_ids`.
+
+        Args:
+            env_ids: Whose.
+            extras: By environment, what travelled pickled, or all of it.
+        """
+        if not extras and (span := self._span(env_ids)) is not None:
+            quiet = self.transitions.read_span(span)
+            if quiet is not None:
+                self.note_quiet(span)
+                return quiet
+        rows = []
+        read, acting, alive, over = self.transitions.read, self.acting, self.alive, self.over
+        stays_over = self.mode is not AutoresetMode.SAME_STEP
+        for env_id in env_ids:
+            more = extras.get(env_id) if extras else None
+            if type(more) is Made:
+                dicts, acting[env_id], alive[env_id], over[env_id], self._masks[env_id] = more
+            else:
+                dicts, acting[env_id], alive[env_id], ended = read(env_id, more)
+                over[env_id] = ended and stays_over
+                if more and not ended and len(more) == 1 and "infos" in more and not self._masks:
+                    # As with most infos: nothing but them, and no mask so far. One look at each has to do.
+                    for info in dicts[4].values():
+                        if type(info) is not dict or ACTION_MASK in info:
+                            self._note_masks(env_id, more, dicts[4], ended)
+                            break
+                elif more or self._masks:
+                    self._note_masks(env_id, more, dicts[4], ended)
+            rows.append(dicts)
+        if not rows:
+            return (), (), (), (), ()
+        observations, rewards, terminateds, truncateds, infos = zip(*rows)
+        return observations, rewards, terminateds, truncateds, infos
+
+    def read_rest(self, env_id: int, extras: Any) -> dict[Any, Any]:
+        """The infos of one environment of which nothing else travelled pickled; all else is read from the block."""
+        infos, self.acting[env_id], self.alive[env_id], ended = self.transitions.read_rest(env_id, extras or {})
+        self.over[env_id] = ended and self.mode is not AutoresetMode.SAME_STEP
+        if extras or self._masks:
+            self._note_masks(env_id, extras, infos, ended)
+        return infos
+
+    def note_quiet(self, span: range) -> None:
+        """Note that in these environments everybody acts next and nothing is over."""
+        everyone = [self.transitions.agents] * len(span)
+        self.acting[span.start : span.stop] = self.alive[span.start : span.stop] = everyone
+        self.over[span.start : span.stop] = [False] * len(span)
+        if self._masks:
+            for env_id in span:
+                self._masks.pop(env_id, None)
+
+    def _note_masks(self, env_id: int, extras: Any, infos: Mapping[Any, Any], ended: bool) -> None:
+        """Copy the action masks of those who act next out of infos and observations that travelled pickled."""
+        if extras:
+            masks = self._told_masks(self.acting[env_id], extras.get("observations", {}), extras, infos, ended)
+            if masks:
+                self._masks[env_id] = masks
+                return
+        if self._masks:
+            self._masks.pop(env_id, None)
+
+    def _told_masks(
+        self,
+        acting: Sequence[AgentID],
+        observations: Mapping[Any, Any],
+        extras: Any,
+        infos: Mapping[Any, Any],
+        ended: bool,
+    ) -> dict[AgentID, Any]:
+        """The masks of those who act; None for one whose observation is here and has no mask.
+
+        Args:
+            acting: Who acts.
+            observations: Those to look at.
+            extras: What travelled pickled.
+            infos: Of the transition: after a reset in the same step, the finished episode's.
+            ended: Whether the transition ended an episode.
+        """
+        if ended and self.mode is AutoresetMode.SAME_STEP:
+            infos = extras.get("reset_infos", {})
+        masks = {}
+        for agent in acting:
+            info = infos.get(agent)
+            if agent in observations:
+                masks[agent] = mask_of(observations[agent], info)
+            elif info is not None and (mask := mask_of(None, info)) is not None:
+                masks[agent] = mask
+        return masks
+
+    def masks(self, env_id: int) -> dict[AgentID, Any]:
+        """By agent, the action masks of those who act next in one environment that is not in flight; new arrays."""
+        told, found = self._masks.get(env_id, {}), {}
+        for agent in self.acting[env_id]:
+            mask = told[agent] if agent in told else self.transitions.observed_part(env_id, agent, ACTION_MASK)
+            if mask is not None:
+                found[agent] = own_mask(mask)
+        return found
+
+    def peek(self, env_id: int, extras: Any) -> Made:
+        """The transition of one environment in memory of its own, without taking it for read."""
+        dicts, acting, alive, ended = self._own.read(env_id, extras)
+        # An agent of whom nothing was observed has none: what the block holds of it may be overwritten meanwhile.
+        masks = {**dict.fromkeys(acting), **self._told_masks(acting, dicts[0], extras or {}, dicts[4], ended)}
+        return Made(dicts, acting, alive, ended and self.mode is not AutoresetMode.SAME_STEP, masks)
+
+    def last_known(self, env_id: int, extras: Any, *, torn: bool) -> tuple[dict[AgentID, Any], list[AgentID]]:
+        """What each agent of one environment has observed last, in memory of its own, and who is alive.
+
+        Args:
+            env_id: Which.
+            extras: What travelled pickled with its last transition.
+            torn: Whether it died while the record was being written; then observations are zeros.
+        """
+        if not self.begun[env_id]:
+            return {}, []
+        if torn:
+            schema, agents = self.layout.schema, self.acting[env_id]
+            return {a: zeros(schema.observation_spaces[a]) for a in agents if a in schema.observation_spaces}, [*agents]
+        return self._own.last_known(env_id, extras)
+
+    def arrays(self, *, copy: bool) -> ArrayBatch:
+        """The same as arrays; `copy` says whether observations are arrays of the caller's own."""
+        view = ArrayBatch(self, copy=copy)
+        self.views.add(view)
+        return view
+
+    def begin(self, env_ids: Iterable[int]) -> None:
+        """Note that these environments have been reset."""
+        for env_id in env_ids:
+            self.begun[env_id] = True
+
+    def states(self, env_ids: Sequence[int], outside: Mapping[int, Any]) -> NDArray[Any]:
+        """The global states that the workers have written, stacked into an array of the caller's own.
+
+        Args:
+            env_ids: Whose.
+            outside: By environment, states that travelled pickled.
+        """
+        column = self.layout.state
+        return np.stack([column.records[env_id][0] if column is not None else outside[env_id] for env_id in env_ids])
+
+
+def of_acting(env_id: int, given: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:
+    """The actions of those who act, of all that are given.
+
+    Raises:
+        TypeError: They are not given by agent.
+        ValueError: One is missing.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"environment {env_id}: expected a dict of actions keyed by agent, got {type(given).__name__}")
+    missing = [agent for agent in acting if agent not in given]
+    if missing:
+        raise ValueError(
+            f"environment {env_id}: no action for agent {missing[0]!r}; expected one for each of {[*acting]}, "
+            f"got {list(given)}"
+        )
+    return {agent: given[agent] for agent in acting}

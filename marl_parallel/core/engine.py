@@ -1,0 +1,160 @@
+"""What `ParallelEnv` asks of whatever carries out its calls, and of the batch that is written for it and read of it.
+
+There are two of each. `Crew` and `Batch` have workers step one environment after the other, and meet in a block of
+memory; `NativeCrew` and `NativeBatch` have one simulator step all of them at once, and meet in its own arrays. What is
+handed from one half to the other, actions as they are written and what was told of them, only these two look into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.core.arrays import ArrayView
+from marl_parallel.core.messages import Message, Request
+from marl_parallel.core.records import Columns
+from marl_parallel.core.restarts import Restarts
+from marl_parallel.core.tracing import Tracer
+from marl_parallel.types import EnvError, Stats
+
+
+class Taken(NamedTuple):
+    """What has been taken from what was in flight.
+
+    Attributes:
+        env_ids: Whose, in order of completion.
+        resets: Those of them of which it was a reset.
+        told: For `BatchView.read`.
+    """
+
+    env_ids: tuple[int, ...]
+    resets: list[int]
+    told: Any
+
+
+class Engine(Protocol):
+    """Carries out what is asked of environments.
+
+    Attributes:
+        shares: The environments of each worker.
+        closed: Whether everything has been freed, or is just being freed.
+        tracer: Of the trace that is being kept, if one is.
+        in_flight: What has been sent and not yet received, by environment.
+        restarts: Where faults are to be survived; None where they are raised.
+        seeds_stale: Whether environments may use other seeds than when they were asked last.
+        batch_size: How many results come together at the least.
+        partial: Whether some environments can be stepped or reset without the others.
+        seeded_at_start: Whether a reset cannot seed.
+    """
+
+    closed: bool
+    tracer: Tracer | None
+    seeds_stale: bool
+
+    @property
+    def shares(self) -> Sequence[range]: ...
+
+    @property
+    def in_flight(self) -> Mapping[int, Message]: ...
+
+    @property
+    def restarts(self) -> Restarts | None: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def seeded_at_start(self) -> bool: ...
+
+    @property
+    def partial(self) -> bool: ...
+
+    def run(self, requests: Mapping[int, Request]) -> Any:
+        """Have workers carry out requests, and wait for it."""
+
+    def ask(self, message: Message, env_ids: Sequence[int], payload: Any = None) -> Any:
+        """Have one thing done in some environments, and wait; steps and resets return what is told of them."""
+
+    def send(self, message: Message, env_ids: Sequence[int], payload: Any = None, *, each: bool = True) -> None:
+        """Begin to have something done; `each` can then be received as soon as it is done, or all come together."""
+
+    def receive(self, at_least: int, timeout: float | None = None) -> Taken:
+        """Take from what is in flight all that is done, waiting for so many."""
+
+    def stats(self) -> Stats:
+        """What has been done so far."""
+
+    def ahead(self, worker: int) -> float:
+        """Seconds that this clock is ahead of a worker's."""
+
+    def check_open(self) -> None:
+        """Raise `ClosedEnvironmentError` where everything has been closed."""
+
+    def shut(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
+        """Close everything, once; returns the error of an environment that failed to close."""
+
+    def abandon(self) -> None:
+        """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
+
+
+class BatchView(Protocol):
+    """Actions in, transitions out, and where each environment stands.
+
+    Attributes:
+        mode: When episodes begin anew.
+        mode_is_fixed: Whether the simulators know no other.
+        copies: Whether observations are handed out as arrays of the caller's own.
+        env_ids: All environments.
+        begun: For each environment, whether it has been reset at least once.
+        acting: For each environment, who should act next; lists that nobody may change.
+        alive: Likewise, who has been seen in this episode and is neither terminated nor truncated yet.
+        over: For each environment, whether its episode has ended and no reset has followed.
+    """
+
+    @property
+    def mode(self) -> AutoresetMode: ...
+
+    @property
+    def mode_is_fixed(self) -> bool: ...
+
+    @property
+    def copies(self) -> bool: ...
+
+    @property
+    def env_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def begun(self) -> list[bool]: ...
+
+    @property
+    def acting(self) -> list[list[AgentID]]: ...
+
+    @property
+    def alive(self) -> list[list[AgentID]]: ...
+
+    @property
+    def over(self) -> list[bool]: ...
+
+    @property
+    def write_actions(self) -> Callable[[Sequence[int], Sequence[Mapping[Any, Any]]], Any]:
+        """Writes one dict of actions for each environment; returns what is to be handed to the engine."""
+
+    @property
+    def read(self) -> Callable[[Sequence[int], Any], Columns]:
+        """Reads the transitions of some environments, of what the engine tells: five tuples of dicts."""
+
+    def masks(self, env_id: int) -> dict[AgentID, Any]:
+        """By agent, the action masks of those who act next in one environment that is not in flight; new arrays."""
+
+    def arrays(self, *, copy: bool) -> ArrayView:
+        """The other view of the same."""
+
+    def begin(self, env_ids: Iterable[int]) -> None:
+        """Note that these environments have been reset."""
+
+    def states(self, env_ids: Sequence[int], outside: Mapping[int, Any]) -> NDArray[Any]:
+        """Global states, stacked."""

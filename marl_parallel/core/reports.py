@@ -1,0 +1,208 @@
+"""What went wrong, told to the user: from what a worker or its end has left behind to the error that is raised.
+
+Every text's first line says which environment, in which worker, doing what, where in whose code; that line goes to
+the log too. What to do next follows, then the stack. What then happens is decided in `supervision.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from marl_parallel.core.ledger import BEFORE_OR_AFTER, Activity, Running
+from marl_parallel.core.limits import limited_by
+from marl_parallel.core.messages import Failure, Lost
+from marl_parallel.core.pickling import loads
+from marl_parallel.types import EnvError, WorkerCrashed, WorkerTimeout
+
+logger = logging.getLogger("marl_parallel")
+
+_NOT_RESTARTED = [activity.method for activity in BEFORE_OR_AFTER]  # but where they are part of a restart
+
+_FRAME = re.compile(r'^ *File "(?P<path>.+)", line (?P<line>\d+)(?P<traceback>,?) in ', re.MULTILINE)
+_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+
+
+def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> EnvError:
+    """The error of an environment that raised, with the original exception as its cause where that pickles."""
+    where = place(failure.traceback)
+    at = f", at {where}" if where else ""
+    if failure.method in _NOT_RESTARTED:
+        advice = ""
+    to_do = failure.to_do or f"mend the simulator, or what it was given{advice}"
+    error = EnvError(
+        f"environment {env_id} (worker {worker}) raised in {failure.method}{at}: {failure.summary}\n\n"
+        f"What to do: {to_do}.\n\n"
+        f"Where it happened:\n{failure.traceback}",
+        env_ids=(env_id,),
+        worker=worker,
+        method=failure.method,
+        remote_traceback=failure.traceback,
+    )
+    if failure.exception is not None:
+        try:
+            error.__cause__ = loads(failure.exception)
+        except Exception as reason:
+            # It could be made again in the worker, but not here; its text is in the message in any case.
+            logger.debug("the exception of environment %d does not unpickle: %s", env_id, reason)
+    return error
+
+
+def unreadable(env_id: int, worker: int, error: Exception) -> EnvError:
+    """What an environment sent cannot be unpickled here."""
+    return EnvError(
+        f"environment {env_id} (worker {worker}) sent something that pickles in the worker, but cannot be unpickled "
+        f"here: {type(error).__name__}: {error}. Its infos, observations or results must do both.",
+        env_ids=(env_id,),
+        worker=worker,
+        method="unpickle",
+    )
+
+
+def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | None, advice: str = "") -> WorkerCrashed:
+    """The error of a worker that died with environments in it."""
+    env_ids, during = tuple(share), ""
+    if running is not None:
+        env_ids, during = (running.env_id,), f" in {running.activity.method} of environment {running.env_id}"
+        if running.activity.method in _NOT_RESTARTED:
+            advice = ""
+    where = place(lost.stack)
+    at = f", at {where}" if where else ""
+    manner, to_do = manner_of_death(lost)
+    stack = f"\n\nIts stack:\n{lost.stack}" if lost.stack else ""
+    return WorkerCrashed(
+        f"worker {worker} ({_environments(share)}) died{during}{at}: {manner}\n\nWhat to do: {to_do}{advice}.{stack}",
+        env_ids=env_ids,
+        worker=worker,
+        exitcode=lost.exitcode,
+        stack=lost.stack,
+    )
+
+
+def timed_out(
+    worker: int,
+    share: Sequence[int],
+    running: Running | None,
+    doing: Activity,
+    limit: float,
+    stack: str,
+    advice: str = "",
+) -> WorkerTimeout:
+    """The error of an environment that takes longer than it may."""
+    if running is None:
+        env_ids, who = tuple(share), f"worker {worker} ({_environments(share)})"
+    else:
+        env_ids, who = (running.env_id,), f"environment {running.env_id} (worker {worker})"
+    if doing.method in _NOT_RESTARTED:
+        advice = ""
+    where = place(stack)
+    at = f"; it is at {where}" if where else ""
+    hangs = "mend what hangs there" if where else "see where it hangs"
+    shown = f"\n\nIt was here:\n{stack}" if stack else ""
+    return WorkerTimeout(
+        f"{who} has not finished its {doing.method} within {limit:g} s{at}\n\n"
+        f"What to do: if it needs longer, raise {limited_by(doing)}_timeout; else {hangs}{advice}.{shown}",
+        env_ids=env_ids,
+        worker=worker,
+        method=doing.method,
+        stack=stack,
+    )
+
+
+WARNS_AFTER_S = 1.0
+"""A process that ends more quickly than this after its environments were closed is not worth a warning."""
+
+
+def still_running(worker: int, share: Sequence[int], seconds: float, stack: str) -> str:
+    """A warning: a worker's environments are closed, but its process does not end."""
+    shown = f"\n\nIts threads are here:\n{stack}" if stack else ""
+    return (
+        f"worker {worker} ({_environments(share)}) has closed its environments, but its process did not end within "
+        f"{seconds:.1f} s and is killed: a simulator has left a thread or a child process running, and Python waits "
+        "for threads that are no daemons and for children started by multiprocessing.\n\n"
+        "What to do: stop and join it in the simulator's close(), or start it with daemon=True; until then every "
+        f"close() takes that long.{shown}"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """What a log line has room for."""
+    return next(iter(str(error).splitlines()), "")
+
+
+def listed(env_ids: Sequence[int]) -> str:
+    """Neighbours, in words."""
+    return str(env_ids[0]) if len(env_ids) == 1 else f"{env_ids[0]} to {env_ids[-1]}"
+
+
+def _environments(env_ids: Sequence[int]) -> str:
+    return f"environment{'s' * (len(env_ids) > 1)} {listed(env_ids)}"
+
+
+_NATIVE = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"})
+
+
+def manner_of_death(lost: Lost) -> tuple[str, str]:
+    """How a process died, and what there is to be done about it."""
+    alone, exitcode = 'run that environment alone, with backend="serial"', lost.exitcode
+    if lost.reason:
+        return lost.reason, "see why, and whether it will happen again"
+    if exitcode is None:
+        return "how is not known", alone
+    if exitcode >= 0:
+        return f"exit code {exitcode}", f"see what in the simulator ends its process, as os._exit does; {alone}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = "a signal"
+    manner = f"{name} (signal {-exitcode})"
+    if name == "SIGKILL":
+        return (
+            f"{manner}, as when memory runs out",
+            "see whether memory ran out (`dmesg` tells), and run fewer environments, or who else killed it",
+        )
+    if name in _NATIVE:
+        return manner, f"mend the native code that broke, or tell its authors; to find it, {alone}"
+    return manner, f"see who sent that signal; {alone}"
+
+
+def place(stack: str) -> str:
+    r"""The line of the simulator's that a stack comes from, in words; nothing where there is none.
+
+    Args:
+        stack: A traceback, or what `faulthandler` writes of all threads.
+
+    Example:
+        >>> place('  File "track.py", line 7, in reset\n  File "track.py", line 12, in _load')
+        'line 12 of track.py'
+        >>> place('Current thread 0x7f (most recent call first):\n  File "track.py", line 12 in _load')
+        'line 12 of track.py'
+    """
+    latest = stack.rpartition("Traceback (most recent call last):")[2]
+    threads = [list(_FRAME.finditer(part)) for part in _THREAD.split(latest)]
+    frames = max(threads, key=lambda frames: (any(map(_is_ours, frames)), bool(frames)))  # the worker's, else the first
+    if frames and frames[0]["traceback"]:
+        frames.reverse()
+    within = []  # innermost first
+    for frame in frames:
+        if _is_ours(frame):
+            break
+        within.append(frame)
+    if not within:
+        return ""
+    outside = [frame for frame in within if not frame["path"].startswith(_STDLIB) or _INSTALLED.search(frame["path"])]
+    own = [frame for frame in outside if not _INSTALLED.search(frame["path"])]
+    (chosen, *_) = own or outside or within
+    return f"line {chosen['line']} of {chosen['path']}"
+
+
+def _is_ours(frame: re.Match[str]) -> bool:
+    return frame["path"].startswith(_OURS)
