@@ -22,51 +22,71 @@ in the place of `Crew` and `Batch` (`core/engine.py` says which), and there is n
 
 from __future__ import annotations
 
+import copy as copying
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from threading import get_ident
 from types import ModuleType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID, MultiAgentEnv, adapter_function
 from marl_parallel.adapters.agents import check_agents
+from marl_parallel.adapters.group_spaces import GroupSpaces
 from marl_parallel.arguments import (
+    addressed,
     at_least_one,
     autoreset_mode,
     base_seed,
     check_one_for_each,
     checked_constructors,
+    checked_ids,
+    checked_minimum,
+    checked_options,
+    checked_patience,
     checked_timeout,
     checked_trace,
     closing_time,
     pool_arguments,
+    seeds_of,
     survives,
     workers_for,
 )
-from marl_parallel.async_stepping import AsyncStepping, Options
 from marl_parallel.backends import open_backend
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.batch import Batch, Dicts
 from marl_parallel.core.construction import construct
-from marl_parallel.core.crew import Crew
-from marl_parallel.core.engine import Engine
-from marl_parallel.core.exclusive import CALL, CallGuard
+from marl_parallel.core.deadlines import Limits
+from marl_parallel.core.engine import BatchView, Engine
+from marl_parallel.core.exclusive import CALL, CallGuard, exclusive
 from marl_parallel.core.layout import Layout
-from marl_parallel.core.limits import Limits
 from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.native import NativeSimulator
 from marl_parallel.core.native_batch import NativeBatch
 from marl_parallel.core.native_crew import NativeCrew
+from marl_parallel.core.payloads import Answer, Refusal
+from marl_parallel.core.pickling import loads, sendable, take_along
+from marl_parallel.core.pool import Pool
+from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.reports import logger
-from marl_parallel.core.restarts import Restarts
 from marl_parallel.core.schemas import common_schema
 from marl_parallel.core.seed_check import SeedCheck
 from marl_parallel.core.sharing import share_out
-from marl_parallel.types import RestartPolicy
+from marl_parallel.core.slots import Snapshot
+from marl_parallel.core.tracing import Tracer
+from marl_parallel.tiling import tile as tiled
+from marl_parallel.types import ParallelEnvError, RestartPolicy, Stats, StepBatch
+
+Options = dict[str, Any] | list[dict[str, Any] | None] | None
+"""For the resets of all environments, or one for each of them."""
 
 START_TIMEOUT_S = 60.0
 _MORE_REQUESTS = 8  # before a worker, beyond two for each of its environments: such as the one to close
@@ -76,15 +96,15 @@ _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 def _abandon_all() -> None:
     """In a forked child: what the parent made counts as closed, and nothing of it is touched."""
-    for crew in _live:
-        crew.abandon()
+    for engine in _live:
+        engine.abandon()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)
 
 
-class ParallelEnv(AsyncStepping):
+class ParallelEnv:
     """Many copies of a multi-agent environment, stepped side by side.
 
     Environments are dict environments (`reset` gives observations and infos, `step` five dicts with `__all__` in
@@ -153,6 +173,10 @@ class ParallelEnv(AsyncStepping):
     """
 
     _stepped_by: weakref.ref[object] | None = None  # the facade that does, for facades to know
+    _seed_check: SeedCheck | None = None
+    _pool: Engine
+    _batch: BatchView
+    _all_reset = False  # whether every environment is known to have been reset
 
     def __init__(
         self,
@@ -202,24 +226,24 @@ class ParallelEnv(AsyncStepping):
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
         shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, envs_per_worker, hosts))
-        self._crew = crew = Crew(hosts, shares, limits)
-        self._guard = CallGuard(crew.check_open)
-        _live.add(crew)
-        self._finalizer = weakref.finalize(self, crew.shut)
-        self._plain_steps = {worker: Request(Message.STEP) for worker in range(len(shares))}
+        self._pool = pool = Pool(hosts, shares, limits)
+        self._guard = CallGuard(pool.check_open)
+        _live.add(pool)
+        self._finalizer = weakref.finalize(self, pool.close)
         started = False
         try:
             hosts.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
             started = True
             only_here: list[ModuleType] = []
             self._only_here = only_here
-            described, plan, built = construct(crew, constructors, seeds, mode, adapter, survive, only_here)
+            described, plan, built = construct(pool, constructors, seeds, mode, adapter, survive, only_here)
             schema = common_schema(described)
             layout = Layout(schema, self._num_envs, arrays=shared_memory)
             block = hosts.allocate(layout)
             attach = Request(Message.ATTACH, None, (self._num_envs, shared_memory))
-            crew.run(dict.fromkeys(range(len(shares)), attach))
+            pool.execute(dict.fromkeys(range(len(shares)), attach))
             self._batch = batch = Batch(
+                pool.slots,
                 layout,
                 block,
                 described[0].rules,
@@ -230,8 +254,16 @@ class ParallelEnv(AsyncStepping):
                 only_here=only_here,
             )
             if survive:
-                crew.restarts = Restarts(
-                    restart_policy, plan, attach.payload, batch, self._base_seed, described[0].options_last
+                pool.survive(
+                    Recovery(
+                        pool.slots,
+                        restart_policy,
+                        plan,
+                        attach.payload,
+                        batch,
+                        self._base_seed,
+                        described[0].options_last,
+                    )
                 )
             self._all = batch.env_ids
             self._schema = schema
@@ -247,7 +279,7 @@ class ParallelEnv(AsyncStepping):
         except BaseException:
             # Whatever went wrong, Ctrl-C included, nothing may be left behind.
             self._finalizer.detach()
-            crew.shut(ask=started)
+            pool.close(ask=started)
             raise
 
     @classmethod
@@ -265,13 +297,12 @@ class ParallelEnv(AsyncStepping):
         env = cls.__new__(cls)
         env._num_envs, env._base_seed = simulator.num_envs, simulator.seeds[0]
         check_agents(simulator.schema.possible_agents, simulator.name)
-        env._crew = crew = NativeCrew(simulator)
-        env._guard = CallGuard(crew.check_open)
-        env._batch = NativeBatch(simulator.schema, crew.env_ids)
-        _live.add(crew)
-        env._finalizer = weakref.finalize(env, crew.shut)
-        env._plain_steps = {}
-        env._all, env._schema = crew.env_ids, simulator.schema
+        env._pool = pool = NativeCrew(simulator)
+        env._guard = CallGuard(pool.check_open)
+        env._batch = NativeBatch(simulator.schema, pool.env_ids)
+        _live.add(pool)
+        env._finalizer = weakref.finalize(env, pool.close)
+        env._all, env._schema = pool.env_ids, simulator.schema
         env._reset_keywords = frozenset()
         env._only_here = []
         env._metadata = {**simulator.metadata, "autoreset_mode": env._batch.mode}
@@ -307,6 +338,134 @@ class ParallelEnv(AsyncStepping):
 
         numbers, seeds = pool_arguments(num_envs, batch_size, num_threads, seed)
         return cls.from_native(open_pool(task, seeds, {**numbers, **task_arguments}))
+
+    # -- what the environments are ---------------------------------------------------------------------------------
+
+    @property
+    def num_envs(self) -> int:
+        """How many environments there are."""
+        return self._num_envs
+
+    @property
+    def batch_size(self) -> int:
+        """How many results come together at the least: `num_envs`, but where a simulator has batches of its own."""
+        return self._pool.batch_size
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers share them."""
+        return len(self._pool.shares)
+
+    def __len__(self) -> int:
+        return self._num_envs
+
+    @property
+    def possible_agents(self) -> list[AgentID]:
+        """All agents that may appear, in the environment's own order; empty where that is open-ended."""
+        return list(self._schema.possible_agents)
+
+    @property
+    def acting(self) -> tuple[list[AgentID], ...]:
+        """Who should act next in each environment; empty before its first reset and where its episode is over."""
+        return tuple([*acting] for acting in self._batch.acting)
+
+    @property
+    def action_masks(self) -> tuple[dict[AgentID, Any], ...]:
+        """The action masks of those who act next: for each environment a dict by agent, without agents that have none.
+
+        A mask is the entry `"action_mask"` of the agent's info or, if that has none, of its observation. It is always
+        the running episode's: after a reset in the same step, `infos[i][agent]["action_mask"]` is the finished
+        episode's, and this is the one in `reset_info`. Arrays of zeros and ones come back as bool, True for an action
+        that is allowed; dicts and tuples stay what they are, as Gymnasium's `sample(mask)` takes them. `sample` itself
+        wants int8: `space.sample(mask.astype("int8"))`.
+
+        All arrays are the caller's own, with `copy=False` too. The dict is empty for an environment that is in flight,
+        whose episode is over, that has never been reset, or whose next action is ignored because it was restarted.
+
+        Example:
+            >>> import numpy as np
+            >>> from gymnasium import spaces
+            >>> from marl_parallel import ParallelEnv
+            >>> class Elevator:
+            ...     possible_agents = ["cabin"]
+            ...     observation_space = spaces.Dict({"cabin": spaces.Discrete(3)})
+            ...     action_space = spaces.Dict({"cabin": spaces.Discrete(2)})  # down, up
+            ...     def reset(self):
+            ...         self.floor = 0
+            ...         return {"cabin": 0}, self.infos()
+            ...     def step(self, actions):
+            ...         self.floor += 2 * int(actions["cabin"]) - 1
+            ...         ended = {"__all__": self.floor == 2}
+            ...         return {"cabin": self.floor}, {"cabin": 0.0}, ended, {"__all__": False}, self.infos()
+            ...     def infos(self):
+            ...         return {"cabin": {"action_mask": np.array([self.floor > 0, self.floor < 2])}}
+            >>> with ParallelEnv([Elevator] * 2, backend="serial") as env:
+            ...     observations, infos = env.reset()
+            ...     *_, infos = env.step([{"cabin": 1}, {"cabin": 1}])
+            ...     *_, infos = env.step([{"cabin": 1}, {"cabin": 0}])  # environment 0 ends and is reset
+            ...     infos[0]["cabin"]["action_mask"], env.action_masks[0]["cabin"]
+            (array([ True, False]), array([False,  True]))
+        """
+        return tuple(self._batch.masks(env_id) if self._pool.acts_next(env_id) else {} for env_id in self._all)
+
+    @property
+    def observation_space(self) -> spaces.Dict | None:
+        """Spaces by agent, in the order of `possible_agents`; None where no agent declares one.
+
+        Where agents are open-ended and belong to groups, it has the groups' spaces, and finds an agent's by its id.
+        """
+        return _space_of(self._schema.observation_spaces)
+
+    @property
+    def action_space(self) -> spaces.Dict | None:
+        """Spaces by agent, as those of `observation_space`."""
+        return _space_of(self._schema.action_spaces)
+
+    @property
+    def reward_space(self) -> spaces.Dict | None:
+        """Spaces by agent of those whose rewards are vectors of several objectives; None where no agent declares one.
+
+        An environment declares them as MOMAland and MO-Gymnasium do: a method `reward_space(agent)`, or an attribute
+        `reward_space` that is a `Box` or a mapping by agent. Then rewards are arrays of the space's dtype and shape in
+        every dict, the caller's own, and they travel in shared memory. They are cast as observations are: a cast from
+        float to integer or another shape is an `EnvError`. Where a number is 0.0, as in the step that begins a new
+        episode (`NEXT_STEP`) and after a restart, an array is zeros. A reward that comes as a number stays one.
+
+        Example:
+            >>> import numpy as np
+            >>> from gymnasium import spaces
+            >>> from marl_parallel import ParallelEnv
+            >>> class Courier:
+            ...     possible_agents = ["van"]
+            ...     observation_space = spaces.Dict({"van": spaces.Discrete(9)})
+            ...     action_space = spaces.Dict({"van": spaces.Discrete(2)})
+            ...     reward_space = spaces.Dict({"van": spaces.Box(-1, 1, (2,), np.float32)})  # parcels, fuel
+            ...     def reset(self):
+            ...         return {"van": 0}, {}
+            ...     def step(self, actions):
+            ...         return {"van": 1}, {"van": np.array([1.0, -0.5])}, {"__all__": False}, {"__all__": False}, {}
+            >>> with ParallelEnv([Courier] * 2, backend="serial") as env:
+            ...     observations, infos = env.reset()
+            ...     observations, rewards, *_ = env.step([{"van": 1}] * 2)
+            ...     env.reward_space["van"].shape, rewards[0]["van"]
+            ((2,), array([ 1. , -0.5], dtype=float32))
+        """
+        return _space_of(self._schema.reward_spaces)
+
+    @property
+    def state_space(self) -> Space[Any] | None:
+        """The space of one environment's global state; None where it has none."""
+        return self._schema.state_space
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of environment 0, copied; `"autoreset_mode"` is ours."""
+        return copying.deepcopy(self._metadata)
+
+    @property
+    def render_mode(self) -> str | None:
+        """The render mode of environment 0."""
+        return self._render_mode
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -381,16 +540,368 @@ class ParallelEnv(AsyncStepping):
         try:
             if (first := guard.setdefault(CALL, entry)) is not entry:
                 guard.refuse(entry, first)
-            self._check_idle("step")
-            ids = self._checked_ids(env_ids)
+            if self._pool.closed or self._pool.in_flight:
+                self._check_idle("step")
+            ids = self._all if env_ids is None else self._checked_ids(env_ids)
             if type(actions) is not list or len(actions) != len(ids):  # the usual case first: it is quick to tell
                 check_one_for_each(actions, ids)
-            self._check_begun(ids, "step")
+            if not self._all_reset:
+                self._check_begun(ids, "step")
             written = self._batch.write_actions(ids, actions)
-            return self._batch.read(ids, self._step(ids, written))
+            if written or ids is not self._all:
+                return self._batch.read(ids, self._pool.run(Message.STEP, ids, written or None))
+            return self._batch.read(ids, self._pool.step_all())
         finally:
             if guard[CALL] is entry:
                 del guard[CALL]
+
+    def send(
+        self,
+        actions: Sequence[Mapping[AgentID, Any]] | Mapping[int, Mapping[AgentID, Any]],
+        env_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Begin to step environments and return; `recv` has the results, each as soon as it is there.
+
+        With `backend="serial"`, the steps are taken here.
+
+        Args:
+            actions: One dict by agent for each environment, in the order of `env_ids`; or a mapping from env id to
+                such a dict.
+            env_ids: Which environments, in any order; None for all of them, or for all that a mapping names.
+
+        Raises:
+            AlreadyPendingCallError: One of them is in flight already, or another call is in progress. Nothing
+                has been stepped.
+            ValueError: As of `step`, or no environment is named, as where `recv(min_envs=0)` has returned none. Nothing
+                has been stepped.
+            ResetNeeded: An environment has never been reset. Nothing has been stepped.
+        """
+        guard, entry = self._guard, ("send", get_ident())
+        try:
+            if (first := guard.setdefault(CALL, entry)) is not entry:
+                guard.refuse(entry, first)
+            ids, rows = addressed(actions, env_ids, self._num_envs)
+            self._check_not_in_flight(ids, "send")
+            self._check_begun(ids, "send")
+            self._pool.send(Message.STEP, ids, self._batch.write_actions(ids, rows) or None)
+        finally:
+            if guard[CALL] is entry:
+                del guard[CALL]
+
+    @exclusive("reset_async")
+    def reset_async(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+        env_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Begin new episodes and return; `recv` has the first observations, each as soon as it is there.
+
+        Args:
+            seed: As of `reset`.
+            options: As of `reset`.
+            env_ids: Which environments, in any order; None for all of them.
+
+        Raises:
+            AlreadyPendingCallError: One of them is in flight already, or another call is in progress. Nothing
+                has been reset.
+            ValueError: As of `reset`. Nothing has been reset.
+        """
+        ids = self._checked_ids(env_ids)
+        self._check_not_in_flight(ids, "reset_async")
+        base, given, keywords = self._reset_keywords_for(ids, seed, options)
+        self._rebase(base, given)
+        self._pool.send(Message.RESET, ids, keywords)
+
+    def recv(self, min_envs: int | None = None, timeout: float | None = None) -> StepBatch:
+        """Take the results of all environments in flight that are ready, waiting for some of them.
+
+        Args:
+            min_envs: How many to wait for; None for all in flight, 0 for none.
+            timeout: Seconds to wait at most; None for as long as it takes.
+
+        Returns:
+            What is ready, in the order in which it was completed; at least `min_envs`. With `copy=False`, the views of
+            an environment are valid until it is sent to again.
+
+        Raises:
+            NoAsyncCallError: Nothing is in flight.
+            ValueError: `min_envs` is more than there are in flight.
+            TimeoutError: There were fewer than `min_envs` in time. Nothing is lost, and `recv` can be called again.
+            ParallelEnvError: A fault, as in `step`; everything has been closed.
+
+        Example:
+            >>> from marl_parallel import ParallelEnv
+            >>> from mpe2 import simple_spread_v3
+            >>> with ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2) as env:
+            ...     env.reset_async()
+            ...     batch = env.recv(min_envs=1)
+            ...     while env.pending:
+            ...         batch = env.recv(min_envs=1)
+            ...     env.send({2: {agent: 0 for agent in env.acting[2]}})
+            ...     env.recv().env_ids
+            (2,)
+        """
+        guard, entry = self._guard, ("recv", get_ident())
+        try:
+            if (first := guard.setdefault(CALL, entry)) is not entry:
+                guard.refuse(entry, first)
+            self._pool.check_open()
+            in_flight = self._pool.in_flight
+            if not in_flight:
+                raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
+            ids, resets, told = self._pool.recv(checked_minimum(min_envs, in_flight), checked_patience(timeout))
+            self._batch.begin(resets)
+            if self._seed_check is not None:
+                self._check_seeds(resets, told, stacklevel=3)
+            return StepBatch(ids, *self._batch.read(ids, told))
+        finally:
+            if guard[CALL] is entry:
+                del guard[CALL]
+
+    # -- calls, attributes, frames, state ---------------------------------------------------------------------------
+
+    def state(self) -> NDArray[Any]:
+        """The global states as they are now: an array `(num_envs, *state_space.shape)` of the caller's own.
+
+        Raises:
+            NotImplementedError: The environment has none.
+            ResetNeeded: An environment has never been reset.
+            ParallelEnvError: A fault, as in `call`; `step_timeout` applies.
+        """
+        return self._states(self._all)
+
+    @exclusive("state")
+    def _states(self, env_ids: Sequence[int]) -> NDArray[Any]:
+        self._check_idle("state")
+        if self._schema.state_space is None:
+            raise NotImplementedError(
+                "this environment has no global state: it has no state() with a state_space of arrays or numbers"
+            )
+        self._check_begun(env_ids, "state")
+        return self._batch.states(env_ids, self._pool.execute_in(Message.STATE, env_ids))
+
+    def seed(self) -> tuple[int, ...]:
+        """The seed that each environment uses: its own `unwrapped.seed` where that is an int, else the one we gave.
+
+        While environments are in flight, it is what they were given, or had said when they were asked last.
+        """
+        self._pool.check_open()
+        if self._pool.seeds_stale and not self._pool.in_flight:
+            self._ask_for_seeds()
+        return self._seeds_used
+
+    @exclusive("seed")
+    def _ask_for_seeds(self) -> None:
+        declared = self._pool.execute_in(Message.SEED, self._all)
+        self._seeds_used, self._pool.seeds_stale = tuple(declared[env_id] for env_id in self._all), False
+
+    @exclusive("call")
+    def call(
+        self, name: str | Callable[..., Any], /, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """Call a method of each environment, looked for through wrappers and conversions.
+
+        Args:
+            name: Of the method; the value of what is not callable is returned as it is. Or a function, which is called
+                where each environment is, with it as the first argument.
+            args: For the method.
+            env_ids: Which environments, in any order; None for all of them.
+            kwargs: For the method.
+
+        Returns:
+            What it returned, for each of `env_ids`: copies, as everything crosses over to the caller by pickling.
+
+        Raises:
+            AttributeError: An environment has no such attribute. Nothing is closed.
+            TypeError: `name` is something else, or the arguments or the result cannot be pickled, or not be made again
+                from that. Nothing is closed.
+            ModuleNotFoundError: They need a module that a worker can have in no way. Nothing is closed.
+            EnvError: The method raised; everything has been closed, or, with `on_error="restart"`, the environment is
+                built anew.
+        """
+        self._check_idle("call")
+        if not isinstance(name, str) and not callable(name):
+            raise TypeError(f"name must be that of a method or attribute, or a function, got {name!r}")
+        ids = self._checked_ids(env_ids)
+        results = self._told(
+            Message.CALL, ids, lambda: sendable((name, args, kwargs), f"the arguments of {name!r}", self._only_here)
+        )
+        return tuple(results[env_id] for env_id in ids)
+
+    @exclusive("call")
+    def _find_out(self, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+        """What a function of this package finds out about each simulator, given as its first argument."""
+        self._check_idle("call")
+        told = self._told(Message.CALL, self._all, lambda: sendable((function, args, {}), "a function", ()))
+        return tuple(told[env_id] for env_id in self._all)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of each environment, as `call` finds it; a method is returned called, without arguments.
+
+        Raises:
+            AttributeError: An environment has no such attribute. Nothing is closed.
+            TypeError: It cannot be pickled. Nothing is closed.
+            EnvError: A property or method raised, as in `call`.
+        """
+        return self.call(name)
+
+    @exclusive("set_attr")
+    def set_attr(self, name: str, values: Any, env_ids: Sequence[int] | None = None) -> None:
+        """Set an attribute of each environment, on whichever of its wrappers has it.
+
+        Args:
+            name: Of the attribute, which must exist.
+            values: A list or tuple with one for each of `env_ids`; anything else is given to all of them.
+            env_ids: Which environments, in any order; None for all of them.
+
+        Raises:
+            AttributeError: An environment has no such attribute. Nothing is closed.
+            ValueError: There is not one value for each environment.
+            TypeError: A value cannot be pickled. Nothing is closed.
+            ModuleNotFoundError: It needs a module that a worker can have in no way. Nothing is closed.
+            EnvError: A property raised, as in `call`.
+        """
+        self._check_idle("set_attr")
+        ids = self._checked_ids(env_ids)
+        if not isinstance(values, list | tuple):
+            values = [values] * len(ids)
+        if len(values) != len(ids):
+            raise ValueError(f"expected one value for each of {len(ids)} environments, got {len(values)}")
+        self._told(
+            Message.ASSIGN,
+            ids,
+            lambda: {
+                env_id: sendable((name, value), f"the value for environment {env_id}", self._only_here)
+                for env_id, value in zip(ids, values)
+            },
+        )
+
+    def _told(self, message: Message, env_ids: tuple[int, ...], pickled: Callable[[], Any]) -> dict[int, Any]:
+        """What each environment says to something of the caller's, which workers may not be able to import."""
+        results: dict[int, Any] = self._pool.execute_in(message, env_ids, pickled())
+        while missing := _missing(results):
+            take_along(self._only_here, missing, "what is sent to")
+            answered = {env_id: result for env_id, result in results.items() if env_id not in missing}
+            results = answered | self._pool.execute_in(message, tuple(missing), pickled())
+        for env_id in sorted(results):
+            result = results[env_id]
+            if isinstance(result, Refusal):
+                raise result.kind(f"environment {env_id}: {result.text}")
+            if isinstance(result, Answer):
+                results[env_id] = _made_again(env_id, result)
+        return results
+
+    def render(self, *, tile: bool = False) -> Any:
+        """Render one frame of each environment.
+
+        Args:
+            tile: Lay the frames out in a grid.
+
+        Returns:
+            A tuple of frames; with `tile`, one array of shape `(rows * height, columns * width, ...)`; None where
+            `render_mode` is None.
+
+        Raises:
+            ValueError: `tile`, and the frames are no arrays.
+            ResetNeeded: An environment has never been reset.
+            ParallelEnvError: A fault, as in `call`; `step_timeout` applies.
+        """
+        frames = self._frames(self._all)
+        return tiled(frames) if tile and frames is not None else frames
+
+    @exclusive("render")
+    def _frames(self, env_ids: Sequence[int]) -> tuple[Any, ...] | None:
+        self._check_idle("render")
+        if self._render_mode is None:
+            return None
+        self._check_begun(env_ids, "render")
+        rendered = self._pool.execute_in(Message.RENDER, env_ids)
+        return tuple(rendered[env_id] for env_id in env_ids)
+
+    @exclusive("start_trace")
+    def start_trace(self, path: str | os.PathLike[str]) -> None:
+        """Keep a timeline of what workers and this process do, until `stop_trace` or `close`.
+
+        While one is kept, a step takes a microsecond or so longer, and each lane keeps up to a million slices of time.
+        What a worker had kept when it died is lost.
+
+        Args:
+            path: Of the file: JSON that https://ui.perfetto.dev and `chrome://tracing` show.
+
+        Raises:
+            ValueError: No file can be written there.
+            RuntimeError: One is being kept already.
+            ParallelEnvError: A worker has died meanwhile. Where it is there again (`on_error="restart"`), none is kept.
+        """
+        self._check_idle("start_trace")
+        if self._pool.tracer is not None:
+            raise RuntimeError(f"a trace is being kept already, for {self._pool.tracer.path}: call stop_trace first")
+        tracer = Tracer(checked_trace(path), self._pool.shares)
+        _, fault = self._tell_workers_to_trace(True)
+        if fault is not None:
+            self._tell_workers_to_trace(False)
+            raise fault
+        self._pool.tracer = tracer
+        tracer.watch(self._pool, "step_all", lambda: "wait for step")
+        tracer.watch(self._pool, "run", lambda message, *_: f"wait for {message.name.lower()}")
+        tracer.watch(self._pool, "execute", lambda requests: f"wait for {_kind_of(requests)}")
+        tracer.watch(self._pool, "send", lambda message, *_: f"send {message.name.lower()}")
+        tracer.watch(self._pool, "recv", lambda *_: "wait")
+        tracer.watch_batch(self._batch)
+
+    @exclusive("stop_trace")
+    def stop_trace(self) -> Path:
+        """Write the trace that `start_trace` began, or the argument `trace`.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            RuntimeError: None is being kept.
+            OSError: The file cannot be written.
+            ParallelEnvError: A worker has died meanwhile. Where it is there again (`on_error="restart"`), the others'
+                lanes are not lost: call this once more.
+        """
+        self._check_idle("stop_trace")
+        if self._pool.tracer is None:
+            raise RuntimeError("no trace is being kept: call start_trace first, or pass trace=")
+        tracer = self._pool.tracer
+        kept, fault = self._tell_workers_to_trace(False)
+        for worker, slices in kept.items():
+            tracer.add(worker, slices, self._pool.ahead(worker))
+        if fault is not None:
+            raise fault
+        self._pool.tracer = None
+        tracer.finish()
+        return tracer.path
+
+    def _tell_workers_to_trace(self, on: bool) -> tuple[dict[int, Any], ParallelEnvError | None]:
+        """By worker, what it has kept, and the first error of one that failed and is there again."""
+        if self._pool.recovery is not None:
+            self._pool.recovery.traced = on
+        kept: dict[int, Any] = {}
+        fault = None
+        for worker, share in enumerate(self._pool.shares):  # one by one: what some answer is not lost with others
+            try:
+                told = self._pool.execute({worker: Request(Message.TRACE, (share[0],), on)})
+            except ParallelEnvError as error:
+                if self._pool.closed:
+                    raise
+                fault = fault or error
+            else:
+                kept.update((worker, slices) for slices in told.values())
+        return kept, fault
+
+    def stats(self) -> Stats:
+        """What has been done so far, and where the time went; of each worker and summed up."""
+        return self._pool.stats()
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The environments that something has been sent to and that have not been received yet."""
+        return () if self._pool.closed else self._pool.pending
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -408,7 +919,7 @@ class ParallelEnv(AsyncStepping):
         """
         patience = closing_time(timeout)
         self._finalizer.detach()
-        error = self._crew.shut(ask=not terminate, timeout=patience)
+        error = self._pool.close(ask=not terminate, timeout=patience)
         if error is not None:
             raise error
 
@@ -425,7 +936,7 @@ class ParallelEnv(AsyncStepping):
             self.close()
             return
         self._finalizer.detach()
-        failed = self._crew.shut()
+        failed = self._pool.close()
         if failed is not None:
             logger.warning("while closing after another error: %s", failed)
 
@@ -439,29 +950,165 @@ class ParallelEnv(AsyncStepping):
         ids = self._checked_ids(env_ids)
         base, given, keywords = self._reset_keywords_for(ids, seed, options)
         self._rebase(base, given)  # first: what fails is built anew with a seed of the new base
-        told = self._carry_out(Message.RESET, ids, keywords)
+        told = self._pool.run(Message.RESET, ids, keywords)
         self._batch.begin(ids)
         if self._seed_check is not None:
             self._check_seeds(ids, told, stacklevel=4)
         return ids, told
 
     def _step(self, ids: tuple[int, ...], written: Any) -> Any:
-        """Have the actions carried out that have been written; returns what is told of it."""
-        if ids is self._all and not written and self._crew.restarts is None:
-            return self._crew.run(self._plain_steps)
-        return self._carry_out(Message.STEP, ids, written or None)
-
-    def _carry_out(self, message: Message, ids: Sequence[int], payload: Any) -> Any:
-        """Have something done, and wait for it; returns what is told of it."""
-        if self._crew.restarts is None:
-            return self._crew.ask(message, ids, payload)
-        self._crew.send(message, ids, payload, each=False)
-        return self._receive(ids)
+        """Carry out the actions that have been written, and wait; returns the extras of the results."""
+        if ids is self._all and not written:
+            return self._pool.step_all()
+        return self._pool.run(Message.STEP, ids, written or None)
 
     def _send(self, ids: Sequence[int], written: Any) -> None:
         """Begin to carry out the actions that have been written; all of them are to be received at once."""
-        self._crew.send(Message.STEP, ids, written or None, each=False)
+        self._pool.send(Message.STEP, ids, written or None, together=True)
 
     def _receive(self, ids: Sequence[int], timeout: float | None = None) -> Any:
-        """Wait for all that has been sent; returns what is told of it."""
-        return self._crew.receive(len(ids), timeout).told
+        """Wait for everything that has been sent; returns the extras of the results."""
+        return self._pool.recv(len(ids), timeout).extras
+
+    def _begin_seed_check(self, check: SeedCheck) -> None:
+        """Warn at once, or keep the check until all environments have been reset once."""
+        if check.first_warning is not None:
+            warnings.warn(check.first_warning, UserWarning, stacklevel=3)
+        if not check.is_done:
+            self._seed_check = check
+
+    def _check_seeds(self, resets: Sequence[int], told: Mapping[int, Any], stacklevel: int) -> None:
+        """Look at first observations; warn, once all environments have been reset, where they are alike.
+
+        Args:
+            resets: The environments that have just been reset.
+            told: What travelled pickled.
+            stacklevel: As of `warnings.warn`, from here.
+        """
+        check, pool = self._seed_check, self._pool
+        assert check is not None
+        batch = cast(Batch, self._batch)  # simulators that step many environments by themselves have no check
+        for env_id in resets:
+            more = told.get(env_id)
+            snapshot = more if isinstance(more, Snapshot) else batch.snapshot(env_id, more)
+            check.note(env_id, snapshot.dicts[0])
+        if not all(self._batch.begun) or pool.in_flight:
+            return
+        self._seed_check = None
+        declared = pool.execute_in(Message.SEED, self._all) if check.asks_again else None
+        text = check.warning(self._seeds_used, declared)
+        if text is not None:
+            warnings.warn(text, UserWarning, stacklevel=stacklevel)
+
+    def _rebase(self, base: int, given: Mapping[int, int]) -> None:
+        """Note what seeds are drawn from now on, and those that environments have just been given."""
+        self._base_seed, self._pool.seeds_stale = base, True
+        self._seeds_used = tuple(given.get(env_id, seed) for env_id, seed in enumerate(self._seeds_used))
+        if self._pool.recovery is not None:
+            self._pool.recovery.base_seed = base
+
+    def _check_not_in_flight(self, ids: Sequence[int], name: str) -> None:
+        self._pool.check_open()
+        if self._pool.in_flight and (busy := [env_id for env_id in ids if env_id in {*self._pool.pending}]):
+            raise AlreadyPendingCallError(
+                f"{name}() to environments {busy}, which are in flight; recv() them first", name
+            )
+
+    def _check_seed(self, seed: Any) -> None:
+        if seed is not None and self._pool.seeded_at_start:
+            raise ValueError(f"seed={seed!r}, but these environments are seeded only once, where they are made")
+
+    def _reset_keywords_for(
+        self, ids: Sequence[int], seed: int | Sequence[int | None] | None, options: Options
+    ) -> tuple[int, dict[int, int], dict[int, bytes]]:
+        """The base of seeds from now on, and by environment the seed it is given and its keywords, pickled."""
+        if options is not None and "options" not in self._reset_keywords:
+            raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
+        self._check_seed(seed)
+        if self._pool.seeded_at_start:
+            return self._base_seed, {}, {}
+        if seed is not None and self._seeded_when_made:
+            warnings.warn(
+                f"seed={seed!r} is refused: these environments are seeded when they are made; give it to ParallelEnv, "
+                "which gives it to their constructors",
+                UserWarning,
+                stacklevel=4,
+            )
+            seed = None
+        base, seeds = self._seeds_for(seed, ids)
+        recovery, begun = self._pool.recovery, self._batch.begun
+        for_each = checked_options(options, len(ids))
+        keywords: dict[int, bytes] = {}
+        told: dict[int, int] = {}
+        for own_options in for_each:
+            if own_options is not None:
+                self._check_options(own_options)
+        for env_id, own, own_options in zip(ids, seeds, for_each, strict=True):
+            if own_options is not None and recovery is not None:
+                own_options = recovery.reset_options(env_id, own_options)
+            if own is None and not begun[env_id] and (recovery is None or not recovery.is_rebuilt(env_id)):
+                own = base + env_id
+            if own is not None:
+                told[env_id] = own
+            given = {"seed": own, "options": own_options}
+            keywords[env_id] = sendable({k: v for k, v in given.items() if v is not None}, "options", self._only_here)
+        return base, told, keywords
+
+    def _seeds_for(
+        self, seed: int | Sequence[int | None] | None, ids: Sequence[int]
+    ) -> tuple[int, Sequence[int | None]]:
+        """The base from now on, and the seed that each of these environments is explicitly given."""
+        if seed is None:
+            return self._base_seed, [None] * len(ids)
+        one = isinstance(seed, str | bytes) or (isinstance(seed, np.ndarray) and seed.ndim == 0)
+        if isinstance(seed, Sequence | np.ndarray) and not one:
+            return self._base_seed, seeds_of(seed, ids)
+        base = base_seed(seed)
+        return base, [base + env_id for env_id in ids]
+
+    def _check_idle(self, name: str) -> None:
+        """Raise unless everything is open and nothing in flight."""
+        self._pool.check_open()
+        if self._pool.in_flight:
+            raise AlreadyPendingCallError(
+                f"{name}() while environments {[*self.pending]} are in flight; recv() them first", name
+            )
+
+    def _check_begun(self, ids: Sequence[int], name: str) -> None:
+        if not self._all_reset:
+            begun = self._batch.begun
+            self._all_reset = all(begun)
+            never = [env_id for env_id in ids if not begun[env_id]]
+            if never:
+                raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
+
+    def _checked_ids(self, env_ids: Sequence[int] | None) -> tuple[int, ...]:
+        if env_ids is None:
+            return self._all
+        return checked_ids(env_ids, self._num_envs)
+
+
+def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:
+    if isinstance(declared, GroupSpaces):
+        return declared.as_space()
+    return spaces.Dict([*declared.items()]) if declared else None  # type: ignore[list-item]
+
+
+def _missing(results: Mapping[int, Any]) -> dict[int, str]:
+    """By environment, the module that its worker could not import."""
+    refused = {env_id: result for env_id, result in results.items() if isinstance(result, Refusal)}
+    return {env_id: refusal.text for env_id, refusal in refused.items() if refusal.kind is ModuleNotFoundError}
+
+
+def _made_again(env_id: int, answer: Answer) -> Any:
+    try:
+        return loads(answer.pickled)
+    except Exception as error:
+        raise TypeError(
+            f"environment {env_id}: the result pickles there, but cannot be made again here: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _kind_of(requests: Mapping[int, Request]) -> str:
+    return next(iter(requests.values())).message.name.lower()

@@ -38,7 +38,7 @@ OF_PROCESSES = {
     "test_in_flight", "test_late_steps", "test_launching", "test_leaks", "test_notices", "test_orphans",
     "test_parents", "test_policy",
     "test_portable", "test_readiness", "test_readme", "test_restart_cases", "test_restarts", "test_scripts",
-    "test_semaphores", "test_stacks", "test_stopped_workers", "test_timeouts", "test_worker_threads",
+    "test_semaphores", "test_stacks", "test_step_calls", "test_stopped_workers", "test_timeouts", "test_worker_threads",
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class Stage:
     def __init__(self, context: str, limit: int | None = 1) -> None:
         block = Block.create(4096)
         self.wake = Semaphore(block.buffer, 64)
-        self.wake.init()
+        self.wake.init(0)
         self.launcher = open_launcher(context, entry="launch_targets", wake=(block, 64), threads=limit)
         self.block = block
         read_end, self.write_end = os.pipe()

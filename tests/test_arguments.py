@@ -70,7 +70,7 @@ def test_a_number_of_environments_for_each_worker(num_envs, arguments, sizes):
     """However few CPUs there are."""
     with ParallelEnv([Skirmish] * num_envs, backend="thread", **arguments) as env:
         assert env.num_workers == len(sizes)
-        assert [len(share) for share in env._crew.shares] == sizes
+        assert [len(share) for share in env._pool.shares] == sizes
         assert len(env.reset()[0]) == num_envs
 
 

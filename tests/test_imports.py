@@ -18,8 +18,6 @@ LEVELS = [
     {"action_masks", "optional", "types", "tiling", "adapters"},
     {"core"},
     {"backends", "arguments"},
-    {"inquiries"},
-    {"async_stepping"},
     {"parallel_env"},
     {"making", "recording", "vector"},
     {"marl_parallel"},

@@ -66,7 +66,7 @@ def pid_of(_: Any) -> int:
 
 
 def hosts(env: ParallelEnv) -> list[RayHost]:
-    backend = env._crew.backend
+    backend = env._pool.backend
     assert isinstance(backend, RayBackend)
     return backend._hosts
 

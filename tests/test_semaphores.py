@@ -40,7 +40,7 @@ def test_counts(block: Block) -> None:
 
 def test_init_starts_anew(block: Block) -> None:
     semaphore = make(block, value=3)
-    semaphore.init()
+    semaphore.init(0)
     assert not semaphore.try_take()
 
 

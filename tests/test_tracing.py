@@ -97,11 +97,11 @@ def test_begun_and_ended_in_the_middle(each, build, tmp_path):
 def test_nothing_of_it_stays(each, build, tmp_path):
     """What was watched is as it was, and the ledger is a plain one."""
     env = build(fragile(tmp_path), each)
-    before = vars(env._crew).keys() | vars(env._batch).keys()
+    before = vars(env._pool).keys() | vars(env._batch).keys()
     env.start_trace(tmp_path / "a.json")
-    assert "run" in vars(env._crew)
+    assert {"run", "step_all"} <= vars(env._pool).keys()
     env.stop_trace()
-    assert vars(env._crew).keys() | vars(env._batch).keys() == before
+    assert vars(env._pool).keys() | vars(env._batch).keys() == before
     env.start_trace(tmp_path / "b.json")
     env.stop_trace()
 

@@ -10,7 +10,6 @@ no order of stores is relied upon.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
 
 from marl_parallel.backends.semaphores import Semaphore
 from marl_parallel.core.ledger import Ledger
@@ -68,29 +67,39 @@ class Ring:
 
     Attributes:
         signal: Counts the notes that have been written and not yet taken.
-        moment: What came with the note that was taken last.
+        capacity: How many notes there may be at a time.
+        notes: The notes.
+        moments: What came with each.
+        written: How many this process has written.
+        read: How many this process has taken.
     """
+
+    __slots__ = ("capacity", "moments", "notes", "read", "signal", "written")
 
     def __init__(self, buffer: mmap.mmap, semaphore: int, notes: int, capacity: int) -> None:
         self.signal = Semaphore(buffer, semaphore)
-        self._capacity, self.moment = capacity, 0.0
+        self.capacity = capacity
         view = memoryview(buffer)[notes : notes + 16 * capacity]
-        self._notes, self._moments = view[: 8 * capacity].cast("Q"), view[8 * capacity :].cast("d")
-        self._written = self._taken = 0
+        self.notes, self.moments = view[: 8 * capacity].cast("Q"), view[8 * capacity :].cast("d")
+        self.written = self.read = 0
 
     def put(self, note: int, moment: float = 0.0) -> None:
         """Write a note and wake the reader; the writer knows that there is room."""
-        place = self._written % self._capacity
-        self._notes[place], self._moments[place] = note, moment
-        self._written += 1
+        place = self.written % self.capacity
+        self.notes[place], self.moments[place] = note, moment
+        self.written += 1
         self.signal.post()
 
     def taken(self) -> int:
         """The next note; only after `signal` has been taken."""
-        place = self._taken % self._capacity
-        note, self.moment = self._notes[place], self._moments[place]
-        self._taken += 1
+        note = self.notes[self.read % self.capacity]
+        self.read += 1
         return note
+
+    @property
+    def moment(self) -> float:
+        """What came with the note that was taken last."""
+        return self.moments[(self.read - 1) % self.capacity]
 
 
 class Desk:
@@ -122,11 +131,11 @@ class Bell:
     def __init__(self, buffer: mmap.mmap) -> None:
         self.wake = Semaphore(buffer, WAKE)
         self._countdown = Semaphore(buffer, WAKE + _SEM)
-        self.set_countdown: Callable[[int], None] = self._countdown.init
+        self.set_countdown = self._countdown.init
 
     def arrive(self) -> None:
         """Tell the parent that a reply is there."""
-        if not self._countdown.try_take():
+        if self._countdown.try_wait():
             self.wake.post()
 
     def hush(self) -> None:
@@ -138,7 +147,7 @@ class Bell:
 def initialise(buffer: mmap.mmap, num_workers: int, capacity: int) -> None:
     """Make all semaphores, before any worker is there."""
     for place in (WAKE, WAKE + _SEM):
-        Semaphore(buffer, place).init()
+        Semaphore(buffer, place).init(0)
     for worker in range(num_workers):
         clear_desk(buffer, worker, capacity)
 
@@ -147,5 +156,5 @@ def clear_desk(buffer: mmap.mmap, worker: int, capacity: int) -> None:
     """Make a desk as if it were new; nobody may be at it."""
     start = _DESKS + worker * _desk_nbytes(capacity)
     buffer[start + 2 * _SEM : start + 2 * _SEM + _LEDGER] = bytes(_LEDGER)
-    Semaphore(buffer, start).init()
-    Semaphore(buffer, start + _SEM).init()
+    Semaphore(buffer, start).init(0)
+    Semaphore(buffer, start + _SEM).init(0)

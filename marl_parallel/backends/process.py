@@ -31,7 +31,7 @@ from marl_parallel.backends.semaphores import available
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.layout import Layout
-from marl_parallel.core.messages import Lost, Message, Reply, Request
+from marl_parallel.core.messages import STEP_ALL, STEP_ALL_PROMPTLY, STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.reports import logger
 from marl_parallel.core.sharing import span_of, usable_cpus
 
@@ -132,8 +132,17 @@ class ProcessBackend(Backend):
             if worker in self._lost or self._launcher is None:
                 self._bell.wake.post()
                 continue
-            note = _note_of(request)
-            self._desks[worker].asked.put(note)
+            if request is STEP_ALL:
+                note = control.STEP
+            elif request is STEP_ALL_PROMPTLY:
+                note = _STEP_PROMPTLY
+            else:
+                note = _note_of(request)
+            asked = self._desks[worker].asked  # as `Ring.put`, which would cost as much again
+            place = asked.written % asked.capacity
+            asked.notes[place] = note
+            asked.written += 1
+            asked.signal.post()
             if note == control.MAIL:
                 try:
                     self._channels[worker].put(request)
@@ -145,7 +154,7 @@ class ProcessBackend(Backend):
         replies: list[tuple[int, Reply | Lost]] = []
         # After a `post` of all that is waited for nothing can be there yet; until the parent sleeps, a worker lacks its
         # CPU, so on that way every microsecond counts.
-        while self._armed or not self._enough(replies, at_least):
+        while self._armed or (len(replies) < at_least and not self._enough(replies, at_least)):
             self._armed = False
             if self._half_read:
                 if deadline is not None and time.monotonic() >= deadline:
@@ -183,8 +192,19 @@ class ProcessBackend(Backend):
         if time.monotonic() - self._looked > _TICK_S:
             self._lost_now()  # also while others have so much to say that there is never a pause
         for worker, before in enumerate(self._before):
-            if before:
-                replies += self._taken_from(worker)
+            if not before:
+                continue
+            done = self._desks[worker].done
+            place = done.read % done.capacity
+            # Mostly the one reply that is expected has come, and its note says it all.
+            if len(before) == 1 and worker not in self._half_read and not done.signal.try_wait():
+                done.read += 1
+                if done.notes[place] == _ALL_DONE:
+                    before.popleft()
+                    replies.append((worker, STEPPED))
+                    continue
+                self._half_read[worker] = done.notes[place]
+            replies += self._taken_from(worker)
         return replies
 
     def _taken_from(self, worker: int) -> list[tuple[int, Reply | Lost]]:
@@ -197,12 +217,12 @@ class ProcessBackend(Backend):
         while before:
             if worker in self._half_read:
                 note = self._half_read.pop(worker)
-            elif done.signal.try_take():
+            elif not done.signal.try_wait():
                 note = done.taken()
             else:
                 break
             if note == _ALL_DONE:
-                replies.append((worker, Reply(*_DONE, None, {}, {}, done.moment)))
+                replies.append((worker, STEPPED))
             elif note & control.KIND == control.PLAIN:
                 last = bool(note & control.LAST)
                 replies.append((worker, Reply(*_DONE, control.env_ids_of(note), {}, {}, done.moment, last)))
@@ -295,6 +315,7 @@ class ProcessBackend(Backend):
 
 
 _DONE = (Message.RESULT, Message.STEP)
+_STEP_PROMPTLY = control.STEP | control.PROMPT
 _ALL_DONE = control.PLAIN | control.LAST
 
 

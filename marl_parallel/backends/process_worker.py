@@ -14,14 +14,12 @@ from marl_parallel.backends import control
 from marl_parallel.backends.channel import Channel
 from marl_parallel.backends.memory import Block
 from marl_parallel.backends.semaphores import Semaphore
-from marl_parallel.core.messages import Message, Reply, Request
+from marl_parallel.core.messages import STEP_ALL, STEP_ALL_PROMPTLY, Message, Reply, Request
 from marl_parallel.core.sharing import span_of
 from marl_parallel.core.worker import Worker
 
 _SPIN_S = 100e-6
 """How long to try before sleeping: waking an idle virtual CPU costs 20 to 50 us, as much as a step."""
-
-_STEP_ALL = Request(Message.STEP)
 
 
 def main(index: int, fds: Sequence[int]) -> None:
@@ -67,9 +65,9 @@ def _sender(desk: control.Desk, bell: control.Bell, channel: Channel) -> Callabl
 
 
 def _take(signal: Semaphore, spin_s: float) -> None:
-    try_take, spin_until = signal.try_take, time.monotonic() + spin_s
+    try_wait, spin_until = signal.try_wait, time.monotonic() + spin_s
     while time.monotonic() < spin_until:
-        if try_take():
+        if not try_wait():
             return
         os.sched_yield()  # the parent may be waiting for this very CPU
     signal.take()
@@ -77,7 +75,9 @@ def _take(signal: Semaphore, spin_s: float) -> None:
 
 def _requested(note: int, channel: Channel) -> Request:
     if note == control.STEP:
-        return _STEP_ALL
+        return STEP_ALL
+    if note == control.STEP | control.PROMPT:
+        return STEP_ALL_PROMPTLY
     if note & control.KIND == control.STEP:
         each, prompt = bool(note & control.EACH), bool(note & control.PROMPT)
         return Request(Message.STEP, control.env_ids_of(note), each=each, prompt=prompt)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import time
@@ -24,12 +25,16 @@ class _Timespec(ctypes.Structure):
 
 
 class _Functions(NamedTuple):
-    """The C library's functions; the first three keep the GIL, `wait_until` lets go of it."""
+    """The C library's functions; the first three keep the GIL, `wait_until` lets go of it.
+
+    `clock` is what `wait_until` takes between the semaphore and the deadline, `now` reads the clock of the deadline.
+    """
 
     init: Callable[..., int]
     post: Callable[..., int]
     try_wait: Callable[..., int]
     wait_until: Callable[..., int]
+    clock: tuple[Any, ...]
     now: Callable[[], float]
 
 
@@ -42,17 +47,10 @@ def _load() -> _Functions | None:
     except (AttributeError, OSError, TypeError):
         return None
     if hasattr(released, "sem_clockwait"):
-        return _Functions(init, post, try_wait, _monotonic_wait(released.sem_clockwait), time.monotonic)
-    return _Functions(init, post, try_wait, timed_wait, time.time)
-
-
-def _monotonic_wait(clock_wait: Callable[..., int]) -> Callable[..., int]:
-    clock = ctypes.c_int(time.CLOCK_MONOTONIC)
-
-    def wait_until(semaphore: Any, deadline: Any) -> int:
-        return clock_wait(semaphore, clock, deadline)
-
-    return wait_until
+        return _Functions(
+            init, post, try_wait, released.sem_clockwait, (ctypes.c_int(time.CLOCK_MONOTONIC),), time.monotonic
+        )
+    return _Functions(init, post, try_wait, timed_wait, (), time.time)
 
 
 _functions = _load()
@@ -73,16 +71,18 @@ class Semaphore:
 
     Attributes:
         post: Add one; wakes one that waits.
-        try_take: Take one if there is one; says whether it did. Never blocks.
+        try_wait: Take one if there is one, as the C function: 0 if it did. Never blocks.
+        init: Start anew at a value; nobody may be waiting.
     """
 
     SIZE: ClassVar[int] = 64
     """Bytes that a semaphore occupies: a `sem_t` (32 in glibc), alone on its cache line."""
 
-    __slots__ = ("_nap_ends", "_semaphore", "post", "try_take")
+    __slots__ = ("_nap_ends", "_wait_until", "init", "post", "try_wait")
 
-    post: Callable[[], object]
-    try_take: Callable[[], bool]
+    post: Callable[[], int]
+    try_wait: Callable[[], int]
+    init: Callable[[int], int]
 
     def __init__(self, buffer: mmap.mmap, offset: int) -> None:
         """Bind to the place.
@@ -99,14 +99,17 @@ class Semaphore:
             raise NotImplementedError("this platform has no process-shared semaphores (sem_init)")
         if offset % 8 or not 0 <= offset <= len(buffer) - self.SIZE:
             raise ValueError(f"no room for a semaphore at offset {offset} of {len(buffer)} bytes")
-        self._semaphore = ctypes.byref((ctypes.c_char * self.SIZE).from_buffer(buffer, offset))
+        semaphore = ctypes.byref((ctypes.c_char * self.SIZE).from_buffer(buffer, offset))
         self._nap_ends = _deadline(0.0)
-        self.post, self.try_take = _bind(_functions.post, _functions.try_wait, self._semaphore)
+        # Bound in C: a method of our own would cost as much as the call.
+        self.post = functools.partial(_functions.post, semaphore)
+        self.try_wait = functools.partial(_functions.try_wait, semaphore)
+        self.init = functools.partial(_functions.init, semaphore, 1)
+        self._wait_until = functools.partial(_functions.wait_until, semaphore, *_functions.clock)
 
-    def init(self, value: int = 0) -> None:
-        """Start anew at `value`, whatever was there; nobody may be waiting."""
-        assert _functions is not None
-        _functions.init(self._semaphore, 1, value)
+    def try_take(self) -> bool:
+        """Take one if there is one; returns whether it did. Never blocks."""
+        return self.try_wait() == 0
 
     def nap(self, tick: float) -> bool:
         """Take one, waiting for at most `tick` seconds, and often less: cheaper than `take`, to be called in a loop.
@@ -116,8 +119,7 @@ class Semaphore:
         Returns:
             Whether one was taken.
         """
-        assert _functions is not None
-        if _functions.wait_until(self._semaphore, self._nap_ends) == 0:
+        if self._wait_until(self._nap_ends) == 0:
             return True
         if (error := ctypes.get_errno()) not in (errno.EINTR, errno.ETIMEDOUT):
             raise OSError(error, os.strerror(error))
@@ -135,7 +137,6 @@ class Semaphore:
         """
         if self.try_take():
             return True
-        assert _functions is not None
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             patience = _LONGEST_WAIT
@@ -143,7 +144,7 @@ class Semaphore:
                 patience = min(patience, deadline - time.monotonic())
                 if patience <= 0:
                     return False
-            if _functions.wait_until(self._semaphore, _deadline(patience)) == 0:
+            if self._wait_until(_deadline(patience)) == 0:
                 return True
             if (error := ctypes.get_errno()) not in (errno.EINTR, errno.ETIMEDOUT):
                 raise OSError(error, os.strerror(error))
@@ -153,17 +154,3 @@ def _deadline(seconds: float) -> Any:
     assert _functions is not None
     whole, fraction = divmod(_functions.now() + seconds, 1)
     return ctypes.byref(_Timespec(int(whole), int(fraction * 1e9)))
-
-
-def _bind(
-    post: Callable[..., int], try_wait: Callable[..., int], semaphore: Any
-) -> tuple[Callable[[], object], Callable[[], bool]]:
-    """Closures instead of methods: a quarter off the price of a call that is made in a loop."""
-
-    def bound_post() -> object:
-        return post(semaphore)
-
-    def bound_try_take() -> bool:
-        return try_wait(semaphore) == 0
-
-    return bound_post, bound_try_take

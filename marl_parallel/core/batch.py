@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import mask_of, own_mask
 from marl_parallel.adapters import AgentID, Rules
-from marl_parallel.adapters import Dicts as FiveDicts
 from marl_parallel.core.actions import ActionRecords
 from marl_parallel.core.block_arrays import ArrayBatch
 from marl_parallel.core.episode import needs_actions
@@ -26,6 +25,7 @@ from marl_parallel.core.layout import Layout
 from marl_parallel.core.pickling import sendable
 from marl_parallel.core.records import Columns, TransitionRecords
 from marl_parallel.core.sharing import span_of
+from marl_parallel.core.slots import Slot, Snapshot
 from marl_parallel.core.values import Mismatch, conform, zeros
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
@@ -35,28 +35,11 @@ Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 _WORTH_WHILE = 3
 
 
-class Made(NamedTuple):
-    """A transition that does not lie in the block any more, and where it leaves its environment.
-
-    Attributes:
-        dicts: Observations, rewards, terminateds, truncateds, infos.
-        acting: Who should act next.
-        alive: Who has been seen and is neither terminated nor truncated yet.
-        over: Whether the episode has ended and no reset has followed.
-        masks: The action masks of those who act; None for an agent that has none.
-    """
-
-    dicts: FiveDicts
-    acting: list[AgentID]
-    alive: list[AgentID]
-    over: bool
-    masks: dict[AgentID, Any] = {}  # noqa: RUF012  # nobody writes into it
-
-
 class Batch:
     """All environments' records, seen by the parent.
 
     Args:
+        slots: The environments.
         layout: Of the block.
         buffer: The block.
         rules: Of the environments.
@@ -68,10 +51,6 @@ class Batch:
 
     Attributes:
         env_ids: All environments.
-        acting: For each environment, who should act next; lists that nobody may change.
-        alive: Likewise, who has been seen in this episode and is neither terminated nor truncated yet.
-        over: For each environment, whether its episode has ended and no reset has followed.
-        begun: For each environment, whether it has been reset at least once.
         rules: As given.
         mode: As given.
         actions: Their records.
@@ -85,6 +64,7 @@ class Batch:
 
     def __init__(
         self,
+        slots: Sequence[Slot],
         layout: Layout,
         buffer: Any,
         rules: Rules,
@@ -101,18 +81,14 @@ class Batch:
         self.transitions = TransitionRecords(layout, buffer, copy=copy)
         self._own = TransitionRecords(layout, buffer)
         self.rules, self.mode, self.copies, self.checks = rules, mode, copy, check_actions
-        self.acting: list[list[AgentID]] = [[] for _ in layout.starts]
-        self.alive: list[list[AgentID]] = [[] for _ in layout.starts]
-        self.over = [False] * layout.num_records
-        self.begun = [False] * layout.num_records
+        self._slots = slots
         self.env_ids = tuple(range(layout.num_records))
         self._everywhere = range(layout.num_records)
         self._pettingzoo = rules is Rules.PETTINGZOO
         self._needs_all = self._pettingzoo or needs_all_actions
         self._only_here = only_here
         self.views: WeakSet[ArrayBatch] = WeakSet()
-        # By environment: action masks that the block does not hold, copied, as infos belong to the caller.
-        self._masks: dict[int, dict[AgentID, Any]] = {}
+        self._all_act = False  # whether every slot is known to be as `note_quiet` leaves it
 
     def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> dict[int, bytes]:
         """Write one dict of actions for each environment.
@@ -124,13 +100,14 @@ class Batch:
             ValueError: An action is missing, or is not what its space declares; nothing has been stepped.
             TypeError: Something is not a dict, or cannot be pickled; likewise.
         """
-        span = self._span(env_ids)
+        span = self._everywhere if env_ids is self.env_ids else self._span(env_ids)
         if span is not None and self._all_alike(span, actions) and self.actions.write_span(span, actions):
             return {}
         outside: dict[int, bytes] = {}
         for env_id, given in zip(env_ids, actions, strict=True):
-            if self.over[env_id] or type(given) is not dict or (self._needs_all and [*given] != self.acting[env_id]):
-                given = self._wanted(env_id, given)
+            slot = self._slots[env_id]
+            if slot.over or type(given) is not dict or (self._needs_all and [*given] != slot.acting):
+                given = self._wanted(slot, given)
             if self.checks:
                 self._check_contained(env_id, given)
             try:
@@ -145,25 +122,27 @@ class Batch:
         """The environments as a range, where they are neighbours, and so many that this is worth while."""
         if len(env_ids) < _WORTH_WHILE:
             return None
-        return self._everywhere if env_ids is self.env_ids else span_of(env_ids)
+        return span_of(env_ids)
 
     def _all_alike(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
         """Whether each has an action for every agent, in order, and all of them act: nothing is left to be decided."""
-        if self.checks or [*map(type, actions)] != [dict] * len(span) or True in self.over:
+        if self.checks or [*map(type, actions)] != [dict] * len(span):
             return False
-        everyone = [self.layout.agents] * len(span)
-        return [*map(list, actions)] == everyone and (
-            not self._pettingzoo or self.acting[span.start : span.stop] == everyone
-        )
+        slots, everyone = self._slots[span.start : span.stop], [self.layout.agents] * len(span)
+        if not self._all_act and (
+            any(slot.over for slot in slots) or (self._pettingzoo and [slot.acting for slot in slots] != everyone)
+        ):
+            return False
+        return [*map(list, actions)] == everyone
 
-    def _wanted(self, env_id: int, given: Any) -> dict[Any, Any]:
-        """Those of the given actions that the environment is to get."""
-        if not needs_actions(self.rules, self.mode, self.over[env_id]):
+    def _wanted(self, slot: Slot, given: Any) -> dict[Any, Any]:
+        """The actions that the environment gets, of those given."""
+        if not needs_actions(self.rules, self.mode, slot.over):
             return {}
         if self._pettingzoo or not isinstance(given, Mapping):
-            return of_acting(env_id, given, self.acting[env_id])
+            return of_acting(slot.env_id, given, slot.acting)
         if self._needs_all:
-            of_acting(env_id, given, self.acting[env_id])  # raises where one is missing
+            of_acting(slot.env_id, given, slot.acting)  # raises where one is missing
         return dict(given)
 
     def _check_contained(self, env_id: int, actions: Mapping[Any, Any]) -> None:
@@ -186,29 +165,32 @@ class Batch:
             env_ids: Whose.
             extras: By environment, what travelled pickled, or all of it.
         """
-        if not extras and (span := self._span(env_ids)) is not None:
-            quiet = self.transitions.read_span(span)
-            if quiet is not None:
+        span = None
+        if not extras:
+            span = self._everywhere if env_ids is self.env_ids else self._span(env_ids)
+        if span is not None and (quiet := self.transitions.read_span(span)) is not None:
+            if not self._all_act:
                 self.note_quiet(span)
-                return quiet
+            return quiet
+        self._all_act = False
         rows = []
-        read, acting, alive, over = self.transitions.read, self.acting, self.alive, self.over
-        stays_over = self.mode is not AutoresetMode.SAME_STEP
+        read, stays_over = self.transitions.read, self.mode is not AutoresetMode.SAME_STEP
         for env_id in env_ids:
+            slot = self._slots[env_id]
             more = extras.get(env_id) if extras else None
-            if type(more) is Made:
-                dicts, acting[env_id], alive[env_id], over[env_id], self._masks[env_id] = more
+            if type(more) is Snapshot:
+                dicts, slot.acting, slot.alive, slot.over, slot.masks = more
             else:
-                dicts, acting[env_id], alive[env_id], ended = read(env_id, more)
-                over[env_id] = ended and stays_over
-                if more and not ended and len(more) == 1 and "infos" in more and not self._masks:
+                dicts, slot.acting, slot.alive, ended = read(env_id, more)
+                slot.over = ended and stays_over
+                if more and not ended and len(more) == 1 and "infos" in more and slot.masks is None:
                     # As with most infos: nothing but them, and no mask so far. One look at each has to do.
                     for info in dicts[4].values():
                         if type(info) is not dict or ACTION_MASK in info:
-                            self._note_masks(env_id, more, dicts[4], ended)
+                            self._note_masks(slot, more, dicts[4], ended)
                             break
-                elif more or self._masks:
-                    self._note_masks(env_id, more, dicts[4], ended)
+                elif more or slot.masks is not None:
+                    self._note_masks(slot, more, dicts[4], ended)
             rows.append(dicts)
         if not rows:
             return (), (), (), (), ()
@@ -217,30 +199,29 @@ class Batch:
 
     def read_rest(self, env_id: int, extras: Any) -> dict[Any, Any]:
         """The infos of one environment of which nothing else travelled pickled; all else is read from the block."""
-        infos, self.acting[env_id], self.alive[env_id], ended = self.transitions.read_rest(env_id, extras or {})
-        self.over[env_id] = ended and self.mode is not AutoresetMode.SAME_STEP
-        if extras or self._masks:
-            self._note_masks(env_id, extras, infos, ended)
+        slot = self._slots[env_id]
+        infos, slot.acting, slot.alive, ended = self.transitions.read_rest(env_id, extras or {})
+        slot.over = ended and self.mode is not AutoresetMode.SAME_STEP
+        self._all_act = False
+        if extras or slot.masks is not None:
+            self._note_masks(slot, extras, infos, ended)
         return infos
 
     def note_quiet(self, span: range) -> None:
-        """Note that in these environments everybody acts next and nothing is over."""
-        everyone = [self.transitions.agents] * len(span)
-        self.acting[span.start : span.stop] = self.alive[span.start : span.stop] = everyone
-        self.over[span.start : span.stop] = [False] * len(span)
-        if self._masks:
-            for env_id in span:
-                self._masks.pop(env_id, None)
+        """Note that in these environments every agent acts next and nothing is over."""
+        if self._all_act:
+            return
+        for slot in self._slots[span.start : span.stop]:
+            slot.acting = slot.alive = self.transitions.agents
+            slot.over, slot.masks = False, None
+        self._all_act = len(span) == len(self._slots)
 
-    def _note_masks(self, env_id: int, extras: Any, infos: Mapping[Any, Any], ended: bool) -> None:
-        """Copy the action masks of those who act next out of infos and observations that travelled pickled."""
+    def _note_masks(self, slot: Slot, extras: Any, infos: Mapping[Any, Any], ended: bool) -> None:
+        """Copy the action masks of the agents that act out of infos and observations that travelled pickled."""
+        slot.masks = None
         if extras:
-            masks = self._told_masks(self.acting[env_id], extras.get("observations", {}), extras, infos, ended)
-            if masks:
-                self._masks[env_id] = masks
-                return
-        if self._masks:
-            self._masks.pop(env_id, None)
+            masks = self._told_masks(slot.acting, extras.get("observations", {}), extras, infos, ended)
+            slot.masks = masks or None
 
     def _told_masks(
         self,
@@ -272,34 +253,37 @@ class Batch:
 
     def masks(self, env_id: int) -> dict[AgentID, Any]:
         """By agent, the action masks of those who act next in one environment that is not in flight; new arrays."""
-        told, found = self._masks.get(env_id, {}), {}
-        for agent in self.acting[env_id]:
+        slot, found = self._slots[env_id], {}
+        told = slot.masks or {}
+        for agent in slot.acting:
             mask = told[agent] if agent in told else self.transitions.observed_part(env_id, agent, ACTION_MASK)
             if mask is not None:
                 found[agent] = own_mask(mask)
         return found
 
-    def peek(self, env_id: int, extras: Any) -> Made:
-        """The transition of one environment in memory of its own, without taking it for read."""
+    def snapshot(self, env_id: int, extras: Any) -> Snapshot:
+        """The transition of one environment in memory of its own; the slot stays as it is."""
         dicts, acting, alive, ended = self._own.read(env_id, extras)
         # An agent of whom nothing was observed has none: what the block holds of it may be overwritten meanwhile.
         masks = {**dict.fromkeys(acting), **self._told_masks(acting, dicts[0], extras or {}, dicts[4], ended)}
-        return Made(dicts, acting, alive, ended and self.mode is not AutoresetMode.SAME_STEP, masks)
+        return Snapshot(dicts, acting, alive, ended and self.mode is not AutoresetMode.SAME_STEP, masks)
 
-    def last_known(self, env_id: int, extras: Any, *, torn: bool) -> tuple[dict[AgentID, Any], list[AgentID]]:
+    def last_known(
+        self, slot: Slot, extras: Any, *, partially_written: bool
+    ) -> tuple[dict[AgentID, Any], list[AgentID]]:
         """What each agent of one environment has observed last, in memory of its own, and who is alive.
 
         Args:
-            env_id: Which.
+            slot: The environment.
             extras: What travelled pickled with its last transition.
-            torn: Whether it died while the record was being written; then observations are zeros.
+            partially_written: Whether it died while the record was being written; then observations are zeros.
         """
-        if not self.begun[env_id]:
+        if not slot.has_reset:
             return {}, []
-        if torn:
-            schema, agents = self.layout.schema, self.acting[env_id]
+        if partially_written:
+            schema, agents = self.layout.schema, slot.acting
             return {a: zeros(schema.observation_spaces[a]) for a in agents if a in schema.observation_spaces}, [*agents]
-        return self._own.last_known(env_id, extras)
+        return self._own.last_known(slot.env_id, extras)
 
     def arrays(self, *, copy: bool) -> ArrayBatch:
         """The same as arrays; `copy` says whether observations are arrays of the caller's own."""
@@ -307,10 +291,30 @@ class Batch:
         self.views.add(view)
         return view
 
+    @property
+    def acting(self) -> list[list[AgentID]]:
+        """For each environment, the agents that act next; lists that nobody may change."""
+        return [slot.acting for slot in self._slots]
+
+    @property
+    def alive(self) -> list[list[AgentID]]:
+        """For each environment, the agents seen in its episode and neither terminated nor truncated; likewise."""
+        return [slot.alive for slot in self._slots]
+
+    @property
+    def over(self) -> list[bool]:
+        """For each environment, whether its episode has ended and no reset has followed."""
+        return [slot.over for slot in self._slots]
+
+    @property
+    def begun(self) -> list[bool]:
+        """For each environment, whether it has been reset at least once."""
+        return [slot.has_reset for slot in self._slots]
+
     def begin(self, env_ids: Iterable[int]) -> None:
         """Note that these environments have been reset."""
         for env_id in env_ids:
-            self.begun[env_id] = True
+            self._slots[env_id].has_reset = True
 
     def states(self, env_ids: Sequence[int], outside: Mapping[int, Any]) -> NDArray[Any]:
         """The global states that the workers have written, stacked into an array of the caller's own.

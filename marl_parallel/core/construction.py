@@ -10,17 +10,17 @@ from typing import Any
 import cloudpickle
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.core.crew import Crew
 from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.payloads import Built, Description, Plan, Refusal
 from marl_parallel.core.pickling import by_value, sendable, take_along
+from marl_parallel.core.pool import Pool
 from marl_parallel.core.registrations import dump_registrations
 
 Constructor = Callable[..., Any]
 
 
 def construct(
-    crew: Crew,
+    pool: Pool,
     constructors: Sequence[Constructor],
     seeds: Sequence[int],
     mode: AutoresetMode,
@@ -31,7 +31,7 @@ def construct(
     """Build all environments, each in its worker, and ask what they are.
 
     Args:
-        crew: The workers.
+        pool: The workers.
         constructors: One for each environment.
         seeds: Likewise.
         mode: When episodes begin anew.
@@ -56,7 +56,7 @@ def construct(
     while len(described) < len(constructors):
         how = sendable(adapter, f"adapter={adapter!r}", only_here)
         requests = {}
-        for worker, share in enumerate(crew.shares):
+        for worker, share in enumerate(pool.shares):
             waiting = {env_id: pickled[env_id] for env_id in share if env_id not in described}
             if waiting:
                 plan = Plan(
@@ -69,7 +69,7 @@ def construct(
                 )
                 requests[worker] = Request(Message.ACCESS, tuple(waiting), plan)
         unknown: dict[int, str] = {}
-        for env_id, result in sorted(crew.run(requests).items(), key=itemgetter(0)):
+        for env_id, result in sorted(pool.execute(requests).items(), key=itemgetter(0)):
             if isinstance(result, Refusal):
                 if result.kind is TypeError or result.kind is ValueError:
                     raise result.kind(f"environment {env_id}: {result.text}")
@@ -79,7 +79,7 @@ def construct(
                 if result.description == first:
                     described[env_id] = described[first_id]  # large spaces are neither made again nor compared
                     continue
-                described[env_id] = crew.read(env_id, result.description)
+                described[env_id] = pool.read(env_id, result.description)
                 if not first:
                     first, first_id = result.description, env_id
         take_along(only_here, unknown, "the constructor of" if adapter is None else "the constructor or adapter of")

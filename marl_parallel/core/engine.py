@@ -8,7 +8,7 @@ handed from one half to the other, actions as they are written and what was told
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
@@ -16,24 +16,11 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.core.arrays import ArrayView
 from marl_parallel.core.messages import Message, Request
+from marl_parallel.core.pool import Results
 from marl_parallel.core.records import Columns
-from marl_parallel.core.restarts import Restarts
+from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.tracing import Tracer
 from marl_parallel.types import EnvError, Stats
-
-
-class Taken(NamedTuple):
-    """What has been taken from what was in flight.
-
-    Attributes:
-        env_ids: Whose, in order of completion.
-        resets: Those of them of which it was a reset.
-        told: For `BatchView.read`.
-    """
-
-    env_ids: tuple[int, ...]
-    resets: list[int]
-    told: Any
 
 
 class Engine(Protocol):
@@ -43,8 +30,8 @@ class Engine(Protocol):
         shares: The environments of each worker.
         closed: Whether everything has been freed, or is just being freed.
         tracer: Of the trace that is being kept, if one is.
-        in_flight: What has been sent and not yet received, by environment.
-        restarts: Where faults are to be survived; None where they are raised.
+        in_flight: How many environments have been sent to and not received.
+        recovery: Set where faults are survived; None where they are raised.
         seeds_stale: Whether environments may use other seeds than when they were asked last.
         batch_size: How many results come together at the least.
         partial: Whether some environments can be stepped or reset without the others.
@@ -59,10 +46,13 @@ class Engine(Protocol):
     def shares(self) -> Sequence[range]: ...
 
     @property
-    def in_flight(self) -> Mapping[int, Message]: ...
+    def in_flight(self) -> int: ...
 
     @property
-    def restarts(self) -> Restarts | None: ...
+    def pending(self) -> tuple[int, ...]: ...
+
+    @property
+    def recovery(self) -> Recovery | None: ...
 
     @property
     def batch_size(self) -> int: ...
@@ -73,17 +63,26 @@ class Engine(Protocol):
     @property
     def partial(self) -> bool: ...
 
-    def run(self, requests: Mapping[int, Request]) -> Any:
-        """Have workers carry out requests, and wait for it."""
+    def step_all(self) -> Any:
+        """Step every environment with the actions in the block, and wait; returns the extras of the results."""
 
-    def ask(self, message: Message, env_ids: Sequence[int], payload: Any = None) -> Any:
-        """Have one thing done in some environments, and wait; steps and resets return what is told of them."""
+    def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Any:
+        """Send a step or a reset, and wait; returns the extras of the results."""
 
-    def send(self, message: Message, env_ids: Sequence[int], payload: Any = None, *, each: bool = True) -> None:
-        """Begin to have something done; `each` can then be received as soon as it is done, or all come together."""
+    def execute(self, requests: Mapping[int, Request]) -> Any:
+        """Carry out requests that are neither steps nor resets."""
 
-    def receive(self, at_least: int, timeout: float | None = None) -> Taken:
-        """Take from what is in flight all that is done, waiting for so many."""
+    def execute_in(self, message: Message, env_ids: Sequence[int], payload: Any = None) -> Any:
+        """Carry out one such request in some environments."""
+
+    def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
+        """Send a step or a reset to environments, and return."""
+
+    def recv(self, at_least: int, timeout: float | None = None) -> Results:
+        """Wait for results, and take all that are here."""
+
+    def acts_next(self, env_id: int) -> bool:
+        """Whether the next action of an environment counts."""
 
     def stats(self) -> Stats:
         """What has been done so far."""
@@ -94,7 +93,7 @@ class Engine(Protocol):
     def check_open(self) -> None:
         """Raise `ClosedEnvironmentError` where everything has been closed."""
 
-    def shut(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
+    def close(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
         """Close everything, once; returns the error of an environment that failed to close."""
 
     def abandon(self) -> None:

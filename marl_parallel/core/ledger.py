@@ -59,7 +59,7 @@ class Running(NamedTuple):
 
 
 _RUNNING = struct.Struct("=qqd")
-_SUMS = struct.Struct(f"=3d8x{len(Activity)}q")
+_SUMS = struct.Struct(f"=3dq{len(Activity)}q")
 _SETTLED = 1 << 40
 
 
@@ -73,16 +73,17 @@ class Ledger:
     NBYTES = 128
 
     # Places of 8 bytes: what runs now and since when; whether all is discarded; then what `_SUMS` packs: sums of
-    # seconds, and, after a place that is free, how often each activity has ended. The first holds an environment's
-    # number plus one: as it is while the simulator runs, negative until the next one's does, with a bit added once the
-    # worker is done with all; 0 where nothing has been begun yet.
-    _ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _BUSY, _WAITING, _ENDED = 0, 1, 2, 3, 4, 5, 6, 8
+    # seconds, how many parts of requests have been begun, and how often each activity has ended. The first holds an
+    # environment's number plus one: as it is while the simulator runs, negative until the next one's does, with a bit
+    # added once the worker is done with all; 0 where nothing has been begun yet.
+    _ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _BUSY, _WAITING, _PARTS, _ENDED = 0, 1, 2, 3, 4, 5, 6, 7, 8
 
     def __init__(self, buffer: Any) -> None:
         view = memoryview(buffer).cast("B")[: self.NBYTES]
         self._view, self._ints, self._floats = view, view.cast("q"), view.cast("d")
         self._changed = time.monotonic()  # when the worker last took up work, or laid it down
         self._entered = self._inside = self._busy = self._waited = 0.0
+        self._parts = 0
         self._ended = [0] * len(Activity)
         _of_this_process.add(self)
 
@@ -112,6 +113,8 @@ class Ledger:
         now = time.monotonic()
         ints = self._ints
         ints[0] = ints[1] = 0
+        self._parts += 1
+        ints[7] = self._parts
         self._waited += now - self._changed
         self._floats[self._WAITING] = self._waited
         self._changed = now
@@ -123,7 +126,8 @@ class Ledger:
         if (env := ints[0]) < 0:
             ints[0] = _SETTLED - env
         self._busy += now - self._changed
-        _SUMS.pack_into(self._view, 8 * self._SIMULATOR, self._inside, self._busy, self._waited, *self._ended)
+        sums = (self._inside, self._busy, self._waited, self._parts, *self._ended)
+        _SUMS.pack_into(self._view, 8 * self._SIMULATOR, *sums)
         self._changed = now
         return now
 
@@ -176,6 +180,14 @@ class Ledger:
     def state(self) -> tuple[int, float]:
         """What changes whenever anything begins or ends."""
         return self._ints[self._ENV], self.since
+
+    @property
+    def parts(self) -> int:
+        """How many parts of requests the worker has begun.
+
+        A request has one part for each environment that gets a reply of its own, else one part.
+        """
+        return int(self._ints[self._PARTS])
 
     @property
     def steps(self) -> int:

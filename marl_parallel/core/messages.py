@@ -116,3 +116,11 @@ class Lost(NamedTuple):
     exitcode: int | None
     stack: str
     reason: str = ""
+
+
+STEP_ALL = Request(Message.STEP)
+"""Step all environments of a worker with the actions in the block."""
+STEP_ALL_PROMPTLY = Request(Message.STEP, prompt=True)
+"""The same; what an environment has to say beyond the block is sent at once."""
+STEPPED = Reply(Message.RESULT, Message.STEP, None, {}, {}, 0.0)
+"""The reply to these two where everything is in the block."""

@@ -11,19 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
-from gymnasium.error import AlreadyPendingCallError
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 
-from marl_parallel.core.closable import Closable
-from marl_parallel.core.engine import Taken
 from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.native import EnvIds, NativeSimulator, Received, merged
 from marl_parallel.core.payloads import Refusal
 from marl_parallel.core.pickling import loads
+from marl_parallel.core.pool import Results
 from marl_parallel.core.tracing import Tracer
 from marl_parallel.types import EnvError, Stats, WorkerStats
 
 
-class NativeCrew(Closable):
+class NativeCrew:
     """In the place of the workers of one `ParallelEnv`; counts as one.
 
     Args:
@@ -34,7 +33,7 @@ class NativeCrew(Closable):
         As of `Engine`.
     """
 
-    restarts: ClassVar[None] = None
+    recovery: ClassVar[None] = None
     seeded_at_start: ClassVar[bool] = True
 
     def __init__(self, simulator: NativeSimulator) -> None:
@@ -44,24 +43,52 @@ class NativeCrew(Closable):
         self.shares = [range(simulator.num_envs)]
         self.seeds_stale = False
         self.tracer: Tracer | None = None
-        self.in_flight: dict[int, Message] = {}
+        self._in_flight: dict[int, Message] = {}
         self.env_ids = tuple(self.shares[0])
         self._all = np.arange(simulator.num_envs, dtype=np.int32)
         self._all_bytes = self._all.tobytes()
         self._stepped = self._reset = 0
         self._inside = 0.0
+        self.closed = False
+
+    @property
+    def in_flight(self) -> int:
+        """How many environments have been sent to and not received."""
+        return len(self._in_flight)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The environments in flight."""
+        return tuple(sorted(self._in_flight))
+
+    def acts_next(self, env_id: int) -> bool:
+        """Whether the next action of an environment counts."""
+        return env_id not in self._in_flight
+
+    def check_open(self) -> None:
+        """Raise `ClosedEnvironmentError` where everything has been closed."""
+        if self.closed:
+            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
+
+    def _check_still_open(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError("the environments were closed by another thread")
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
-    def run(self, requests: Mapping[int, Request]) -> NoReturn:
+    def execute(self, requests: Mapping[int, Request]) -> NoReturn:
         """Refuse: all that would come here is to keep a trace."""
         raise NotImplementedError(f"{self._simulator.name} keeps no timeline: it has no workers")
 
-    def ask(self, message: Message, env_ids: Sequence[int], payload: Any = None) -> Any:
-        """Have one thing done in some environments.
+    def step_all(self) -> NoReturn:
+        """Never called: actions are always handed over."""
+        raise NotImplementedError
+
+    def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Received:
+        """Step or reset some environments, and wait.
 
         Returns:
-            Of steps and resets, their rows in the order of `env_ids`; else, by environment, what was asked.
+            Their rows, in the order of `env_ids`.
 
         Raises:
             ValueError: So many results do not come together.
@@ -69,8 +96,11 @@ class NativeCrew(Closable):
             ClosedEnvironmentError: Another thread has closed everything meanwhile.
         """
         self.check_open()
-        if message is Message.STEP or message is Message.RESET:
-            return self._carry_out(message, env_ids, payload)
+        return self._carry_out(message, env_ids, payloads)
+
+    def execute_in(self, message: Message, env_ids: Sequence[int], payload: Any = None) -> Any:
+        """Have one thing done in some environments; returns, by environment, what was asked."""
+        self.check_open()
         if message is Message.CALL or message is Message.ASSIGN:
             return dict.fromkeys(env_ids, self._looked_up(message, payload))
         told = self._simulator.seeds if message is Message.SEED else self._rendered(env_ids)
@@ -113,14 +143,14 @@ class NativeCrew(Closable):
 
     # -- sending and receiving -------------------------------------------------------------------------------------
 
-    def send(self, message: Message, env_ids: Sequence[int], payload: Any = None, *, each: bool = True) -> None:
+    def send(self, message: Message, env_ids: Sequence[int], payload: Any = None, *, together: bool = False) -> None:
         """Begin to have steps or resets done.
 
         Raises:
             AlreadyPendingCallError: Something is in flight, and only one batch can be.
         """
         self.check_open()
-        if self.in_flight and self.partial:
+        if self._in_flight and self.partial:
             raise AlreadyPendingCallError(
                 f"{self._simulator.name} has one batch in flight at a time, unless its batch_size is less than "
                 "num_envs; recv() first",
@@ -130,9 +160,9 @@ class NativeCrew(Closable):
             self._begin(message, self._ids(env_ids), payload)
         except BaseException as error:
             self._fail(message, env_ids, error)
-        self.in_flight.update(dict.fromkeys(env_ids, message))
+        self._in_flight.update(dict.fromkeys(env_ids, message))
 
-    def receive(self, at_least: int, timeout: float | None = None) -> Taken:
+    def recv(self, at_least: int, timeout: float | None = None) -> Results:
         """Take so many results.
 
         Raises:
@@ -146,13 +176,13 @@ class NativeCrew(Closable):
                 f"timeout={timeout:g}, but {self._simulator.name} waits for as long as it takes: pass None"
             )
         if self.partial:
-            if at_least != len(self.in_flight):
+            if at_least != len(self._in_flight):
                 raise ValueError(
                     f"min_envs={at_least}, but {self._simulator.name} with batch_size equal to num_envs returns all "
-                    f"{len(self.in_flight)} that are in flight: pass None"
+                    f"{len(self._in_flight)} that are in flight: pass None"
                 )
         elif at_least != self.batch_size:
-            if at_least != len(self.in_flight):
+            if at_least != len(self._in_flight):
                 raise ValueError(
                     f"min_envs={at_least}, but {self._simulator.name} returns {self.batch_size} at a time: pass "
                     "min_envs=env.batch_size, or None for all in flight"
@@ -161,10 +191,10 @@ class NativeCrew(Closable):
         try:
             received = self._take(at_least)
         except BaseException as error:
-            self._fail(Message.STEP, (*self.in_flight,), error)
+            self._fail(Message.STEP, (*self._in_flight,), error)
         self._check_still_open()
         ids = tuple(received.env_ids.tolist())
-        return Taken(ids, [env_id for env_id in ids if self.in_flight.pop(env_id) is Message.RESET], received)
+        return Results(ids, [env_id for env_id in ids if self._in_flight.pop(env_id) is Message.RESET], received)
 
     def _check_comes_together(self, count: int, what: str) -> None:
         if count % self.batch_size:
@@ -212,7 +242,7 @@ class NativeCrew(Closable):
     def _fail(self, message: Message, env_ids: Sequence[int], error: BaseException) -> NoReturn:
         """Close everything: what is still to come is not known any more."""
         self._check_still_open()
-        self.shut()
+        self.close()
         if not isinstance(error, Exception):
             raise error
         raise self._error(message, env_ids, error) from error
@@ -235,7 +265,7 @@ class NativeCrew(Closable):
         """Nothing: there is one clock."""
         return 0.0
 
-    def shut(self, *, ask: bool = True, timeout: float = 5.0) -> None:
+    def close(self, *, ask: bool = True, timeout: float = 5.0) -> None:
         """Close the simulator. Idempotent."""
         if not self.closed:
             self.closed = True

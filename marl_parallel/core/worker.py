@@ -29,7 +29,7 @@ from marl_parallel.core.forked import end_forked_copy
 from marl_parallel.core.large_spaces import dumps_compactly
 from marl_parallel.core.layout import Layout, Schema
 from marl_parallel.core.ledger import Activity, Ledger
-from marl_parallel.core.messages import Failure, Message, Reply, Request
+from marl_parallel.core.messages import STEPPED, Failure, Message, Reply, Request
 from marl_parallel.core.payloads import Answer, Built, Description, Plan, Rebuild, Rebuilt, Refusal
 from marl_parallel.core.pickling import dump_extras, dumps, loads
 from marl_parallel.core.records import TransitionRecords
@@ -126,7 +126,10 @@ class Worker:
         self._check_not_forked()
         if message is Message.CLOSE and (slices := tracing.end(self._ledger)) is not None:
             results[tracing.LAST_WORDS] = slices
-        send(Reply(_kind(failures), message, env_ids, results, failures, moment, last))
+        if env_ids is None and message is Message.STEP and not results and not failures:
+            send(STEPPED)
+        else:
+            send(Reply(_kind(failures), message, env_ids, results, failures, moment, last))
 
     def _check_not_forked(self, error: BaseException | None = None) -> None:
         """End this process where it is a forked copy of the worker that the ledger has not caught.

@@ -85,7 +85,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
 
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
         self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
-        self._guard = CallGuard(env._crew.check_open)
+        self._guard = CallGuard(env._pool.check_open)
         self.env = env
         schema, agents = env._schema, [str(agent) for agent in env.possible_agents]
         if agents != env.possible_agents:

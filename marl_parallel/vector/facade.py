@@ -14,11 +14,10 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeed
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.arguments import check_one_for_each, checked_patience
-from marl_parallel.async_stepping import Options
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Actions, Arrays
 from marl_parallel.core.exclusive import exclusive
-from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.parallel_env import Options, ParallelEnv
 from marl_parallel.types import ParallelEnvError
 from marl_parallel.vector.scalarizing import Scalarize, Scalarizer, check_numbers
 
@@ -50,7 +49,7 @@ class Holder:
         self._name = type(facade).__name__
         if not isinstance(env, ParallelEnv):
             raise TypeError(f"{self._name} is made of a ParallelEnv, got {type(env).__name__}")
-        env._crew.check_open()
+        env._pool.check_open()
         self.env, self._facade = env, weakref.ref(facade)
         self._guard = env._guard
         self.mode = env._batch.mode
@@ -232,7 +231,7 @@ class Stepper(Holder):
             TimeoutError: It was not there in time; nothing is lost, and this can be called again.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
-        self.env._crew.check_open()
+        self.env._pool.check_open()
         if not self._sent:
             raise NoAsyncCallError("step_wait() without a step_async() before it", "step_wait")
         patience = checked_patience(timeout)

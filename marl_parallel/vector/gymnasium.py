@@ -72,7 +72,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def __init__(self, env: ParallelEnv, agents: Sequence[AgentID] | None = None, others: Others | None = None) -> None:
         self._stepper = Stepper(env, self, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, vectors=True)
-        self._guard = CallGuard(env._crew.check_open)
+        self._guard = CallGuard(env._pool.check_open)
         self._batch = self._stepper.batch
         self.parallel_env, self._copies = env, env.num_envs
         schema = env._schema

@@ -64,7 +64,7 @@ class PettingZooVecEnv(Inquiries):
 
     def __init__(self, env: ParallelEnv) -> None:
         self._stepper = Stepper(env, self, *AutoresetMode, vectors=True)
-        self._guard = CallGuard(env._crew.check_open)
+        self._guard = CallGuard(env._pool.check_open)
         self._batch = self._stepper.batch
         self.env, self.num_envs = env, env.num_envs
         self.metadata = env.metadata

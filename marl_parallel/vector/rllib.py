@@ -93,7 +93,7 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
 
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
         self._holder = Holder(env, self, AutoresetMode.NEXT_STEP)
-        self._guard = CallGuard(env._crew.check_open)
+        self._guard = CallGuard(env._pool.check_open)
         reward_spaces, name = env._schema.reward_spaces, type(self).__name__
         self._scalarizer = None if scalarize is None else Scalarizer(scalarize, reward_spaces, name)
         if self._scalarizer is None:

@@ -90,7 +90,7 @@ class SB3VecEnv(VecEnv):
 
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
         self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
-        self._guard = CallGuard(env._crew.check_open)
+        self._guard = CallGuard(env._pool.check_open)
         self.env, self.agents = env, env.possible_agents
         schema = env._schema
         without_form = [agent for agent in self.agents if not fits_block(schema.observation_spaces[agent])]

@@ -113,7 +113,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     ) -> None:
         # TorchRL keeps the tensors of all steps of a rollout: views would be of the last one.
         stepper = Stepper(env, self, AutoresetMode.DISABLED, at_worst=AutoresetMode.NEXT_STEP, copy=True, vectors=True)
-        if not env._crew.partial:
+        if not env._pool.partial:
             raise ValueError(
                 f"TorchRLEnv steps all {env.num_envs} environments and resets some of them, but these come "
                 f"{env.batch_size} at a time"
@@ -122,11 +122,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         super().__init__(device=device, batch_size=[env.num_envs])
         self.is_closed = False
         self._stepper, self.env = stepper, env
-        self._guard = CallGuard(env._crew.check_open)
+        self._guard = CallGuard(env._pool.check_open)
         self.infos: dict[int, dict[Any, Any]] = {}
         self.group_map = _checked(group_map, env)
         self._groups = {name: _Group.of(agents, stepper) for name, agents in self.group_map.items()}
-        self._says_restarted = env._crew.restarts is not None
+        self._says_restarted = env._pool.recovery is not None
         self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)

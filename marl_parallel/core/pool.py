@@ -1,0 +1,767 @@
+"""The worker pool of one `ParallelEnv`: requests go out, results come back, and what fails is raised or rebuilt.
+
+`send` and `recv` move a slot through its states; `step_all` is both in one call, and `execute` carries out everything
+that is neither a step nor a reset::
+
+             send                    reply                    recv
+      IDLE --------> BUSY ----------------------> DONE ----------------> IDLE
+       |              |                             ^
+       |  fault       |  fault                      |
+       +-----------> REBUILDING --------------------+        (an environment that was idle becomes IDLE with a mark)
+
+There is one loop: each call of `_wait_once` waits for replies, applies them to slots, and looks for workers that died
+or are past their timeout. Without `on_error="restart"` every fault is raised, and everything is closed. `recovery.py`
+says how often an environment may be rebuilt and what its caller receives, `deadlines.py` which workers are late,
+`reports.py` what an error says.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gymnasium.error import ClosedEnvironmentError
+
+from marl_parallel.core import reports
+from marl_parallel.core.backend import Backend
+from marl_parallel.core.deadlines import Deadlines, Limits
+from marl_parallel.core.ledger import Activity, Running
+from marl_parallel.core.messages import STEP_ALL, STEP_ALL_PROMPTLY, STEPPED, Failure, Lost, Message, Reply, Request
+from marl_parallel.core.payloads import Refusal
+from marl_parallel.core.pickling import loads
+from marl_parallel.core.recovery import Recovery
+from marl_parallel.core.reports import logger
+from marl_parallel.core.slots import Interrupted, Slot, WorkerQueue
+from marl_parallel.core.tracing import LAST_WORDS, Tracer
+from marl_parallel.types import EnvError, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
+
+_ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
+_THREAD_ADVICE = '; a thread cannot be ended, so nothing could be restarted: backend="process" can'
+
+
+class Results(NamedTuple):
+    """Results that the caller receives.
+
+    Attributes:
+        env_ids: The environments, in order of completion.
+        resets: Those of them whose result is of a reset.
+        extras: By environment, what is not in its record: what travelled pickled, read, or a `Snapshot`.
+    """
+
+    env_ids: tuple[int, ...]
+    resets: list[int]
+    extras: Any
+
+
+class Pool:
+    """The workers of one `ParallelEnv`, with a slot for each environment.
+
+    Args:
+        backend: Started by the caller before the first request; closed here.
+        shares: The environments of each worker.
+        limits: How long each environment may take.
+
+    Attributes:
+        slots: One for each environment.
+        recovery: Set where faults are survived; None where they are raised.
+        in_flight: How many environments have been sent to and not received.
+        closed: Whether everything has been freed, or is just being freed.
+        tracer: Of the trace that is being kept, if any.
+        seeds_stale: Whether environments may use other seeds than those they declared last.
+    """
+
+    seeded_at_start = False
+    partial = True
+
+    def __init__(self, backend: Backend, shares: Sequence[range], limits: Limits = Limits()) -> None:  # noqa: B008
+        self.backend, self.shares = backend, shares
+        self.slots = [Slot(env_id, worker) for worker, share in enumerate(shares) for env_id in share]
+        self.recovery: Recovery | None = None
+        self.in_flight = 0
+        self.closed = False
+        self.tracer: Tracer | None = None
+        self.seeds_stale = True
+        self._queues = [WorkerQueue(share) for share in shares]
+        self._deadlines = Deadlines(backend, limits, self._queues)
+        self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
+        self._plain = False  # whether every slot is idle, with nothing kept for a restart
+        self._done = 0  # how many slots are done
+        self._answers: dict[int, Any] = {}  # of `execute`, by environment
+        self._errors: list[ParallelEnvError] = []  # of faults that have been survived since `execute` began
+        # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
+        self._lock = threading.RLock()
+
+    def survive(self, recovery: Recovery) -> None:
+        """From now on, rebuild environments that fail."""
+        self.recovery = recovery
+        self._step_all = dict.fromkeys(self._step_all, STEP_ALL_PROMPTLY)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def step_all(self) -> Mapping[int, Any]:
+        """Step every environment with the actions in the block, and wait; as `send` and `recv`, with less work.
+
+        Returns:
+            The extras of the results, as in `Results`.
+
+        Raises:
+            ParallelEnvError: As of `recv`.
+            ClosedEnvironmentError: Likewise.
+        """
+        with self._lock:
+            if self.closed:
+                self.check_open()
+            try:
+                if not self._plain:
+                    return self._run(Message.STEP, range(len(self.slots)), None)
+                self._plain = False
+                self.backend.post(self._step_all, together=True)
+                for queue in self._queues:
+                    queue.posted += 1
+                if limited := self._deadlines.shortest[Message.STEP] is not None:
+                    self._queue_steps()
+                replies = self.backend.wait(self._deadlines.patience() if limited else None, len(self._step_all))
+                plain = 0
+                for _, reply in replies:
+                    plain += reply is STEPPED
+                extras: dict[int, Any] | None
+                if plain == len(replies) == len(self._step_all) and not self.closed:
+                    extras = {}
+                else:
+                    extras = self._plain_extras(replies)
+                if extras is not None:
+                    if limited:
+                        self._deadlines.limited = 0
+                        for queue in self._queues:
+                            queue.requests.clear()
+                            queue.suspect = None
+                    self._plain = True
+                    return extras
+                # A fault, a result to be kept for restarts, or a timeout to look for: from here on slots say what is
+                # going on.
+                self._mark_sent(Message.STEP, range(len(self.slots)))
+                if limited:
+                    self._apply(replies)
+                    self._look_for_late()
+                else:
+                    self._queue_steps()
+                    self._apply(replies)
+                return self._recv_all(len(self.slots))
+            except BaseException as error:
+                self._close_after(error)
+                raise
+
+    def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
+        """Send a step or a reset to environments, and return.
+
+        Args:
+            message: `STEP` or `RESET`.
+            env_ids: Which; none of them is in flight.
+            payloads: By environment, pickled; None for nothing.
+            together: Whether all are received at once, which is faster.
+        """
+        self._call(self._send, message, env_ids, payloads, together)
+
+    def recv(self, at_least: int, timeout: float | None = None) -> Results:
+        """Wait for results, and take all that are here.
+
+        Args:
+            at_least: How many environments to wait for.
+            timeout: Seconds to wait at most; None for no limit.
+
+        Raises:
+            TimeoutError: There were fewer in time. Nothing is lost.
+            ParallelEnvError: A fault; everything has been closed.
+            ClosedEnvironmentError: Another thread has closed everything.
+        """
+        results: Results | None = self._call(self._recv, at_least, timeout)
+        if results is None:
+            raise TimeoutError(
+                f"{self._done} of at least {at_least} environments were ready within {timeout:g} s; "
+                "nothing is lost, call recv again"
+            )
+        return results
+
+    def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Mapping[int, Any]:
+        """Send a step or a reset to environments while nothing is in flight, and wait; as `send` and `recv`.
+
+        Returns:
+            The extras of the results, as in `Results`.
+        """
+        extras: Mapping[int, Any] = self._call(self._run, message, env_ids, payloads)
+        return extras
+
+    def execute(self, requests: Mapping[int, Request]) -> dict[int, Any]:
+        """Carry out requests other than steps and resets, while nothing is in flight.
+
+        Args:
+            requests: By worker.
+
+        Returns:
+            The results, by environment, of those that have one.
+
+        Raises:
+            ParallelEnvError: A fault. Everything has been closed, or the environments have been rebuilt.
+            ClosedEnvironmentError: Another thread has closed everything.
+        """
+        answers: dict[int, Any] = self._call(self._execute, requests)
+        if self._errors:
+            raise self._errors[0]  # its environments have been rebuilt
+        return answers
+
+    def execute_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
+        """Carry out one request in environments; as `execute`.
+
+        Args:
+            message: What.
+            env_ids: Where, in this order within each worker.
+            payload: The same for all, or a dict by environment.
+        """
+        return self.execute(self._shared_out(message, env_ids, payload))
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of this object alone; close everything if it raises."""
+        with self._lock:
+            self.check_open()
+            try:
+                return function(*arguments)
+            except BaseException as error:
+                self._close_after(error)
+                raise
+
+    # -- sending and receiving -------------------------------------------------------------------------------------
+
+    def _run(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Mapping[int, Any]:
+        self._send(message, env_ids, payloads, together=True)
+        return self._recv_all(len(env_ids))
+
+    def _recv_all(self, count: int) -> Mapping[int, Any]:
+        results = self._recv(count, None)
+        assert results is not None
+        extras: Mapping[int, Any] = results.extras
+        return extras
+
+    def _execute(self, requests: Mapping[int, Request]) -> dict[int, Any]:
+        while self._rebuilding():
+            self._wait_once(None, 1)
+        self._answers, self._errors = {}, []
+        self._post(requests, together=True)
+        while (busy := sum(bool(queue.requests) for queue in self._queues)) or self._rebuilding():
+            self._wait_once(None, busy or 1)
+        answers, self._answers = self._answers, {}
+        return {} if self._errors else {env_id: self.read(env_id, result) for env_id, result in answers.items()}
+
+    def _plain_extras(self, replies: Sequence[tuple[int, Reply | Lost]]) -> dict[int, Any] | None:
+        """The extras of a step of all environments; None where slots are needed to apply the replies."""
+        if self.recovery is not None or len(replies) != len(self._step_all) or self.closed:
+            return None
+        extras: dict[int, Any] = {}
+        for _, reply in replies:
+            if isinstance(reply, Lost) or reply.failures:
+                return None
+            extras.update(reply.results)
+        return {env_id: self.read(env_id, result) for env_id, result in extras.items()}
+
+    def _queue_steps(self) -> None:
+        """Note the requests that `step_all` has posted."""
+        now, request = time.monotonic(), self._step_all[0]
+        for queue in self._queues:
+            queue.requests.append((request, queue.posted))
+            queue.since = now
+        if self._deadlines.shortest[Message.STEP] is not None:
+            self._deadlines.limited += len(self._queues)
+
+    def _send(self, message: Message, env_ids: Sequence[int], payloads: Any, together: bool) -> None:
+        self._plain = False
+        self._mark_sent(message, env_ids)
+        if self.recovery is not None:
+            env_ids = [env_id for env_id in env_ids if self._is_sent_now(self.slots[env_id], message, payloads)]
+        prompt = together and self.recovery is not None
+        self._post(self._shared_out(message, env_ids, payloads, each=not together, prompt=prompt), together=together)
+
+    def _mark_sent(self, message: Message, env_ids: Sequence[int]) -> None:
+        for env_id in env_ids:
+            self.slots[env_id].request = message
+        self.in_flight += len(env_ids)
+
+    def _is_sent_now(self, slot: Slot, message: Message, payloads: Any) -> bool:
+        """Whether the worker gets the request; else a mark is the result, or the environment's rebuild comes first."""
+        if message is Message.RESET:
+            if slot.fault is None:
+                slot.reset_keywords = payloads[slot.env_id]
+                return True
+            slot.waiting_reset = payloads[slot.env_id]
+            return False
+        if slot.mark is not None:
+            (_, snapshot), slot.mark = slot.mark, None
+            self._finish(slot, time.monotonic(), snapshot)
+            return False
+        return slot.fault is None
+
+    def _recv(self, at_least: int, timeout: float | None) -> Results | None:
+        """The results, or None after the timeout."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            missing = at_least - self._done
+            patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            together = sum(map(_is_together, self._queues))
+            self._wait_once(patience if missing > 0 or together else 0.0, max(min(missing, together or missing), 1))
+            if self._done >= at_least and not any(map(_is_together, self._queues)):
+                break
+            if patience == 0.0:
+                return None
+        done = [slot for slot in self.slots if slot.done]
+        done.sort(key=lambda slot: slot.completed)  # ties by number
+        resets = [slot.env_id for slot in done if slot.request is Message.RESET]
+        extras = {slot.env_id: slot.result for slot in done if slot.result is not None}
+        for slot in done:
+            slot.request, slot.done, slot.result = None, False, None
+        self.in_flight -= len(done)
+        self._done = 0
+        self._plain = len(done) == len(self.slots) and not (extras or resets or self._rebuilding())
+        return Results(tuple([slot.env_id for slot in done]), resets, extras)
+
+    def _shared_out(
+        self, message: Message, env_ids: Iterable[int], payload: Any, *, each: bool = False, prompt: bool = False
+    ) -> dict[int, Request]:
+        """One request for each worker that has some of the environments."""
+        shares: dict[int, list[int]] = {}
+        for env_id in env_ids:
+            shares.setdefault(self.slots[env_id].worker, []).append(env_id)
+        if not isinstance(payload, dict):
+            return {worker: Request(message, tuple(ids), payload, each, prompt) for worker, ids in shares.items()}
+        return {
+            worker: Request(message, tuple(ids), {i: payload[i] for i in ids if i in payload} or None, each, prompt)
+            for worker, ids in shares.items()
+        }
+
+    def _post(self, requests: Mapping[int, Request], *, together: bool) -> None:
+        if not requests:
+            return
+        now = time.monotonic()
+        for worker, request in requests.items():
+            queue = self._queues[worker]
+            if not queue.requests:
+                queue.since = now
+            parts = len(request.env_ids) if request.each and request.env_ids is not None else 1
+            queue.requests.append((request, queue.posted + 1))
+            queue.posted += parts
+            if self._deadlines.shortest[request.message] is not None:
+                self._deadlines.limited += 1
+        self.backend.post(requests, together=together)
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def _wait_once(self, patience: float | None, at_least: int) -> None:
+        """Wait for replies, apply what has come, and look for workers that are late."""
+        limit = self._deadlines.patience()
+        if limit is not None and (patience is None or limit < patience):
+            patience = limit
+        self._apply(self.backend.wait(patience, at_least))
+        self._look_for_late()
+
+    def _look_for_late(self) -> None:
+        for worker in self._deadlines.late():
+            self._late(worker)
+
+    def _apply(self, replies: Sequence[tuple[int, Reply | Lost]]) -> None:
+        """Apply replies to slots. Failures come after results, in the order of environments, deaths come last."""
+        failures: dict[int, Failure] = {}
+        for worker, reply in replies:
+            if not isinstance(reply, Lost):
+                self._apply_reply(worker, reply, failures)
+        if self.closed:
+            raise ClosedEnvironmentError("the environments were closed by another thread")
+        for env_id in sorted(failures):
+            self._failed(self.slots[env_id], failures[env_id])
+        for worker, reply in replies:
+            if isinstance(reply, Lost):
+                self._lost(worker, reply)
+
+    def _apply_reply(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
+        queue = self._queues[worker]
+        if reply.answers is Message.REBUILD:
+            self._rebuilt(reply, failures)
+        else:
+            failures.update(reply.failures)
+            if reply.answers is Message.STEP or reply.answers is Message.RESET:
+                self._apply_results(queue, reply, failures)
+            else:
+                self._answers.update(reply.results)
+        if reply.last and queue.requests:
+            request, _ = queue.requests.popleft()
+            if self._deadlines.shortest[request.message] is not None:
+                self._deadlines.limited -= 1
+                queue.since, queue.suspect = time.monotonic(), None
+
+    def _apply_results(self, queue: WorkerQueue, reply: Reply, failures: Mapping[int, Failure]) -> None:
+        results = reply.results
+        if self.recovery is not None:
+            for env_id in reply.failures:
+                if env_id in results:  # of the last step, whose automatic reset failed
+                    self.slots[env_id].saved = results[env_id]
+            if reply.env_ids == ():
+                for env_id, result in results.items():
+                    self.slots[env_id].saved = result
+        env_ids = reply.env_ids
+        if env_ids is None:
+            request = queue.in_progress()
+            env_ids = queue.share if request is None or request.env_ids is None else request.env_ids
+        for env_id in env_ids:
+            slot = self.slots[env_id]
+            if not slot.done and slot.fault is None and env_id not in failures and slot.request is not None:
+                self._apply_result(slot, reply.completed, results.get(env_id))
+
+    def _apply_result(self, slot: Slot, completed: float, result: Any) -> None:
+        extras = result
+        if result is not None:
+            try:
+                extras = self.read(slot.env_id, result)
+            except EnvError as error:
+                self._rebuild_or_raise(slot, error, in_reset=False)
+                return
+        if self.recovery is not None:
+            self.recovery.note_result(slot, result)
+            if slot.request is Message.RESET:
+                extras = self.recovery.result_of_reset(slot, extras)
+        self._finish(slot, completed, extras)
+
+    def _finish(self, slot: Slot, completed: float, result: Any) -> None:
+        self._done += not slot.done
+        slot.done, slot.completed, slot.result = True, completed, result
+
+    def read(self, env_id: int, result: Any) -> Any:
+        """The result of a worker; bytes are something of the simulator's, pickled."""
+        if type(result) is not bytes:
+            return result
+        try:
+            return loads(result)
+        except Exception as error:
+            raise reports.unreadable(env_id, self.slots[env_id].worker, error) from error
+
+    # -- faults ----------------------------------------------------------------------------------------------------
+
+    def _failed(self, slot: Slot, failure: Failure) -> None:
+        """An environment has raised."""
+        self._rebuild_or_raise(
+            slot,
+            reports.env_error(slot.env_id, slot.worker, failure, self._advice),  # in no variable: see there
+            in_reset=failure.method == Activity.RESET.method,
+            partially_written=failure.torn,
+        )
+
+    def _rebuild_or_raise(
+        self, slot: Slot, error: EnvError, *, in_reset: bool, partially_written: bool = False
+    ) -> None:
+        """Rebuild one environment in the process it is in, or raise the error."""
+        if self.recovery is None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame: a cycle would keep everything from being freed
+        self.recovery.count_fault([slot], error)
+        self._begin_rebuild(slot, self.recovery.interrupted(slot, in_reset=in_reset), error, partially_written)
+        logger.warning("%s; it is restarted", reports.first_line(error))
+        self._errors.append(error)
+        self._rebuild(slot.worker, [slot])
+
+    def _lost(self, worker: int, lost: Lost) -> None:
+        """A worker has died."""
+        running = self.backend.ledgers[worker].running
+        self._replace(worker, running, reports.crashed(worker, self.shares[worker], lost, running, self._advice))
+
+    def _late(self, worker: int) -> None:
+        """A worker is past its timeout."""
+        running, doing, limit = self._deadlines.overrun(worker)
+        assert limit is not None
+        share, kills = self.shares[worker], self.backend.can_kill
+        advice = self._advice if kills else _THREAD_ADVICE
+        if self.recovery is None or not kills:
+            stack = self.backend.stack(worker)
+            self._replace(worker, running, reports.timed_out(worker, share, running, doing, limit, stack, advice))
+            return
+        # Taking the stack continues a worker that was stopped, and it may finish what it was doing. That is late all
+        # the same: what its caller receives is read from the block before.
+        cut_off = self._cut_off(worker, running)
+        if self._deadlines.changed(worker):
+            return
+        error = reports.timed_out(worker, share, running, doing, limit, self.backend.stack(worker), advice)
+        for slot, what, dicts in cut_off:
+            self.recovery.begin(slot, what, error, dicts=dicts)
+        late = {slot.env_id for slot, _, _ in cut_off}
+        self._apply([
+            (worker, _without(reply, late))
+            for reply in self.backend.end(worker)
+            if self.in_flight or reply.answers is Message.REBUILD
+        ])  # fmt: skip
+        self._replace(worker, self.backend.ledgers[worker].running, error)
+
+    def _cut_off(self, worker: int, running: Running | None) -> list[tuple[Slot, Interrupted, Any]]:
+        """The environments of a worker that are late, with what is interrupted and the dicts that their callers get.
+
+        That is the one that is running; where none is, those in flight that have not finished.
+        """
+        assert self.recovery is not None
+        if running is not None:
+            late = [running.env_id]
+        else:
+            finished = {*self._finished_before(worker, running)}
+            late = [i for i in self.shares[worker] if self.slots[i].request is not None and i not in finished]
+        cut_off = []
+        for slot in [self.slots[env_id] for env_id in late]:
+            if slot.done:
+                continue
+            if slot.fault is not None:  # its rebuild is late: what that interrupted is known already
+                cut_off.append((slot, slot.fault.interrupted, slot.fault.dicts))
+                continue
+            in_reset = running is not None and running.activity is Activity.RESET
+            partially_written = running is not None and not running.inside
+            cut_off.append((slot, *self._interrupted(slot, in_reset, partially_written)))
+        return cut_off
+
+    def _interrupted(self, slot: Slot, in_reset: bool, partially_written: bool) -> tuple[Interrupted, Any]:
+        assert self.recovery is not None
+        what = self.recovery.interrupted(slot, in_reset=in_reset)
+        if what is Interrupted.AUTO_RESET:
+            slot.latest = slot.saved
+        return what, self.recovery.interrupted_dicts(slot, what, partially_written=partially_written)
+
+    def _replace(self, worker: int, running: Running | None, error: ParallelEnvError) -> None:
+        """All environments of a worker are lost: rebuild them in another one, or raise the error."""
+        if self.recovery is None or not self.backend.can_kill:
+            try:
+                raise error
+            finally:
+                del error  # as above
+        recovery, queue = self.recovery, self._queues[worker]
+        recovery.count_fault([self.slots[env_id] for env_id in error.env_ids], error)
+        logger.warning("%s; restarted: environments %s", reports.first_line(error), [*self.shares[worker]])
+        for env_id in self._finished_before(worker, running):
+            slot = self.slots[env_id]
+            if not slot.done and slot.fault is None:
+                self._apply_result(slot, time.monotonic(), None)
+        for env_id in self.shares[worker]:
+            slot = self.slots[env_id]
+            is_running = running is not None and running.env_id == env_id
+            in_reset = is_running and running is not None and running.activity is Activity.RESET
+            partially_written = is_running and running is not None and not running.inside
+            if slot.done:
+                recovery.keep_result(slot)
+                self._begin_rebuild(slot, Interrupted.NOTHING, error, partially_written)
+            else:
+                what = recovery.interrupted(slot, in_reset=in_reset)
+                self._begin_rebuild(slot, what, error, partially_written)
+        for request, _ in queue.requests:
+            self._deadlines.limited -= self._deadlines.shortest[request.message] is not None
+        queue.requests.clear()
+        queue.past = self._stats_of(worker)
+        queue.posted, queue.suspect = 0, None
+        self._errors.append(error)
+        self.backend.replace(worker)
+        if self.tracer is not None:
+            self.tracer.mark(worker, "replaced")
+        self._rebuild(worker, [self.slots[env_id] for env_id in self.shares[worker]])
+
+    def _finished_before(self, worker: int, running: Running | None) -> Sequence[int]:
+        """Of environments that a worker was stepping one after the other, those that had finished."""
+        queue, status = self._queues[worker], self.backend.ledgers[worker]
+        if not queue.requests or not _is_together(queue):
+            return ()
+        request, part = queue.requests[0]
+        if status.parts < part:
+            return ()  # it had not begun
+        env_ids = queue.share if request.env_ids is None else request.env_ids
+        last = status.settled if running is None else running.env_id
+        if last not in env_ids:
+            return ()
+        return env_ids[: env_ids.index(last) + (running is None)]
+
+    def _begin_rebuild(self, slot: Slot, what: Interrupted, error: ParallelEnvError, partially_written: bool) -> None:
+        assert self.recovery is not None
+        self._plain = False
+        self.seeds_stale = True
+        if what is Interrupted.AUTO_RESET and slot.fault is None:
+            slot.latest, slot.saved = slot.saved, None
+        self.recovery.begin(slot, what, error, partially_written=partially_written)
+
+    def _rebuild(self, worker: int, slots: Sequence[Slot]) -> None:
+        assert self.recovery is not None
+        payload = {slot.env_id: self.recovery.rebuild_request(slot) for slot in slots}
+        self._post({worker: Request(Message.REBUILD, tuple(payload), payload, each=True)}, together=False)
+
+    def _rebuilt(self, reply: Reply, failures: dict[int, Failure]) -> None:
+        """Environments have been rebuilt, or their rebuild has failed."""
+        assert self.recovery is not None
+        failures.update(reply.failures)
+        for env_id, result in reply.results.items():
+            slot = self.slots[env_id]
+            if isinstance(result, Refusal):
+                failures[env_id] = Failure("constructor", result.text, result.text, None)
+                continue
+            snapshot = self.recovery.finish(slot, result.told)
+            if slot.waiting_reset is not None:
+                keywords = slot.reset_keywords = slot.waiting_reset
+                slot.waiting_reset = None
+                request = Request(Message.RESET, (env_id,), {env_id: keywords}, each=True)
+                self._post({slot.worker: request}, together=False)
+            elif snapshot is None and not slot.done and slot.request is Message.STEP:  # sent to meanwhile
+                assert slot.mark is not None
+                (_, snapshot), slot.mark = slot.mark, None
+            if snapshot is not None and slot.request is not None:
+                self._finish(slot, reply.completed, snapshot)
+
+    def _rebuilding(self) -> bool:
+        return self.recovery is not None and any(slot.fault is not None for slot in self.slots)
+
+    @property
+    def _advice(self) -> str:
+        return _ADVICE if self.recovery is None else ""
+
+    # -- statistics ------------------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """All environments: results come in any number."""
+        return len(self.slots)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The environments in flight."""
+        return tuple([slot.env_id for slot in self.slots if slot.request is not None])
+
+    def acts_next(self, env_id: int) -> bool:
+        """Whether the next action of an environment counts: it is not in flight, and not to report a restart."""
+        slot = self.slots[env_id]
+        return slot.request is None and slot.fault is None and slot.mark is None
+
+    def ahead(self, worker: int) -> float:
+        """Seconds that this clock is ahead of a worker's."""
+        return self.backend.ahead(worker)
+
+    def stats(self) -> Stats:
+        """What has been done so far, also by workers that have been replaced."""
+        if not self.closed:
+            self.backend.look()
+        return Stats.of(map(self._stats_of, range(len(self.shares))))
+
+    def _stats_of(self, worker: int) -> WorkerStats:
+        past, status = self._queues[worker].past, self.backend.ledgers[worker]
+        return WorkerStats(
+            steps=past.steps + status.steps,
+            resets=past.resets + status.resets,
+            restarts=sum(self.slots[env_id].restarts for env_id in self.shares[worker]),
+            simulator_s=past.simulator_s + status.simulator_s,
+            transport_s=past.transport_s + status.transport_s,
+            waiting_s=past.waiting_s + status.waiting_s,
+        )
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise `ClosedEnvironmentError` where everything has been closed."""
+        if self.closed:
+            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
+
+    def close(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
+        """Close all environments, end all workers and free everything. Idempotent.
+
+        Args:
+            ask: Let the environments close themselves first.
+            timeout: Seconds they are given for it.
+
+        Returns:
+            The error of an environment that failed to close; everything has been freed all the same.
+        """
+        if self.closed:
+            return None
+        self.closed = True
+        for status in getattr(self.backend, "ledgers", ()):  # there are none where it did not start
+            status.discard()  # what is in flight and not yet begun
+        self.backend.interrupt()
+        with self._lock:
+            deadline = time.monotonic() + timeout
+            error, patience = None, 0.0  # a worker that was not asked has no reason to end by itself
+            try:
+                if ask:
+                    error = self._ask_to_close(deadline)
+                    patience = max(deadline - time.monotonic(), 0.0)
+            finally:
+                # Also after a second Ctrl-C: nobody would come back for what is left.
+                left = self.backend.stop(patience)
+                # A signal handler may have closed in the middle of a call: its `wait` must not go on for ever.
+                self.backend.interrupt()
+                self._finish_trace()
+            for worker in left:
+                logger.warning(
+                    "worker %d could not be ended, it is left behind: a thread cannot be killed. It runs\n%s",
+                    worker, self.backend.stack(worker),
+                )  # fmt: skip
+            return error
+
+    def _ask_to_close(self, deadline: float) -> EnvError | None:
+        pending = set(range(len(self.shares)))
+        failures: dict[int, Failure] = {}
+        self.backend.post({worker: Request(Message.CLOSE) for worker in pending})
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for worker, reply in self.backend.wait(left):
+                if isinstance(reply, Lost) or reply.answers is Message.CLOSE:  # others were in flight: discarded
+                    pending.discard(worker)
+                if not isinstance(reply, Lost) and reply.answers is Message.CLOSE:
+                    if self.tracer is not None and LAST_WORDS in reply.results:
+                        self.tracer.add(worker, reply.results[LAST_WORDS], self.backend.ahead(worker))
+                    failures.update(reply.failures)
+        if pending:
+            logger.warning(
+                "worker %s did not close within the time given, and is ended: %s",
+                " and ".join(map(str, sorted(pending))),
+                ", ".join(f"environments {reports.listed(self.shares[worker])}" for worker in sorted(pending)),
+            )
+        if not failures:
+            return None
+        first = min(failures)
+        return reports.env_error(first, self.slots[first].worker, failures[first])
+
+    def _close_after(self, error: BaseException) -> None:
+        """Close everything after an error, unless another thread has done so."""
+        if isinstance(error, ClosedEnvironmentError):
+            return
+        if isinstance(error, WorkerTimeout):
+            also = self.close(ask=False, timeout=0.0)
+        elif isinstance(error, ParallelEnvError):
+            also = self.close()
+        else:
+            # Interrupted half-way (Ctrl-C): which replies are still to come is not known any more.
+            also = self.close(ask=not self.backend.can_kill, timeout=1.0)
+        if also is not None:
+            logger.warning("while closing after another error: %s", also)
+
+    def _finish_trace(self) -> None:
+        if self.tracer is not None:
+            tracer, self.tracer = self.tracer, None
+            try:
+                tracer.finish()
+            except OSError as error:  # closing goes on
+                logger.warning("the trace could not be written to %s: %s", tracer.path, error)
+
+    def abandon(self) -> None:
+        """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
+        self.closed = True
+        self.backend.abandon()
+
+
+def _is_together(queue: WorkerQueue) -> bool:
+    """Whether the worker carries out a step or reset whose environments are received at once."""
+    if not queue.requests:
+        return False
+    request, _ = queue.requests[0]
+    return not request.each and (request.message is Message.STEP or request.message is Message.RESET)
+
+
+def _without(reply: Reply, env_ids: Container[int]) -> Reply:
+    """The same reply without the results and failures of some environments."""
+    return reply._replace(
+        results={env_id: result for env_id, result in reply.results.items() if env_id not in env_ids},
+        failures={env_id: failure for env_id, failure in reply.failures.items() if env_id not in env_ids},
+    )
