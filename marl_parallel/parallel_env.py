@@ -63,11 +63,11 @@ from marl_parallel.arguments import (
 from marl_parallel.backends import open_backend
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.batch import Batch, Dicts
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import construct
 from marl_parallel.core.deadlines import Limits
 from marl_parallel.core.engine import BatchView, Engine
 from marl_parallel.core.exclusive import CALL, CallGuard, exclusive
-from marl_parallel.core.layout import Layout
 from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.native import NativeSimulator
 from marl_parallel.core.native_batch import NativeBatch
@@ -77,7 +77,7 @@ from marl_parallel.core.pickling import loads, sendable, take_along
 from marl_parallel.core.pool import Pool
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.reports import logger
-from marl_parallel.core.schemas import common_schema
+from marl_parallel.core.schema import common_schema
 from marl_parallel.core.seed_check import SeedCheck
 from marl_parallel.core.sharing import share_out
 from marl_parallel.core.slots import Snapshot

@@ -9,9 +9,9 @@ import pytest
 from comparison import assert_same
 from gymnasium import spaces
 
-from marl_parallel.core.columns import Unfit
-from marl_parallel.core.layout import Layout, Schema
-from marl_parallel.core.values import Mismatch, numbers_of
+from marl_parallel.core.columns import AgentColumns, Layout
+from marl_parallel.core.schema import Schema
+from marl_parallel.core.spaces import DoesNotFit, Mismatch, numbers_of
 
 RECORDS = 4
 BOX = spaces.Box(-1, 1, (3,), np.float32)
@@ -28,11 +28,11 @@ SPACES = {
 }
 
 
-def whole(observation_spaces: list[spaces.Space[Any]]) -> Any:
+def columns_of(observation_spaces: list[spaces.Space[Any]]) -> AgentColumns:
     agents = [f"agent_{place}" for place in range(len(observation_spaces))]
     layout = Layout(Schema(agents, dict(zip(agents, observation_spaces, strict=True)), {}, None), RECORDS)
     layout.bind(bytearray(layout.nbytes))
-    return layout.observations.whole
+    return layout.observations
 
 
 @pytest.fixture(params=SPACES)
@@ -42,6 +42,10 @@ def declared(request) -> list[spaces.Space[Any]]:
     return SPACES[request.param]
 
 
+def ends(span: range) -> tuple[int, int]:
+    return span.start, span.stop
+
+
 def samples(declared: list[spaces.Space[Any]], count: int) -> list[Any]:
     return [space.sample() for _ in range(count) for space in declared]
 
@@ -49,48 +53,48 @@ def samples(declared: list[spaces.Space[Any]], count: int) -> list[Any]:
 @pytest.mark.parametrize("span", [range(RECORDS), range(1, 3), range(3, 4)])
 @pytest.mark.parametrize("copy", [True, False])
 def test_written_at_once(declared, span, copy):
-    columns, values, size = whole(declared), samples(declared, len(span)), len(declared)
-    columns.write_span(span, values)
-    one_by_one = [value for record in span for value in columns.read_all(record, copy)]
+    columns, values, size = columns_of(declared), samples(declared, len(span)), len(declared)
+    columns.write_span(*ends(span), values)
+    one_by_one = [value for record in span for value in columns.read_span(record, record + 1, copy)]
     assert_same(one_by_one, values)
-    assert_same(columns.read_span(span, copy), values)
+    assert_same(columns.read_span(*ends(span), copy), values)
     assert len(one_by_one) == size * len(span)
 
 
 def test_written_one_by_one(declared):
-    columns, values, size = whole(declared), samples(declared, RECORDS), len(declared)
+    columns, values, size = columns_of(declared), samples(declared, RECORDS), len(declared)
     for record in range(RECORDS):
-        columns.write_all(record, values[record * size : (record + 1) * size])
-    assert_same(columns.read_span(range(RECORDS), True), values)
+        columns.write_span(record, record + 1, values[record * size : (record + 1) * size])
+    assert_same(columns.read_span(*ends(range(RECORDS)), True), values)
 
 
 def test_neighbours_are_left_alone(declared):
-    columns, values, size = whole(declared), samples(declared, RECORDS), len(declared)
-    columns.write_span(range(RECORDS), values)
-    columns.write_span(range(1, 3), samples(declared, 2))
+    columns, values, size = columns_of(declared), samples(declared, RECORDS), len(declared)
+    columns.write_span(*ends(range(RECORDS)), values)
+    columns.write_span(*ends(range(1, 3)), samples(declared, 2))
     for record in (0, 3):
-        assert_same(columns.read_all(record, True), values[record * size : (record + 1) * size])
+        assert_same(columns.read_span(record, record + 1, True), values[record * size : (record + 1) * size])
 
 
 @pytest.mark.parametrize("kind", [int, bool, np.int64, np.int32, np.uint8, np.uint64])
 def test_types_of_scalars(kind):
-    columns = whole(SPACES["discrete"])
+    columns = columns_of(SPACES["discrete"])
     values = [kind(number % 2) for number in range(3 * RECORDS)]
-    columns.write_span(range(RECORDS), values)
-    assert_same(columns.read_span(range(RECORDS), True), values)
+    columns.write_span(*ends(range(RECORDS)), values)
+    assert_same(columns.read_span(*ends(range(RECORDS)), True), values)
 
 
 def test_mixed_scalars():
-    columns = whole(SPACES["discrete"])
+    columns = columns_of(SPACES["discrete"])
     values = [1, np.int32(2), True] * RECORDS
-    columns.write_span(range(RECORDS), values)
-    assert_same(columns.read_span(range(RECORDS), True), values)
+    columns.write_span(*ends(range(RECORDS)), values)
+    assert_same(columns.read_span(*ends(range(RECORDS)), True), values)
 
 
 @pytest.mark.parametrize("value", [2**63, -(2**63) - 1, np.uint64(2**63), 0.5, "1", None])
 def test_scalars_that_do_not_fit(value):
-    with pytest.raises(Unfit):
-        whole(SPACES["discrete"]).write_span(range(1), [value] * 3)
+    with pytest.raises(DoesNotFit):
+        columns_of(SPACES["discrete"]).write_span(*ends(range(1)), [value] * 3)
 
 
 @pytest.mark.parametrize(
@@ -103,52 +107,52 @@ def test_scalars_that_do_not_fit(value):
 )
 def test_arrays_that_are_not_what_is_declared(values):
     with pytest.raises(Mismatch):
-        whole(SPACES["box"]).write_span(range(1), values)
+        columns_of(SPACES["box"]).write_span(*ends(range(1)), values)
 
 
 def test_arrays_of_another_dtype():
-    columns = whole(SPACES["box"])
-    columns.write_span(range(1), [[0.5, 1, 0], np.ones(3), np.ones(3, np.float16)])
+    columns = columns_of(SPACES["box"])
+    columns.write_span(*ends(range(1)), [[0.5, 1, 0], np.ones(3), np.ones(3, np.float16)])
     ones = np.ones(3, np.float32)
-    assert_same(columns.read_span(range(1), True), [np.array([0.5, 1, 0], np.float32), ones, ones])
+    assert_same(columns.read_span(*ends(range(1)), True), [np.array([0.5, 1, 0], np.float32), ones, ones])
 
 
-def write_all(columns: Any, values: list[Any]) -> None:
-    columns.write_all(0, values)
+def write_record(columns: AgentColumns, values: list[Any]) -> None:
+    columns.write_span(0, 1, values)
 
 
-def write_span(columns: Any, values: list[Any]) -> None:
-    columns.write_span(range(1), values)
+def write_span(columns: AgentColumns, values: list[Any]) -> None:
+    columns.write_span(0, 2, values * 2)
 
 
-def write_each(columns: Any, values: list[Any]) -> None:
-    for row, value in enumerate(values):
-        columns.write(0, row, value)
+def write_each(columns: AgentColumns, values: list[Any]) -> None:
+    for agent, value in zip(columns.agents, values, strict=True):
+        columns.write(0, {agent: value}, "value")
 
 
 ALL_DTYPES = ["?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], "O", "U1", "m8[s]"]
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex")
-@pytest.mark.parametrize("write", [write_all, write_span, write_each])
+@pytest.mark.parametrize("write", [write_record, write_span, write_each])
 @pytest.mark.parametrize("given", ALL_DTYPES)
 @pytest.mark.parametrize("declared", [np.float16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64])
 def test_casts(declared, given, write):
     """However it is written: between integers nothing but the number counts, and else it is NumPy's "same kind"."""
-    columns = whole([spaces.Box(0, 1, (3,), declared)] * 2)
+    columns = columns_of([spaces.Box(0, 1, (3,), declared)] * 2)
     values = [np.array([0, 1, 1]).astype(given), np.array([1, 0, 1], declared)]
     integers = np.dtype(given).kind in "bui" and np.dtype(declared).kind in "ui"
     if integers or np.can_cast(given, declared, "same_kind"):
         write(columns, values)
-        assert_same(columns.read_all(0, True), [np.array([0, 1, 1], declared), np.array([1, 0, 1], declared)])
+        assert_same(columns.read_span(0, 0 + 1, True), [np.array([0, 1, 1], declared), np.array([1, 0, 1], declared)])
     else:
         with pytest.raises(Mismatch, match=f"expected an array of shape .* and dtype {np.dtype(declared)}, got"):
             write(columns, values)
 
 
-@pytest.mark.parametrize("write", [write_all, write_span, write_each])
+@pytest.mark.parametrize("write", [write_record, write_span, write_each])
 def test_integers_are_never_wrapped_round(write):
-    columns = whole([spaces.MultiBinary(2)] * 2)
+    columns = columns_of([spaces.MultiBinary(2)] * 2)
     with pytest.raises(Mismatch, match="int64 values that int8 cannot hold"):
         write(columns, [np.array([0, 1]), np.array([0, 257])])
 

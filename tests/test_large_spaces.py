@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from marl_parallel.core import large_spaces, worker
-from marl_parallel.core.large_spaces import dumps_compactly, equal
+from marl_parallel.core import schema, worker
+from marl_parallel.core.schema import dumps_compactly, equal
 
 IMAGE = (160, 160, 3)
 INTEGER_TYPES = [np.uint8, np.int16, np.int64]
@@ -181,7 +181,7 @@ def watched(monkeypatch) -> dict[str, int]:
         return counted
 
     monkeypatch.setattr(spaces.Box, "__eq__", counting("compared", spaces.Box.__eq__))
-    monkeypatch.setattr(large_spaces.np, "full", counting("made again", np.full))
+    monkeypatch.setattr(schema.np, "full", counting("made again", np.full))
     monkeypatch.setattr(worker, "common_schema", counting("descriptions", worker.common_schema))
     return counts
 

@@ -11,9 +11,9 @@ from gymnasium import spaces
 from zoo import draw, shared
 
 from marl_parallel.adapters import adapt
-from marl_parallel.core.actions import ActionRecords
-from marl_parallel.core.layout import Layout, Schema
-from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.columns import Layout
+from marl_parallel.core.records import ActionRecords, TransitionRecords
+from marl_parallel.core.schema import Schema
 from marl_parallel.core.transition import Transition
 
 CACHE_LINE = 64
@@ -51,7 +51,7 @@ def test_records_begin_on_cache_lines(schema, arrays):
     assert layout.starts[0] == 0
     assert [start % CACHE_LINE for start in layout.starts] == [0] * RECORDS
     ends = [*layout.starts[1:], layout.nbytes]
-    assert all(start + layout.transition_head < end for start, end in zip(layout.starts, ends, strict=True))
+    assert all(start + layout.transition_header < end for start, end in zip(layout.starts, ends, strict=True))
 
 
 def written(schema: Schema, record: int, byte: int) -> set[int]:

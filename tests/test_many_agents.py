@@ -10,8 +10,8 @@ import pytest
 from gymnasium import spaces
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core.builders import dict_of, dicts_of, empty_dicts_of
-from marl_parallel.core.layout import alike
+from marl_parallel.core.schema import alike
+from marl_parallel.core.spaces import builder, rows_builder
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
 FEW, MANY = 30, 240
@@ -220,9 +220,11 @@ def test_dicts_of_any_size(count):
     """Dicts of many agents are what those of few are, in the order of the keys."""
     keys = [f"agent_{number}" for number in range(count)]
     rows = [[*range(count)], [*range(count, 2 * count)]]
-    assert [*dict_of(keys)(*rows[0]).items()] == [*zip(keys, rows[0])]
-    assert [[*made.items()] for made in dicts_of(keys)(zip(*zip(*rows)))] == [[*zip(keys, row)] for row in rows]
-    made, another = empty_dicts_of(keys)(), empty_dicts_of(keys)()
+    form = dict.fromkeys(keys, 0)
+    assert [*builder(form)(*rows[0]).items()] == [*zip(keys, rows[0])]
+    assert [[*made.items()] for made in rows_builder(form)(zip(*zip(*rows)))] == [[*zip(keys, row)] for row in rows]
+    build = builder({key: {} for key in keys})
+    made, another = build(), build()
     assert made == {key: {} for key in keys}
     assert all(made[key] is not another[key] for key in keys)
     assert len({id(info) for info in made.values()}) == count

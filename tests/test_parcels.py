@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from marl_parallel.core.actions import ActionRecords
-from marl_parallel.core.layout import Layout, Schema
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.ledger import Activity, Ledger
 from marl_parallel.core.messages import Message
 from marl_parallel.core.parcels import Parcels
-from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.records import ActionRecords, TransitionRecords
+from marl_parallel.core.schema import Schema
 from marl_parallel.core.transition import Transition
 
 AGENTS = ["a", "b"]
@@ -39,7 +39,7 @@ def told(number: int, *, last: bool = False) -> Transition:
     final = {agent: -value for agent, value in observations.items()} if last else None
     rewards = dict.fromkeys(AGENTS, float(number))
     infos: dict = {agent: {} for agent in AGENTS}
-    return Transition(observations, rewards, no, flags, infos, AGENTS, AGENTS, None, final, {} if last else None)
+    return Transition(observations, rewards, no, flags, infos, AGENTS, AGENTS, 0, final, {} if last else None)
 
 
 @pytest.mark.parametrize("env_ids", ID_SETS, ids=str)
@@ -65,7 +65,7 @@ def test_results_arrive(env_ids, last):
     for env_id in range(4):
         assert here.transitions.write(env_id, told(env_id, last=last and env_id == 2)) is None
     parcel = here.parcels.results(env_ids, Message.STEP)
-    head, rare = here.layout.transition_head, here.layout.rare
+    head, rare = here.layout.transition_header, here.layout.rare
     whole = last and 2 in env_ids
     assert parcel.shape == (len(env_ids), (here.layout.stride if whole else rare) - head)
     assert parcel.flags.c_contiguous

@@ -1,6 +1,6 @@
-"""What counts as a usual transition: exactly what is written with nothing but observations and rewards.
+"""The usual form of a transition, of which nothing but observations and rewards is written.
 
-That nothing is sent for it, nor for any other step whose infos are empty, is tested here, too.
+Nothing is sent for it, nor for any other step whose infos are empty.
 """
 
 from __future__ import annotations
@@ -13,8 +13,20 @@ import numpy as np
 import pytest
 from faults import Fragile
 
+from marl_parallel.adapters import Misfit
 from marl_parallel.backends.channel import Channel
-from marl_parallel.core.transition import FLOATS, Usual
+from marl_parallel.core.header import (
+    FALSE_CODES,
+    FLAG_SHIFT,
+    FLOATS,
+    INFOS,
+    REWARD_SHIFT,
+    REWARD_TYPES,
+    USUAL,
+    VECTOR_TAG,
+    VECTORS,
+    UsualForm,
+)
 
 AGENTS = ["a", "b"]
 PARTS = ["observations", "rewards", "terminateds", "truncateds", "infos"]
@@ -37,8 +49,8 @@ def dicts(kind: type = float) -> dict[str, dict[Any, Any]]:
     }
 
 
-def reward_type(parts: dict[str, dict[Any, Any]], agents: list[str] = AGENTS) -> type | None:
-    return Usual(agents).reward_type(*(parts[name] for name in PARTS))
+def code(parts: dict[str, dict[Any, Any]], agents: list[str] = AGENTS) -> int:
+    return UsualForm(agents).code(*(parts[name] for name in PARTS))
 
 
 @pytest.mark.parametrize("kind", FLOATS)
@@ -47,11 +59,11 @@ def test_usual(kind, with_all):
     parts = dicts(kind)
     if with_all:
         parts["terminateds"]["__all__"] = parts["truncateds"]["__all__"] = False
-    assert reward_type(parts) is kind
+    assert code(parts) == USUAL | REWARD_TYPES.index(kind) << REWARD_SHIFT
 
 
 def test_nobody_is_never_usual():
-    assert reward_type({name: {} for name in PARTS}, []) is None
+    assert code({name: {} for name in PARTS}, []) == 0
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -65,7 +77,7 @@ def test_other_agents(part, change):
         changed["c"] = copy.copy(changed["b"])
     else:
         changed["a"] = changed.pop("a")
-    assert reward_type(parts) is None
+    assert code(parts) == (USUAL | INFOS if part == "infos" else 0)
 
 
 @pytest.mark.parametrize(
@@ -77,17 +89,62 @@ def test_other_agents(part, change):
             for part in ("terminateds", "truncateds")
             for value in (True, 0, 0.0, None, np.False_, np.True_, np.zeros(1, bool), "", [], {}, Untold())
         ],
-        *[
-            ("infos", value)
-            for value in ({"x": 1}, {"x": np.zeros(3)}, None, False, 0, "", (), [], set(), np.zeros(2), Untold())
-        ],
     ],
 )
 @pytest.mark.parametrize("agent", AGENTS)
 def test_other_values(part, value, agent):
     parts = dicts()
     parts[part][agent] = value
-    assert reward_type(parts) is None
+    assert code(parts) == 0
+
+
+@pytest.mark.parametrize("value", [{"x": 1}, {"x": np.zeros(3)}, None, False, 0, "", Untold()])
+@pytest.mark.parametrize("agent", AGENTS)
+def test_other_infos(value, agent):
+    """They are pickled; all else may be as usual."""
+    parts = dicts()
+    parts["infos"][agent] = value
+    assert code(parts) == USUAL | INFOS
+
+
+@pytest.mark.parametrize("value", [(), [], set(), np.zeros(2)])
+@pytest.mark.parametrize("agent", AGENTS)
+def test_sequences_of_infos_are_refused(value, agent):
+    parts = dicts()
+    parts["infos"][agent] = value
+    with pytest.raises(Misfit, match=f"the info of agent '{agent}' must be a dict"):
+        code(parts)
+
+
+@pytest.mark.parametrize("kind", [int, bool, np.int64, np.bool_])
+def test_rewards_of_other_types(kind):
+    assert code(dicts(kind)) == USUAL | REWARD_TYPES.index(kind) << REWARD_SHIFT
+
+
+def test_rewards_that_a_double_does_not_hold():
+    parts = dicts(int)
+    parts["rewards"]["a"] = 2**53 + 1
+    assert code(parts) == 0
+
+
+def test_rewards_that_are_vectors():
+    parts = dicts()
+    parts["rewards"] = {"a": np.zeros(2), "b": [1.0, 2.0]}
+    assert code(parts) == 0
+    assert (
+        UsualForm(AGENTS, vectors=True).code(*(parts[name] for name in PARTS))
+        == USUAL | VECTORS | VECTOR_TAG << REWARD_SHIFT
+    )
+
+
+@pytest.mark.parametrize("with_all", [True, False])
+def test_flags_of_numpy(with_all):
+    parts = dicts()
+    for part in ("terminateds", "truncateds"):
+        parts[part] = dict.fromkeys(AGENTS, np.False_)
+        if with_all:
+            parts[part]["__all__"] = False
+    assert code(parts) == USUAL | FALSE_CODES[np.bool_] << FLAG_SHIFT
 
 
 @pytest.mark.parametrize("value", [True, 0, None, np.False_])
@@ -96,14 +153,14 @@ def test_other_values_for_all(part, value):
     parts = dicts()
     parts["terminateds"]["__all__"] = parts["truncateds"]["__all__"] = False
     parts[part]["__all__"] = value
-    assert reward_type(parts) is None
+    assert code(parts) == 0
 
 
 @pytest.mark.parametrize("part", ["terminateds", "truncateds"])
 def test_one_without_all(part):
     parts = dicts()
     parts[part]["__all__"] = False
-    assert reward_type(parts) is None
+    assert code(parts) == 0
 
 
 @pytest.mark.parametrize("part", ["observations", "rewards", "truncateds", "infos"])
@@ -112,7 +169,7 @@ def test_all_in_the_wrong_place(part):
     parts = dicts()
     parts["terminateds"]["__all__"] = False
     parts[part] = {"__all__": False, **parts[part]}
-    assert reward_type(parts) is None
+    assert code(parts) == 0
 
 
 # What is sent

@@ -16,8 +16,10 @@ from objectives import LENGTH, Couriers, Paid, Summed, TreasureHunt
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters import adapt
 from marl_parallel.core import pickling
-from marl_parallel.core.layout import Layout, Schema
+from marl_parallel.core.columns import Layout
+from marl_parallel.core.header import UsualForm
 from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.schema import Schema
 from marl_parallel.core.transition import Transition
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 from marl_parallel.vector.facade import Stepper
@@ -85,13 +87,14 @@ def test_the_record_of_a_usual_step_holds_vectors():
         rewards = {agent: np.arange(3, dtype=np.float32) + 10 * record for agent in agents}
         flags = {**dict.fromkeys(agents, False), "__all__": False}
         observations = dict.fromkeys(agents, np.ones(1, np.float32))
-        transition = Transition(observations, rewards, flags, flags, {agent: {} for agent in agents}, agents, agents)
-        assert records.write(record, transition) is None
+        dicts = observations, rewards, flags, flags, {agent: {} for agent in agents}
+        usual = UsualForm(agents, vectors=True).code(*dicts)
+        assert records.write(record, Transition(*dicts, agents, agents, usual)) is None
         due.append(rewards)
         assert_same(records.read(record, None)[0][1], rewards)
-    found = records.read_span(range(3))
-    assert found is not None
-    assert_same(found[1], tuple(due))
+    ((span, code),) = records.runs(range(3))
+    assert span == range(3)
+    assert_same(records.read_span(span, code, {})[1], tuple(due))
 
 
 def test_spaces_are_found_in_each_way_they_are_declared(parallel):

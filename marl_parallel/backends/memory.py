@@ -1,7 +1,7 @@
 """Memory that processes share and that no file name leads to: it is gone with the last of them.
 
 Here live `Block` and `anonymous_file`. What is written where in a block is decided in
-`marl_parallel.core.layout`.
+`marl_parallel.core.columns`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from marl_parallel.backends import descriptors, portable_ends
 from marl_parallel.backends.portable_process import KILL, PortableProcess, await_ends
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.layout import Layout
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.reports import logger

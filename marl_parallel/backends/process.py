@@ -30,7 +30,7 @@ from marl_parallel.backends.memory import Block, anonymous_file
 from marl_parallel.backends.semaphores import available
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.layout import Layout
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import STEP_ALL, STEP_ALL_PROMPTLY, STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.reports import logger
 from marl_parallel.core.sharing import span_of, usable_cpus

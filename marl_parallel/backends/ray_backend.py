@@ -31,7 +31,7 @@ from marl_parallel.backends.ray_cluster import Connection, NoneAnnounced, Room
 from marl_parallel.backends.ray_host import RayHost, end, look_at
 from marl_parallel.backends.ray_worker import Packed, RayWorker
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.layout import Layout
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Reply, Request
 from marl_parallel.core.parcels import Parcels
 from marl_parallel.core.sharing import usable_cpus

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from marl_parallel.backends import descendants, threads
 from marl_parallel.backends.memory import Block, anonymous_file
 from marl_parallel.backends.stacks import report_to
-from marl_parallel.core.layout import Layout
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Reply, Request
 from marl_parallel.core.parcels import WITH_ACTIONS, WITH_RESULTS, Parcels

@@ -13,8 +13,8 @@ from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.cli.findings import Question, Severity
 from marl_parallel.cli.isolation import Notebook
 from marl_parallel.cli.values import is_flag, misfit, odd_reward, pickling_error
+from marl_parallel.core.spaces import is_vector
 from marl_parallel.core.transition import ALL, is_empty_info
-from marl_parallel.core.values import is_vector
 
 _WHAT_REMAINS = "it then works, but travels pickled, which is slower"
 

@@ -1,7 +1,8 @@
-"""The batch as arrays over all environments: the other view, beside dicts, of what has been done.
+"""The batch as arrays over all environments: the other view of it, beside dicts.
 
-Facades are made of it. `ArrayView` is what they ask; what lies in a block is read in `block_arrays.py`, what a native
-simulator hands out in `native_arrays.py`. How values of a space are stacked is in `stacking.py`.
+Facades use an `ArrayView`. `ArrayBatch` is that of a block: actions and transitions cross between the block and arrays
+whole, without a loop over environments, except for environments of which more than infos travelled pickled: their
+transitions are taken from their dicts. The view of a native simulator is in `native_arrays.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from gymnasium import Space
@@ -17,7 +18,14 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.core import stacking
-from marl_parallel.core.layout import Schema, alike
+from marl_parallel.core.columns import Group as ColumnGroup
+from marl_parallel.core.header import BITS
+from marl_parallel.core.schema import Schema, alike
+from marl_parallel.core.spaces import Mismatch, is_vector
+from marl_parallel.core.transition import ALL, is_empty_info
+
+if TYPE_CHECKING:
+    from marl_parallel.core.batch import Batch
 
 
 class Group(NamedTuple):
@@ -183,3 +191,293 @@ class ArrayView(ABC):
                         f"environment {env_id}: no action for agent {agent!r}; expected one for each of "
                         f"{acting[env_id]}, got actions of {[*actions]}"
                     )
+
+
+_IN_INFOS = {"infos", "reset_infos"}
+"""What may travel pickled of a transition without that anything but its infos is missing in the block."""
+
+_OBSERVED, _REWARDED = BITS["observations"], BITS["rewards"]
+_FLAGGED = BITS["terminateds"] | BITS["truncateds"]
+_MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED, _FLAGGED], np.uint8)
+
+
+class ArrayBatch(ArrayView):
+    """The arrays of what lies in a block.
+
+    Args:
+        batch: Its schema names all agents, and a space for each of them.
+        copy: Whether each observation is in arrays of the caller's own; else they are written again by the next `read`.
+    """
+
+    def __init__(self, batch: Batch, *, copy: bool) -> None:
+        self._batch, self._copy = batch, copy
+        layout, schema = batch.layout, batch.layout.schema
+        super().__init__(schema)
+        self._columns = layout.observations.groups
+        self._in_block = bool(layout.agents) and layout.observations.agents == self.agents
+        self._actions_in_block = bool(layout.agents) and layout.actions.agents == self.agents and not batch.checks
+        self._num_envs = layout.num_records
+        self._shape = self._num_envs, len(self.agents)
+        self._everybody, self._nobody = np.ones(self._shape, np.bool_), np.zeros(self._shape, np.bool_)
+        self._observations: list[Any] = [None] * len(self.groups)
+        # Of environments that were not read from the block: what they have observed last, and who was present.
+        self._apart: dict[int, tuple[Mapping[Any, Any], NDArray[np.bool_]]] = {}
+        self._reward_spaces = {
+            agent: schema.reward_spaces[agent] for agent in self.agents if agent in schema.reward_spaces
+        }
+        self._row_agents: tuple[tuple[AgentID, ...], ...] | None = None
+        self._row_places: list[tuple[ColumnGroup, slice]] | None = None
+
+    # -- actions ---------------------------------------------------------------------------------------------------
+
+    def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
+        """By environment, what does not fit into the block, pickled; see `ArrayView`."""
+        everyone = self._batch.acting == [self.agents] * self._num_envs
+        wanted = None if everyone else self.acting()
+        ids = self._batch.env_ids if env_ids is None else env_ids
+        try:
+            if isinstance(actions, list):
+                if self._write_rows(actions, wanted):
+                    return {}
+                actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
+            self._check_known(actions)
+            if not everyone or len(actions) != len(self.agents):
+                self._check_all_there(actions, self._batch.acting, ids)
+            if self._write_stacked(actions, wanted):
+                return {}
+            return self._batch.write_actions(ids, self._one_by_one(actions, ids))
+        except Mismatch as error:
+            raise ValueError(str(error)) from None
+
+    def _write_stacked(self, actions: Mapping[AgentID, Any], wanted: NDArray[np.bool_] | None) -> bool:
+        """Write actions into the block; says whether it could."""
+        if not self._actions_in_block:
+            return False
+        try:
+            self._batch.actions.write_stacked(actions, wanted)
+        except Mismatch:
+            if wanted is None:
+                raise
+            return False  # it may be those that nobody looks at
+        return True
+
+    def _one_by_one(self, actions: Mapping[AgentID, Any], ids: Sequence[int]) -> list[dict[AgentID, Any]]:
+        """For each environment, the actions of those who act."""
+        declared, acting = self._batch.layout.schema.action_spaces, self._batch.acting
+        given: dict[int, dict[AgentID, Any]] = {env_id: {} for env_id in ids}
+        rows_of: dict[AgentID, list[int]] = {agent: [] for agent in self.agents}
+        for env_id in ids:
+            for agent in acting[env_id]:
+                if agent in rows_of:
+                    rows_of[agent].append(env_id)
+        for agent, rows in rows_of.items():
+            try:
+                for env_id, action in zip(
+                    rows, stacking.picked(declared[agent], actions.get(agent), rows, self._num_envs)
+                ):
+                    given[env_id][agent] = action
+            except Mismatch as error:
+                raise Mismatch(f"the actions of agent {agent!r}: {error}") from error
+        return [*given.values()]
+
+    def _write_rows(self, actions: Sequence[Stacked], wanted: NDArray[np.bool_] | None) -> bool:
+        """Write actions of several agents at a time; says whether it could, else they are to be taken apart."""
+        places = tuple(of.agents for of in actions)
+        if places != self._row_agents:
+            self._row_agents, columns = places, self._batch.layout.actions
+            complete = sorted(self._column.get(a, -1) for of in places for a in of) == [*range(len(self.agents))]
+            found = [columns.rows_of(of) for of in places] if self._actions_in_block and complete else [None]
+            self._row_places = [place for place in found if place is not None] if None not in found else None
+        if self._row_places is None:
+            return False
+        rows = [(of.agents, *place, of.values) for of, place in zip(actions, self._row_places)]
+        self._batch.actions.write_rows(rows, wanted)
+        return True
+
+    def acting(self) -> NDArray[np.bool_]:
+        """Who should act next: `(num_envs, agents)`."""
+        mask = np.zeros(self._shape, np.bool_)
+        for env_id, acting in enumerate(self._batch.acting):
+            mask[env_id, [self._column[agent] for agent in acting]] = True
+        return mask
+
+    # -- transitions -----------------------------------------------------------------------------------------------
+
+    def read(self, told: Mapping[int, Any]) -> Arrays:
+        """Of what travelled pickled, or all of it, by environment, and of what lies in the block; see `ArrayView`."""
+        if not self._in_block:
+            arrays = self._unobserved()
+        elif not told and self._batch.transitions.all_usual():
+            self._batch.note_usual(range(self._num_envs))
+            self._apart.clear()
+            rewards = self._batch.transitions.all_rewards()
+            arrays = self._unflagged(self._all_observations(), rewards, self._everybody, quiet=True)
+            return self._with_vectors(arrays) if self._reward_spaces else arrays
+        else:
+            arrays = self._from_block()
+            if self._reward_spaces:
+                arrays = self._with_vectors(arrays)
+        apart = []
+        for env_id in range(self._num_envs):
+            more = told.get(env_id)
+            if self._in_block and (more is None or (type(more) is dict and more.keys() <= _IN_INFOS)):
+                self._note_infos(arrays, env_id, self._batch.read_rest(env_id, more))
+                self._apart.pop(env_id, None)
+            else:
+                apart.append(env_id)
+        self._read_dicts(arrays, apart, told)
+        return arrays
+
+    def _unobserved(self) -> Arrays:
+        observations = [stacking.zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
+        return self._unflagged(observations, np.zeros(self._shape), self._nobody)
+
+    def _with_vectors(self, arrays: Arrays) -> Arrays:
+        """With the vector rewards that lie in the block."""
+        values, there = self._batch.transitions.all_vectors(self._column)
+        return arrays._replace(vectors=values, vectored=there)
+
+    def _unflagged(
+        self, observations: list[Any], rewards: NDArray[np.float64], there: NDArray[np.bool_], *, quiet: bool = False
+    ) -> Arrays:
+        """With these agents there and acting, and no flag set."""
+        no = self._nobody
+        of_all = no[:, 0]
+        vectors = {
+            agent: np.zeros((self._num_envs, *(space.shape or ())), space.dtype)
+            for agent, space in self._reward_spaces.items()
+        }
+        return Arrays(
+            observations, rewards, no.copy(), no.copy(), of_all.copy(), of_all.copy(),
+            there.copy(), there.copy(), {}, there.copy(), there.copy(), there if quiet else there.copy(), quiet, quiet,
+            vectors, no.copy() if vectors else None,
+        )  # fmt: skip
+
+    def _from_block(self) -> Arrays:
+        """All but the infos, as the block has it."""
+        transitions, n = self._batch.transitions, len(self.agents)
+        flags, who = transitions.all_flags(), transitions.all_presence(_MASKS)
+        present, acting, observed, rewarded, flagged = who
+        observations = self._all_observations()
+        self._clear_unobserved(observations, observed)
+        return Arrays(
+            observations, transitions.all_rewards(), flags[:, 0, :n], flags[:, 1, :n], flags[:, 0, n], flags[:, 1, n],
+            present, acting, {}, observed, rewarded, flagged,
+        )  # fmt: skip
+
+    def _clear_unobserved(self, observations: list[Any], observed: NDArray[np.bool_]) -> None:
+        """Put zeros where the block still has what was observed once."""
+        if not observed.all():
+            for stacked, (_, positions) in zip(observations, self.groups):
+                stacking.clear(stacked, ~observed[:, positions])
+
+    def last(self) -> Arrays:
+        if self._in_block:
+            seen = self._from_block()
+            arrays = self._unflagged(seen.observations, np.zeros(self._shape), self._nobody)._replace(
+                present=seen.present, acting=seen.acting, observed=seen.observed
+            )
+        else:
+            arrays = self._unobserved()
+        for env_id, (own, present) in self._apart.items():
+            self._clear(arrays, env_id)
+            self._put_observations(arrays, env_id, own)
+            arrays.present[env_id] = present
+            self._put_acting(arrays, env_id)
+        return arrays
+
+    def read_some(self, env_ids: Sequence[int], told: Mapping[int, Any], last: Arrays) -> Arrays:
+        self._read_dicts(last, env_ids, told)
+        return last
+
+    def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
+        present = self._nobody[env_id].copy()
+        present[[self._column[agent] for agent in {**observations, **rewards} if agent in self._column]] = True
+        self._apart[env_id] = stacking.copied(observations), present
+
+    def _all_observations(self) -> list[Any]:
+        """Everybody's, as they lie in the block."""
+        observations = [group.copied(out) for group, out in zip(self._columns, self._observations)]
+        if not self._copy:
+            self._observations = observations
+        return observations
+
+    def _read_dicts(self, arrays: Arrays, env_ids: Sequence[int], extras: Mapping[int, Any]) -> None:
+        """The transitions of some environments: of all of them, before it is said what has no place in an array."""
+        wrong: list[ValueError] = []
+        for env_id in env_ids:
+            try:
+                self._read_dicts_of(arrays, env_id, extras)
+            except ValueError as error:
+                wrong = wrong or [error]
+        if wrong:
+            raise wrong.pop()
+
+    def _read_dicts_of(self, arrays: Arrays, env_id: int, extras: Mapping[int, Any]) -> None:
+        (seen,), (rewards,), (terminateds,), (truncateds,), (infos,) = self._batch.read((env_id,), extras)
+        self._clear(arrays, env_id)
+        self._put_observations(arrays, env_id, seen)
+        self._put_rewards(arrays, env_id, rewards)
+        arrays.present[env_id] = arrays.observed[env_id] | arrays.rewarded[env_id]
+        self._apart[env_id] = seen, arrays.present[env_id].copy()
+        for flags, of_agents, of_all in (
+            (terminateds, arrays.terminations, arrays.terminated),
+            (truncateds, arrays.truncations, arrays.truncated),
+        ):
+            for agent, flag in flags.items():
+                if agent == ALL:
+                    of_all[env_id] = flag
+                else:
+                    place = env_id, self._column[self._known(env_id, agent)]
+                    of_agents[place], arrays.flagged[place] = flag, True
+        self._put_acting(arrays, env_id)
+        self._note_infos(arrays, env_id, infos)
+
+    def _clear(self, arrays: Arrays, env_id: int) -> None:
+        for part in arrays:
+            if isinstance(part, list | np.ndarray):
+                stacking.clear(part, env_id)
+        for vectors in arrays.vectors.values():
+            vectors[env_id] = 0
+
+    def _put_observations(self, arrays: Arrays, env_id: int, seen: Mapping[Any, Any]) -> None:
+        for agent, observation in seen.items():
+            group, row = self._rows[self._known(env_id, agent)]
+            whose = f"environment {env_id}: the observation of agent {agent!r}"
+            stacking.put(arrays.observations[group], (env_id, row), observation, whose)
+            arrays.observed[env_id, self._column[agent]] = True
+
+    def _put_rewards(self, arrays: Arrays, env_id: int, rewards: Mapping[Any, Any]) -> None:
+        for agent, reward in rewards.items():
+            place = env_id, self._column[self._known(env_id, agent)]
+            arrays.rewarded[place] = True
+            if agent in arrays.vectors and is_vector(reward):
+                assert arrays.vectored is not None
+                arrays.vectors[agent][env_id], arrays.vectored[place] = reward, True
+                continue
+            try:
+                if reward is None or isinstance(reward, str | bytes):  # NumPy would make a number of them
+                    raise TypeError
+                arrays.rewards[place] = reward
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"environment {env_id}: the reward of agent {agent!r} is {reward!r}; in arrays, it must be a "
+                    "number, or a vector of the agent's reward_space, if it declares one"
+                ) from None
+
+    def _put_acting(self, arrays: Arrays, env_id: int) -> None:
+        arrays.acting[env_id, [self._column[agent] for agent in self._batch.acting[env_id]]] = True
+
+    @staticmethod
+    def _note_infos(arrays: Arrays, env_id: int, infos: dict[Any, Any]) -> None:
+        if not all(map(is_empty_info, infos.values())):
+            assert isinstance(arrays.infos, dict)
+            arrays.infos[env_id] = infos
+
+    def _known(self, env_id: int, agent: AgentID) -> AgentID:
+        if agent not in self._column:
+            raise ValueError(
+                f"environment {env_id}: agent {agent!r} is none of the possible agents {self.agents}, "
+                "so that arrays have no row for it"
+            )
+        return agent

@@ -7,6 +7,7 @@ dicts of `ParallelEnv` are one view of what lies here, arrays over all environme
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from types import ModuleType
 from typing import Any, ClassVar, TypeAlias
 from weakref import WeakSet
@@ -18,15 +19,14 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import mask_of, own_mask
 from marl_parallel.adapters import AgentID, Rules
-from marl_parallel.core.actions import ActionRecords
-from marl_parallel.core.block_arrays import ArrayBatch
+from marl_parallel.core.arrays import ArrayBatch
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import needs_actions
-from marl_parallel.core.layout import Layout
 from marl_parallel.core.pickling import sendable
-from marl_parallel.core.records import Columns, TransitionRecords
+from marl_parallel.core.records import ActionRecords, Columns, TransitionRecords
 from marl_parallel.core.sharing import span_of
 from marl_parallel.core.slots import Slot, Snapshot
-from marl_parallel.core.values import Mismatch, conform, zeros
+from marl_parallel.core.spaces import Mismatch, conform, zeros
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
@@ -88,7 +88,7 @@ class Batch:
         self._needs_all = self._pettingzoo or needs_all_actions
         self._only_here = only_here
         self.views: WeakSet[ArrayBatch] = WeakSet()
-        self._all_act = False  # whether every slot is known to be as `note_quiet` leaves it
+        self._all_act = False  # whether every slot is known to be as `note_usual` leaves it
 
     def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> dict[int, bytes]:
         """Write one dict of actions for each environment.
@@ -165,37 +165,47 @@ class Batch:
             env_ids: Whose.
             extras: By environment, what travelled pickled, or all of it.
         """
-        span = None
-        if not extras:
-            span = self._everywhere if env_ids is self.env_ids else self._span(env_ids)
-        if span is not None and (quiet := self.transitions.read_span(span)) is not None:
-            if not self._all_act:
-                self.note_quiet(span)
-            return quiet
+        span = self._everywhere if env_ids is self.env_ids else self._span(env_ids)
+        if span is None:
+            return _as_columns([self._read_one(env_id, extras.get(env_id)) for env_id in env_ids])
+        apart = {env_id for env_id, more in extras.items() if type(more) is Snapshot} if extras else ()
+        columns: list[Columns] = []
+        for run, code in self.transitions.runs(span, apart):
+            if not code or len(run) < _WORTH_WHILE:
+                columns.append(_as_columns([self._read_one(env_id, extras.get(env_id)) for env_id in run]))
+                continue
+            columns.append(self.transitions.read_span(run, code, extras))
+            self.note_usual(run)
+            if extras:
+                self._all_act = False
+                for env_id, infos in zip(run, columns[-1][4]):
+                    self._note_new_masks(self._slots[env_id], extras.get(env_id), infos, ended=False)
+        if len(columns) == 1:
+            return columns[0]
+        observations, rewards, terminateds, truncateds, infos_of_all = [(*chain(*parts),) for parts in zip(*columns)]
+        return observations, rewards, terminateds, truncateds, infos_of_all
+
+    def _read_one(self, env_id: int, more: Any) -> tuple[dict[Any, Any], ...]:
+        """The transition of one environment; its slot is brought up to date."""
+        slot = self._slots[env_id]
         self._all_act = False
-        rows = []
-        read, stays_over = self.transitions.read, self.mode is not AutoresetMode.SAME_STEP
-        for env_id in env_ids:
-            slot = self._slots[env_id]
-            more = extras.get(env_id) if extras else None
-            if type(more) is Snapshot:
-                dicts, slot.acting, slot.alive, slot.over, slot.masks = more
-            else:
-                dicts, slot.acting, slot.alive, ended = read(env_id, more)
-                slot.over = ended and stays_over
-                if more and not ended and len(more) == 1 and "infos" in more and slot.masks is None:
-                    # As with most infos: nothing but them, and no mask so far. One look at each has to do.
-                    for info in dicts[4].values():
-                        if type(info) is not dict or ACTION_MASK in info:
-                            self._note_masks(slot, more, dicts[4], ended)
-                            break
-                elif more or slot.masks is not None:
-                    self._note_masks(slot, more, dicts[4], ended)
-            rows.append(dicts)
-        if not rows:
-            return (), (), (), (), ()
-        observations, rewards, terminateds, truncateds, infos = zip(*rows)
-        return observations, rewards, terminateds, truncateds, infos
+        if type(more) is Snapshot:
+            dicts, slot.acting, slot.alive, slot.over, slot.masks = more
+            return dicts
+        dicts, slot.acting, slot.alive, ended = self.transitions.read(env_id, more)
+        slot.over = ended and self.mode is not AutoresetMode.SAME_STEP
+        self._note_new_masks(slot, more, dicts[4], ended)
+        return dicts
+
+    def _note_new_masks(self, slot: Slot, more: Any, infos: Mapping[Any, Any], ended: bool) -> None:
+        if more and not ended and len(more) == 1 and "infos" in more and slot.masks is None:
+            # As with most infos: nothing but them, and no mask so far. One look at each has to do.
+            for info in infos.values():
+                if type(info) is not dict or ACTION_MASK in info:
+                    self._note_masks(slot, more, infos, ended)
+                    break
+        elif more or slot.masks is not None:
+            self._note_masks(slot, more, infos, ended)
 
     def read_rest(self, env_id: int, extras: Any) -> dict[Any, Any]:
         """The infos of one environment of which nothing else travelled pickled; all else is read from the block."""
@@ -207,7 +217,7 @@ class Batch:
             self._note_masks(slot, extras, infos, ended)
         return infos
 
-    def note_quiet(self, span: range) -> None:
+    def note_usual(self, span: range) -> None:
         """Note that in these environments every agent acts next and nothing is over."""
         if self._all_act:
             return
@@ -325,6 +335,13 @@ class Batch:
         """
         column = self.layout.state
         return np.stack([column.records[env_id][0] if column is not None else outside[env_id] for env_id in env_ids])
+
+
+def _as_columns(rows: Sequence[tuple[dict[Any, Any], ...]]) -> Columns:
+    if not rows:
+        return (), (), (), (), ()
+    observations, rewards, terminateds, truncateds, infos = zip(*rows)
+    return observations, rewards, terminateds, truncateds, infos
 
 
 def of_acting(env_id: int, given: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:

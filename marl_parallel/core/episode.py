@@ -16,19 +16,20 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.agents import refuse_reserved
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
-from marl_parallel.core.forms import check_infos, checked_flags
+from marl_parallel.core.header import UsualForm
 from marl_parallel.core.ledger import Activity, Ledger
+from marl_parallel.core.spaces import zeros
 from marl_parallel.core.transition import (
     ALL,
     COMMON,
     FINAL_OBS,
     RESET_INFO,
     Transition,
-    Usual,
+    check_infos,
+    checked_flags,
     is_empty_info,
     kept,
 )
-from marl_parallel.core.values import zeros
 
 _RESET, _STEP = int(Activity.RESET), int(Activity.STEP)  # a member of an Enum costs a look-up each time
 _NOT_ENDED = (False, False)
@@ -54,7 +55,8 @@ class Episode:
         self._alive: list[AgentID] = []
         self._acting: list[AgentID] = []
         self._flagged: set[AgentID] = set()
-        self._usual = Usual(env.possible_agents)
+        vectors = all(agent in env.reward_spaces for agent in env.possible_agents)
+        self._usual = UsualForm(env.possible_agents, vectors=vectors)
         self._all_act = False  # whether every possible agent is alive and acting, and nobody has been flagged
         self._over: tuple[Any, Any] | None = None
         self._put_off: Mapping[str, Any] | None = None
@@ -86,15 +88,11 @@ class Episode:
         self._alive = list(observations)
         self._acting = self._who_acts(observations)
         self._all_act = self._do_all_act()
-        return Transition(
-            observations,
-            no_rewards(observations, self.env.reward_spaces),
-            {**dict.fromkeys(observations, False), ALL: False},
-            {**dict.fromkeys(observations, False), ALL: False},
-            infos,
-            self._alive,
-            self._acting,
-        )
+        rewards = no_rewards(observations, self.env.reward_spaces)
+        terminateds = {**dict.fromkeys(observations, False), ALL: False}
+        truncateds = {**terminateds}
+        usual = self._usual.code(observations, rewards, terminateds, truncateds, infos) if self._all_act else 0
+        return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting, usual)
 
     def step(self, actions: dict[Any, Any]) -> Transition:
         """Step once, or begin the next episode where that is due.
@@ -103,7 +101,7 @@ class Episode:
             actions: For the simulator, those of agents who do not act already left out.
 
         Returns:
-            What the step has to say; where `ended_for_now`, it is to be handed to `begin_anew`.
+            The transition; where `ended_for_now`, it is to be handed to `begin_anew`.
         """
         if self._over is not None:
             if self._mode is AutoresetMode.NEXT_STEP:
@@ -121,12 +119,23 @@ class Episode:
         finally:
             self._ledger.leave()
         if self._all_act:
-            usual = self._usual.reward_type(observations, rewards, terminateds, truncateds, infos)
-            # Nothing to note, and over only where the simulator says that nobody is left.
-            if usual is not None and (self._dict_rules or (left := self.env.agents_left()) is None or left):
+            usual = self._usual.code(observations, rewards, terminateds, truncateds, infos)
+            # Nobody's state changes, and it is over only where the simulator says that nobody is left.
+            if usual and (self._dict_rules or (left := self.env.agents_left()) is None or left):
                 self._over = None
                 agents = self._acting
                 return Transition(observations, rewards, terminateds, truncateds, infos, agents, agents, usual)
+        return self._interpret(observations, rewards, terminateds, truncateds, infos)
+
+    def _interpret(
+        self,
+        observations: dict[AgentID, Any],
+        rewards: dict[AgentID, Any],
+        terminateds: dict[Any, Any],
+        truncateds: dict[Any, Any],
+        infos: dict[Any, Any],
+    ) -> Transition:
+        """Decide what a step of any form means: who is alive and acts now, and whether the episode is over."""
         if ALL in observations or ALL in rewards or COMMON in observations:
             refuse_reserved("step", observations, rewards)
         terminateds, truncateds = checked_flags(terminateds, "terminated"), checked_flags(truncateds, "truncated")

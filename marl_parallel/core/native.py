@@ -20,7 +20,7 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from marl_parallel.core.layout import Schema, alike
+from marl_parallel.core.schema import Schema, alike
 from marl_parallel.core.stacking import each, together
 
 EnvIds = NDArray[np.int32]

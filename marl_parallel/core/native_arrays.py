@@ -18,8 +18,8 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Actions, Arrays, ArrayView
 from marl_parallel.core.native import Received, action_groups
+from marl_parallel.core.spaces import Mismatch
 from marl_parallel.core.transition import COMMON
-from marl_parallel.core.values import Mismatch
 
 if TYPE_CHECKING:
     from marl_parallel.core.native_batch import NativeBatch

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from marl_parallel.core.layout import Layout
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Message
 from marl_parallel.core.records import with_finals
 from marl_parallel.core.sharing import span_of
@@ -39,7 +39,7 @@ class Parcels:
 
     def actions(self, env_ids: Sequence[int]) -> NDArray[np.uint8]:
         """The actions of some records: `(records, bytes)`, a copy."""
-        return self._taken(env_ids, 0, self._layout.transition_head)
+        return self._taken(env_ids, 0, self._layout.transition_header)
 
     def put_actions(self, env_ids: Sequence[int], parcel: NDArray[np.uint8]) -> None:
         """Write what `actions` of the other end gave, for the same records."""
@@ -52,14 +52,14 @@ class Parcels:
             env_ids: The records.
             message: What it was asked for.
         """
-        head = self._layout.transition_head
+        head = self._layout.transition_header
         rows = _rows(env_ids)
         rare = message is Message.STATE or with_finals(self._records[rows, head : head + 8])
         return self._taken(env_ids, head, self._layout.stride if rare else self._layout.rare)
 
     def put_results(self, env_ids: Sequence[int], parcel: NDArray[np.uint8]) -> None:
         """Write what `results` of the other end gave, for the same records."""
-        self._put(env_ids, self._layout.transition_head, parcel)
+        self._put(env_ids, self._layout.transition_header, parcel)
 
     def places(self, env_ids: range) -> tuple[int, int]:
         """Where the whole records of neighbours begin and end in a block, in bytes."""
@@ -68,7 +68,7 @@ class Parcels:
     def put_records(self, env_ids: Sequence[int], records: bytes) -> None:
         """Write what a worker has written into some records, from these whole records of its block."""
         whole = np.frombuffer(records, np.uint8).reshape(len(env_ids), self._layout.stride)
-        self.put_results(env_ids, whole[:, self._layout.transition_head :])
+        self.put_results(env_ids, whole[:, self._layout.transition_header :])
 
     def _taken(self, env_ids: Sequence[int], start: int, stop: int) -> NDArray[np.uint8]:
         return np.array(self._records[_rows(env_ids), start:stop], order="C")

@@ -1,56 +1,57 @@
-"""Transitions in and out of an environment's record, with what does not fit in there pickled beside it.
+"""Actions and transitions in and out of the records of the block, with what does not fit in there pickled beside it.
 
-Both sides use the same object: the worker writes, the parent reads. Two forms of a transition's head are written.
-The *quiet* one is by far the most frequent: every agent is in every dict, nobody's flag is set, nothing has ended;
-in a row of them only rewards are written. The *full* one says for each agent in which dicts it was, and of what type
-its numbers were. What a transition means is known to `episode.py` alone.
+The parent writes actions and reads transitions, the worker reads actions and writes transitions::
 
-The head, in bytes, for n agents in the block; its rows are valid in both forms::
+    parent                                     block                                     worker
+    ActionRecords.write_span      ->   header | actions               ->   ActionRecords.read_span
+    TransitionRecords.read_span   <-   header | columns               <-   TransitionRecords.write
 
-    code 8 | rewards 8n | types of rewards n | terminated n+1 | truncated n+1 | presence n
+The header of a transition is described in `header.py`, columns in `columns.py`. The header of actions, in bytes, for
+the n agents whose actions lie in the block: form 1 | present n. The form says whether the actions of all are there; if
+not, `present` says which are.
 """
 
 from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, groupby
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
-from marl_parallel.core.builders import dict_of, dicts_of, empty_dicts_of
-from marl_parallel.core.columns import Unfit, over_records
+from marl_parallel.core.columns import AgentColumns, Group, Layout, over_records
 from marl_parallel.core.episode import with_final
-from marl_parallel.core.heads import (
+from marl_parallel.core.header import (
     BITS,
     EVERYWHERE,
     FALSE_CODES,
+    FINAL,
+    FLAG_SHIFT,
     FLAGS,
-    REWARD_TAGS,
+    INFOS,
+    REWARD_SHIFT,
     REWARD_TYPES,
+    USUAL,
     VECTOR_TAG,
-    Draft,
+    VECTORS,
+    HeaderBuilder,
     Presence,
-    quiet_code,
-    reward_tag,
 )
-from marl_parallel.core.layout import AgentColumns, Layout, Whole
 from marl_parallel.core.pickling import Extras, in_order
-from marl_parallel.core.transition import ALL, FLOATS, Transition, is_empty_info
-from marl_parallel.core.values import Mismatch, conform, is_vector, numbers_of
+from marl_parallel.core.spaces import DoesNotFit, Mismatch, builder, is_vector, numbers_of, rows_builder
+from marl_parallel.core.transition import ALL, Transition, is_empty_info
 
-# What the code of a transition's head is made of; tags of quiet rewards and flags are shifted above these.
-_QUIET, _EXTRAS, _FINAL = 1, 2, 4
-_REWARD_SHIFT, _FLAG_SHIFT = 8, 16
-_CODE = struct.Struct("=Q")
-_USUAL_CODES = {t: _QUIET | REWARD_TAGS[t] << _REWARD_SHIFT for t in FLOATS}
+_ALL_IN_ORDER, _SOME = 1, 2
+_ALL = bytes((_ALL_IN_ORDER,))
 
+_CODE_NBYTES = 8
 _REMEMBERED, _REMEMBERED_AGENTS = 256, 100_000
-"""How many ways in which agents can be present are remembered, at most, and how many agents in all of them: who has
-died stays dead for a while."""
+"""How many ways in which agents can be present are remembered, at most, and how many agents in all of them: agents that
+have died stay dead for a while."""
 
 Columns: TypeAlias = tuple[
     tuple[dict[Any, Any], ...],
@@ -62,6 +63,123 @@ Columns: TypeAlias = tuple[
 """Observations, rewards, terminateds, truncateds and infos of several records."""
 
 
+class ActionRecords:
+    """Actions, in the records of all environments.
+
+    Args:
+        layout: Bound to the block.
+        buffer: The block.
+    """
+
+    def __init__(self, layout: Layout, buffer: Any) -> None:
+        self._layout, self._columns = layout, layout.actions
+        self._headers = [start + layout.action_header for start in layout.starts]
+        self._agents = agents = self._columns.agents
+        self._build, self._build_rows = builder(dict.fromkeys(agents, 0)), rows_builder(dict.fromkeys(agents, 0))
+        self._complete = bool(agents) and agents == layout.agents
+        self._places = {agent: place for place, agent in enumerate(agents)}
+        self._buffer = memoryview(buffer)
+        self._forms = over_records(buffer, layout.starts, layout.action_header, np.uint8, ())
+        self._present = over_records(buffer, layout.starts, layout.action_header + 1, np.bool_, (len(agents),))
+
+    def write_span(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
+        """Write the actions of neighbouring records at once, where that is possible.
+
+        Args:
+            span: The records.
+            actions: Of each, the actions of all possible agents, in their order.
+
+        Returns:
+            Whether it was possible; else `write` each record.
+        """
+        if not self._complete:
+            return False
+        values = [*chain.from_iterable([given.values() for given in actions])]
+        try:
+            self._columns.write_span(span.start, span.stop, values)
+        except (DoesNotFit, Mismatch):
+            return False  # one by one finds which
+        self._forms[span.start : span.stop] = _ALL_IN_ORDER
+        return True
+
+    def write(self, record: int, actions: Mapping[Any, Any]) -> Extras | None:
+        """Write what fits; returns the rest, to be pickled.
+
+        Raises:
+            Mismatch: An action is not what its space declares; the text says whose. The worker reads the record only
+                once it is told to step, so that nothing is lost.
+        """
+        inside, others = self._columns.write(record, actions, "action")
+        header = self._headers[record]
+        if inside == self._agents and not others and inside:
+            self._buffer[header] = _ALL_IN_ORDER
+            return None
+        present = bytearray(len(self._agents))
+        for agent in inside:
+            present[self._places[agent]] = 1
+        self._buffer[header : header + 1 + len(present)] = bytes((_SOME,)) + present
+        return others or None
+
+    def write_stacked(self, actions: Mapping[Any, Any], wanted: NDArray[np.bool_] | None) -> None:
+        """Write the actions of all records at once; only where all agents have a column.
+
+        Args:
+            actions: By agent, of all records, stacked.
+            wanted: `(records, agents)`: which of them count; None for all.
+
+        Raises:
+            Mismatch: Some are not what their agent's space declares; the text says whose. Nothing counts as written.
+        """
+        self._columns.write_stacked(actions)
+        self._write_headers(wanted)
+
+    def write_rows(
+        self, rows: Iterable[tuple[Sequence[Any], Group, slice, Any]], wanted: NDArray[np.bool_] | None
+    ) -> None:
+        """As `write_stacked`, of several agents at a time.
+
+        Args:
+            rows: Agents, where they lie, and their actions of all records, stacked `(records, agents, ...)`.
+            wanted: As there.
+        """
+        for agents, group, span, values in rows:
+            try:
+                group.write_stacked(span, values)
+            except Mismatch as error:
+                raise Mismatch(f"the actions of agents {[*agents]}: {error}") from error
+        self._write_headers(wanted)
+
+    def _write_headers(self, wanted: NDArray[np.bool_] | None) -> None:
+        if wanted is None:
+            self._forms[...] = _ALL_IN_ORDER
+        else:
+            self._present[...] = wanted
+            self._forms[...] = _SOME
+
+    def read_span(self, span: range) -> list[dict[Any, Any]]:
+        """The actions of neighbouring records, of which none has anything pickled beside it; as `read`."""
+        if not self._complete or self._forms[span.start : span.stop].tobytes() != _ALL * len(span):
+            return [self.read(record, None) for record in span]
+        values = self._columns.read_span(span.start, span.stop, True)
+        return self._build_rows(zip(*[iter(values)] * len(self._agents)))
+
+    def read(self, record: int, extras: Extras | None) -> dict[Any, Any]:
+        """The actions of one record, arrays in memory of their own.
+
+        Args:
+            record: The record.
+            extras: What `write` returned.
+        """
+        header = self._headers[record]
+        if self._buffer[header] == _ALL_IN_ORDER:
+            actions: dict[Any, Any] = self._build(*self._columns.read_span(record, record + 1, True))
+            return actions
+        present = self._buffer[header + 1 : header + 1 + len(self._agents)]
+        agents = [agent for agent, there in zip(self._agents, present, strict=True) if there]
+        actions = self._columns.read(record, agents, True)
+        return in_order(actions | extras, self._layout.schema.possible_agents) if extras else actions
+
+
 class TransitionRecords:
     """Transitions, in the records of all environments.
 
@@ -69,42 +187,42 @@ class TransitionRecords:
         layout: Bound to the block.
         buffer: The block.
         copy: Whether observations are read as arrays of the reader's own rather than views of the block.
+
+    Attributes:
+        agents: The agents in the block; all possible ones, unless everything travels pickled.
     """
 
     def __init__(self, layout: Layout, buffer: Any, *, copy: bool = True) -> None:
         self._layout, self._copy = layout, copy
         self._buffer = memoryview(buffer)
-        self._heads = [start + layout.transition_head for start in layout.starts]
+        self._words = self._buffer[: layout.nbytes].cast("B").cast("Q")
+        header = layout.transition_header
+        self._headers = [start + header for start in layout.starts]
+        self._code_places = [start >> 3 for start in self._headers]  # among the words of the block
+        self._reward_places = [start + _CODE_NBYTES for start in self._headers]
         self.agents = agents = layout.agents
-        n = len(agents)
-        self._n = n
-        self._dict_of, self._dicts_of, self._new_infos = dict_of(agents), dicts_of(agents), empty_dicts_of(agents)
-        self._rewards = struct.Struct(f"={n}d")
-        self._head = struct.Struct(f"=Q{n}d")
-        self._full = struct.Struct(f"=Q{n}d{n}s{n + 1}s{n + 1}s{n}s")
+        self._n = n = len(agents)
+        self._rewards_struct = struct.Struct(f"={n}d")
+        self._full_struct = struct.Struct(f"=Q{n}d{n}s{n + 1}s{n + 1}s{n}s")
         self._places = {agent: place for place, agent in enumerate(agents)}
         remembered = min(_REMEMBERED, max(_REMEMBERED_AGENTS // max(n, 1), 1))
         self._presence = functools.lru_cache(remembered)(functools.partial(Presence.of, agents))
-        self._flag_keys = dict.fromkeys([*agents, ALL]).keys()
-        self._dicts: list[type] = [dict] * n
+        self._build, self._build_rows = builder(dict.fromkeys(agents, 0)), rows_builder(dict.fromkeys(agents, 0))
+        self._empty_infos = builder({agent: {} for agent in agents})
         self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in FALSE_CODES.values()}
-        self._observations = layout.observations.whole
-        # Whether everybody's observation has a place in the block.
-        self._quiet_possible = bool(agents) and layout.observations.agents == agents
-        self._vectors = layout.rewards
-        self._reward_spaces = layout.schema.reward_spaces
+        self._observations, self._vectors = layout.observations, layout.rewards
+        # Whether every agent's observation has a place in the block, and every agent's reward as a vector.
+        self._holds_usual = bool(agents) and layout.observations.agents == agents
         self._all_vectors = bool(agents) and layout.rewards.agents == agents
         self._no_numbers = [0.0] * n
-        # The code that was written last into each head, where that was a quiet one.
-        self._written = [0] * layout.num_records
-        self._codes = over_records(buffer, layout.starts, layout.transition_head, np.uint64, ())
-        head = layout.transition_head + _CODE.size
-        self._reward_rows = over_records(buffer, layout.starts, head, np.float64, (n,))
-        self._flag_rows = over_records(buffer, layout.starts, head + 9 * n, np.uint8, (2, n + 1))
-        self._tag_rows = over_records(buffer, layout.starts, head + 8 * n, np.uint8, (n,))
-        self._presence_rows = over_records(buffer, layout.starts, head + 11 * n + 2, np.uint8, (n,))
+        self._codes = over_records(buffer, layout.starts, header, np.uint64, ())
+        header += _CODE_NBYTES
+        self._reward_rows = over_records(buffer, layout.starts, header, np.float64, (n,))
+        self._tag_rows = over_records(buffer, layout.starts, header + 8 * n, np.uint8, (n,))
+        self._flag_rows = over_records(buffer, layout.starts, header + 9 * n, np.uint8, (2, n + 1))
+        self._presence_rows = over_records(buffer, layout.starts, header + 11 * n + 2, np.uint8, (n,))
 
-    # -- writing -------------------------------------------------------------------------------------------
+    # -- writing -------------------------------------------------------------------------------------------------------
 
     def write(self, record: int, transition: Transition) -> Extras | None:
         """Write what fits; returns the rest, to be pickled.
@@ -112,186 +230,219 @@ class TransitionRecords:
         Raises:
             Mismatch: An observation or a vector reward is not what its space declares; the text says whose.
         """
-        if self._quiet_possible:
-            if transition.usual is not None:
-                if _write_whole(self._observations, record, transition.observations):
-                    self._write_quiet_head(record, _USUAL_CODES[transition.usual], transition.rewards.values())
-                    return None
-            elif transition.acting == self.agents and transition.final_observations is None:
-                written = self._write_quiet(record, transition)
-                if written is not None:
-                    return written or None
-        return self._write_full(record, transition)
-
-    def _write_quiet(self, record: int, transition: Transition) -> Extras | None:
-        """Try the quiet form; returns None where it does not apply."""
-        agents = self.agents
-        observations, rewards, terminateds, truncateds, infos, alive, *_ = transition
-        if (
-            [*observations] != agents
-            or [*rewards] != agents
-            or terminateds.keys() != self._flag_keys
-            or truncateds.keys() != self._flag_keys
-            or len(alive) != self._n
-        ):
-            return None
-        numbers = [*rewards.values()]
-        flag_code, tag = quiet_code(terminateds, truncateds), reward_tag(numbers)
-        if tag is None and self._all_vectors and _write_whole(self._vectors.whole, record, rewards):
-            numbers, tag = self._no_numbers, VECTOR_TAG
-        if flag_code is None or tag is None or not _write_whole(self._observations, record, observations):
-            return None
-        told = infos.values()
-        # Looked at by type first, since arrays would not be compared; faster than `is_empty_info` for each.
-        empty = [*infos] == agents and [*map(type, told)] == self._dicts and not any(told)
-        code = _QUIET | tag << _REWARD_SHIFT | flag_code << _FLAG_SHIFT
-        self._write_quiet_head(record, code if empty else code | _EXTRAS, numbers)
-        return {} if empty else {"infos": infos}
-
-    def _write_quiet_head(self, record: int, code: int, rewards: Iterable[Any]) -> None:
-        head = self._heads[record]
-        if self._written[record] == code:
-            self._rewards.pack_into(self._buffer, head + _CODE.size, *rewards)
-            return
-        tags = bytes((code >> _REWARD_SHIFT & 0xFF,)) * self._n
-        flags = bytes((code >> _FLAG_SHIFT,)) * self._n + b"\0"
-        presence = bytes((EVERYWHERE,)) * self._n
-        self._full.pack_into(self._buffer, head, code, *rewards, tags, flags, flags, presence)
-        self._written[record] = code
-
-    def _write_full(self, record: int, transition: Transition) -> Extras | None:
-        draft = Draft(self._places)
-        final, reset_infos = transition.final_observations, transition.reset_infos
-        self._write_observations(record, transition.observations, draft, final=False)
-        if final is not None:
-            self._write_observations(record, final, draft, final=True)
-        if self._reward_spaces:
-            numbers, inside = self._write_vectors(record, transition.rewards, draft)
-            rewards, tags = draft.rewards(numbers)
-            tags = draft.note_vectors(tags, inside)
+        code = transition.usual
+        if not code or not self._holds_usual:
+            return self._write_any(record, transition)
+        try:
+            self._observations.write_span(record, record + 1, [*transition.observations.values()])
+            rewards: Iterable[Any] = transition.rewards.values()
+            if code & VECTORS:
+                if not self._all_vectors:
+                    return self._write_any(record, transition)
+                self._vectors.write_span(record, record + 1, [*rewards])
+                rewards = self._no_numbers
+        except (DoesNotFit, Mismatch):
+            return self._write_any(record, transition)  # one by one finds which
+        # Where the record already has this code, all bytes of the header but the rewards follow from it.
+        if self._words[self._code_places[record]] == code:
+            self._rewards_struct.pack_into(self._buffer, self._reward_places[record], *rewards)
         else:
-            rewards, tags = draft.rewards(transition.rewards)
-        terminated = draft.flags("terminateds", transition.terminateds)
-        truncated = draft.flags("truncateds", transition.truncateds)
-        draft.agents("alive", transition.alive)
-        draft.agents("acting", transition.acting)
-        draft.infos(transition.infos)
+            n, header = self._n, self._headers[record]
+            tags, flags = bytes((code >> REWARD_SHIFT & 0xFF,)) * n, bytes((code >> FLAG_SHIFT,)) * n + b"\0"
+            presence = bytes((EVERYWHERE,)) * n
+            # The code comes last: a worker that dies in between leaves none that its successor would trust.
+            self._full_struct.pack_into(self._buffer, header, 0, *rewards, tags, flags, flags, presence)
+            self._words[self._code_places[record]] = code
+        return {"infos": transition.infos} if code & INFOS else None
+
+    def _write_any(self, record: int, transition: Transition) -> Extras | None:
+        """Write a transition of any form."""
+        header, final = HeaderBuilder(self._places), transition.final_observations
+        seen = self._observations.write(record, transition.observations, "observation")
+        header.add("observations", *seen)
+        if final is not None:
+            seen = self._layout.final_observations.write(record, final, "last observation")
+            header.add("final_observations", *seen)
+        numbers: Mapping[AgentID, Any] = transition.rewards
+        vectors: list[AgentID] = []
+        if spaces := self._layout.schema.reward_spaces:
+            paid = {a: reward for a, reward in numbers.items() if a in spaces and is_vector(reward)}
+            vectors, others = self._vectors.write(record, paid, "reward")
+            header.add("rewards", [], others)
+            numbers = {agent: reward for agent, reward in numbers.items() if agent not in paid}
+        rewards, tags = header.add_rewards(numbers, vectors)
+        terminated = header.add_flags("terminateds", transition.terminateds)
+        truncated = header.add_flags("truncateds", transition.truncateds)
+        header.add_list("alive", transition.alive)
+        header.add_list("acting", transition.acting)
+        header.add_infos(transition.infos)
+        reset_infos = transition.reset_infos
         if reset_infos and not all(map(is_empty_info, reset_infos.values())):
-            draft.extras["reset_infos"] = reset_infos
-        code = (_EXTRAS if draft.extras else 0) | (_FINAL if final is not None else 0)
-        head = self._heads[record]
-        self._full.pack_into(self._buffer, head, code, *rewards, tags, terminated, truncated, draft.presence)
-        self._written[record] = 0
-        return draft.extras or None
+            header.extras["reset_infos"] = reset_infos
+        code = (INFOS if header.extras else 0) | (FINAL if final is not None else 0)
+        self._full_struct.pack_into(
+            self._buffer, self._headers[record], code, *rewards, tags, terminated, truncated, header.presence
+        )
+        return header.extras or None
 
-    def _write_observations(
-        self, record: int, observations: Mapping[AgentID, Any], draft: Draft, *, final: bool
-    ) -> None:
-        columns = self._layout.final_observations if final else self._layout.observations
-        name = "final_observations" if final else "observations"
-        what = "last observation" if final else "observation"
-        everybody = self._quiet_possible and [*observations] == self.agents
-        if everybody and _write_whole(columns.whole, record, observations):
-            draft.note(name, observations)
-            return
-        for agent, observation in observations.items():
-            try:
-                if agent in columns:
-                    columns.write(record, agent, observation)
-                    draft.note(name, (agent,))
-                    continue
-            except Unfit:
-                pass  # of the declared space, but of another form: pickled
-            except Mismatch as error:
-                raise Mismatch(f"the {what} of agent {agent!r}: {error}") from error
-            space = self._layout.schema.observation_spaces.get(agent)
-            try:
-                draft.leave_out(name, agent, observation if space is None else conform(space, observation))
-            except Mismatch as error:
-                raise Mismatch(f"the {what} of agent {agent!r}: {error}") from error
+    # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _write_vectors(
-        self, record: int, rewards: Mapping[AgentID, Any], draft: Draft
-    ) -> tuple[dict[AgentID, Any], list[AgentID]]:
-        """Write vector rewards; returns the other rewards, and the agents whose reward is in its column."""
-        others, inside = {}, []
-        for agent, reward in rewards.items():
-            space = self._reward_spaces.get(agent)
-            if space is None or not is_vector(reward):
-                others[agent] = reward
-                continue
-            try:
-                if agent in self._vectors:
-                    self._vectors.write(record, agent, reward)
-                    inside.append(agent)
-                else:
-                    draft.leave_out("rewards", agent, conform(space, reward))
-            except Mismatch as error:
-                raise Mismatch(f"the reward of agent {agent!r}: {error}") from error
-        return others, inside
+    def runs(self, span: range, apart: Collection[int] = ()) -> list[tuple[range, int]]:
+        """Cut neighbouring records into runs that `read_span` reads.
 
-    # -- reading ---------------------------------------------------------------------------------------------------
+        Args:
+            span: The records.
+            apart: Records that are not to be read from the block.
+
+        Returns:
+            Runs of neighbours, with their common code where they are of the usual form, else 0.
+        """
+        codes = self._codes[span.start : span.stop].tobytes()
+        first = self._words[self._code_places[span.start]]
+        if first & USUAL and not apart and codes == codes[:_CODE_NBYTES] * len(span):
+            return [(span, first)]
+        usual = [
+            code if code & USUAL and record not in apart else 0
+            for record, code in zip(span, self._codes[span.start : span.stop].tolist())
+        ]
+        found, start = [], span.start
+        for code, run in groupby(usual):
+            stop = start + len([*run])
+            found.append((range(start, stop), code))
+            start = stop
+        return found
+
+    def read_span(self, span: range, code: int, extras: Mapping[int, Extras]) -> Columns:
+        """The five dicts of a run of neighbouring records of the usual form; as `read`.
+
+        Args:
+            span: The records.
+            code: Their common code, of `runs`.
+            extras: By record, what `write` returned.
+        """
+        start, stop, n = span.start, span.stop, self._n
+        if code & VECTORS:
+            rewards = self._vectors.read_span(start, stop, True)
+        else:
+            rewards = numbers_of(self._reward_rows[start:stop], REWARD_TYPES[code >> REWARD_SHIFT & 0xFF])
+        flags = self._no_flags[code >> FLAG_SHIFT]
+        if code & INFOS:
+            infos = [extras[record]["infos"] if record in extras else self._empty_infos() for record in span]
+        else:
+            infos = [self._empty_infos() for _ in span]
+        return (
+            (*self._build_rows(zip(*[iter(self._observations.read_span(start, stop, self._copy))] * n)),),
+            (*self._build_rows(zip(*[iter(rewards)] * n)),),
+            (*[flags.copy() for _ in span],),
+            (*[flags.copy() for _ in span],),
+            (*infos,),
+        )
 
     def read(self, record: int, extras: Extras | None) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Rebuild the five dicts, exactly as they were, with what an automatic reset adds to the infos.
 
         Args:
-            record: Which environment's.
+            record: The record.
             extras: What `write` returned.
 
         Returns:
             The dicts; the agents who should act next, and those who are alive, lists not to be changed; whether the
             episode is over.
         """
-        code, *rewards = self._head.unpack_from(self._buffer, self._heads[record])
-        if not code & _QUIET:
-            return self._read_full(record, extras or {})
-        flag_code = 0
-        if code != _QUIET:  # something is less usual: infos, or another type than float and bool
-            flag_code = code >> _FLAG_SHIFT
-            tag = code >> _REWARD_SHIFT & 0xFF
-            if tag == VECTOR_TAG:
-                rewards = self._vectors.whole.read_all(record, True)
-            else:
-                rewards = [*map(REWARD_TYPES[tag], rewards)]
-        flags = self._no_flags[flag_code]
+        code = self._words[self._code_places[record]]
+        if not code & USUAL:
+            return self._read_any(record, extras or {})
+        rewards: Sequence[Any]
+        if code & VECTORS:
+            rewards = self._vectors.read_span(record, record + 1, True)
+        else:
+            rewards = self._rewards_struct.unpack_from(self._buffer, self._reward_places[record])
+            if code >> REWARD_SHIFT & 0xFF:  # another type than float
+                rewards = [*map(REWARD_TYPES[code >> REWARD_SHIFT & 0xFF], rewards)]
+        flags = self._no_flags[code >> FLAG_SHIFT]
         dicts = (
-            self._dict_of(*self._observations.read_all(record, self._copy)),
-            self._dict_of(*rewards),
+            self._build(*self._observations.read_span(record, record + 1, self._copy)),
+            self._build(*rewards),
             flags.copy(),
             flags.copy(),
-            self._new_infos() if extras is None else extras["infos"],
+            self._empty_infos() if extras is None else extras["infos"],
         )
         return dicts, self.agents, self.agents, False
 
-    def read_span(self, span: range) -> Columns | None:
-        """The five dicts of neighbouring records, as `read`, where all of them are quiet and alike; None elsewhere."""
-        code = self._common_code(span)
-        if code is None:
+    def read_rest(self, record: int, extras: Extras) -> tuple[dict[Any, Any], list[AgentID], list[AgentID], bool]:
+        """As `read`, of a record with nothing but infos pickled beside it: the infos in place of all dicts."""
+        code, *_, terminated, truncated, presence = self._full_struct.unpack_from(self._buffer, self._headers[record])
+        who = self._presence(presence)
+        return self._infos(record, code, who, extras), who.acting, who.alive, bool((terminated[-1] | truncated[-1]) & 1)
+
+    def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
+        """The last observations, and the agents that are alive."""
+        (observations, _, _, _, _), _, alive, _ = self._read_any(record, extras or {})
+        return observations, alive
+
+    def observed_part(self, record: int, agent: AgentID, key: str) -> Any:
+        """The entry `key` of an agent's observation, copied; None if its observation in this record has no such key."""
+        place = self._places.get(agent)
+        if place is None or not self._presence_rows[record, place] & BITS["observations"]:
             return None
-        tag = code >> _REWARD_SHIFT & 0xFF
-        if tag == VECTOR_TAG:
-            rewards = self._vectors.whole.read_span(span, True)
-        else:
-            rewards = numbers_of(self._reward_rows[span.start : span.stop], REWARD_TYPES[tag])
-        flags = self._no_flags[code >> _FLAG_SHIFT]
+        return self._observations.read_part(record, agent, key)
+
+    def _read_any(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
+        """Read a transition of any form."""
+        code, *rewards, tags, terminated, truncated, presence = self._full_struct.unpack_from(
+            self._buffer, self._headers[record]
+        )
+        who, places = self._presence(presence), self._places
+        vectors = [agent for agent in who.rewards if tags[places[agent]] == VECTOR_TAG] if VECTOR_TAG in tags else []
+        of_vectors = self._vectors.read(record, vectors, True) if vectors else {}
+        paid = {
+            agent: of_vectors[agent]
+            if agent in of_vectors
+            else REWARD_TYPES[tags[place := places[agent]]](rewards[place])
+            for agent in who.rewards
+        }
+        terminateds = self._flags("terminateds", who.terminateds, terminated, extras)
+        truncateds = self._flags("truncateds", who.truncateds, truncated, extras)
         return (
-            (*self._dicts_of(zip(*[iter(self._observations.read_span(span, self._copy))] * self._n)),),
-            (*self._dicts_of(zip(*[iter(rewards)] * self._n)),),
-            (*[flags.copy() for _ in span],),
-            (*[flags.copy() for _ in span],),
-            (*[self._new_infos() for _ in span],),
+            (
+                self._seen(record, "observations", self._observations, who.observations, extras),
+                self._merged("rewards", paid, extras),
+                terminateds,
+                truncateds,
+                self._infos(record, code, who, extras),
+            ),
+            [*who.acting, *extras["acting"]] if "acting" in extras else who.acting,
+            [*who.alive, *extras["alive"]] if "alive" in extras else who.alive,
+            bool(terminateds[ALL] or truncateds[ALL]),
         )
 
-    def _common_code(self, span: range) -> int | None:
-        """The code of neighbouring records where all of them are quiet and alike, with nothing pickled beside them."""
-        codes = self._codes[span.start : span.stop].tobytes()
-        (code,) = _CODE.unpack_from(codes)
-        return code if code & _QUIET and not code & _EXTRAS and codes == codes[: _CODE.size] * len(span) else None
+    def _flags(self, name: str, agents: list[AgentID], codes: bytes, extras: Extras) -> dict[Any, Any]:
+        inside = {agent: FLAGS[codes[self._places[agent]]] for agent in agents}
+        inside[ALL] = FLAGS[codes[-1]]
+        return self._merged(name, inside, extras)
 
-    def all_quiet(self) -> bool:
-        """Whether all records are quiet and alike, with nothing pickled beside them."""
-        return self._common_code(range(len(self._heads))) is not None
+    def _infos(self, record: int, code: int, who: Presence, extras: Extras) -> dict[Any, Any]:
+        infos: dict[Any, Any] = extras["infos"] if "infos" in extras else {agent: {} for agent in who.infos}
+        if code & FINAL:
+            columns, name = self._layout.final_observations, "final_observations"
+            final = self._seen(record, name, columns, who.final_observations, extras)
+            with_final(infos, final, extras.get("reset_infos", {}))
+        return infos
+
+    def _seen(
+        self, record: int, name: str, columns: AgentColumns, agents: list[AgentID], extras: Extras
+    ) -> dict[Any, Any]:
+        return self._merged(name, columns.read(record, agents, self._copy), extras)
+
+    def _merged(self, name: str, inside: dict[Any, Any], extras: Extras) -> dict[Any, Any]:
+        return in_order(inside | extras[name], self._layout.schema.possible_agents) if name in extras else inside
+
+    # -- reading all records, as arrays --------------------------------------------------------------------------------
+
+    def all_usual(self) -> bool:
+        """Whether all records are of the usual form and alike, with nothing pickled beside them."""
+        runs = self.runs(range(len(self._headers)))
+        return len(runs) == 1 and bool(runs[0][1]) and not runs[0][1] & INFOS
 
     def all_rewards(self) -> NDArray[np.float64]:
         """Of all records: `(records, agents)`, a copy; zeros for agents without one, and for what is pickled."""
@@ -310,102 +461,25 @@ class TransitionRecords:
         there: NDArray[np.bool_] = self._tag_rows == VECTOR_TAG
         there &= (self._presence_rows & BITS["rewards"]) != 0
         values: dict[AgentID, NDArray[Any]] = {}
-        for column, positions in self._vectors.groups:
-            stacked = column.copied(None)
-            for row, position in enumerate(positions):
+        for group in self._vectors.groups:
+            stacked = group.copied(None)
+            for row, position in enumerate(group.positions):
                 agent = self._vectors.agents[position]
                 values[agent] = stacked[:, row]
                 values[agent][~there[:, row_of[agent]]] = 0
         return values, there
 
     def all_flags(self) -> NDArray[np.bool_]:
-        """Who has terminated, and who is truncated: `(records, 2, agents + 1)`, `__all__` last; a copy."""
+        """Terminated and truncated: `(records, 2, agents + 1)`, `__all__` last; a copy."""
         flags: NDArray[np.bool_] = (self._flag_rows & 1).view(np.bool_)
         return flags
 
     def all_presence(self, masks: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Who has any of the bits of each mask, in all records: `(masks, records, agents)`; for bits see `heads.py`."""
+        """Agents with any of the bits of each mask, in all records: `(masks, records, agents)`; see `header.BITS`."""
         presence: NDArray[np.bool_] = (self._presence_rows & masks[:, None, None]) != 0
         return presence
 
-    def observed_part(self, record: int, agent: AgentID, key: str) -> Any:
-        """The entry `key` of an agent's observation, copied; None if its observation in this record has no such key."""
-        place = self._places.get(agent)
-        if place is None or not self._presence_rows[record, place] & BITS["observations"]:
-            return None
-        return self._layout.observations.read_part(record, agent, key)
-
-    def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
-        """What was observed last, and who is alive."""
-        (observations, _, _, _, _), _, alive, _ = self._read_full(record, extras or {})
-        return observations, alive
-
-    def read_rest(self, record: int, extras: Extras) -> tuple[dict[Any, Any], list[AgentID], list[AgentID], bool]:
-        """As `read`, of a record with nothing but infos pickled beside it: only the infos, and where it stands."""
-        code, *_, terminated, truncated, presence = self._full.unpack_from(self._buffer, self._heads[record])
-        who = self._presence(presence)
-        return self._infos(record, code, who, extras), who.acting, who.alive, bool((terminated[-1] | truncated[-1]) & 1)
-
-    def _read_full(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
-        code, *rewards, tags, terminated, truncated, presence = self._full.unpack_from(
-            self._buffer, self._heads[record]
-        )
-        who, places = self._presence(presence), self._places
-        observations = self._seen(record, self._layout.observations, who.observations)
-        paid: dict[Any, Any]
-        if self._reward_spaces:
-            paid = {agent: self._paid(record, agent, tags[places[agent]], rewards) for agent in who.rewards}
-        else:
-            paid = {agent: REWARD_TYPES[tags[place := places[agent]]](rewards[place]) for agent in who.rewards}
-        terminateds = self._flags("terminateds", who.terminateds, terminated, extras)
-        truncateds = self._flags("truncateds", who.truncateds, truncated, extras)
-        return (
-            (
-                self._merged("observations", observations, extras),
-                self._merged("rewards", paid, extras),
-                terminateds,
-                truncateds,
-                self._infos(record, code, who, extras),
-            ),
-            [*who.acting, *extras["acting"]] if "acting" in extras else who.acting,
-            [*who.alive, *extras["alive"]] if "alive" in extras else who.alive,
-            bool(terminateds[ALL] or truncateds[ALL]),
-        )
-
-    def _paid(self, record: int, agent: AgentID, tag: int, numbers: Sequence[float]) -> Any:
-        if tag == VECTOR_TAG:
-            return self._vectors.read(record, agent, True)
-        return REWARD_TYPES[tag](numbers[self._places[agent]])
-
-    def _flags(self, name: str, agents: list[AgentID], codes: bytes, extras: Extras) -> dict[Any, Any]:
-        inside = {agent: FLAGS[codes[self._places[agent]]] for agent in agents}
-        inside[ALL] = FLAGS[codes[-1]]
-        return self._merged(name, inside, extras)
-
-    def _infos(self, record: int, code: int, who: Presence, extras: Extras) -> dict[Any, Any]:
-        infos: dict[Any, Any] = extras["infos"] if "infos" in extras else {agent: {} for agent in who.infos}
-        if code & _FINAL:
-            final = self._seen(record, self._layout.final_observations, who.final_observations)
-            final = self._merged("final_observations", final, extras)
-            with_final(infos, final, extras.get("reset_infos", {}))
-        return infos
-
-    def _seen(self, record: int, columns: AgentColumns, agents: list[AgentID]) -> dict[Any, Any]:
-        return dict(zip(agents, columns.read_some(record, agents, self._copy)))
-
-    def _merged(self, name: str, inside: dict[Any, Any], extras: Extras) -> dict[Any, Any]:
-        return in_order(inside | extras[name], self._layout.schema.possible_agents) if name in extras else inside
-
-
-def _write_whole(whole: Whole, record: int, observations: Mapping[AgentID, Any]) -> bool:
-    """Write what all agents see; says whether it could."""
-    try:
-        whole.write_all(record, [*observations.values()])
-        return True
-    except (Unfit, Mismatch):
-        return False  # one by one finds which
-
 
 def with_finals(codes: NDArray[np.uint8]) -> bool:
-    """Whether any of these heads has last observations beside it: `(records, 8)`, the bytes of their codes."""
-    return bool((np.ascontiguousarray(codes).view(np.uint64) & np.uint64(_FINAL)).any())
+    """Whether any of these headers has final observations beside it: `(records, 8)`, the bytes of their codes."""
+    return bool((np.ascontiguousarray(codes).view(np.uint64) & np.uint64(FINAL)).any())

@@ -1,22 +1,22 @@
-"""Values of a space, stacked: arrays with leading axes, in the dicts and tuples of the space.
+"""Stacked values of a space: arrays with leading axes, in the dicts and tuples of the space.
 
-Nothing here knows what the leading axes stand for; environments and agents, mostly.
+The leading axes mostly stand for environments and agents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
-from marl_parallel.core.values import Mismatch, as_array, fits_block
+from marl_parallel.core.spaces import ARRAY_SPACES, Mismatch, as_array, fits_block, tree_map
 
-_ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
-_SEQUENCES = (list, tuple)
 _WHOLE_NUMBERS = np.dtype(np.int64)
+
+each = together = tree_map
 
 
 def zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
@@ -26,15 +26,17 @@ def zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
         >>> zeros(spaces.Dict({"seen": spaces.Box(0, 1, (2,))}), (3,))["seen"].shape
         (3, 2)
     """
-    if isinstance(space, spaces.Dict):
-        return {key: zeros(child, shape) for key, child in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(zeros(child, shape) for child in space.spaces)
-    if isinstance(space, spaces.Discrete):
-        return np.zeros(shape, _WHOLE_NUMBERS)
-    if isinstance(space, _ARRAYS):
-        return np.zeros((*shape, *space.shape), space.dtype)
-    return np.full(shape, None, object)
+
+    def of_leaf(leaf: Space[Any]) -> Any:
+        if isinstance(leaf, spaces.Dict | spaces.Tuple):  # of a derived class
+            return tree_map(of_leaf, leaf.spaces)
+        if isinstance(leaf, spaces.Discrete):
+            return np.zeros(shape, _WHOLE_NUMBERS)
+        if isinstance(leaf, ARRAY_SPACES):
+            return np.zeros((*shape, *leaf.shape), leaf.dtype)
+        return np.full(shape, None, object)
+
+    return tree_map(of_leaf, space)
 
 
 def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
@@ -52,52 +54,36 @@ def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
         >>> conform(spaces.Discrete(3), [0, 2], (2,))
         array([0, 2])
     """
-    if isinstance(space, spaces.Discrete):
-        return as_array(values, _WHOLE_NUMBERS, shape)
-    if isinstance(space, _ARRAYS):  # asked first: it takes long to see that something is no spaces.Dict
-        return as_array(values, space.dtype, (*shape, *space.shape))
-    if isinstance(space, spaces.Dict):
-        parts = _children(space, values)
-        return {key: conform(child, parts[key], shape) for key, child in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(conform(child, part, shape) for child, part in zip(space.spaces, _parts(space, values)))
-    return as_array(values, np.dtype(space.dtype), (*shape, *(space.shape or ())))
+    check_form(space, values)
+    return tree_map(lambda leaf, array: as_array(array, _dtype(leaf), (*shape, *(leaf.shape or ()))), space, values)
 
 
-def each(function: Callable[[Any], Any], tree: Any) -> Any:
-    """What a function makes of each array, in the same form; None stays None.
+def check_form(space: Space[Any], values: Any) -> None:
+    """Check the dicts and tuples of stacked values; a list may stand for a tuple.
 
-    Example:
-        >>> each(abs, {"a": -1, "b": (-2, 3)})
-        {'a': 1, 'b': (2, 3)}
+    Raises:
+        Mismatch: They have other keys or another length than their space.
     """
-    if type(tree) is np.ndarray:  # as it mostly is
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: each(function, child) for key, child in tree.items()}
-    if isinstance(tree, _SEQUENCES):
-        return type(tree)([each(function, part) for part in tree])
-    return None if tree is None else function(tree)
+    if type(space) is spaces.Dict:
+        if not isinstance(values, Mapping) or values.keys() != space.spaces.keys():
+            form = f"a dict with the keys {[*values]}" if isinstance(values, Mapping) else type(values).__name__
+            raise Mismatch(f"expected a dict with the keys {[*space.spaces]}, got {form}")
+        for key, child in space.spaces.items():
+            check_form(child, values[key])
+    elif type(space) is spaces.Tuple:
+        if not isinstance(values, list | tuple) or len(values) != len(space.spaces):
+            raise Mismatch(f"expected a tuple of {len(space.spaces)}, got {type(values).__name__}")
+        for child, part in zip(space.spaces, values):
+            check_form(child, part)
 
 
-def together(function: Callable[..., Any], *trees: Any) -> Any:
-    """What a function makes of the arrays in the same place of several trees of one form; None stays None.
-
-    Example:
-        >>> together(max, {"a": 1, "b": (2, 30)}, {"a": 10, "b": (20, 3)})
-        {'a': 10, 'b': (20, 30)}
-    """
-    first = trees[0]
-    if isinstance(first, dict):
-        return {key: together(function, *(tree[key] for tree in trees)) for key in first}
-    if isinstance(first, _SEQUENCES):
-        return type(first)([together(function, *parts) for parts in zip(*trees)])
-    return None if first is None else function(*trees)
+def _dtype(space: Space[Any]) -> np.dtype[Any]:
+    return _WHOLE_NUMBERS if isinstance(space, spaces.Discrete) else np.dtype(space.dtype)
 
 
 def copied(tree: Any) -> Any:
     """The same in arrays of one's own; what is no array stays what it is."""
-    return each(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
+    return tree_map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
 
 
 def whole(space: Space[Any], values: Any) -> Any:
@@ -107,7 +93,7 @@ def whole(space: Space[Any], values: Any) -> Any:
         >>> whole(spaces.Discrete(3), [0.0, 2.0]), whole(spaces.Discrete(3), [0.5])
         (array([0, 2]), [0.5])
     """
-    if not isinstance(space, (spaces.Discrete, *_ARRAYS)) or np.dtype(space.dtype).kind not in "iu":
+    if not isinstance(space, (spaces.Discrete, *ARRAY_SPACES)) or np.dtype(space.dtype).kind not in "iu":
         return values
     array = np.asarray(values)
     if array.dtype.kind != "f":
@@ -142,54 +128,47 @@ def placed(whole: NDArray[Any], rows: NDArray[Any], values: NDArray[Any]) -> NDA
 
 
 def put(stacked: Any, place: tuple[int, int], value: Any, whose: str, path: str = "") -> None:
-    """Put one value where it belongs; a list may stand for a tuple.
+    """Put one value into its place; a list may stand for a tuple.
 
     Args:
-        stacked: Where.
+        stacked: The arrays to write to.
         place: The environment and the row.
         value: In the form of the space.
         whose: For messages.
-        path: Where in the whole value this is a part, for messages.
+        path: The keys of this part in the whole value, for messages.
 
     Raises:
         ValueError: It is of another form, shape or dtype; the text has the keys of the part.
     """
+    where = f"{whose}, at {path}" if path else whose
     if isinstance(stacked, dict) and isinstance(value, dict) and stacked.keys() == value.keys():
         for key, child in stacked.items():
             put(child, place, value[key], whose, f"{path}[{key!r}]")
-    elif isinstance(stacked, tuple) and isinstance(value, _SEQUENCES) and len(stacked) == len(value):
+    elif isinstance(stacked, tuple) and isinstance(value, list | tuple) and len(stacked) == len(value):
         for position, (child, part) in enumerate(zip(stacked, value)):
             put(child, place, part, whose, f"{path}[{position}]")
     elif isinstance(stacked, np.ndarray):
         try:
             stacked[place] = value if stacked.dtype == object else as_array(value, stacked.dtype, stacked.shape[2:])
         except Mismatch as error:
-            raise ValueError(f"{_with_path(whose, path)}: {error}") from None
+            raise ValueError(f"{where}: {error}") from None
     else:
         form = f"a dict with the keys {[*stacked]}" if isinstance(stacked, dict) else f"a tuple of {len(stacked)}"
-        raise ValueError(f"{_with_path(whose, path)}: expected {form}, as its space declares, got {value!r:.200}")
-
-
-def _with_path(whose: str, path: str) -> str:
-    return f"{whose}, at {path}" if path else whose
+        raise ValueError(f"{where}: expected {form}, as its space declares, got {value!r:.200}")
 
 
 def clear(stacked: Any, place: Any) -> None:
     """Put zeros, or None, at a place."""
-    if isinstance(stacked, np.ndarray):
-        stacked[place] = None if stacked.dtype == object else 0
-    else:
-        for child in stacked.values() if isinstance(stacked, dict) else stacked:
-            clear(child, place)
+
+    def clear_leaf(array: NDArray[Any]) -> None:
+        array[place] = None if array.dtype == object else 0
+
+    tree_map(clear_leaf, stacked)
 
 
 def column(stacked: Any, row: int) -> Any:
-    """What is at one place of the second axis: views; values of no fixed form as a tuple."""
-    if isinstance(stacked, dict):
-        return {key: column(child, row) for key, child in stacked.items()}
-    if isinstance(stacked, tuple):
-        return tuple(column(child, row) for child in stacked)
-    return tuple(stacked[:, row]) if stacked.dtype.hasobject else stacked[:, row]
+    """The values at one place of the second axis: views; values of no fixed form as a tuple."""
+    return tree_map(lambda array: tuple(array[:, row]) if array.dtype.hasobject else array[:, row], stacked)
 
 
 def flat(stacked: NDArray[Any]) -> NDArray[Any]:
@@ -220,36 +199,19 @@ def picked(space: Space[Any], values: Any, rows: Sequence[int], count: int) -> S
         >>> [*map(int, picked(spaces.Discrete(3), np.array([2, -1, 0]), [0, 2], 3))]
         [2, 0]
     """
+
+    def of_leaf(leaf: Space[Any], given: Any) -> Any:
+        if not fits_block(leaf):
+            if not isinstance(given, list | tuple | np.ndarray) or len(given) != count:
+                got = f"{len(given)} values" if isinstance(given, list | tuple) else type(given).__name__
+                raise Mismatch(f"expected a sequence of {count} values, got {got}")
+            return [given[row] for row in rows]
+        array, shape = np.asarray(given), leaf.shape or ()
+        if array.shape[:1] != (count,):
+            raise Mismatch(f"expected an array of shape {(count, *shape)}, got shape {array.shape}")
+        return as_array(array[rows], _dtype(leaf), (len(rows), *shape))
+
     if not rows:
         return []
-    if type(space) is spaces.Dict:
-        parts = _children(space, values)
-        columns = [picked(child, parts[key], rows, count) for key, child in space.spaces.items()]
-        return [dict(zip(space.spaces, row)) for row in zip(*columns)] if columns else [{} for _ in rows]
-    if type(space) is spaces.Tuple:
-        columns = [picked(child, part, rows, count) for child, part in zip(space.spaces, _parts(space, values))]
-        return [*zip(*columns)] if columns else [()] * len(rows)
-    if not fits_block(space):
-        if not isinstance(values, list | tuple | np.ndarray) or len(values) != count:
-            got = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
-            raise Mismatch(f"expected a sequence of {count} values, got {got}")
-        return [values[row] for row in rows]
-    array = np.asarray(values)
-    if array.shape[:1] != (count,):
-        raise Mismatch(f"expected an array of shape {(count, *(space.shape or ()))}, got shape {array.shape}")
-    dtype = _WHOLE_NUMBERS if isinstance(space, spaces.Discrete) else np.dtype(space.dtype)
-    return [*as_array(array[rows], dtype, (len(rows), *(space.shape or ())))]
-
-
-def _children(space: spaces.Dict, values: Any) -> Mapping[Any, Any]:
-    if not isinstance(values, Mapping) or values.keys() != space.spaces.keys():
-        form = f"the keys {[*values]}" if isinstance(values, Mapping) else type(values).__name__
-        raise Mismatch(f"expected a dict with the keys {[*space.spaces]}, got {form}")
-    return values
-
-
-def _parts(space: Space[Any], values: Any) -> tuple[Any, ...]:
-    count = len(space.spaces)  # type: ignore[attr-defined]
-    if not isinstance(values, _SEQUENCES) or len(values) != count:
-        raise Mismatch(f"expected a tuple of {count}, got {type(values).__name__}")
-    return tuple(values)
+    check_form(space, values)
+    return one_by_one(tree_map(of_leaf, space, values), len(rows))

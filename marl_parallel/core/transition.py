@@ -1,45 +1,43 @@
-"""A transition as it is told: the dicts of one step of one environment, what is usual about them, and how to keep them.
+"""A transition: the dicts of one step of one environment, checks of their form, and copies of them.
 
-What a transition means is decided in `episode.py`; how it travels is the business of `records.py`.
+What a transition means is decided in `episode.py`; how it travels, in `records.py`.
 """
 
 from __future__ import annotations
 
 import copy
-import marshal
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from marl_parallel.adapters import Misfit
+from marl_parallel.adapters.base import described
 from marl_parallel.adapters.protocol import ALL as ALL
 from marl_parallel.adapters.protocol import COMMON as COMMON
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.core.pickling import dumps, loads
 
 FINAL_OBS, RESET_INFO = "final_obs", "reset_info"
-"""What an automatic reset adds to infos: the old episode's last observation, and what the reset itself has said."""
-
-FLOATS: tuple[type, ...] = (float, np.float64, np.float32, np.float16)
-"""The types of rewards that a double holds exactly, whatever the number."""
+"""The keys that an automatic reset adds to infos: the old episode's last observation, and the infos of the reset."""
 
 _NUMPY_SCALARS = (np.dtype(code).type for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"])
 _IMMUTABLE = frozenset({type(None), bool, int, float, complex, str, bytes, *_NUMPY_SCALARS})
-_WITHOUT_REFERENCES = 2  # a version of the format: what is equal always marshals alike
 
 
 class Transition(NamedTuple):
-    """What one reset or step of one environment has to say.
+    """The result of one reset or step of one environment.
 
     Attributes:
-        observations: What each agent sees now: after an automatic reset, of the new episode.
+        observations: By agent: after an automatic reset, of the new episode.
         rewards: Of the step.
-        terminateds: Of the step, with `__all__`, which may be missing where the transition is a usual one.
+        terminateds: Of the step, with `__all__`, which may be missing where the transition is of the usual form.
         truncateds: Of the step, likewise.
         infos: Of the step, as the simulator gave them.
         alive: Agents seen in this episode and neither terminated nor truncated yet.
         acting: Those of them who should act next; in the order of `possible_agents`, then as they came.
-        usual: Where it is a usual one, the type of all rewards; see `Usual`.
+        usual: Where it is of the usual form, the code of its header, else 0; see `header.UsualForm`.
         final_observations: The old episode's last observations, where the new one has begun in the same step.
         reset_infos: The infos of that reset.
     """
@@ -51,59 +49,9 @@ class Transition(NamedTuple):
     infos: dict[Any, Any]
     alive: Sequence[AgentID]
     acting: Sequence[AgentID]
-    usual: type | None = None
+    usual: int = 0
     final_observations: dict[AgentID, Any] | None = None
     reset_infos: dict[Any, Any] | None = None
-
-
-class Usual:
-    """What steps are like most of the time, told apart from all others with as little work as can be.
-
-    Each dict has every possible agent and nothing else, in order (`__all__` may come last in the flags); every flag
-    is Python's own False; every reward is a float of the same type; every info is `{}`.
-
-    Args:
-        agents: All that may appear.
-
-    Example:
-        >>> usual = Usual(["a"])
-        >>> usual.reward_type({"a": 0}, {"a": 1.5}, {"a": False}, {"a": False}, {"a": {}})
-        <class 'float'>
-        >>> usual.reward_type({"a": 0}, {"a": 1.5}, {"a": True}, {"a": False}, {"a": {}}) is None
-        True
-    """
-
-    def __init__(self, agents: Sequence[AgentID]) -> None:
-        # By how many flags there are of a kind: all keys, and what the flags and infos marshal to.
-        self._forms: dict[int, tuple[list[Any], bytes]] = {}
-        for flagged in [[*agents], [*agents, ALL]] if agents else []:
-            keys = [*agents, *agents, *flagged, *flagged, *agents]
-            rest: tuple[Any, ...] = (*[False] * 2 * len(flagged), *[{}] * len(agents))
-            self._forms[len(flagged)] = keys, marshal.dumps(rest, _WITHOUT_REFERENCES)
-        self._kinds: dict[tuple[type, ...], type] = {(kind,) * len(agents): kind for kind in FLOATS}
-
-    def reward_type(
-        self,
-        observations: dict[Any, Any],
-        rewards: dict[Any, Any],
-        terminateds: dict[Any, Any],
-        truncateds: dict[Any, Any],
-        infos: dict[Any, Any],
-    ) -> type | None:
-        """The type of the rewards where everything is as usual, None where anything is not."""
-        form = self._forms.get(len(terminateds))
-        if form is None or len(truncateds) != len(terminateds):
-            return None
-        if [*observations, *rewards, *terminateds, *truncateds, *infos] != form[0]:
-            return None
-        try:
-            # Marshalling is the quickest way to compare type and value of many things; what is large never gets there.
-            as_usual = not any(infos.values()) and form[1] == marshal.dumps(
-                (*terminateds.values(), *truncateds.values(), *infos.values()), _WITHOUT_REFERENCES
-            )
-        except Exception:  # arrays and the like: they do not marshal, or will not say whether they are true
-            return None
-        return self._kinds.get((*map(type, rewards.values()),)) if as_usual else None
 
 
 def is_empty_info(info: Any) -> bool:
@@ -131,12 +79,12 @@ def kept(dicts: Dicts) -> Dicts:
 
 def _own(values: Any, memo: dict[int, Any]) -> Any:
     try:
-        # Infos are the only part of which the type is told, too.
+        # Infos are the only part whose type matters, too.
         return _copied(values, memo) if type(values) is dict else copy.deepcopy(values, memo)
     except Exception:
         try:
             return loads(dumps(values))
-        except Exception:  # that is told when it is to be sent
+        except Exception:  # sending it raises an error that says what does not pickle
             return values
 
 
@@ -150,3 +98,54 @@ def _copied(values: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
     if kinds == {dict} and not any(values.values()):
         return {key: memo.setdefault(id(empty), {}) for key, empty in values.items()}
     return copy.deepcopy(values, memo)
+
+
+# -- checks, which run where the form is not the usual one: there, every flag is False ---------------------------------
+
+_FLAG_TYPES = frozenset({bool, np.bool_, int, np.int8, np.int64, np.uint8, float, type(None)})
+_SEVERAL = (list, tuple, set, frozenset, np.ndarray)
+
+
+def checked_flags(flags: dict[Any, Any], what: str) -> dict[Any, Any]:
+    """The flags of a step, where each is one value; arrays of one element become the NumPy scalar they hold.
+
+    A list of flags is true whatever is in it, so that it would end the episode in every step.
+
+    Args:
+        flags: By agent.
+        what: Their name in messages.
+
+    Raises:
+        Misfit: A flag is a list, tuple, dict, text or an array of several elements.
+    """
+    if _FLAG_TYPES.issuperset(map(type, flags.values())):
+        return flags
+    return {agent: _one_flag(agent, flag, what) for agent, flag in flags.items()}
+
+
+def check_infos(infos: Mapping[Any, Any], agents: Iterable[Any]) -> None:
+    """Refuse infos of agents that are sequences. What is under other keys may be anything.
+
+    Raises:
+        Misfit: There is one.
+    """
+    if any(isinstance(info, _SEVERAL) for info in infos.values()):
+        for agent in agents:
+            if isinstance(infos.get(agent), _SEVERAL):
+                raise Misfit(
+                    f"the info of agent {agent!r} must be a dict, got {described(infos[agent])}; "
+                    'if these are the infos of several agents, pass adapter="tuple"'
+                )
+
+
+def _one_flag(agent: Any, flag: Any, what: str) -> Any:
+    if isinstance(flag, np.ndarray) and flag.size == 1:
+        return flag.reshape(())[()]
+    shape = getattr(flag, "shape", None)
+    if isinstance(flag, Sized) if shape is None else math.prod(shape) != 1:
+        instead = 'adapter="dict"' if isinstance(flag, Mapping) else 'adapter="tuple"'
+        raise Misfit(
+            f"the {what} flag of agent {agent!r} must be True or False, got {described(flag)}; "
+            f"if these are the flags of several agents, pass {instead}"
+        )
+    return flag

@@ -22,23 +22,20 @@ import numpy as np
 from marl_parallel.adapters import InvalidAgents, LookupFailed, Misfit, NotAnEnvironment, adapt
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.core import tracing
-from marl_parallel.core.actions import ActionRecords
-from marl_parallel.core.columns import Unfit
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.forked import end_forked_copy
-from marl_parallel.core.large_spaces import dumps_compactly
-from marl_parallel.core.layout import Layout, Schema
 from marl_parallel.core.ledger import Activity, Ledger
 from marl_parallel.core.messages import STEPPED, Failure, Message, Reply, Request
 from marl_parallel.core.payloads import Answer, Built, Description, Plan, Rebuild, Rebuilt, Refusal
 from marl_parallel.core.pickling import dump_extras, dumps, loads
-from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.records import ActionRecords, TransitionRecords
 from marl_parallel.core.registrations import install_registrations
-from marl_parallel.core.schemas import common_schema
+from marl_parallel.core.schema import Schema, common_schema, dumps_compactly
 from marl_parallel.core.sharing import span_of
 from marl_parallel.core.signatures import call_constructor
+from marl_parallel.core.spaces import DoesNotFit, as_array
 from marl_parallel.core.transition import Transition
-from marl_parallel.core.values import as_array
 
 
 class Worker:
@@ -287,7 +284,7 @@ class Worker:
             if column is not None:
                 column.write(env_id, 0, state)
                 return None
-        except Unfit as error:
+        except DoesNotFit as error:
             raise TypeError(f"state() returned {state!r}") from error
         assert space is not None
         assert space.shape is not None

@@ -18,8 +18,8 @@ from marl_parallel.arguments import base_seed
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.spaces import fits_block, unfit_leaf, zeros
 from marl_parallel.core.transition import FINAL_OBS, RESET_INFO
-from marl_parallel.core.values import fits_block, unfit_leaf, zeros
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.ends import Deaths
 from marl_parallel.vector.facade import Stepper

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.core.arrays import Arrays
-from marl_parallel.core.values import is_vector
+from marl_parallel.core.spaces import is_vector
 
 Rule: TypeAlias = Sequence[float] | NDArray[Any] | Callable[[NDArray[Any]], float]
 Scalarize: TypeAlias = Rule | Mapping[AgentID, Rule]

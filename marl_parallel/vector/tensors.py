@@ -14,7 +14,7 @@ from gymnasium import Space, spaces
 from tensordict import TensorDict
 from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
 
-from marl_parallel.core.values import fits_block
+from marl_parallel.core.spaces import fits_block
 
 _Leaf = Callable[[Any], TensorSpec]
 

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.core.arrays import Arrays, Stacked
+from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.exclusive import CallGuard, exclusive
-from marl_parallel.core.layout import alike, evenly_spaced
+from marl_parallel.core.schema import alike
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.facade import Stepper

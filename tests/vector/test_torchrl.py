@@ -29,7 +29,7 @@ from torchrl.envs.utils import MarlGroupMapType, check_env_specs
 from zoo import Zoo
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core.columns import ArrayColumn, ScalarColumn
+from marl_parallel.core.columns import ArrayColumn, NumberColumn
 from marl_parallel.vector import PettingZooVecEnv, TorchRLEnv
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ def test_observations_are_not_copied_again(parallel):
 @pytest.mark.parametrize("size", [3, 20])
 def test_agents_are_written_together(size, parallel, monkeypatch):
     written = []
-    for column in (ArrayColumn, ScalarColumn):
+    for column in (ArrayColumn, NumberColumn):
         method = column.write_stacked
         monkeypatch.setattr(column, "write_stacked", lambda *args, m=method: (written.append(args[1]), m(*args))[1])
     env = TorchRLEnv(parallel(lambda: Herd(size)))
