@@ -54,13 +54,13 @@ class Arrays(NamedTuple):
         truncated: Likewise.
         present: `(num_envs, n)`, bool: who was observed or rewarded.
         acting: `(num_envs, n)`, bool: who should act next.
-        infos: By environment, its infos as they are in the dicts, where any of them says something; not to be changed.
+        infos: By environment, its infos as they are in the dicts, where any of them is not empty; not to be changed.
         observed: `(num_envs, n)`, bool: whose observations are data.
         rewarded: `(num_envs, n)`, bool: who has a reward.
-        flagged: `(num_envs, n)`, bool: of whom flags say something, be it False. Not to be changed.
-        quiet: True where everybody is there and acts, no flag is set and no infos are told, as with most steps; that
-            may be so with False, too.
-        together: True where each agent is flagged as its copy is, likewise.
+        flagged: `(num_envs, n)`, bool: who has a flag, True or False. Not to be changed.
+        quiet: True only where all agents are present and act, no flag is set and all infos are empty, as in most steps;
+            False says nothing.
+        together: True only where each agent has the flags of its environment; False says nothing.
         vectors: By agent, rewards that are vectors: `(num_envs, *shape)` in the dtype of its reward space, zeros where
             there is none. Its column in `rewards` is 0.0. Empty where no agent declares a reward space.
         vectored: `(num_envs, n)`, bool: whose rewards are in `vectors`; None where that is empty.
@@ -125,17 +125,17 @@ class ArrayView(ABC):
 
     @abstractmethod
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Any:
-        """Write the actions of everybody who acts; what is there for others is not looked at.
+        """Write the actions of the agents that act; those of other agents are ignored.
 
         Args:
             actions: By agent or by several agents; see `Actions`.
-            env_ids: Which environments are to be stepped; None for all of them. Rows of the others are not looked at.
+            env_ids: The environments to step; None for all of them. Rows of the others are ignored.
 
         Returns:
-            What is to be handed over for the step.
+            The payload of the step.
 
         Raises:
-            ValueError: An acting agent has none, somebody is unknown, or an array is not what its space declares.
+            ValueError: An acting agent has none, an agent is unknown, or an array is not what its space declares.
         """
 
     @abstractmethod
@@ -143,18 +143,18 @@ class ArrayView(ABC):
         """The transitions of all environments.
 
         Args:
-            told: What came of the step or reset.
+            told: The result of the step or reset.
 
         Raises:
-            ValueError: Something has no place in an array, such as a vector of rewards or an agent that is unknown.
-                All has been done, and where each environment stands is known.
+            ValueError: Something has no place in an array, such as an undeclared vector of rewards or an unknown agent.
+                All environments have been stepped, and their state is known.
         """
 
     @abstractmethod
     def last(self) -> Arrays:
-        """What all environments have observed last, and who is there and acts, with no rewards, flags and infos.
+        """The last observations of all environments, and who is present and acts, without rewards, flags and infos.
 
-        For `read_some`, before something is done in some of them.
+        It is taken for `read_some` before some environments are stepped or reset.
         """
 
     @abstractmethod
@@ -164,15 +164,15 @@ class ArrayView(ABC):
         Args:
             env_ids: Whose; the others have no rewards, flags and infos.
             told: As of `read`.
-            last: From before it was done; not to be used any more.
+            last: Taken before; not to be used any more.
         """
 
     @abstractmethod
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
-        """Note what one environment has said that was stepped or reset by dicts, for `last`."""
+        """Note the transition of one environment that was stepped or reset by dicts, for `last`."""
 
     def by_agent(self, observations: list[Any]) -> dict[Any, Any]:
-        """What each agent sees, of the arrays of all groups: views of shape `(num_envs, ...)`."""
+        """The observations of each agent, of the arrays of all groups: views of shape `(num_envs, ...)`."""
         return {agent: stacking.column(observations[group], row) for agent, (group, row) in self._ordered}
 
     def _check_known(self, actions: Mapping[AgentID, Any]) -> None:
@@ -194,7 +194,7 @@ class ArrayView(ABC):
 
 
 _IN_INFOS = {"infos", "reset_infos"}
-"""What may travel pickled of a transition without that anything but its infos is missing in the block."""
+"""Extras of a transition that leave nothing but its infos missing in the block."""
 
 _OBSERVED, _REWARDED = BITS["observations"], BITS["rewards"]
 _FLAGGED = BITS["terminateds"] | BITS["truncateds"]

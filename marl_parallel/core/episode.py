@@ -1,7 +1,7 @@
 """What a transition means: one environment's life, from reset to the end of an episode and on to the next.
 
 This is the only place that knows who is alive and who acts, when an episode is over, what auto-reset returns and
-which keys we add to what the simulator said. The worker holds an `Episode` for each of its environments; the parent
+which keys we add to the simulator's. The worker holds an `Episode` for each of its environments; the parent
 uses the functions at the end, on the same facts. How transitions travel is the business of `records.py`.
 """
 
@@ -253,7 +253,7 @@ def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:
 def with_final(
     infos: dict[Any, Any], final_observations: Mapping[AgentID, Any], reset_infos: Mapping[Any, Any]
 ) -> None:
-    """Add what an automatic reset has to say to the infos of the step before it, in place.
+    """Add the results of an automatic reset to the infos of the step before it, in place.
 
     Args:
         infos: The parent's own copy of the step's infos; mappings that are no dicts become dicts.

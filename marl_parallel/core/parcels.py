@@ -1,7 +1,7 @@
-"""What of the block travels where its two ends share no memory: actions one way, and what was made of them back.
+"""Parts of records as arrays, for workers that share no memory with the parent: actions one way, results the other.
 
 Each end has a block of its own, laid out alike. A parcel has the same part of several records in one contiguous array.
-What lies in a record is decided in `layout.py`; how parcels travel is the business of `backends/`.
+The layout of a record is in `columns.py`; the backend sends the parcels.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from marl_parallel.core.records import with_finals
 from marl_parallel.core.sharing import span_of
 
 WITH_ACTIONS = frozenset({Message.STEP})
-"""Requests that go with what the parent has written."""
+"""Requests that are sent with the actions that the parent has written."""
 
 WITH_RESULTS = frozenset({Message.STEP, Message.RESET, Message.REBUILD, Message.STATE})
-"""Requests whose replies go with what the worker has written."""
+"""Requests whose replies are sent with the results that the worker has written."""
 
 
 class Parcels:
-    """One end's block, in and out of parcels.
+    """Copies parts of one end's block to parcels, and parcels to the block.
 
     Args:
         layout: Bound to the block or not.
