@@ -1,23 +1,23 @@
-"""`ParallelEnv`: many copies of a multi-agent environment, stepped side by side; dicts in, dicts out.
+"""`ParallelEnv`: N environments stepped side by side; dicts in, dicts out.
 
-Here live construction, `reset`, `step` and `close`, and the order of calls. Nothing here knows of processes, of
-memory or of what a transition means. A step's way::
+Construction, the public methods, and the order in which they may be called. A step goes this way::
 
     ParallelEnv.step(actions)
-      |  Batch.write_actions      refuses what is wrong, writes the rest into the block     core/batch.py
-      |  Crew.run                                                                           core/crew.py
-      |    Backend.post(STEP)     wakes the workers                                         backends/
-      |      Worker.execute       each in its process or thread                             core/worker.py
-      |        Episode.step       steps the simulator, resets where the episode is over     core/episode.py
-      |        TransitionRecords.write    the transition into the block                     core/records.py
-      |    Backend.wait           until the last worker is done
-      |  Batch.read               dicts from the block
+      |  Batch.write_actions      checks the actions and writes them into the block         core/batch.py
+      |  Pool.step_all                                                                      core/pool.py
+      |    Backend.post           wakes the workers                                         backends/
+      |      Worker.execute       in each process or thread                                 core/worker.py
+      |        Episode.step       steps the simulator, resets it where the episode is over  core/episode.py
+      |        TransitionRecords.write    writes the transition into the block              core/records.py
+      |    Backend.wait           until the last worker has finished
+      |  Batch.read               builds the dicts from the block
       v
     observations, rewards, terminateds, truncateds, infos
 
-`send` and `recv` (`async_stepping.py`) go the same way in two halves: `Crew.send` posts, `Crew.receive` waits. Where
-faults are to be survived, `step` is these two in a row. With a simulator that steps many copies by itself, others stand
-in the place of `Crew` and `Batch` (`core/engine.py` says which), and there is nothing below them but the simulator.
+`send` and `recv` are the two halves of it: `Pool.send` posts, `Pool.recv` waits. A crash goes this way: `Backend.wait`
+returns `Lost` in place of a reply, `Pool` raises it as an error and closes everything, or has `core/recovery.py` rebuild
+the environments in a new worker. A simulator that steps many environments by itself has other classes in the place of
+`Pool` and `Batch` (`core/engine.py`).
 """
 
 from __future__ import annotations
