@@ -16,8 +16,8 @@ from conftest import Setup
 from forking import ENDINGS, Forking, Helped, Walk
 from ways import WAYS, arguments
 
-from marl_parallel.cli.findings import Severity
-from marl_parallel.cli.isolation import Job, run_probes
+from marl_parallel.cli.check import run_probes
+from marl_parallel.cli.probes import Job, Severity
 
 TESTS = Path(__file__).parent
 EXIT_CODES = {"exec": 1, "exit": 3, "raise": 1, "return": 1}
