@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from marl_parallel.cli.app import app
 from marl_parallel.cli.measure import ASYNC, STEP
 from marl_parallel.cli.target import CommandError
-from marl_parallel.cli.tune import FINALISTS, RUNGS, Setting, Shape, grid, most_turns, search
+from marl_parallel.cli.tune import FINALISTS, RUNGS, Setting, grid, most_turns, search
 
 TUNABLE = Path(__file__).with_name("tunable.py")
 
@@ -46,14 +46,14 @@ class Landscape:
         self.gain = self.rng.choice([0.8, 1.2])
         self.measured: list[Setting] = []
 
-    def rate(self, shape: Shape, way: str) -> float:
-        away = abs(shape.workers - self.best_workers), abs(shape.envs_per_worker - self.best_envs)
+    def rate(self, setting: Setting) -> float:
+        away = abs(setting.num_workers - self.best_workers), abs(setting.envs_per_worker - self.best_envs)
         penalty = 1 + sum(slope * distance for slope, distance in zip(self.slopes, away))
-        return 1000 / penalty * (self.gain if way == ASYNC else 1)
+        return 1000 / penalty * (self.gain if setting.way == ASYNC else 1)
 
     def __call__(self, setting):
         self.measured.append(setting)
-        return self.rate(*setting) * self.rng.gauss(1, self.noise), setting.shape.num_envs * 10
+        return self.rate(setting) * self.rng.gauss(1, self.noise), setting.num_envs * 10
 
 
 SETTINGS = grid((1, 2, 4, 8), (1, 2, 4, 8), 64)
@@ -63,41 +63,40 @@ SETTINGS = grid((1, 2, 4, 8), (1, 2, 4, 8), 64)
 def test_never_much_worse_than_the_best_of_an_exhaustive_sweep(seed):
     landscape = Landscape(seed)
     best, _ = search(SETTINGS, landscape)
-    most = max(landscape.rate(*setting) for setting in SETTINGS)
-    assert landscape.rate(*best.setting) >= 0.95 * most
+    most = max(landscape.rate(setting) for setting in SETTINGS)
+    assert landscape.rate(best.setting) >= 0.95 * most
 
 
 def test_of_those_that_are_as_good_the_smallest_is_taken():
     def measure(setting):
-        shape, way = setting
-        return 100.0 + shape.num_envs / 4 + (way == ASYNC) / 4, 0
+        return 100.0 + setting.num_envs / 4 + (setting.way == ASYNC) / 4, 0
 
     def best(envs, ways=(STEP,)):
         return search([one for one in grid((1,), envs, 64) if one.way in ways], measure)[0].setting
 
-    assert best((1, 2, 4)) == Setting(Shape(1, 1), STEP)
-    assert best((1, 20)) == Setting(Shape(1, 20), STEP)
-    assert best((2,), (STEP, ASYNC)) == Setting(Shape(1, 2), STEP)
+    assert best((1, 2, 4)) == Setting(1, 1, STEP)
+    assert best((1, 20)) == Setting(1, 20, STEP)
+    assert best((2,), (STEP, ASYNC)) == Setting(1, 2, STEP)
 
 
 def test_what_exceeds_the_limit_is_not_taken_and_nothing_larger_is_measured():
     landscape = Landscape(0, noise=0.0)
-    landscape.rate = lambda shape, way: float(shape.num_envs)
+    landscape.rate = lambda setting: float(setting.num_envs)
     best, trials = search(SETTINGS, landscape, limit=80)
-    assert best.setting.shape.num_envs == 8
-    too_large = {trial.setting.shape for trial in trials if not trial.fits}
-    assert too_large == {Shape(2, 8), Shape(4, 4), Shape(8, 2)}
-    assert not any(setting.shape.exceeds(large) for setting in landscape.measured for large in too_large)
+    assert best.setting.num_envs == 8
+    too_large = {trial.setting for trial in trials if not trial.fits}
+    assert {setting[:2] for setting in too_large} == {(2, 8), (4, 4), (8, 2)}
+    assert not any(setting.exceeds(large) for setting in landscape.measured for large in too_large)
 
 
 def test_a_limit_that_is_exceeded_in_the_last_round():
     """The fastest of the others is taken."""
-    settings = [Setting(Shape(workers, 1), STEP) for workers in (1, 2, 4)]
+    settings = [Setting(workers, 1, STEP) for workers in (1, 2, 4)]
     count = {setting: itertools.count(1) for setting in settings}
 
     def measure(setting):
-        grows = setting.shape.workers == 4 and next(count[setting]) == 6
-        return float(setting.shape.workers), 100 if grows else 10
+        grows = setting.num_workers == 4 and next(count[setting]) == 6
+        return float(setting.num_workers), 100 if grows else 10
 
     best, trials = search(settings, measure, limit=50)
     assert [trial.fits for trial in trials] == [True, True, False]

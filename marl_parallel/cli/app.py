@@ -203,7 +203,7 @@ def tune(
             with progress(tuning.most_turns(settings) + tuning.ROUNDS, "tuning") as on_turn:
 
                 def measure_one(setting: tuning.Setting) -> tuple[float, int]:
-                    on_turn(f"{setting.shape.workers} workers x {setting.shape.envs_per_worker}, {setting.way}")
+                    on_turn(f"{setting.num_workers} workers x {setting.envs_per_worker}, {setting.way}")
                     return tuning.measured(constructor, traits, seconds, setting)
 
                 best, trials = tuning.search(settings, measure_one, limit)

@@ -29,11 +29,10 @@ from marl_parallel.cli.probes import (
     Examination,
     Finding,
     Job,
-    ProbeEnv,
+    Probe,
     Question,
     Trace,
     first_difference,
-    is_step,
 )
 from marl_parallel.cli.target import CommandError
 from marl_parallel.core.messages import Lost
@@ -133,39 +132,39 @@ def run_probes(
         CommandError: There is no such environment, or it cannot be imported.
     """
     running: set[ParallelEnv] = set()
+    stopping = threading.Event()
+
+    def run(job: Job) -> Examination:
+        on_start(job)
+        found, doing = Examination(job.environment), job.doing("starting")
+        env = _worker_for(job)
+        running.add(env)
+        try:
+            while doing is not None and not stopping.is_set():
+                ((new, doing),) = env.call("advance")
+                found.merge(new)
+        except (WorkerCrashed, WorkerTimeout) as error:
+            assert doing is not None
+            found.add([_ended(error, doing, job)])
+        except EnvError as error:
+            if isinstance(error.__cause__, CommandError):
+                raise CommandError(*error.__cause__.args) from error
+            raise
+        finally:
+            running.discard(env)
+            env.close(terminate=True)
+        return found
+
     pool = ThreadPoolExecutor(at_once)
     try:
-        futures = {pool.submit(_run_probe, job, on_start, running): job for job in jobs}
+        futures = {pool.submit(run, job): job for job in jobs}
         for future in as_completed(futures):
             yield futures[future], future.result()
     finally:
+        stopping.set()
         pool.shutdown(wait=False, cancel_futures=True)
         for env in [*running]:
             env.close(terminate=True)
-
-
-def _run_probe(job: Job, on_start: Callable[[Job], None], running: set[ParallelEnv]) -> Examination:
-    on_start(job)
-    found, doing = Examination(job.environment), job.doing
-    env = _worker_for(job)
-    running.add(env)
-    try:
-        while True:
-            ((new, next_one),) = env.call("advance")
-            found.merge(new)
-            if next_one is None:
-                return found
-            doing = next_one
-    except (WorkerCrashed, WorkerTimeout) as error:
-        found.add([_ended(error, doing, job)])
-        return found
-    except EnvError as error:
-        if isinstance(error.__cause__, CommandError):
-            raise CommandError(*error.__cause__.args) from error
-        raise
-    finally:
-        running.discard(env)
-        env.close(terminate=True)
 
 
 def _worker_for(job: Job) -> ParallelEnv:
@@ -174,7 +173,7 @@ def _worker_for(job: Job) -> ParallelEnv:
         os.environ[_HASH_SEED] = str(job.hash_seed)
         try:
             limit = job.limit_s + STRETCH_S
-            return ParallelEnv([functools.partial(ProbeEnv, job)], adapter="dict", step_timeout=limit)
+            return ParallelEnv([functools.partial(Probe, job)], adapter="dict", step_timeout=limit)
         finally:
             if before is None:
                 del os.environ[_HASH_SEED]
@@ -230,19 +229,13 @@ def _not_deterministic(where: Difference, differs_again: bool, facts: dict[str, 
 
 
 def _difference(first: dict[int, Trace], again: dict[int, Trace]) -> Difference | None:
-    """The first difference of two runs with the same number of steps, or of the reset without a seed that follows."""
-    found = first_difference(first[0], again[0])
-    if found is not None or AFTER not in again:
-        return found
-    found = first_difference(first[AFTER], again[AFTER])
-    resets = sum(not is_step(entry) for entry in first[0])
-    steps = len(first[0]) - resets
-    return found and found._replace(step=found.step and steps + found.step, reset=resets + found.reset)
+    """The first difference of two runs with the same number of steps, and of what follows them."""
+    return first_difference(first[0] + first[AFTER], again[0] + again.get(AFTER, []))
 
 
 def _first_episode(trace: Trace) -> Trace:
     """The part of a trace before its second reset."""
-    resets = [place for place, entry in enumerate(trace) if not is_step(entry)]
+    resets = [place for place, (is_step, _) in enumerate(trace) if not is_step]
     return trace[: resets[1]] if len(resets) > 1 else trace
 
 

@@ -383,35 +383,37 @@ def stepping(
         warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs are what is to be measured
         env = ParallelEnv(constructors, **arguments)
     with closed_after(env):
-        yield run_of(env, batches, rules, way)
+        if way in FACADES:
+            yield _through_facade(env, batches, way)
+            return
+        env.reset()
+        if way == ASYNC:
+            yield _by_halves(env, batches, rules)
+        elif rules is Rules.PETTINGZOO:  # actions of those who are not acting are dropped
+            yield repeatedly(env.step, batches, env.num_envs)
+        else:
+            yield repeatedly(lambda batch: env.step([*map(_of, batch, env.acting)]), batches, env.num_envs)
 
 
-def run_of(env: ParallelEnv, batches: Sequence[Sequence[Actions]], rules: Rules, way: str = STEP) -> Run:
-    """The run of a way; resets the environments. Arguments and errors as of `stepping`."""
+def _through_facade(env: ParallelEnv, batches: Sequence[Sequence[Actions]], way: str) -> Run:
+    facade: Any
     if way == PETTINGZOO:
-        by_agent = PettingZooVecEnv(env)
-        by_agent.reset()
-        space_of = by_agent.single_action_space
-        arrays = [
-            {a: _stacked(space_of(a), [own[a] for own in batch]) for a in env.possible_agents} for batch in batches
+        facade = PettingZooVecEnv(env)
+        space_of = facade.single_action_space
+        arrays: list[Any] = [
+            {agent: _stacked(space_of(agent), [own[agent] for own in batch]) for agent in env.possible_agents}
+            for batch in batches
         ]
-        return repeatedly(by_agent.step, arrays, env.num_envs)
-    if way == GYMNASIUM:
+    else:
         try:
-            rows = GymnasiumVectorEnv(env)
+            facade = GymnasiumVectorEnv(env)
         except ValueError as error:
             hint = "--facade pettingzoo takes agents of all kinds"
             raise CommandError(f"--facade gymnasium: {error}", hint) from error
-        rows.reset()
-        space = rows.single_action_space
-        stacked = [_stacked(space, [own[agent] for own in batch for agent in rows.agents]) for batch in batches]
-        return repeatedly(rows.step, stacked, env.num_envs)
-    env.reset()
-    if way == ASYNC:
-        return _by_halves(env, batches, rules)
-    if rules is Rules.PETTINGZOO:  # actions of those who are not acting are dropped
-        return repeatedly(env.step, batches, env.num_envs)
-    return repeatedly(lambda batch: env.step([*map(_of, batch, env.acting)]), batches, env.num_envs)
+        space, agents = facade.single_action_space, facade.agents
+        arrays = [_stacked(space, [own[agent] for own in batch for agent in agents]) for batch in batches]
+    facade.reset()
+    return repeatedly(facade.step, arrays, env.num_envs)
 
 
 def _by_halves(env: ParallelEnv, batches: Sequence[Sequence[Actions]], rules: Rules) -> Run:

@@ -4,7 +4,7 @@ A probe is a generator that runs in the worker process of a `ParallelEnv`. It yi
 simulator, so that each such call is one call of the worker::
 
     check.py                              worker process
-    env.call("advance")  -------------->  ProbeEnv.advance: the probe runs to its next `yield`
+    env.call("advance")  -------------->  Probe.advance: the probe runs to its next `yield`
                          <--------------  what it has found, and what it does next
 
 If the simulator then crashes or hangs, `ParallelEnv` raises `WorkerCrashed` or `WorkerTimeout`, and everything that
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import math
 import os
@@ -31,7 +32,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
@@ -62,11 +63,12 @@ from marl_parallel.types import ParallelEnvError
 
 STRETCH_S = 0.1
 """How long steps are timed in one call of the worker: one call for each would show in what short steps cost."""
+AFTER = -1
+"""The key, in place of an environment's number, of the trace of what follows the first run."""
 _GONE_WITHIN_S = 2.0
+_STARTUP_S = 10.0
 _RESETS = 8
 _COPIES = 3
-_STARTUP_S = 10.0
-"""What a `ParallelEnv` may take beside the simulators, as when processes start."""
 _MULTIPROCESSING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Processes that `multiprocessing` keeps until its interpreter ends, whoever used it."""
 
@@ -75,12 +77,10 @@ _MULTIPROCESSING = ("multiprocessing.resource_tracker", "multiprocessing.forkser
 
 
 class Severity(str, Enum):
-    """How bad a finding is."""
+    """How bad a finding is: a problem breaks something that training loops rely on, a remark is good to know."""
 
     PROBLEM = "problem"
-    """It breaks, or breaks a promise that training loops rely on."""
     REMARK = "remark"
-    """It works, but there is something to know."""
 
 
 PROBLEM, REMARK = Severity.PROBLEM, Severity.REMARK
@@ -102,31 +102,17 @@ class Question(str, Enum):
 
     @classmethod
     def of_backend(cls, backend: str) -> Question:
-        """The question about a backend.
-
-        Example:
-            >>> Question.of_backend("thread").name
-            'THREAD'
-        """
+        """The question about a backend."""
         return cls[backend.upper()]
 
 
 _ABOUT_BACKENDS = (Question.SERIAL, Question.THREAD, Question.PROCESS)
-
 BACKENDS = tuple(question.name.lower() for question in _ABOUT_BACKENDS)
 """The backends that can be checked."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something that is not as it should be.
-
-    Attributes:
-        question: The question that it answers.
-        severity: How bad it is.
-        what: What was seen, in a sentence.
-        advice: What to do about it, in a sentence.
-    """
+class Finding(NamedTuple):
+    """Something that is not as it should be: what was seen and what to do about it, in a sentence each."""
 
     question: Question
     severity: Severity
@@ -134,13 +120,8 @@ class Finding:
     advice: str
 
 
-Trace: TypeAlias = list[dict[str, dict[str, str]]]
-"""For each reset or step, by part (`PARTS`) and agent: a fingerprint of the value."""
-
-PARTS = ("observation", "reward", "termination", "truncation", "info")
-
-AFTER = -1
-"""The key, in place of an environment's number, of the trace of what follows the first run."""
+Trace: TypeAlias = list[tuple[bool, dict[str, str]]]
+"""For each reset and step: whether it is a step, and the fingerprints of its values, such as "reward of agent_0"."""
 
 
 @dataclass
@@ -201,11 +182,12 @@ class Examination:
         answers = {}
         for question in Question:
             severities = {finding.severity for finding in self.findings if finding.question is question}
-            answers[question] = "yes, with a remark" if severities else "yes"
             if PROBLEM in severities:
                 answers[question] = "no"
             elif question not in self.checked:
                 answers[question] = "not checked"
+            else:
+                answers[question] = "yes, with a remark" if severities else "yes"
         return answers
 
     def as_json(self) -> dict[str, Any]:
@@ -217,8 +199,8 @@ class Examination:
             "facts": self.facts,
             "questions": [{"name": q.name.lower(), "question": q.value, "answer": answer} for q, answer in answers],
             "findings": [
-                {**asdict(finding), "question": finding.question.name.lower(), "severity": finding.severity.value}
-                for finding in self.findings
+                {**one._asdict(), "question": one.question.name.lower(), "severity": one.severity.value}
+                for one in self.findings
             ],
         }
 
@@ -232,8 +214,7 @@ class Job:
 
     Attributes:
         probe: The name of a probe, of `PROBES`.
-        environment: As named on the command line.
-        env_kwargs: Its keywords, as on the command line.
+        environment: As named on the command line; `env_kwargs` too.
         timeout: Seconds that each call of the simulator may take.
         seconds: The most seconds that a run lasts.
         steps: The most steps that a run has.
@@ -267,26 +248,19 @@ class Job:
         return longer.get(self.probe, self.timeout)
 
     @property
-    def doing(self) -> Doing:
-        """How an unexpected end counts if the probe says nothing else; a test of another project breaks nothing."""
-        questions = {
-            "official": Question.API,
-            "again": Question.DETERMINISM,
-            "copies": Question.of_backend(self.backend),
-        }
-        question = questions.get(self.probe, Question.RUNS)
-        return Doing("starting", question, REMARK if self.probe == "official" else PROBLEM)
+    def question(self) -> Question:
+        """The question that a crash or a hang answers, unless the probe says which."""
+        backend = Question.of_backend(self.backend)
+        of_probe = {"official": Question.API, "again": Question.DETERMINISM, "copies": backend}
+        return of_probe.get(self.probe, Question.RUNS)
+
+    def doing(self, what: str) -> Doing:
+        """A call of the simulator; if a test of another project ends in a crash or a hang, nothing breaks here."""
+        return Doing(what, self.question, REMARK if self.probe == "official" else PROBLEM)
 
 
 class Doing(NamedTuple):
-    """What a probe does next, and how a crash or a hang in it counts.
-
-    Attributes:
-        what: The method, or the kind of call.
-        question: The question that a crash or a hang answers.
-        severity: How bad it would be.
-        advice: What to do about it; empty for the usual advice.
-    """
+    """What a probe does next, and how a crash or a hang in it counts; with the advice, if it is not the usual one."""
 
     what: str
     question: Question
@@ -305,38 +279,36 @@ class Stopped(Exception):
     """The probe cannot go on; a finding says why."""
 
 
-class ProbeEnv:
+class Probe:
     """The environment in a probe's worker: it is never stepped, its `advance` is called.
 
     What simulators print is not shown.
 
-    Args:
+    Attributes:
         job: What the probe does.
+        found: What it has found since the last `advance`.
+        took_s: Seconds that the latest call of the simulator took.
     """
 
     possible_agents = ("nobody",)
     observation_space = action_space = spaces.Dict({"nobody": spaces.Discrete(1)})
 
     def __init__(self, job: Job) -> None:
-        self._job, self._notes = job, Notes(job)
-        self._probe: Steps = PROBES[job.probe](job, self._notes)
-        null = os.open(os.devnull, os.O_WRONLY)
-        for output in (1, 2):
-            os.dup2(null, output)
-        os.close(null)
+        self.job, self.found, self.took_s = job, Examination(job.environment), 0.0
+        self._pid, self._kinds = os.getpid(), set[str]()
+        self._steps = PROBES[job.probe](self)
+        with open(os.devnull, "wb") as null:
+            for output in (1, 2):
+                os.dup2(null.fileno(), output)
         if sys.platform == "linux":
             descendants.adopt_orphans()  # to see whether the simulator leaves some
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Part of an environment; does nothing."""
+        """Environments have this; it does nothing."""
         return {}, {}
 
     def step(self, actions: Any) -> Any:
-        """Part of an environment.
-
-        Raises:
-            NotImplementedError: Always.
-        """
+        """Environments have this; it is never called."""
         raise NotImplementedError
 
     def advance(self) -> tuple[Examination, Doing | None]:
@@ -350,38 +322,16 @@ class ProbeEnv:
         """
         doing = None
         try:
-            doing = next(self._probe, None)
+            doing = next(self._steps, None)
         except Stopped:
             pass  # a finding says why
         except CommandError:
             raise
         except (Exception, SystemExit) as error:
-            self._notes.find(
-                self._job.doing.question,
-                PROBLEM,
-                f"what it returns cannot be looked at: {in_brief(error)}",
-                "return what its spaces say, and plain numbers and dicts",
-            )
-        found, self._notes.found = self._notes.found, Examination(self._job.environment)
+            what = f"what it returns cannot be looked at: {in_brief(error)}"
+            self.find(self.job.question, PROBLEM, what, "return what its spaces say, and plain numbers and dicts")
+        found, self.found = self.found, Examination(self.job.environment)
         return found, doing
-
-
-class Notes:
-    """Collects what a probe finds, and calls the simulator for it.
-
-    Args:
-        job: What the probe does.
-
-    Attributes:
-        found: Everything since the last `advance`.
-        took_s: Seconds that the latest call of the simulator took.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._job, self._pid = job, os.getpid()
-        self._kinds: set[str] = set()
-        self.found = Examination(job.environment)
-        self.took_s = 0.0
 
     def find(self, question: Question, severity: Severity, what: str, advice: str, kind: str = "") -> None:
         """Add a finding, unless there has been one of its kind."""
@@ -395,7 +345,7 @@ class Notes:
         Raises:
             Stopped: It raised.
         """
-        yield self._job.doing._replace(what=doing)
+        yield self.job.doing(doing)
         try:
             return self.call(function)
         except (Exception, SystemExit, GeneratorExit) as error:
@@ -417,8 +367,7 @@ class Notes:
         return returned
 
     def _find_raised(self, doing: str, error: BaseException) -> None:
-        where = place(traceback.format_exc())
-        if not where and isinstance(error, TypeError):
+        if isinstance(error, TypeError) and not _place_of(error):
             last = traceback.extract_tb(error.__traceback__)[-1].line or ""
             # An adapter raises it because of what the simulator returned, or, with Python's own error as the cause,
             # because the simulator could not be called.
@@ -426,26 +375,28 @@ class Notes:
             to_do = f"let {doing} return that" if returned else f"let {doing} take what its API says"
             what, question = str(error), Question.API
         else:
-            what, question, to_do = _raises(doing, error), self._job.doing.question, "fix that line"
+            what, question, to_do = _raises(doing, error), self.job.question, "fix that line"
             self.check_exception(error)
         self.find(question, PROBLEM, what, f"{to_do}; not everything can be checked before")
 
     def check_exception(self, error: BaseException) -> None:
         """Find out whether an exception of the simulator's pickles."""
-        reason = pickling_error(error)
-        if reason is not None:
+        if (reason := pickling_error(error)) is not None:
             name = type(error).__name__
-            self.find(
-                Question.PICKLING,
-                REMARK,
-                f"its exception {name} cannot be pickled and made again ({reason})",
+            advice = (
                 f"let {name}.__init__ pass all of its arguments to super().__init__, and hold plain values only; "
-                "else errors arrive as text, without the exception as their __cause__",
+                "else errors arrive as text, without the exception as their __cause__"
             )
+            what = f"its exception {name} cannot be pickled and made again ({reason})"
+            self.find(Question.PICKLING, REMARK, what, advice)
+
+
+def _place_of(error: BaseException) -> str:
+    return place("".join(traceback.format_exception(error)))
 
 
 def _raises(doing: str, error: BaseException) -> str:
-    where = place("".join(traceback.format_exception(error)))
+    where = _place_of(error)
     return f"{doing} raises{f', at {where}' if where else ''}: {in_brief(error)}"
 
 
@@ -453,12 +404,7 @@ def _raises(doing: str, error: BaseException) -> str:
 
 
 class Actor:
-    """Draws the actions of one environment, by its action masks.
-
-    Args:
-        action_spaces: By agent.
-        seed: The same seed draws the same actions.
-    """
+    """Draws the actions of one environment, by its action masks; the same seed draws the same actions."""
 
     def __init__(self, action_spaces: Mapping[Any, Space[Any]], seed: int) -> None:
         self._spaces = copy.deepcopy(action_spaces)
@@ -476,26 +422,35 @@ class Actor:
         return {agent: space.sample(for_sample(space, masks.get(agent))) for agent, space in known}
 
 
-class Observed:
-    """An adapted simulator that times its calls and shows what they return before `Episode` adds anything.
+class Solo:
+    """One environment by itself: an adapted simulator and its `Episode`, as in a worker, without the transport.
+
+    `Episode` calls this in place of the adapter, so that what the simulator returns is timed, and looked at before
+    anything is added.
 
     Attributes:
-        look: Is called with what `reset` or `step` returned.
+        env: The adapted simulator.
+        episode: Says who acts, and when an episode is over.
+        look: Called with what `reset` or `step` returned.
         took: Seconds of each call, by method.
     """
 
-    def __init__(self, env: MultiAgentEnv, look: Callable[[tuple[Any, ...]], None] | None) -> None:
-        self._env, self.look = env, look
+    def __init__(
+        self, env: MultiAgentEnv, calling: Calling, look: Callable[[tuple[Any, ...]], None] | None = None
+    ) -> None:
+        self.env, self._calling, self.look = env, calling, look
         self.took: dict[str, list[float]] = {"reset": [], "step": []}
+        as_env: Any = self
+        self.episode = Episode(as_env, 0, AutoresetMode.DISABLED, Ledger(bytearray(Ledger.NBYTES)))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._env, name)
+        return getattr(self.env, name)
 
     def reset(self, **keywords: Any) -> Any:
-        return self._timed("reset", lambda: self._env.reset(**keywords))
+        return self._timed("reset", lambda: self.env.reset(**keywords))
 
     def step(self, actions: Any) -> Any:
-        return self._timed("step", lambda: self._env.step(actions))
+        return self._timed("step", lambda: self.env.step(actions))
 
     def _timed(self, method: str, function: Callable[[], Any]) -> Any:
         begun = time.perf_counter()
@@ -505,314 +460,238 @@ class Observed:
             self.look(returned)
         return returned
 
-
-class Solo:
-    """One environment by itself: an `Episode`, as in a worker, without the transport.
-
-    Args:
-        env: The adapted simulator.
-        calling: Calls it.
-        look: As of `Observed`.
-    """
-
-    def __init__(
-        self, env: MultiAgentEnv, calling: Calling, look: Callable[[tuple[Any, ...]], None] | None = None
-    ) -> None:
-        self.env, self._calling = env, calling
-        self.observed: Any = Observed(env, look)  # a `MultiAgentEnv` in all but its class
-        self.episode = Episode(self.observed, 0, AutoresetMode.DISABLED, Ledger(bytearray(Ledger.NBYTES)))
-
-    def reset(self, seed: int | None = None) -> Steps:
+    def begin(self, seed: int | None = None) -> Steps:
         """Begin an episode, with the seed if the simulator takes one; returns the `Transition`."""
         keywords = {"seed": seed} if seed is not None and "seed" in self.env.reset_keywords else {}
         return (yield from self._calling("reset", lambda: self.episode.reset(keywords)))
 
-    def step(self, actor: Actor, now: Transition) -> Steps:
+    def act(self, actor: Actor, now: Transition) -> Steps:
         """Step with drawn actions; returns the `Transition`."""
         actions = actor(now.acting, now.observations, now.infos)
         return (yield from self._calling("step", lambda: self.episode.step(actions)))
 
+    def run(self, seed: int, steps: int, seconds: float) -> Steps:
+        """Step from a reset with this seed, through as many episodes as there are.
 
-class Run(NamedTuple):
-    """A run of one environment.
+        Args:
+            seed: Of the first reset, and of the actions.
+            steps: The most steps.
+            seconds: The most seconds, after the first step.
 
-    Attributes:
-        trace: Of all its resets and steps.
-        steps: The number of steps; another run with as many has the same resets.
-        after: The trace of what follows: a reset without a seed, and a step.
-    """
-
-    trace: Trace
-    steps: int
-    after: Trace
-
-
-def run_alone(solo: Solo, seed: int, steps: int, seconds: float) -> Steps:
-    """Step one environment, from a reset with this seed, through as many episodes as there are; returns a `Run`.
-
-    Args:
-        solo: The environment.
-        seed: Of the first reset, and of the actions.
-        steps: The most steps.
-        seconds: The most seconds, after the first step.
-    """
-    actor, space_of = Actor(solo.env.action_spaces, seed), solo.env.observation_spaces
-    deadline = time.monotonic() + seconds
-    now: Transition = yield from solo.reset(seed)
-    trace, taken = [_entry(space_of, now.observations, infos=now.infos)], 0
-    while taken < steps and (not taken or time.monotonic() < deadline):
-        now = yield from solo.step(actor, now)
-        taken += 1
-        trace.append(_entry(space_of, *now[:5]))
-        if _is_over(now):
-            now = yield from solo.reset()
-            trace.append(_entry(space_of, now.observations, infos=now.infos))
-    # However slow the simulator is, one reset without a seed can be compared.
-    now = yield from solo.reset()
-    after = [_entry(space_of, now.observations, infos=now.infos)]
-    now = yield from solo.step(actor, now)
-    return Run(trace, taken, [*after, _entry(space_of, *now[:5])])
+        Returns:
+            The trace, the number of steps, and the trace of a reset without a seed and a step that follow.
+        """
+        actor, space_of = Actor(self.env.action_spaces, seed), self.env.observation_spaces
+        deadline = time.monotonic() + seconds
+        now: Transition = yield from self.begin(seed)
+        trace, taken = [_at_reset(space_of, now.observations, now.infos)], 0
+        while taken < steps and (not taken or time.monotonic() < deadline):
+            now = yield from self.act(actor, now)
+            taken += 1
+            trace.append(_at_step(space_of, *now[:5]))
+            if _is_over(now):
+                now = yield from self.begin()
+                trace.append(_at_reset(space_of, now.observations, now.infos))
+        # However slow the simulator is, one reset without a seed can be compared.
+        now = yield from self.begin()
+        after = [_at_reset(space_of, now.observations, now.infos)]
+        now = yield from self.act(actor, now)
+        return trace, taken, [*after, _at_step(space_of, *now[:5])]
 
 
 def _is_over(now: Transition) -> bool:
     return bool(now.terminateds.get(ALL) or now.truncateds.get(ALL))
 
 
-def run_copies(env: ParallelEnv, job: Job, calling: Calling) -> Steps:
+def _run_copies(env: ParallelEnv, job: Job, calling: Calling) -> Steps:
     """Step the environments of a `ParallelEnv` with `auto_reset=False`; returns their traces."""
     action_spaces: Mapping[Any, Space[Any]] = env.action_space or {}
     space_of: Mapping[Any, Space[Any]] = env.observation_space or {}
     actors = [Actor(action_spaces, job.seed + env_id) for env_id in range(env.num_envs)]
     deadline = time.monotonic() + job.seconds
     first = yield from calling(".reset", env.reset)
-    traces = [[_entry(space_of, observations, infos=infos)] for observations, infos in zip(*first)]
+    traces = [[_at_reset(space_of, *own)] for own in zip(*first)]
     for _ in range(job.steps):
         actions = [actor.draw(*known) for actor, known in zip(actors, zip(env.acting, env.action_masks))]
         results = yield from calling(".step", lambda actions=actions: env.step(actions))  # type: ignore[misc]
         over = []
         for env_id, own in enumerate(zip(*results)):
-            traces[env_id].append(_entry(space_of, *own))
+            traces[env_id].append(_at_step(space_of, *own))
             if own[2][ALL] or own[3][ALL]:
                 over.append(env_id)
         if over:
             begun = yield from calling(".reset", lambda over=over: env.reset(env_ids=over))  # type: ignore[misc]
             for env_id, observations, infos in zip(over, *begun):
-                traces[env_id].append(_entry(space_of, observations, infos=infos))
+                traces[env_id].append(_at_reset(space_of, observations, infos))
         if time.monotonic() > deadline:
             break
     return traces
 
 
-def _entry(
-    space_of: Mapping[Any, Space[Any]],
-    observations: Mapping[Any, Any],
-    rewards: Mapping[Any, Any] | None = None,
-    terminateds: Mapping[Any, Any] | None = None,
-    truncateds: Mapping[Any, Any] | None = None,
-    infos: Mapping[Any, Any] | None = None,
-) -> dict[str, dict[str, str]]:
-    entry = {"observation": {str(key): fingerprint(value, space_of.get(key)) for key, value in observations.items()}}
-    for part, values in zip(PARTS[1:], (rewards, terminateds, truncateds, infos)):
-        entry[part] = {str(key): fingerprint(value) for key, value in (values or {}).items() if key != ALL}
-    return entry
+def _at_reset(space_of: Mapping[Any, Space[Any]], observations: Any, infos: Any) -> tuple[bool, dict[str, str]]:
+    entry = {f"observation of {key}": fingerprint(value, space_of.get(key)) for key, value in observations.items()}
+    return False, entry | {f"info of {key}": fingerprint(info) for key, info in infos.items()}
+
+
+def _at_step(
+    space_of: Mapping[Any, Space[Any]], observations: Any, rewards: Any, terminateds: Any, truncateds: Any, infos: Any
+) -> tuple[bool, dict[str, str]]:
+    _, entry = _at_reset(space_of, observations, infos)
+    for part, values in (("reward", rewards), ("termination", terminateds), ("truncation", truncateds)):
+        entry |= {f"{part} of {key}": fingerprint(value) for key, value in values.items() if key != ALL}
+    return True, entry
 
 
 class Difference(NamedTuple):
-    """The first difference of two runs.
+    """The first difference of two runs: in which value, step (0 at a reset) and reset, both counted from 1."""
 
-    Attributes:
-        part: One of `PARTS`.
-        agent: The agent.
-        step: The number of the step, from 1; 0 at a reset.
-        reset: The number of the latest reset, from 1.
-    """
-
-    part: str
-    agent: str
+    what: str
     step: int
     reset: int
 
     def __str__(self) -> str:
-        return f"the {self.part} of {self.agent}, in {f'step {self.step}' if self.step else f'reset {self.reset}'}"
-
-
-def is_step(entry: Mapping[str, Mapping[str, str]]) -> bool:
-    """Whether an entry of a trace is a step, not a reset."""
-    return bool(entry.get("termination") or entry.get("reward"))
+        return f"the {self.what}, in {f'step {self.step}' if self.step else f'reset {self.reset}'}"
 
 
 def first_difference(one: Trace, other: Trace) -> Difference | None:
     """The first difference of two runs with the same actions; None if they agree as far as the shorter one goes.
 
     Example:
-        >>> first_difference([{"reward": {"a": "0f"}}], [{"reward": {"a": "0f"}}, {}])
-        >>> str(first_difference([{"reward": {"a": "0f"}}], [{"reward": {"a": "1e"}}]))
+        >>> first_difference([(True, {"reward of a": "0f"})], [(True, {"reward of a": "0f"}), (False, {})])
+        >>> str(first_difference([(True, {"reward of a": "0f"})], [(True, {"reward of a": "1e"})]))
         'the reward of a, in step 1'
     """
     steps = resets = 0
-    for mine, theirs in zip(one, other):
-        stepped = is_step(mine)
-        steps, resets = steps + stepped, resets + (not stepped)
-        for part, values in mine.items():
-            for agent in dict.fromkeys([*values, *theirs.get(part, {})]):
-                if values.get(agent) != theirs.get(part, {}).get(agent):
-                    return Difference(part, agent, steps if stepped else 0, resets)
+    for (is_step, mine), (_, theirs) in zip(one, other):
+        steps, resets = steps + is_step, resets + (not is_step)
+        for what in {**mine, **theirs}:
+            if mine.get(what) != theirs.get(what):
+                return Difference(what, steps if is_step else 0, resets)
     return None
 
 
 # -- the probe `alone` -------------------------------------------------------------------------------------------------
 
 
-def alone(job: Job, notes: Notes) -> Steps:
+def alone(probe: Probe) -> Steps:
     """One environment by itself: whether it works, what it returns, what it costs, what it leaves behind."""
-    constructor = yield from _imported(job)
+    job = probe.job
+    constructor = yield from _imported(probe)
     before = _started()
-    yield from _check_constructor(constructor, job, notes)
-    inspector = Inspector(notes)
-    solo: Solo = yield from _solo(constructor, job, notes, look=inspector)
-    env = inspector.env = solo.env
-    notes.found.facts |= {
+    yield Doing("pickling the constructor", Question.PICKLING, PROBLEM)
+    if (reason := probe.call(lambda: pickling_error(constructor))) is not None:
+        what = f"the constructor cannot be pickled ({reason}), so no worker process can be given it"
+        advice = "create what does not pickle (locks, connections, windows, open files) when the constructor is called"
+        probe.find(Question.PICKLING, PROBLEM, what, advice)
+    solo: Solo = yield from _made(probe, constructor)
+    env = solo.env
+    probe.found.facts |= {
         "kind": getattr(type(env), "kind", type(env).__name__),
         "rules": env.rules.value,
         "agents": [str(agent) for agent in env.possible_agents],
         "takes_seed": "seed" in env.reset_keywords,
         "official": _names_of_tests(env),
+        "construct_s": probe.took_s,
     }
-    _check_action_spaces(env, notes)
-    run: Run = yield from run_alone(solo, job.seed, job.steps, job.seconds)
-    solo.observed.look = None
-    notes.found.traces |= {0: run.trace, AFTER: run.after}
-    types = {"reward_types": sorted(inspector.reward_types), "flag_types": sorted(inspector.flag_types)}
-    notes.found.facts |= {"steps": run.steps, **types}
-    notes.found.checked.add(Question.SPACES)
-    yield from _check_second_reset(solo, job, run.trace, notes)
+    _check_action_spaces(probe, env)
+    inspector = Inspector(probe, env)
+    solo.look = inspector.look
+    trace, steps, after = yield from solo.run(job.seed, job.steps, job.seconds)
+    solo.look = None
+    probe.found.traces |= {0: trace, AFTER: after}
+    types = {f"{part}_types": sorted(names) for part, names in inspector.types.items()}
+    probe.found.facts |= {"steps": steps, **types}
+    probe.found.checked.add(Question.SPACES)
+    second_trace, *_ = yield from solo.run(job.seed, min(job.steps, 20), job.seconds)
+    where = first_difference(second_trace, trace)
+    if where is not None and "seed" in env.reset_keywords:
+        what = f"reset(seed={job.seed}) of a used environment gives another episode than of a fresh one: {where}"
+        probe.find(Question.DETERMINISM, REMARK, what, "set everything back in `reset`, also counters and generators")
     varied = yield from _count_beginnings(solo, [None] * _RESETS)
     varied_with_seeds = yield from _count_beginnings(solo, range(job.seed, job.seed + _RESETS))
-    yield from _measure_cost(solo, job, notes)
-    yield from notes.calling("close", env.close)
-    notes.found.checked.add(Question.RUNS)
-    _check_nothing_left(_started() - before, "close", notes)
-    second: Solo = yield from _solo(constructor, job, notes, 1)
-    other: Run = yield from run_alone(second, job.seed + 1, job.steps, job.seconds)
-    notes.found.traces[1] = other.trace
+    yield from _measure_cost(probe, solo)
+    yield from probe.calling("close", env.close)
+    probe.found.checked.add(Question.RUNS)
+    _check_nothing_left(probe, _started() - before, "close")
+    other: Solo = yield from _made(probe, constructor, 1)
+    other_trace, *_ = yield from other.run(job.seed + 1, job.steps, job.seconds)
+    probe.found.traces[1] = other_trace
     if varied > 1:
-        beginnings_differ = fingerprint(run.trace[0]) != fingerprint(other.trace[0])
-        _check_seed_matters(varied_with_seeds, beginnings_differ, notes)
-    yield from _check_two_in_one_process(second, constructor, job, notes)
-    yield from _provoke_exceptions(constructor, job, notes)
-    notes.found.checked.add(Question.PICKLING)
+        _check_seed_matters(probe, varied_with_seeds, trace[0] == other_trace[0])
+    yield from _check_two_in_one_process(probe, other, constructor)
+    yield from _provoke_exceptions(probe, constructor)
+    probe.found.checked.add(Question.PICKLING)
 
 
-def _imported(job: Job) -> Steps:
-    yield job.doing._replace(what="the import")
+def _imported(probe: Probe) -> Steps:
+    yield probe.job.doing("the import")
     try:
-        return constructor_of(job.environment, job.env_kwargs)
+        return constructor_of(probe.job.environment, probe.job.env_kwargs)
     except CommandError:
         raise
     except (Exception, SystemExit) as error:
         raise CommandError(in_brief(error), "--debug shows the whole traceback") from error
 
 
-def _solo(
-    constructor: Callable[..., Any],
-    job: Job,
-    notes: Notes,
-    env_id: int = 0,
-    look: Callable[[tuple[Any, ...]], None] | None = None,
-) -> Steps:
-    random.seed(job.global_seed + env_id)
-    np.random.seed(job.global_seed + env_id)
-    simulator = yield from notes.calling(
-        "the constructor", lambda: construct_one(constructor, seed=job.seed + env_id, env_id=env_id)
-    )
-    notes.found.facts.setdefault("construct_s", notes.took_s)
-    yield job.doing._replace(what="reading its spaces")
+def _made(probe: Probe, constructor: Callable[..., Any], env_id: int = 0) -> Steps:
+    """Construct an environment; returns a `Solo`."""
+    random.seed(probe.job.global_seed + env_id)
+    np.random.seed(probe.job.global_seed + env_id)
+    seed = probe.job.seed + env_id
+    doing = "the constructor"
+    simulator = yield from probe.calling(doing, lambda: construct_one(constructor, seed=seed, env_id=env_id))
+    construct_s = probe.took_s
+    yield probe.job.doing("reading its spaces")
     try:
-        return Solo(notes.call(lambda: adapt(simulator)), notes.calling, look)
+        env = probe.call(lambda: adapt(simulator))
     except NotAnEnvironment as error:
-        notes.find(
-            Question.API, PROBLEM, f"it is no environment: {error}", "return one of the kinds that the README lists"
-        )
+        what, advice = f"it is no environment: {error}", "return one of the kinds that the README lists"
+        probe.find(Question.API, PROBLEM, what, advice)
         raise Stopped from error
     except InvalidAgents as error:
-        notes.find(
-            Question.API, PROBLEM, f"its agents cannot be told apart: {error}", "give every agent a name of its own"
-        )
+        what, advice = f"its agents cannot be told apart: {error}", "give every agent a name of its own"
+        probe.find(Question.API, PROBLEM, what, advice)
         raise Stopped from error
+    probe.took_s = construct_s
+    return Solo(env, probe.calling)
 
 
-def _check_constructor(constructor: Callable[..., Any], job: Job, notes: Notes) -> Steps:
-    yield job.doing._replace(what="pickling the constructor", question=Question.PICKLING)
-    reason = notes.call(lambda: pickling_error(constructor))
-    if reason is not None:
-        notes.find(
-            Question.PICKLING,
-            PROBLEM,
-            f"the constructor cannot be pickled ({reason}), so no worker process can be given it",
-            "create what does not pickle (locks, connections, windows, open files) when the constructor is called",
-        )
-
-
-def _check_action_spaces(env: MultiAgentEnv, notes: Notes) -> None:
+def _check_action_spaces(probe: Probe, env: MultiAgentEnv) -> None:
     unknown = [agent for agent in env.possible_agents if agent not in env.action_spaces]
     if unknown or not env.action_spaces:
         who = f"agent {unknown[0]!r} declares" if unknown else "its agents declare"
-        notes.find(
-            Question.API,
-            PROBLEM,
-            f"{who} no action space, so there are no actions to step it with",
-            "let it have `possible_agents`, and a space for each of them",
-        )
+        what = f"{who} no action space, so there are no actions to step it with"
+        probe.find(Question.API, PROBLEM, what, "let it have `possible_agents`, and a space for each of them")
         raise Stopped
-
-
-def _check_second_reset(solo: Solo, job: Job, trace: Trace, notes: Notes) -> Steps:
-    """Whether a reset with the same seed begins the same episode again."""
-    second: Run = yield from run_alone(solo, job.seed, min(job.steps, 20), job.seconds)
-    where = first_difference(second.trace, trace)
-    if where is not None and "seed" in solo.env.reset_keywords:
-        notes.find(
-            Question.DETERMINISM,
-            REMARK,
-            f"reset(seed={job.seed}) of a used environment gives another episode than of a fresh one: {where}",
-            "set everything back in `reset`, also counters and generators",
-        )
 
 
 def _count_beginnings(solo: Solo, seeds: Iterable[int | None]) -> Steps:
     """How many different first observations there are."""
     first = set()
     for seed in seeds:
-        now: Transition = yield from solo.reset(seed)
+        now: Transition = yield from solo.begin(seed)
         first.add(fingerprint(now.observations))
     return len(first)
 
 
-def _check_seed_matters(varied_with_seeds: int, beginnings_differ: bool, notes: Notes) -> None:
+def _check_seed_matters(probe: Probe, varied_with_seeds: int, begin_alike: bool) -> None:
     """Whether episodes, which vary, vary with the seed, and environments with it."""
     if varied_with_seeds == 1:
-        notes.find(
-            Question.DETERMINISM,
-            PROBLEM,
-            "the seed is ignored: episodes vary, but begin alike whatever the seed of `reset`, so that all "
-            "environments are alike",
-            "make the generator anew in `reset` where a seed is given (gymnasium.utils.seeding.np_random)",
-        )
-    elif not beginnings_differ:
-        notes.find(
-            Question.DETERMINISM,
-            PROBLEM,
-            "it takes no seed: episodes vary, but those of all environments are alike",
-            "let `reset` take a `seed`, and make the generator from it (gymnasium.utils.seeding.np_random)",
-        )
+        what = "the seed is ignored: episodes vary, but all environments begin alike whatever the seed of `reset`"
+        advice = "make the generator anew in `reset` where a seed is given (gymnasium.utils.seeding.np_random)"
+        probe.find(Question.DETERMINISM, PROBLEM, what, advice)
+    elif begin_alike:
+        what = "it takes no seed: episodes vary, but those of all environments are alike"
+        advice = "let `reset` take a `seed`, and make the generator from it (gymnasium.utils.seeding.np_random)"
+        probe.find(Question.DETERMINISM, PROBLEM, what, advice)
 
 
-def _measure_cost(solo: Solo, job: Job, notes: Notes) -> Steps:
+def _measure_cost(probe: Probe, solo: Solo) -> Steps:
     """Time steps and resets, many of them in each call of the worker."""
-    took = solo.observed.took = {"step": [], "reset": []}
-    actor, episode = Actor(solo.env.action_spaces, job.seed), solo.episode
-    now: Transition = yield from solo.reset()
-    deadline = time.perf_counter() + job.seconds
+    solo.took = {"step": [], "reset": []}
+    actor, episode = Actor(solo.env.action_spaces, probe.job.seed), solo.episode
+    now: Transition = yield from solo.begin()
+    deadline = time.perf_counter() + probe.job.seconds
 
     def stretch() -> None:
         nonlocal now
@@ -823,12 +702,12 @@ def _measure_cost(solo: Solo, job: Job, notes: Notes) -> Steps:
             if time.perf_counter() > pause:
                 return
 
-    while time.perf_counter() < deadline or not took["step"]:
-        yield from notes.calling("a step or reset", stretch)
-    for method, seconds in took.items():
+    while time.perf_counter() < deadline or not solo.took["step"]:
+        yield from probe.calling("a step or reset", stretch)
+    for method, seconds in solo.took.items():
         median, p99 = (float(np.percentile(seconds, percent)) for percent in (50, 99))
-        notes.found.facts[method] = {"count": len(seconds), "median_s": median, "p99_s": p99}
-    notes.found.checked.add(Question.COST)
+        probe.found.facts[method] = {"count": len(seconds), "median_s": median, "p99_s": p99}
+    probe.found.checked.add(Question.COST)
 
 
 ONE_PER_PROCESS = (
@@ -837,52 +716,50 @@ ONE_PER_PROCESS = (
 )
 
 
-def _check_two_in_one_process(first: Solo, constructor: Callable[..., Any], job: Job, notes: Notes) -> Steps:
+def _check_two_in_one_process(probe: Probe, first: Solo, constructor: Callable[..., Any]) -> Steps:
     """Whether a second environment can be made and stepped while the first is open; both are closed.
 
     If this crashes or hangs, the fact `shares_process` has been sent before.
     """
-    notes.found.facts["shares_process"] = False
-    doing = ""
+    probe.found.facts["shares_process"] = False
+    seed, doing = probe.job.seed, ""
 
     def calling(method: str, function: Callable[[], Any]) -> Steps:
         nonlocal doing
         doing = f"with another environment open in the same process, {method}"
         yield Doing(doing, Question.RUNS, REMARK, ONE_PER_PROCESS)
-        return notes.call(function)
+        return probe.call(function)
 
     try:
-        simulator = yield from calling(
-            "the constructor", lambda: construct_one(constructor, seed=job.seed + 2, env_id=2)
-        )
-        both = [Solo(first.env, calling), Solo(adapt(simulator), calling)]
-        begun = []
+        make = functools.partial(construct_one, constructor, seed=seed + 2, env_id=2)
+        simulator = yield from calling("the constructor", make)
+        both, begun = [Solo(first.env, calling), Solo(adapt(simulator), calling)], []
         for solo in both:
-            begun.append((yield from solo.reset(job.seed)))
+            begun.append((yield from solo.begin(seed)))
         for solo, now in zip(both, begun):
-            yield from solo.step(Actor(solo.env.action_spaces, job.seed), now)
+            yield from solo.act(Actor(solo.env.action_spaces, seed), now)
         yield from calling("close", both[1].env.close)
     except (Exception, SystemExit) as error:
-        notes.find(Question.RUNS, REMARK, _raises(doing, error), ONE_PER_PROCESS)
+        probe.find(Question.RUNS, REMARK, _raises(doing, error), ONE_PER_PROCESS)
     else:
-        notes.found.facts["shares_process"] = True
-    yield from notes.calling("close", first.env.close)
+        probe.found.facts["shares_process"] = True
+    yield from probe.calling("close", first.env.close)
 
 
-def _provoke_exceptions(constructor: Callable[..., Any], job: Job, notes: Notes) -> Steps:
+def _provoke_exceptions(probe: Probe, constructor: Callable[..., Any]) -> Steps:
     """Step an environment before its first reset, and with actions that make no sense, to see what it raises."""
     for doing, reset in (("a step before the first reset", False), ("a step with actions that make no sense", True)):
-        solo: Solo = yield from _solo(constructor, job, notes, 2)
+        solo: Solo = yield from _made(probe, constructor, 2)
         if reset:
-            yield from solo.reset(job.seed)
+            yield from solo.begin(probe.job.seed)
         actions: dict[Any, Any] = dict.fromkeys(solo.env.possible_agents, object())
         yield Doing(doing, Question.API, REMARK)
         try:
-            notes.call(lambda env=solo.env, actions=actions: env.step(actions))  # type: ignore[misc]
+            probe.call(functools.partial(solo.env.step, actions))
         except (Exception, SystemExit) as error:
-            notes.check_exception(error)
+            probe.check_exception(error)
         with contextlib.suppress(Exception):  # such a step may have broken it
-            notes.call(solo.env.close)
+            probe.call(solo.env.close)
 
 
 def _started() -> set[psutil.Process]:
@@ -890,18 +767,15 @@ def _started() -> set[psutil.Process]:
     return {*psutil.Process().children(recursive=True)}
 
 
-def _check_nothing_left(new: set[psutil.Process], after: str, notes: Notes) -> None:
+def _check_nothing_left(probe: Probe, new: set[psutil.Process], after: str) -> None:
     deadline = time.monotonic() + _GONE_WITHIN_S
     while (left := _command_lines(new & _started())) and time.monotonic() < deadline:
         time.sleep(0.02)
     if left:
-        notes.find(
-            Question.PROCESSES,
-            PROBLEM,
-            f"{after}() leaves {len(left)} process{'es' * (len(left) > 1)} behind: {left[0]}",
-            "end them in `close`, and wait for them: each restart would leave more of them",
-        )
-    notes.found.checked.add(Question.PROCESSES)
+        what = f"{after}() leaves {len(left)} process{'es' * (len(left) > 1)} behind: {left[0]}"
+        advice = "end them in `close`, and wait for them: each restart would leave more of them"
+        probe.find(Question.PROCESSES, PROBLEM, what, advice)
+    probe.found.checked.add(Question.PROCESSES)
 
 
 def _command_lines(processes: Iterable[psutil.Process]) -> list[str]:
@@ -917,53 +791,46 @@ def _command_lines(processes: Iterable[psutil.Process]) -> list[str]:
 # -- the other probes --------------------------------------------------------------------------------------------------
 
 
-def again(job: Job, notes: Notes) -> Steps:
+def again(probe: Probe) -> Steps:
     """The first run once more, with as many steps, however long they take."""
-    constructor = yield from _imported(job)
-    solo = yield from _solo(constructor, job, notes)
-    run: Run = yield from run_alone(solo, job.seed, job.steps, math.inf)
-    notes.found.traces |= {0: run.trace, AFTER: run.after}
+    constructor = yield from _imported(probe)
+    solo: Solo = yield from _made(probe, constructor)
+    trace, _, after = yield from solo.run(probe.job.seed, probe.job.steps, math.inf)
+    probe.found.traces |= {0: trace, AFTER: after}
 
 
-def copies(job: Job, notes: Notes) -> Steps:
+def copies(probe: Probe) -> Steps:
     """Three environments, two of them in the same worker if a process can have two."""
-    constructor = yield from _imported(job)
+    job = probe.job
+    constructor = yield from _imported(probe)
     before = _started()
     limit = None if job.backend == "serial" else job.timeout
+    options: dict[str, Any] = {"num_workers": 2} if job.shares_process else {"envs_per_worker": 1}
+    options |= {"step_timeout": limit, "reset_timeout": limit, "start_timeout": limit or START_TIMEOUT_S}
 
     def calling(method: str, function: Callable[[], Any]) -> Steps:
-        yield job.doing._replace(what=f'ParallelEnv(backend="{job.backend}"){method}')
-        return notes.call(function)
+        yield job.doing(f'ParallelEnv(backend="{job.backend}"){method}')
+        return probe.call(function)
 
     def make() -> ParallelEnv:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # of more workers than CPUs
-            return ParallelEnv(
-                [constructor] * _COPIES,
-                False,
-                job.seed,
-                num_workers=2 if job.shares_process else None,
-                envs_per_worker=None if job.shares_process else 1,
-                backend=job.backend,
-                step_timeout=limit,
-                reset_timeout=limit,
-                start_timeout=limit or START_TIMEOUT_S,
-            )
+            return ParallelEnv([constructor] * _COPIES, False, job.seed, backend=job.backend, **options)
 
     try:
         env: ParallelEnv = yield from calling("", make)
         try:
-            traces = yield from run_copies(env, job, calling)
-            notes.found.traces |= dict(enumerate(traces))
+            traces = yield from _run_copies(env, job, calling)
+            probe.found.traces |= dict(enumerate(traces))
         finally:
             yield from calling(".close", env.close)
     except (ParallelEnvError, TypeError, ValueError, OSError) as error:
         to_do = str(error).partition("What to do: ")[2].partition(".\n")[0]
         what = re.sub(r" at 0x[0-9a-f]+", "", first_line(error))
         advice = to_do or "fix what it says; the error is that of ParallelEnv"
-        notes.find(job.doing.question, PROBLEM, f"in a ParallelEnv: {what}", advice)
+        probe.find(job.question, PROBLEM, f"in a ParallelEnv: {what}", advice)
     else:
-        _check_nothing_left(_started() - before, "ParallelEnv.close", notes)
+        _check_nothing_left(probe, _started() - before, "ParallelEnv.close")
 
 
 _GYMNASIUMS = "gymnasium.utils.env_checker.check_env"
@@ -982,28 +849,27 @@ def _names_of_tests(env: MultiAgentEnv) -> list[str]:
     return []
 
 
-def official(job: Job, notes: Notes) -> Steps:
+def official(probe: Probe) -> Steps:
     """The tests that the environment's own project has for it, or one of them."""
-    constructor = yield from _imported(job)
-    solo: Solo = yield from _solo(constructor, job, notes)
-    names = [job.test] if job.test else _names_of_tests(solo.env)
+    constructor = yield from _imported(probe)
+    solo: Solo = yield from _made(probe, constructor)
+    names = [probe.job.test] if probe.job.test else _names_of_tests(solo.env)
     for name in names:
         question = Question.DETERMINISM if name in SEED_TESTS else Question.API
-        yield job.doing._replace(what=f"the import of {name}")
+        yield probe.job.doing(f"the import of {name}")
         try:
-            test = _test_of(name, solo.env, constructor, job)
+            test = _test_of(name, solo.env, constructor, probe.job)
         except ImportError as error:
-            advice = f"install what {name} needs, if it is wanted"
-            notes.find(Question.API, REMARK, f"{name} cannot be imported: {error}", advice)
+            what, advice = f"{name} cannot be imported: {error}", f"install what {name} needs, if it is wanted"
+            probe.find(Question.API, REMARK, what, advice)
             continue
-        advice = (
-            f"nothing breaks here; other libraries may rely on what {name} asks for: run it by itself, with a debugger"
-        )
+        breaks = f"nothing breaks here; other libraries may rely on what {name} asks for"
+        advice = f"{breaks}: run it by itself, with a debugger"
         yield Doing(name, question, REMARK, advice)
-        for what in notes.call(lambda test=test: _outcome_of(test)):  # type: ignore[misc]
-            notes.find(question, REMARK, f"{name.rpartition('.')[2]} {what}", advice)
-    notes.found.facts["tests"] = names
-    notes.found.checked.add(Question.API)
+        for what in probe.call(functools.partial(_outcome_of, test)):
+            probe.find(question, REMARK, f"{name.rpartition('.')[2]} {what}", advice)
+    probe.found.facts["tests"] = names
+    probe.found.checked.add(Question.API)
 
 
 def _test_of(name: str, env: MultiAgentEnv, constructor: Callable[..., Any], job: Job) -> Callable[[], object]:
@@ -1036,118 +902,87 @@ def _outcome_of(test: Callable[[], object]) -> list[str]:
     return outcome
 
 
-PROBES: dict[str, Callable[[Job, Notes], Steps]] = {
-    "alone": alone,
-    "again": again,
-    "official": official,
-    "copies": copies,
-}
+PROBES: dict[str, Callable[[Probe], Steps]] = {"alone": alone, "again": again, "official": official, "copies": copies}
 
 
 # -- what a simulator returns ------------------------------------------------------------------------------------------
 
 
 class Inspector:
-    """Looks at what the resets and steps of one environment return.
-
-    Args:
-        notes: Gets the findings.
+    """Looks at what the resets and steps of an environment return.
 
     Attributes:
-        env: The environment.
-        reward_types: The names of the types that rewards were of.
-        flag_types: The same of both flags.
+        types: The names of the types that rewards, and flags, were of.
     """
 
-    env: MultiAgentEnv
+    def __init__(self, probe: Probe, env: MultiAgentEnv) -> None:
+        self._probe, self._env, self._step = probe, env, 0
+        self.types: dict[str, set[str]] = {"reward": set(), "flag": set()}
 
-    def __init__(self, notes: Notes) -> None:
-        self._notes, self._steps = notes, 0
-        self.reward_types: set[str] = set()
-        self.flag_types: set[str] = set()
-
-    def __call__(self, returned: tuple[dict[Any, Any], ...]) -> None:
+    def look(self, returned: tuple[dict[Any, Any], ...]) -> None:
+        """Look at the dicts of one reset or step; findings with the same advice are of one kind."""
         observations, *rest, infos = returned
-        self._steps += bool(rest)
+        self._step += bool(rest)
+        when = f"in step {self._step}" if self._step else "at the first reset"
+        for question, severity, what, advice in self._oddities(observations, rest, infos):
+            self._probe.find(question, severity, f"{what} ({when})", advice, f"{question} {advice}")
+
+    def _oddities(self, observations: Any, rest: list[Any], infos: Any) -> Iterator[Finding]:
         for agent, observation in observations.items():
-            self._look_at_observation(agent, observation)
-        for agent, space in self.env.action_spaces.items():
+            yield from self._odd_observation(agent, observation)
+        for agent, space in self._env.action_spaces.items():
             mask = mask_of(observations.get(agent), infos.get(agent))
             if not allows_nothing(mask) and for_sample(space, mask) is None:
-                self._remark(
-                    "action mask",
-                    f"the action mask of {agent} has another form than its action space, {space}, so that actions are "
-                    "drawn without it",
-                    "report masks in the form that the space's `sample` takes, or under another key",
-                )
+                what = f"the action mask of {agent} has another form than its action space, {space}"
+                advice = "actions are drawn without it: report masks in the form that the space's `sample` takes, or "
+                yield Finding(Question.API, REMARK, what, f"{advice}under another key")
         if rest:
             rewards, terminateds, truncateds = rest
             for agent, reward in rewards.items():
-                self._look_at_reward(agent, reward)
+                yield from self._odd_reward(agent, reward)
             for name, flags in (("termination", terminateds), ("truncation", truncateds)):
+                self.types["flag"] |= {type(flag).__name__ for flag in flags.values()}
                 for agent, flag in flags.items():
-                    self._look_at_flag(name, agent, flag)
-            if self.env.rules is Rules.DICT and ALL not in terminateds:
-                self._remark(
-                    "no __all__",
-                    f"terminateds lacks the key {ALL!r}, which says when the episode is over",
-                    f"set {ALL!r} in every step; without it, the episode counts as going on",
-                )
+                    if not is_flag(flag):
+                        what = f"the {name} of {agent} is of type {type(flag).__name__}, not bool"
+                        severity = REMARK if isinstance(flag, int) else PROBLEM
+                        yield Finding(Question.API, severity, what, "return True or False")
+            if self._env.rules is Rules.DICT and ALL not in terminateds:
+                what = f"terminateds lacks the key {ALL!r}, which says when the episode is over"
+                advice = f"set {ALL!r} in every step; without it, the episode counts as going on"
+                yield Finding(Question.API, REMARK, what, advice)
         for key, info in infos.items():
-            reason = None if is_empty_info(info) else pickling_error(info)
-            if reason is not None:
-                self._find(
-                    Question.PICKLING,
-                    PROBLEM,
-                    f"the info of {key} cannot be pickled ({reason})",
-                    "put plain numbers, texts and arrays into infos, no objects of the simulator's",
-                )
+            if not is_empty_info(info) and (reason := pickling_error(info)) is not None:
+                advice = "put plain numbers, texts and arrays into infos, no objects of the simulator's"
+                what = f"the info of {key} cannot be pickled ({reason})"
+                yield Finding(Question.PICKLING, PROBLEM, what, advice)
 
-    def _look_at_observation(self, agent: Any, observation: Any) -> None:
-        known, space = self.env.possible_agents, self.env.observation_spaces.get(agent)
+    def _odd_observation(self, agent: Any, observation: Any) -> Iterator[Finding]:
+        known, space = self._env.possible_agents, self._env.observation_spaces.get(agent)
         still = "it then works, but travels pickled, which is slower"
         if known and agent not in known:
-            text = f"agent {agent!r} is not among possible_agents"
-            self._remark("unknown agent", text, f"add it there, with its spaces; {still}")
+            what = f"agent {agent!r} is not among possible_agents"
+            yield Finding(Question.API, REMARK, what, f"add it there, with its spaces; {still}")
         elif space is None:
-            self._remark("no space", f"agent {agent!r} declares no observation space", f"declare one; {still}")
+            what = f"agent {agent!r} declares no observation space"
+            yield Finding(Question.API, REMARK, what, f"declare one; {still}")
         elif (found := misfit(observation, space)) is not None:
-            separator = "" if found.what.startswith("[") else " "
-            severity = PROBLEM if found.breaks else REMARK
-            self._find(Question.SPACES, severity, f"the observation of {agent}{separator}{found.what}", found.advice)
+            what = f"the observation of {agent}{'' if found.what.startswith('[') else ' '}{found.what}"
+            yield Finding(Question.SPACES, PROBLEM if found.breaks else REMARK, what, found.advice)
 
-    def _look_at_reward(self, agent: Any, reward: Any) -> None:
-        self.reward_types.add(type(reward).__name__)
-        found = odd_reward(reward)
-        if found is not None:
-            self._find(Question.API, PROBLEM, f"the reward of {agent} {found.what}", found.advice)
-        elif agent in self.env.reward_spaces:
-            found = misfit(reward, self.env.reward_spaces[agent])
+    def _odd_reward(self, agent: Any, reward: Any) -> Iterator[Finding]:
+        self.types["reward"].add(type(reward).__name__)
+        if (odd := odd_reward(reward)) is not None:
+            yield Finding(Question.API, PROBLEM, f"the reward of {agent} {odd.what}", odd.advice)
+        elif agent in self._env.reward_spaces:
+            found = misfit(reward, self._env.reward_spaces[agent])
             if found is not None and found.breaks:
                 advice = f"{found.advice} (reward_space)"
-                self._find(Question.SPACES, PROBLEM, f"the reward of {agent} {found.what}", advice)
+                yield Finding(Question.SPACES, PROBLEM, f"the reward of {agent} {found.what}", advice)
         elif is_vector(reward):
-            self._remark(
-                "vector reward",
-                f"the reward of {agent} is of type {type(reward).__name__}, not one number",
-                "return a float, or declare `reward_space` if vectors are meant; it then works, but travels pickled, "
-                "which is slower",
-            )
-
-    def _look_at_flag(self, name: str, agent: Any, flag: Any) -> None:
-        self.flag_types.add(type(flag).__name__)
-        if not is_flag(flag):
-            severity = REMARK if isinstance(flag, int) else PROBLEM
-            text = f"the {name} of {agent} is of type {type(flag).__name__}, not bool"
-            self._find(Question.API, severity, text, "return True or False")
-
-    def _remark(self, kind: str, what: str, advice: str) -> None:
-        self._notes.find(Question.API, REMARK, what, advice, kind)
-
-    def _find(self, question: Question, severity: Severity, what: str, advice: str) -> None:
-        """Add a finding with the step; findings with the same advice are of one kind."""
-        when = f"in step {self._steps}" if self._steps else "at the first reset"
-        self._notes.find(question, severity, f"{what} ({when})", advice, f"{question} {advice}")
+            what = f"the reward of {agent} is of type {type(reward).__name__}, not one number"
+            advice = "return a float, or declare `reward_space` if vectors are meant; vectors travel pickled without it"
+            yield Finding(Question.API, REMARK, what, advice)
 
 
 class Misfit(NamedTuple):
@@ -1202,8 +1037,7 @@ def _first_misfit(parts: Iterator[tuple[str, Any, Space[Any]]]) -> Misfit | None
     """The first misfit that breaks something, else the first of all."""
     found = []
     for name, part, space in parts:
-        one = misfit(part, space)
-        if one is not None:
+        if (one := misfit(part, space)) is not None:
             found.append(one._replace(what=f"{name}{'' if one.what.startswith('[') else ' '}{one.what}"))
     return next((one for one in found if one.breaks), found[0] if found else None)
 
@@ -1215,10 +1049,8 @@ def _misfit_of_array(value: Any, space: Space[Any]) -> Misfit | None:
         return Misfit(f"is {_brief(value)}, which is no array", "return an array of one dtype")
     assert space.dtype is not None
     if array.shape != space.shape:
-        return Misfit(
-            f"has shape {array.shape}, but its space says {space.shape}",
-            f"return arrays of shape {space.shape}, or declare a space of shape {array.shape}",
-        )
+        advice = f"return arrays of shape {space.shape}, or declare a space of shape {array.shape}"
+        return Misfit(f"has shape {array.shape}, but its space says {space.shape}", advice)
     if isinstance(value, np.ndarray | np.generic) and not np.can_cast(array.dtype, space.dtype):
         return Misfit(
             f"has dtype {array.dtype}, but its space says {space.dtype}",
@@ -1234,16 +1066,12 @@ def _misfit_of_array(value: Any, space: Space[Any]) -> Misfit | None:
     else:
         low = np.broadcast_to(getattr(space, "start", 0), array.shape)
         high = low + (space.nvec - 1 if isinstance(space, spaces.MultiDiscrete) else 1)
-    outside = (array < low) | (array > high)
-    if not outside.any():
+    outside = np.argwhere((array < low) | (array > high))
+    if not len(outside):
         return None
-    first = tuple(int(place) for place in np.argwhere(outside)[0])
-    where = f" at {list(first)}" if first else ""
-    return Misfit(
-        f"is {array[first]}{where}, but its space says {low[first]} to {high[first]}",
-        "widen the space's bounds, or clip what is returned",
-        breaks=False,
-    )
+    first = tuple(map(int, outside[0]))
+    what = f"is {array[first]}{f' at {list(first)}' if first else ''}, but its space says {low[first]} to {high[first]}"
+    return Misfit(what, "widen the space's bounds, or clip what is returned", breaks=False)
 
 
 def odd_reward(reward: Any) -> Misfit | None:
@@ -1254,9 +1082,8 @@ def odd_reward(reward: Any) -> Misfit | None:
         ('is nan', None)
     """
     if isinstance(reward, Real | np.bool_):
-        if math.isfinite(reward):
-            return None
-        return Misfit(f"is {reward}", "find where it comes from: one such number ruins what is trained with it")
+        advice = "find where it comes from: one such number ruins what is trained with it"
+        return None if math.isfinite(reward) else Misfit(f"is {reward}", advice)
     if isinstance(reward, np.ndarray | list | tuple) and np.asarray(reward).dtype.kind in "biuf":
         return None
     return Misfit(f"is {_brief(reward)}, which is no number", "return a float for each agent")
@@ -1271,11 +1098,9 @@ def pickling_error(value: Any) -> str | None:
     """Why a value cannot be pickled and made again; None if it can.
 
     Example:
-        >>> pickling_error({"a": 1}), pickling_error(iter)
-        (None, None)
         >>> import threading
-        >>> pickling_error(threading.Lock())
-        "TypeError: cannot pickle '_thread.lock' object"
+        >>> pickling_error({"a": 1}), pickling_error(threading.Lock())
+        (None, "TypeError: cannot pickle '_thread.lock' object")
     """
     try:
         pickle.loads(dumps(value))
@@ -1333,10 +1158,8 @@ def _bytes_of(value: Any, space: Space[Any] | None, above: tuple[int, ...] = ())
             yield from _bytes_of(part, child, within)
     elif isinstance(value, set | frozenset):
         yield repr(sorted(map(repr, value))).encode()
-    elif isinstance(value, float):
-        yield value.hex().encode()
-    elif isinstance(value, int | str | bytes | complex | None.__class__):
-        yield repr(value).encode()
+    elif isinstance(value, int | float | str | bytes | complex | None.__class__):
+        yield (value.hex() if isinstance(value, float) else repr(value)).encode()
     elif len(above) < 10:
         # An object's own text may show its address in memory.
         yield from _bytes_of(getattr(value, "__dict__", None), None, within)

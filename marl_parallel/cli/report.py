@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from marl_parallel.cli.measure import LOOP, Measurement
@@ -110,20 +110,12 @@ def progress(total: int, description: str = "measuring") -> Iterator[Callable[[s
 
     It is drawn between turns only: a thread that redraws it would take part in what is measured.
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[turn]}"),
-    )
     console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(description, total=total, turn="")
-        begun = itertools.count()
-        yield lambda text: bar.update(task, completed=next(begun), turn=text, refresh=True)
+    with Progress(console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bar:
+        task, begun = bar.add_task(description, total=total), itertools.count()
+        yield lambda turn: bar.update(
+            task, completed=next(begun), description=f"{description} {escape(turn)}", refresh=True
+        )
 
 
 def show(report: Report) -> None:

@@ -24,7 +24,6 @@ from marl_parallel.making import find_constructor
 FORMS = "ENV is module[:attribute] or path/to/file.py[:function]"
 _JSON_HINT = "single quotes around it, double quotes within: --env-kwargs '{\"N\": 5}'"
 _EXITS = "the simulator, or a module it imports, calls sys.exit"
-_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -109,15 +108,7 @@ def stdout_to_stderr(wanted: bool = True) -> Iterator[None]:
 
 
 def names_in(text: str, known: Sequence[str] = NAMES, kind: str = "backend") -> list[str]:
-    """The names in a comma-separated list, each once.
-
-    Args:
-        text: The list.
-        known: The names that are allowed.
-        kind: What they are names of, for the error.
-
-    Raises:
-        CommandError: A name is not allowed.
+    """The names in a comma-separated list, each once; a `CommandError` if one of them is not known.
 
     Example:
         >>> names_in("serial, process")
@@ -132,38 +123,28 @@ def names_in(text: str, known: Sequence[str] = NAMES, kind: str = "backend") -> 
 
 
 def positive_numbers(option: str, text: str) -> list[int]:
-    """The numbers in the comma-separated list that an option was given.
-
-    Raises:
-        CommandError: Something is not a positive whole number.
+    """The numbers in the comma-separated list that an option was given; a `CommandError` if it is none.
 
     Example:
         >>> positive_numbers("--workers", "1,2,4")
         [1, 2, 4]
     """
-    try:
-        numbers = [int(number) for number in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
+    if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", text):
         raise CommandError(f"{option} {text} is no list of positive numbers", f"such as {option} 1,2,4")
-    return numbers
+    return [int(number) for number in text.split(",")]
 
 
 def parsed_size(text: str) -> int:
-    """An amount of memory in bytes.
-
-    Raises:
-        CommandError: The text is no amount of memory.
+    """An amount of memory in bytes; a `CommandError` if it is none.
 
     Example:
         >>> parsed_size("2GB"), parsed_size("1.5 GiB"), parsed_size("800M")
         (2000000000, 1610612736, 800000000)
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
-    if match is None or match[2] not in _UNITS or not float(match[1]):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", text.upper())
+    if match is None or (match[3] and not match[2]) or not float(match[1]):
         raise CommandError(f"{text!r} is no amount of memory", "such as 800MB, 2GB or 1.5GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
 
 
 # -- environments ------------------------------------------------------------------------------------------------------

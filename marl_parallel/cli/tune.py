@@ -48,39 +48,26 @@ PLAIN_LOOP, SERIAL, WORKERS = "plain loop", "serial", "workers"
 ROUNDS = 3
 
 
-class Shape(NamedTuple):
-    """A number of workers, and of environments in each."""
+class Setting(NamedTuple):
+    """A number of workers, of environments in each, and the way they are stepped: `STEP` or `ASYNC`."""
 
-    workers: int
+    num_workers: int
     envs_per_worker: int
+    way: str = STEP
 
     @property
     def num_envs(self) -> int:
         """All environments."""
-        return self.workers * self.envs_per_worker
+        return self.num_workers * self.envs_per_worker
 
-    def exceeds(self, other: Shape) -> bool:
-        """Whether it has as many of both, and more of one."""
-        return self != other and self.workers >= other.workers and self.envs_per_worker >= other.envs_per_worker
-
-
-class Setting(NamedTuple):
-    """A shape, and whether it is stepped by `step` or by `send` and `recv`."""
-
-    shape: Shape
-    way: str
+    def exceeds(self, other: Setting) -> bool:
+        """Whether it has as many workers and as many environments in each, and more of one."""
+        return self[:2] != other[:2] and self[0] >= other[0] and self[1] >= other[1]
 
 
 @dataclass
 class Trial:
-    """What a setting achieved.
-
-    Attributes:
-        setting: The setting.
-        rounds: Environment steps per second in each round.
-        memory: The most bytes that its worker processes used in any round.
-        fits: Whether that is within the limit.
-    """
+    """What a setting achieved: environment steps per second in each round; the most memory in any; whether it fits."""
 
     setting: Setting
     rounds: list[float] = field(default_factory=list)
@@ -95,13 +82,8 @@ class Trial:
 
 def grid(workers: Sequence[int], envs_per_worker: Sequence[int], max_envs: int) -> list[Setting]:
     """All settings with at most `max_envs` environments; a single environment is only stepped by `step`."""
-    shapes = [Shape(*numbers) for numbers in itertools.product(workers, envs_per_worker)]
-    return [
-        Setting(shape, way)
-        for shape in sorted({shape for shape in shapes if shape.num_envs <= max_envs})
-        for way in (STEP, ASYNC)
-        if way == STEP or shape.num_envs > 1
-    ]
+    settings = {Setting(*one) for one in itertools.product(workers, envs_per_worker, (STEP, ASYNC))}
+    return sorted(one for one in settings if one.num_envs <= max_envs and (one.way == STEP or one.num_envs > 1))
 
 
 def search(
@@ -125,9 +107,9 @@ def search(
     trials: dict[Setting, Trial] = {}
     kept = list(settings)
     for share, rounds in RUNGS:
-        kept = sorted(kept[: _survivors(share, settings)], key=lambda setting: (setting.shape.num_envs, setting))
+        kept = sorted(kept[: _survivors(share, settings)], key=lambda one: (one.num_envs, one))
         for setting in kept * rounds:
-            larger = (setting.shape.exceeds(one.setting.shape) for one in trials.values() if not one.fits)
+            larger = (setting.exceeds(one.setting) for one in trials.values() if not one.fits)
             if any(larger):
                 continue
             trial = trials.setdefault(setting, Trial(setting))
@@ -146,7 +128,7 @@ def search(
     finalists = [trials[setting] for setting in kept]
     enough = (1 - AS_GOOD) * max(trial.steps_per_second for trial in finalists)
     as_good = [trial for trial in finalists if trial.steps_per_second >= enough]
-    best = min(as_good, key=lambda one: (one.setting.shape.num_envs, one.setting.shape, one.setting.way != STEP))
+    best = min(as_good, key=lambda one: (one.setting.num_envs, one.setting[:2], one.setting.way != STEP))
     return best, list(trials.values())
 
 
@@ -174,10 +156,10 @@ def in_size(nbytes: float) -> str:
 
 def measured(constructor: Constructor, traits: Traits, seconds: float, setting: Setting) -> tuple[float, int]:
     """Measure a setting with worker processes of its own: environment steps per second, and bytes of memory."""
-    (workers, num_envs), way = (setting.shape.workers, setting.shape.num_envs), setting.way
     before = {*psutil.Process().children(recursive=True)}
-    batches = draw_actions(traits.action_spaces, num_envs)
-    with stepping([constructor] * num_envs, batches, traits.rules, way, num_workers=workers) as run:
+    batches = draw_actions(traits.action_spaces, setting.num_envs)
+    constructors = [constructor] * setting.num_envs
+    with stepping(constructors, batches, traits.rules, setting.way, num_workers=setting.num_workers) as run:
         steps_per_second = _rate_once_warm(run, seconds)
         return steps_per_second, memory_of({*psutil.Process().children(recursive=True)} - before)
 
@@ -209,7 +191,7 @@ def compare(
     Returns:
         Environment steps per second in each round, by `PLAIN_LOOP`, `SERIAL` and `WORKERS`.
     """
-    num_envs = best.setting.shape.envs_per_worker
+    num_envs = best.setting.envs_per_worker
     batches = draw_actions(traits.action_spaces, num_envs)
     rounds: dict[str, list[float]] = {PLAIN_LOOP: [], SERIAL: [], WORKERS: []}
     for _ in range(ROUNDS):
@@ -235,14 +217,12 @@ class Tuning:
     """What was measured, and what is proposed.
 
     Attributes:
-        environment: As it was named.
-        env_kwargs: Its keywords.
+        environment: As it was named; `env_kwargs` too.
         machine: As `report.machine` describes it.
         limit: Bytes of memory for all worker processes.
         trials: All that was measured.
         best: The fastest setting within the limit.
-        in_turns: Environment steps per second of the plain loop, `backend="serial"` and the best setting, measured in
-            turns; see `compare`.
+        in_turns: Environment steps per second in each round of `compare`.
     """
 
     environment: str
@@ -283,16 +263,16 @@ class Tuning:
     @property
     def code(self) -> str:
         """The line to paste, and how to step the environments it makes."""
-        shape, way = self.best.setting
+        setting = self.best.setting
         path, colon, attribute = self.environment.partition(":")
         # A file by its module's name: what is pasted is to run beside it.
         name = f"{Path(path).stem}{colon}{attribute}" if path.endswith(".py") else self.environment
-        how = f"num_workers={shape.workers}" if self.pays_off else 'backend="serial"'
+        how = f"num_workers={setting.num_workers}" if self.pays_off else 'backend="serial"'
         env_kwargs = [f"env_kwargs={self.env_kwargs!r}"] if self.env_kwargs else []
-        arguments = ", ".join([f'"{name}"', f"num_envs={shape.num_envs}", *env_kwargs, how])
+        arguments = ", ".join([f'"{name}"', f"num_envs={setting.num_envs}", *env_kwargs, how])
         line = f"env = marl_parallel.make({arguments})"
-        if self.pays_off and way == ASYNC:
-            half = max(1, shape.num_envs // 2)
+        if self.pays_off and setting.way == ASYNC:
+            half = max(1, setting.num_envs // 2)
             line += f"\n# env.reset_async(); then again and again env.recv(min_envs={half}), and env.send to who came"
         return line
 
@@ -314,17 +294,8 @@ class Tuning:
 
 
 def _as_json(trial: Trial) -> dict[str, Any]:
-    shape, way = trial.setting
-    return {
-        "num_workers": shape.workers,
-        "envs_per_worker": shape.envs_per_worker,
-        "num_envs": shape.num_envs,
-        "way": way,
-        "steps_per_second": trial.steps_per_second,
-        "memory": trial.memory,
-        "fits": trial.fits,
-        "rounds": trial.rounds,
-    }
+    facts = {"num_envs": trial.setting.num_envs, "steps_per_second": trial.steps_per_second, **vars(trial)}
+    return {**trial.setting._asdict(), **{name: fact for name, fact in facts.items() if name != "setting"}}
 
 
 def show(found: Tuning) -> None:
@@ -341,12 +312,12 @@ def show(found: Tuning) -> None:
     for heading in ("workers", "in each", "envs", "by", "steps/s", "± %", "rounds", "memory", ""):
         table.add_column(heading, justify="left" if heading in ("by", "") else "right", no_wrap=True)
     for trial in found.ranked:
-        shape, way = trial.setting
+        num_workers, envs_per_worker, way = trial.setting
         remark = "" if trial.fits else "too large"
         if trial is found.best:
             remark = "proposed" if found.pays_off else "fastest"
         table.add_row(
-            *map(str, (*shape, shape.num_envs)),
+            *map(str, (num_workers, envs_per_worker, trial.setting.num_envs)),
             {STEP: "step", ASYNC: "send, recv"}[way],
             *_speed(trial.rounds),
             in_size(trial.memory),
@@ -354,9 +325,7 @@ def show(found: Tuning) -> None:
             style="bold green" if trial is found.best else None if trial.fits else "dim",
         )
     for name in (SERIAL, PLAIN_LOOP):
-        table.add_row(
-            "", "", f"{found.best.setting.shape.envs_per_worker}", name, *_speed(found.in_turns[name]), "", ""
-        )
+        table.add_row("", "", f"{found.best.setting.envs_per_worker}", name, *_speed(found.in_turns[name]), "", "")
     console.print(table)
     console.print(f"[dim]{escape(in_one_line(found.machine))}", highlight=False)
     console.print(f"\n{found.advice}", style=None if found.pays_off else "bold yellow", markup=False, highlight=False)
