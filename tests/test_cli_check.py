@@ -145,7 +145,12 @@ def _command(pid: int) -> bytes:
     [
         ("NotDeterministic", Question.DETERMINISM, "two runs with the same seed and actions differ", "without a seed"),
         ("GlobalGenerator", Question.DETERMINISM, "two runs with the same seed and actions differ", "`np.random`"),
-        ("SharedState", Question.SERIAL, "beside others, copy 0 does not do what it does alone", "share nothing"),
+        (
+            "SharedState",
+            Question.SERIAL,
+            "beside others, environment 0 does not do what it does alone",
+            "share nothing",
+        ),
     ],
 )
 def test_a_bug_that_only_comparing_shows(name, question, what, advice):

@@ -185,7 +185,7 @@ def test_check_comes_to_its_end(name):
     environment = f"{TESTS / 'forking.py'}:{name}"
     jobs = [
         Job(probe, environment, "{}", timeout=20.0, seconds=0.05, steps=12, backend=backend)
-        for probe, backend in (("alone", "serial"), ("copies", "serial"), ("copies", "process"))
+        for probe, backend in (("alone", "serial"), ("parallel", "serial"), ("parallel", "process"))
     ]
     traces = []
     for _, outcome in run_probes(jobs, 3, lambda job: None):

@@ -54,13 +54,10 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
         job: The first probe; the others do the same in other ways.
         backends: The backends to try.
         on_start: Called with the name of each probe that starts.
-
-    Raises:
-        CommandError: There is no such environment.
     """
 
     def started(job: Job) -> None:
-        on_start(job.backend if job.probe == "copies" else job.probe)
+        on_start(job.backend if job.probe == "parallel" else job.probe)
 
     found = Examination(job.environment)
     ((_, first),) = run_probes([job], 1, started)
@@ -73,13 +70,13 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
     others = [replace(same, global_seed=_OTHER_GENERATORS, hash_seed=1), *_official(job, facts)]
     # Environments that need a process each can only live in workers that are processes.
     possible = [name for name in backends if job.shares_process or Question.of_backend(name) is Question.PROCESS]
-    others += [replace(job, probe="copies", backend=backend) for backend in possible]
+    others += [replace(job, probe="parallel", backend=backend) for backend in possible]
     found.checked.add(Question.API)
     traces: dict[str, dict[int, Trace]] = {}
     for done, outcome in run_probes(others, usable_cpus(), started):
         found.merge(outcome)
         if outcome.traces:
-            traces[done.backend if done.probe == "copies" else done.probe] = outcome.traces
+            traces[done.backend if done.probe == "parallel" else done.probe] = outcome.traces
     again = traces.pop("again", None)
     if again is not None:
         found.checked.add(Question.DETERMINISM)
@@ -96,7 +93,7 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
             traces = traces if where.reset > 1 and facts["takes_seed"] else {}
     for backend, run in traces.items():
         question = Question.of_backend(backend)
-        found.add(_about_copies(question, first.traces, run))
+        found.add(_about_backend(question, first.traces, run))
         found.checked.add(question)
     found.add(_about_cost(facts))
     return found
@@ -121,12 +118,7 @@ def _official(job: Job, facts: dict[str, Any]) -> list[Job]:
 def run_probes(
     jobs: Iterable[Job], at_once: int, on_start: Callable[[Job], None] = lambda job: None
 ) -> Iterator[tuple[Job, Examination]]:
-    """Run probes side by side, and yield what each has found as they end.
-
-    Args:
-        jobs: What they do.
-        at_once: The most that run at the same time.
-        on_start: Called with each job that starts.
+    """Run probes, at most `at_once` at the same time, and yield what each has found as they end.
 
     Raises:
         CommandError: There is no such environment, or it cannot be imported.
@@ -201,13 +193,7 @@ def _ended(error: WorkerCrashed | WorkerTimeout, doing: Doing, job: Job) -> Find
 
 
 def _not_deterministic(where: Difference, differs_again: bool, facts: dict[str, Any]) -> Finding:
-    """The finding that two runs differ.
-
-    Args:
-        where: The first difference.
-        differs_again: Whether a run with the same process-wide generators and order of sets differs, too.
-        facts: Of the first run.
-    """
+    """The finding that two runs differ; `differs_again` if those with the same process-wide generators do so, too."""
     text = f"two runs with the same seed and actions differ: {where}"
     advice = "draw from a generator that is made in `reset` from its seed (gymnasium.utils.seeding.np_random)"
     if not differs_again:
@@ -239,11 +225,11 @@ def _first_episode(trace: Trace) -> Trace:
     return trace[: resets[1]] if len(resets) > 1 else trace
 
 
-def _about_copies(question: Question, first: dict[int, Trace], run: dict[int, Trace]) -> list[Finding]:
+def _about_backend(question: Question, first: dict[int, Trace], run: dict[int, Trace]) -> list[Finding]:
     for env_id in first.keys() & run.keys():
         where = first_difference(first[env_id], run[env_id])
         if where is not None:
-            what = f"beside others, copy {env_id} does not do what it does alone: {where}"
+            what = f"beside others, environment {env_id} does not do what it does alone: {where}"
             advice = (
                 "let environments share nothing: no globals, class attributes that change, files or ports of one "
                 "name; or pass envs_per_worker=1, where one process has to have one"

@@ -57,8 +57,8 @@ class Contender(NamedTuple):
 
     def __str__(self) -> str:
         alone = {LOOP: "plain loop", "serial": "serial"}
-        who = alone.get(self.backend) or f"{self.backend} x {self.workers}"
-        return who if self.way == STEP else f"{who}, {self.way}"
+        name = alone.get(self.backend) or f"{self.backend} x {self.workers}"
+        return name if self.way == STEP else f"{name}, {self.way}"
 
 
 @dataclass(frozen=True)

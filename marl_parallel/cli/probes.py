@@ -13,7 +13,7 @@ was found before has arrived. The probes:
 `alone`     one environment by itself: spaces, types, pickling, processes left behind, costs; then two in one process
 `again`     the same run in a fresh process, for comparison
 `official`  the tests that PettingZoo and Gymnasium have for their environments
-`copies`    three environments in a `ParallelEnv`, for comparison
+`parallel`  three environments in a `ParallelEnv`, for comparison
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ AFTER = -1
 _GONE_WITHIN_S = 2.0
 _STARTUP_S = 10.0
 _RESETS = 8
-_COPIES = 3
+_NUM_ENVS = 3
 _MULTIPROCESSING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Processes that `multiprocessing` keeps until its interpreter ends, whoever used it."""
+"""Processes that `multiprocessing` keeps until its interpreter ends."""
 
 
 # -- findings ----------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class Job:
         seed: Of the first environment.
         global_seed: Seeds the process-wide generators.
         hash_seed: `PYTHONHASHSEED` of the worker: it decides the order of sets of strings.
-        backend: Of the `ParallelEnv` that the probe `copies` makes.
+        backend: Of the `ParallelEnv` that the probe `parallel` makes.
         cycles: How many steps a test of another project takes.
         test: The one test of another project to run; empty for all.
         shares_process: Whether several environments can live in one process.
@@ -244,14 +244,14 @@ class Job:
     @property
     def limit_s(self) -> float:
         """Seconds that each call of the worker may take: a test, or a call of `ParallelEnv`, makes many of its own."""
-        longer = {"official": self.timeout + 20 * self.seconds, "copies": _COPIES * self.timeout + _STARTUP_S}
+        longer = {"official": self.timeout + 20 * self.seconds, "parallel": _NUM_ENVS * self.timeout + _STARTUP_S}
         return longer.get(self.probe, self.timeout)
 
     @property
     def question(self) -> Question:
         """The question that a crash or a hang answers, unless the probe says which."""
         backend = Question.of_backend(self.backend)
-        of_probe = {"official": Question.API, "again": Question.DETERMINISM, "copies": backend}
+        of_probe = {"official": Question.API, "again": Question.DETERMINISM, "parallel": backend}
         return of_probe.get(self.probe, Question.RUNS)
 
     def doing(self, what: str) -> Doing:
@@ -312,10 +312,7 @@ class Probe:
         raise NotImplementedError
 
     def advance(self) -> tuple[Examination, Doing | None]:
-        """Run the probe to its next `yield`.
-
-        Returns:
-            What it has found since the last call, and what it does next; None at its end.
+        """Run the probe to its next `yield`; returns what it has found, and what it does next; None at its end.
 
         Raises:
             CommandError: There is no such environment, or it cannot be imported.
@@ -340,11 +337,7 @@ class Probe:
             self.found.add([Finding(question, severity, what, advice)])
 
     def calling(self, doing: str, function: Callable[[], Any]) -> Steps:
-        """Call the simulator; an exception becomes a finding and ends the probe.
-
-        Raises:
-            Stopped: It raised.
-        """
+        """Call the simulator; an exception becomes a finding, and ends the probe with `Stopped`."""
         yield self.job.doing(doing)
         try:
             return self.call(function)
@@ -353,7 +346,7 @@ class Probe:
             raise Stopped from error
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Call the simulator, and end this process if it is a copy that the simulator has forked."""
+        """Call the simulator, and end this process if the simulator has forked it."""
         begun = time.perf_counter()
         try:
             returned = function()
@@ -425,20 +418,18 @@ class Actor:
 class Solo:
     """One environment by itself: an adapted simulator and its `Episode`, as in a worker, without the transport.
 
-    `Episode` calls this in place of the adapter, so that what the simulator returns is timed, and looked at before
-    anything is added.
+    `Episode`, which says who acts and when an episode is over, calls this in place of the adapter, so that what the
+    simulator returns is timed, and looked at before anything is added.
 
     Attributes:
-        env: The adapted simulator.
-        episode: Says who acts, and when an episode is over.
         look: Called with what `reset` or `step` returned.
         took: Seconds of each call, by method.
     """
 
-    def __init__(
-        self, env: MultiAgentEnv, calling: Calling, look: Callable[[tuple[Any, ...]], None] | None = None
-    ) -> None:
-        self.env, self._calling, self.look = env, calling, look
+    look: Callable[[tuple[Any, ...]], None] | None = None
+
+    def __init__(self, env: MultiAgentEnv, calling: Calling) -> None:
+        self.env, self._calling = env, calling
         self.took: dict[str, list[float]] = {"reset": [], "step": []}
         as_env: Any = self
         self.episode = Episode(as_env, 0, AutoresetMode.DISABLED, Ledger(bytearray(Ledger.NBYTES)))
@@ -471,12 +462,7 @@ class Solo:
         return (yield from self._calling("step", lambda: self.episode.step(actions)))
 
     def run(self, seed: int, steps: int, seconds: float) -> Steps:
-        """Step from a reset with this seed, through as many episodes as there are.
-
-        Args:
-            seed: Of the first reset, and of the actions.
-            steps: The most steps.
-            seconds: The most seconds, after the first step.
+        """Step from a reset with this seed, until there are so many steps or seconds, but once at least.
 
         Returns:
             The trace, the number of steps, and the trace of a reset without a seed and a step that follow.
@@ -503,7 +489,7 @@ def _is_over(now: Transition) -> bool:
     return bool(now.terminateds.get(ALL) or now.truncateds.get(ALL))
 
 
-def _run_copies(env: ParallelEnv, job: Job, calling: Calling) -> Steps:
+def _run_parallel(env: ParallelEnv, job: Job, calling: Calling) -> Steps:
     """Step the environments of a `ParallelEnv` with `auto_reset=False`; returns their traces."""
     action_spaces: Mapping[Any, Space[Any]] = env.action_space or {}
     space_of: Mapping[Any, Space[Any]] = env.observation_space or {}
@@ -799,7 +785,7 @@ def again(probe: Probe) -> Steps:
     probe.found.traces |= {0: trace, AFTER: after}
 
 
-def copies(probe: Probe) -> Steps:
+def parallel(probe: Probe) -> Steps:
     """Three environments, two of them in the same worker if a process can have two."""
     job = probe.job
     constructor = yield from _imported(probe)
@@ -815,12 +801,12 @@ def copies(probe: Probe) -> Steps:
     def make() -> ParallelEnv:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # of more workers than CPUs
-            return ParallelEnv([constructor] * _COPIES, False, job.seed, backend=job.backend, **options)
+            return ParallelEnv([constructor] * _NUM_ENVS, False, job.seed, backend=job.backend, **options)
 
     try:
         env: ParallelEnv = yield from calling("", make)
         try:
-            traces = yield from _run_copies(env, job, calling)
+            traces = yield from _run_parallel(env, job, calling)
             probe.found.traces |= dict(enumerate(traces))
         finally:
             yield from calling(".close", env.close)
@@ -902,7 +888,12 @@ def _outcome_of(test: Callable[[], object]) -> list[str]:
     return outcome
 
 
-PROBES: dict[str, Callable[[Probe], Steps]] = {"alone": alone, "again": again, "official": official, "copies": copies}
+PROBES: dict[str, Callable[[Probe], Steps]] = {
+    "alone": alone,
+    "again": again,
+    "official": official,
+    "parallel": parallel,
+}
 
 
 # -- what a simulator returns ------------------------------------------------------------------------------------------
@@ -967,7 +958,7 @@ class Inspector:
             what = f"agent {agent!r} declares no observation space"
             yield Finding(Question.API, REMARK, what, f"declare one; {still}")
         elif (found := misfit(observation, space)) is not None:
-            what = f"the observation of {agent}{'' if found.what.startswith('[') else ' '}{found.what}"
+            what = _about(f"the observation of {agent}", found)
             yield Finding(Question.SPACES, PROBLEM if found.breaks else REMARK, what, found.advice)
 
     def _odd_reward(self, agent: Any, reward: Any) -> Iterator[Finding]:
@@ -986,17 +977,11 @@ class Inspector:
 
 
 class Misfit(NamedTuple):
-    """How a value is not what it should be.
-
-    Attributes:
-        what: The end of a sentence that begins with the name of the value.
-        advice: What to do about it.
-        breaks: Whether it stops a `ParallelEnv`, or ruins training; else the value arrives, cast to its space's dtype.
-    """
+    """How a value is not what it should be: the end of a sentence that begins with its name, and the advice."""
 
     what: str
     advice: str
-    breaks: bool = True
+    breaks: bool = True  # it stops a `ParallelEnv` or ruins training; else the value arrives, cast to its space's dtype
 
 
 _KNOWN = (spaces.Box, spaces.Dict, spaces.Tuple, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
@@ -1038,8 +1023,12 @@ def _first_misfit(parts: Iterator[tuple[str, Any, Space[Any]]]) -> Misfit | None
     found = []
     for name, part, space in parts:
         if (one := misfit(part, space)) is not None:
-            found.append(one._replace(what=f"{name}{'' if one.what.startswith('[') else ' '}{one.what}"))
+            found.append(one._replace(what=_about(name, one)))
     return next((one for one in found if one.breaks), found[0] if found else None)
+
+
+def _about(name: str, found: Misfit) -> str:
+    return f"{name}{found.what}" if found.what.startswith("[") else f"{name} {found.what}"
 
 
 def _misfit_of_array(value: Any, space: Space[Any]) -> Misfit | None:

@@ -273,7 +273,9 @@ class Tuning:
         line = f"env = marl_parallel.make({arguments})"
         if self.pays_off and setting.way == ASYNC:
             half = max(1, setting.num_envs // 2)
-            line += f"\n# env.reset_async(); then again and again env.recv(min_envs={half}), and env.send to who came"
+            line += (
+                f"\n# env.reset_async(); then repeat: env.recv(min_envs={half}), env.send actions to those it returned"
+            )
         return line
 
     def as_json(self) -> dict[str, Any]:
