@@ -36,10 +36,20 @@ from synthetic import rounds_per_microsecond
 
 from marl_parallel import ParallelEnv
 from marl_parallel.backends import threads
-from marl_parallel.cli.machine import in_one_line, machine
 from marl_parallel.cli.measure import spread
-from marl_parallel.cli.plotting import COLOURS, GREY, PATCH, finish, framed, tidy
-from marl_parallel.cli.report import progress, write_json, write_rows
+from marl_parallel.cli.report import (
+    COLOURS,
+    GREY,
+    PATCH,
+    finish,
+    framed,
+    in_one_line,
+    machine,
+    progress,
+    tidy,
+    write_json,
+    write_rows,
+)
 from marl_parallel.core.sharing import usable_cpus
 
 RESULTS = Path(__file__).parent / "results"
