@@ -14,10 +14,10 @@ Construction, the public methods, and the order in which they may be called. A s
       v
     observations, rewards, terminateds, truncateds, infos
 
-`send` and `recv` are the two halves of it: `Pool.send` posts, `Pool.recv` waits. A crash goes this way: `Backend.wait`
-returns `Lost` in place of a reply, `Pool` raises it as an error and closes everything, or has `core/recovery.py` rebuild
-the environments in a new worker. A simulator that steps many environments by itself has other classes in the place of
-`Pool` and `Batch` (`core/engine.py`).
+`send` and `recv` are the two halves of it: `Pool.send` posts, `Pool.recv` waits. A crash goes this way:
+`Backend.wait` returns `Lost` in place of a reply, `Pool` raises it as an error and closes everything, or has
+`core/recovery.py` rebuild the environments in a new worker. A simulator that steps many environments by itself has
+other classes in the place of `Pool` and `Batch` (`core/engine.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What `ParallelEnv` asks of whatever carries out its calls, and of the batch that is written for it and read of it.
 
 There are two of each. `Pool` and `Batch` have workers step one environment after the other, and meet in a block of
-memory; `NativeCrew` and `NativeBatch` have one simulator step all of them at once, and meet in its own arrays. Only these
-pairs know what they hand to each other: written actions, and the extras of results.
+memory; `NativeCrew` and `NativeBatch` have one simulator step all of them at once, and meet in its own arrays. Only
+these pairs know what they hand to each other: written actions, and the extras of results.
 """
 
 from __future__ import annotations
