@@ -86,11 +86,13 @@ class Launcher:
         self._token = secrets.token_hex(_TOKEN_NBYTES)
         self._requests = 0
         self._awaited: int | None = None  # the request whose worker is being started
+        self._failure: int | None = None  # the errno that it has failed with
         self._pids: dict[int, int] = {}  # of living workers, by request
         self._crash_files: dict[int, CrashFile] = {}  # of living workers, by process id
         self._reports: dict[int, str] = {}  # of dead workers, until they are read
         self._dead: list[tuple[int, int]] = []
-        self._server: _Server | None = _Server(context, entry, self._token, wake)
+        self._end = "the launcher is closed"  # why there is no server
+        self._server: _Server | None = self._new_server()
         self._closed = False
         _open_launchers.add(self)
 
@@ -117,23 +119,20 @@ class Launcher:
             raise ValueError(f"a worker can be given {server.MOST_FDS} file descriptors, not {len(fds)}")
         self._collect(0)
         if self._server is None:
-            self._server = _Server(self._context, self._entry, self._token, self._wake)
+            self._server = self._new_server()
         threads = loaded_threads = self._threads
-        if self._context == "forkserver":  # which has loaded them with one thread
-            loaded_threads = interpreter.default_threads(os.environ) if threads is None else threads
-        if self._context == "spawn" or (self._context == "forkserver" and loaded_threads == 1):
+        if self._context == "forkserver" and threads is None:
+            loaded_threads = interpreter.default_threads(os.environ)
+        if self._context == "spawn" or loaded_threads == 1:  # which the libraries of a server have
             loaded_threads = None
         setting = child.Setting.here(index, self._entry, self._token, threads, loaded_threads)
         crash_file = CrashFile.create()
         self._requests += 1
-        self._awaited = self._requests
+        self._awaited, self._failure = self._requests, None
         try:
-            self._server.request(self._requests, setting, crash_file.fd, fds)
-            pid = self._wait_launched(self._requests)
-        except BaseException as error:
+            pid = self._request(setting, crash_file.fd, fds)
+        except BaseException:
             crash_file.close()
-            if isinstance(error, EOFError) or _is_hang_up(error):
-                raise RuntimeError(self._lose_server()) from error
             raise
         finally:
             self._awaited = None
@@ -191,9 +190,10 @@ class Launcher:
             return
         self._closed = True
         _open_launchers.discard(self)
-        process, self._server = self._server, None
+        self._end = "the launcher is closed"
+        used, self._server = self._server, None
         try:
-            if process is not None and process.close(lambda *_: None) != 0:
+            if used is not None and used.close(lambda *_: None) != 0:
                 descendants.kill_marked(self._token)
         finally:
             self._close_crash_files()
@@ -216,48 +216,52 @@ class Launcher:
     def __del__(self) -> None:
         self.close()
 
-    def _wait_launched(self, request: int) -> int:
-        deadline = time.monotonic() + _ANSWERS_WITHIN_S
-        while (left := deadline - time.monotonic()) > 0:
-            reply = self._next_reply(min(left, _CHECK_EVERY_S))
-            if reply is None:
-                if self._server is None:
-                    raise EOFError
-                self._server.check()
-                continue
-            kind, number, result = reply
-            if number != request:
-                continue
-            if kind == Reply.LAUNCHED:
-                return result
-            if kind == Reply.FAILED:
-                raise OSError(result, f"cannot fork a worker: {os.strerror(result)}")
-            raise OSError(errno.ECHILD, "the process that was to fork a worker was killed")
-        assert self._server is not None
-        raise RuntimeError(self._server.silence())
+    def _new_server(self) -> _Server:
+        return _Server(self._context, self._entry, self._token, self._wake, self._threads)
 
-    def _collect(self, timeout: float) -> None:
-        """Take the replies that are there; if there is none, wait at most `timeout` seconds for one."""
+    def _request(self, setting: child.Setting, crash: int, fds: Sequence[int]) -> int:
+        """Request a worker and wait until it is launched; returns its process id."""
+        request, deadline = self._requests, time.monotonic() + _ANSWERS_WITHIN_S
         try:
-            while self._next_reply(timeout) is not None:
-                timeout = 0
-            # Keepers may hold the connection open for a while after the server's end.
-            if self._server is not None and self._server.ended():
-                while self._next_reply(0) is not None:
-                    pass
-                self._lose_server()
+            assert self._server is not None
+            self._server.request(request, setting, crash, fds)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
+                raise
+            self._lose_server()
+        while request not in self._pids:
+            if self._failure is not None:
+                raise OSError(self._failure, f"cannot fork a worker: {os.strerror(self._failure)}")
+            if self._server is None:
+                raise RuntimeError(self._end)
+            if (left := deadline - time.monotonic()) <= 0:
+                raise RuntimeError(self._server.silence())
+            if not self._collect(min(left, _CHECK_EVERY_S)) and self._server is not None:
+                self._server.continue_if_stopped()
+        return self._pids[request]
+
+    def _collect(self, timeout: float) -> bool:
+        """Take the replies that are there; if there is none, wait at most `timeout` seconds for one.
+
+        Returns:
+            Whether there was any.
+        """
+        found = False
+        try:
+            while self._server is not None:
+                ended = self._server.ended()
+                while self._server is not None and (reply := self._server.reply(0 if found else timeout)) is not None:
+                    found = True
+                    self._note(*reply)
+                if not ended:
+                    break
+                self._lose_server()  # keepers may hold the connection open for a while after the server's end
         except (OSError, EOFError) as error:
             # A `TimeoutError` that the caller's own signal handler raises is an OSError, too, but not the connection's.
             if isinstance(error, OSError) and error.errno is None:
                 raise
             self._lose_server()
-
-    def _next_reply(self, timeout: float) -> tuple[Reply, int, int] | None:
-        """Wait for a reply and take note of it; None if there is none in time."""
-        reply = None if self._server is None else self._server.reply(timeout)
-        if reply is not None:
-            self._note(*reply)
-        return reply
+        return found
 
     def _note(self, kind: Reply, request: int, result: int) -> None:
         if kind == Reply.LAUNCHED:
@@ -267,6 +271,8 @@ class Launcher:
                 descendants.send(result, signal.SIGKILL)
         elif kind == Reply.DIED and (pid := self._pids.pop(request, None)) is not None:
             self._note_death(pid, result)
+        elif request == self._awaited:  # it has not been forked, or died with its keeper before
+            self._failure = result if kind == Reply.FAILED else errno.ECHILD
 
     def _note_death(self, pid: int, exitcode: int) -> None:
         crash_file = self._crash_files.pop(pid, None)
@@ -277,17 +283,17 @@ class Launcher:
         crash_file.close()
         self._dead.append((pid, exitcode))
 
-    def _lose_server(self) -> str:
-        """Clean up after a server that has died, and its workers with it; returns a sentence on it."""
-        process, self._server = self._server, None
-        if process is None or self._closed:
-            return "the launcher is closed"
-        code = process.close(self._note)
+    def _lose_server(self) -> None:
+        """Clean up after a server that has died, and its workers with it."""
+        lost, self._server = self._server, None
+        if lost is None or self._closed:
+            return
+        code = lost.close(self._note)
+        self._end = f"the fork server has ended with exit code {code}; its stderr says why"
         descendants.kill_marked(self._token)
         for pid in list(self._crash_files):
             self._note_death(pid, -signal.SIGKILL)
         self._pids.clear()
-        return f"the fork server has ended with exit code {code}; its stderr says why"
 
     def _signal(self, pid: int, number: int) -> None:
         # The number of one that died may be another's by now: learn of deaths first.
@@ -312,14 +318,12 @@ def _close_in_forked_child() -> None:
 os.register_at_fork(after_in_child=_close_in_forked_child)
 
 
-def _is_hang_up(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
-
-
 class _Server:
     """One server: its process, the socket to it, and the write end of its workers' guard pipe."""
 
-    def __init__(self, context: str, entry: str, token: str, wake: tuple[Block, int] | None) -> None:
+    def __init__(
+        self, context: str, entry: str, token: str, wake: tuple[Block, int] | None, threads: int | None
+    ) -> None:
         self._socket, theirs = socket_pair(socket.SOCK_SEQPACKET)
         guard, self._guard_end = pipe()
         wake_fd = duplicate(wake[0].fd) if wake else -1
@@ -336,31 +340,27 @@ class _Server:
             self._process: subprocess.Popen[bytes] | _Fork
             if context == "fork":
                 importlib.import_module(entry)  # once, rather than in each worker
-                self._process = _Fork(lambda: self._serve_in_fork(theirs.detach(), arguments))
+                self._process = _Fork(lambda: self._serve_in_fork(theirs.detach(), arguments, threads))
             else:
                 self._process = _started(context, token, arguments, (theirs.fileno(), guard, wake_fd))
             on_error.pop_all()
 
-    def _serve_in_fork(self, connection: int, arguments: tuple[object, ...]) -> None:
+    def _serve_in_fork(self, connection: int, arguments: tuple[object, ...], threads: int | None) -> None:
         """Be the server, in a fork of the parent."""
         os.setsid()
         self._socket.close()
         os.close(self._guard_end)
         child.reset_signals()
+        if threads == 1:
+            interpreter.limit_loaded_libraries(1)  # once, rather than in each worker
         server.serve(connection, *arguments[1:])  # type: ignore[arg-type]
 
     def ended(self) -> bool:
         """Whether the server's process has ended."""
         return self._process.poll() is not None
 
-    def check(self) -> None:
-        """Continue the server if it is stopped.
-
-        Raises:
-            EOFError: It has ended.
-        """
-        if self.ended():
-            raise EOFError
+    def continue_if_stopped(self) -> None:
+        """Continue the server's process, with a warning, if a signal has stopped it."""
         pid = self._process.pid
         if descendants.state_of(pid) in ("T", "t"):
             logger.warning("The fork server (process %d) was stopped by a signal, as SIGSTOP; it is continued.", pid)
