@@ -166,3 +166,42 @@ def test_killed_keeper_takes_its_worker_along(context: str) -> None:
         assert alive(bystander)
         fresh = stage.launch("waits")
         assert stage.hear()["ready"] == fresh
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_killed_keeper_leaves_nothing(context: str) -> None:
+    """Not even processes that have left the worker's group and cleared their environment."""
+    with contextlib.closing(Stage(context)) as stage:
+        bystander = stage.launch("waits")
+        stage.hear()
+        worker = stage.launch("has_children")
+        pids = stage.hear()["pids"][1:]
+        assert all(alive(pid) for pid in pids)
+        os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
+        assert stage.death() == (worker, -signal.SIGKILL)
+        wait_for(lambda: all_gone(worker, *pids))
+        assert alive(bystander)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_children_are_gone_when_a_death_is_reported(context: str) -> None:
+    """A new worker may need the port or file that a child of the old one holds."""
+    with contextlib.closing(Stage(context)) as stage:
+        for _ in range(3):
+            worker = stage.launch("has_children")
+            pids = stage.hear()["pids"][1:]
+            stage.launcher.kill(worker)
+            assert stage.death() == (worker, -signal.SIGKILL)
+            assert all_gone(worker, *pids)
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_killed_server_and_keeper_leave_nothing(context: str) -> None:
+    """What shows the variable of the environment is found, whatever else has been killed."""
+    with contextlib.closing(Stage(context)) as stage:
+        worker = stage.launch("has_children")
+        marked = stage.hear()["pids"][1:3]  # in the worker's group, and in a session of its own
+        for pid in (server_of(stage.launcher), psutil.Process(worker).ppid()):
+            os.kill(pid, signal.SIGKILL)
+        wait_for(stage.launcher.deaths)
+        wait_for(lambda: all_gone(worker, *marked))
