@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
-from marl_parallel.backends import descendants, threads
+from marl_parallel.backends import descendants, interpreter
 from marl_parallel.backends.memory import Block, anonymous_file
 from marl_parallel.backends.stacks import report_to
 from marl_parallel.core.layout import Layout
@@ -117,9 +117,8 @@ class RayWorker:
         os.environ[descendants.MARKER] = self._marker
         report_to(self._files.crash)
         if num_threads is not None:
-            os.environ.update(threads.variables(num_threads))
-            if sys.platform == "linux":
-                threads.set_loaded(num_threads)
+            os.environ.update(interpreter.thread_variables(num_threads))
+            interpreter.limit_loaded_libraries(num_threads)
 
     def greet(self) -> Greeting:
         """Who it is; the first thing it is asked."""

@@ -11,10 +11,11 @@ import math
 import pickle
 from typing import Any
 
-import cloudpickle
 import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
+
+from marl_parallel.core.pickling import ByValuePickler
 
 _LARGE = 1024
 """Bytes; smaller arrays are pickled as they are."""
@@ -39,7 +40,7 @@ def dumps_compactly(value: Any) -> bytes:
         return file.getvalue()
 
 
-class _CompactPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _CompactPickler(ByValuePickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is np.ndarray and (pattern := _constant(obj)) is not None:
             return _filled, (obj.shape, obj.dtype, pattern)
