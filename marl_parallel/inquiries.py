@@ -16,8 +16,7 @@ from gymnasium import Space, spaces
 from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from numpy.typing import NDArray
 
-from marl_parallel.adapters import AgentID
-from marl_parallel.adapters.group_spaces import GroupSpaces
+from marl_parallel.adapters import AgentID, GroupSpaces
 from marl_parallel.arguments import checked_ids, checked_trace
 from marl_parallel.core.engine import BatchView, Engine
 from marl_parallel.core.exclusive import CallGuard, exclusive

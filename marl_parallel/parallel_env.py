@@ -32,8 +32,7 @@ from typing import Any, NoReturn
 
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.adapters import AgentID, MultiAgentEnv, adapter_function
-from marl_parallel.adapters.agents import check_agents
+from marl_parallel.adapters import AgentID, MultiAgentEnv, adapter_function, check_agents
 from marl_parallel.arguments import (
     at_least_one,
     autoreset_mode,

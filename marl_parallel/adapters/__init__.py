@@ -13,29 +13,48 @@ from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv  # type: ignore[import-untyped]
 
 from marl_parallel.adapters import attributes
-from marl_parallel.adapters.agents import InvalidAgents, check_agents
-from marl_parallel.adapters.base import CHOICES, LookupFailed, Misfit, NotAnEnvironment, agent_names, type_name
-from marl_parallel.adapters.dict_env import DictEnv, ListActionsEnv, takes_a_list
+from marl_parallel.adapters.dict_env import DictEnv, ListActionsEnv, RLlibEnv, is_rllib_env, takes_a_list
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.mlagents import MLAgentsEnv, is_mlagents_env
 from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, TurnBasedAECEnv, adapt_aec
-from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
-from marl_parallel.adapters.rllib import RLlibEnv, is_rllib_env
+from marl_parallel.adapters.protocol import (
+    CHOICES,
+    AgentID,
+    Dicts,
+    GroupSpaces,
+    InvalidAgents,
+    LookupFailed,
+    Misfit,
+    MultiAgentEnv,
+    NotAnEnvironment,
+    Rules,
+    Schema,
+    agent_names,
+    check_agents,
+    described,
+    refuse_reserved,
+    type_name,
+)
 from marl_parallel.adapters.tuple_env import TupleEnv, length_of, number_of_agents
 
 __all__ = [
     "ADAPTERS",
     "AgentID",
     "Dicts",
+    "GroupSpaces",
     "InvalidAgents",
     "LookupFailed",
     "Misfit",
     "MultiAgentEnv",
     "NotAnEnvironment",
     "Rules",
+    "Schema",
     "adapt",
     "adapter_function",
     "attributes",
+    "check_agents",
+    "described",
+    "refuse_reserved",
 ]
 
 AdapterFunction: TypeAlias = Callable[[Any], MultiAgentEnv]
