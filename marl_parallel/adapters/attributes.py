@@ -74,6 +74,13 @@ def has(source: Any, name: str) -> bool:
     return True
 
 
+def is_a(source: Any, module: str, name: str) -> bool:
+    """Whether an object is of a class, given by its name and its module or package, so that neither is imported."""
+    return any(
+        base.__name__ == name and f"{base.__module__}.".startswith(f"{module}.") for base in type(source).__mro__
+    )
+
+
 def is_wrapped(source: Any, kind: tuple[str, str]) -> bool:
     """Whether any layer is of a class, given by module and name, so that nobody has to import it for this."""
     return any((base.__module__, base.__qualname__) == kind for layer in layers(source) for base in type(layer).__mro__)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from gymnasium import Space
 
-from marl_parallel.adapters.attributes import declared, is_wrapped
+from marl_parallel.adapters.attributes import declared
 from marl_parallel.adapters.protocol import (
     ALL,
     FIVE_DICTS,
@@ -51,7 +51,7 @@ class DictEnv(Adapter):
         self.reward_spaces = vector_reward_spaces(source, self.possible_agents)
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        return self._checked_reset(self._reset(self.source, keywords))
+        return self._reset_dicts(self.source, keywords)
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
         try:
@@ -61,7 +61,7 @@ class DictEnv(Adapter):
             raise
         if type(result) is tuple and [*map(type, result)] == FIVE_DICTS:
             return result
-        return self._checked_step(self._for_each(result))
+        return self._five_dicts(self._for_each(result))
 
     def _for_each(self, result: Any) -> Any:
         """Give a reward or flag that is one for all to each agent that observes something."""
@@ -135,19 +135,6 @@ class RLlibEnv(DictEnv):
         lookup = declared(self.source, f"get_{what}_space")
         found = spaces_of(self.possible_agents, lookup) if callable(lookup) else {}
         return found or super()._spaces(what)
-
-
-def takes_a_list(env: Any) -> bool:
-    """Whether it is one of VMAS's wrappers for Gymnasium."""
-    return is_wrapped(env, ("vmas.simulator.environment.gym.base", "BaseGymWrapper"))
-
-
-def is_rllib_env(env: Any) -> bool:
-    """Whether its type descends from a class named `MultiAgentEnv` in a module below `ray.rllib`."""
-    return any(
-        ancestor.__name__ == "MultiAgentEnv" and ancestor.__module__.startswith("ray.rllib.")
-        for ancestor in type(env).__mro__
-    )
 
 
 def _has_several(values: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from gymnasium import Space, spaces
 
 from marl_parallel.adapters.attributes import declared
-from marl_parallel.adapters.protocol import Adapter, AgentID, Dicts, Misfit, Rules, described, vector_reward_spaces
+from marl_parallel.adapters.protocol import Adapter, AgentID, Dicts, Misfit, Rules, vector_reward_spaces
 
 AGENT = "agent_0"
 _NO_DICTS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Tuple)
@@ -32,11 +32,10 @@ class GymnasiumEnv(Adapter):
         result = self._reset(self.source, keywords)
         # An observation alone, as before Gymnasium, may unpack in two as well.
         if not isinstance(result, tuple) or len(result) != 2:
-            raise self._misfit("reset", f"a tuple (observation, info); it returned {described(result)}")
+            raise self._wrong("reset", "a tuple (observation, info)", result)
         observation, info = result
         if isinstance(observation, Mapping) and isinstance(self._space, _NO_DICTS):
-            wanted = f"one observation of {self._space}"
-            raise self._misfit("reset", f"{wanted}; it returned {described(observation)}")
+            raise self._wrong("reset", f"one observation of {self._space}", observation)
         return {AGENT: observation}, {AGENT: info}
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
@@ -47,8 +46,7 @@ class GymnasiumEnv(Adapter):
             self._check_call(error, "step", action)
             raise
         if not isinstance(result, tuple) or len(result) != 5:
-            wanted = "a tuple (observation, reward, terminated, truncated, info)"
-            raise self._misfit("step", f"{wanted}; it returned {described(result)}")
+            raise self._wrong("step", "a tuple (observation, reward, terminated, truncated, info)", result)
         observation, reward, terminated, truncated, info = result
         if type(reward) is dict:
             raise Misfit(

@@ -200,14 +200,6 @@ class MLAgentsEnv(Adapter):
         )
 
 
-def is_mlagents_env(env: Any) -> bool:
-    """Whether its type descends from ML-Agents' `BaseEnv`; told by name, so that nothing is imported for this."""
-    return any(
-        ancestor.__name__ == "BaseEnv" and ancestor.__module__ == "mlagents_envs.base_env"
-        for ancestor in type(env).__mro__
-    )
-
-
 def behavior_of(agent: str) -> str:
     """The behaviour in an agent's id.
 
@@ -257,9 +249,7 @@ def unity(
             raise TypeError(f"unity() takes no {name}, as each copy has its own: pass {instead}")
     for instead, channel in _own_channels().items():
         if any(isinstance(given, channel) for given in arguments.get("side_channels") or ()):
-            raise ValueError(
-                f"side_channels has an {channel.__name__}, but each copy has its own: pass {instead}"
-            )
+            raise ValueError(f"side_channels has an {channel.__name__}, but each copy has its own: pass {instead}")
     return functools.partial(_connected, file_name, base_port, engine, max_steps, arguments)
 
 

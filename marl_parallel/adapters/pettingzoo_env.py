@@ -16,6 +16,7 @@ from pettingzoo.utils.conversions import (  # type: ignore[import-untyped]
 
 from marl_parallel.adapters.attributes import declared, layers
 from marl_parallel.adapters.protocol import (
+    FIVE_DICTS,
     Adapter,
     AgentID,
     Dicts,
@@ -42,7 +43,7 @@ class PettingZooEnv(Adapter):
         self.reward_spaces = vector_reward_spaces(source, self.possible_agents)
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        return self._checked_reset(self._reset(self._parallel, keywords))
+        return self._reset_dicts(self._parallel, keywords)
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
         try:
@@ -50,7 +51,7 @@ class PettingZooEnv(Adapter):
         except TypeError as error:
             self._check_call(error, "step", actions)
             raise
-        return self._checked_step(result)
+        return result if type(result) is tuple and [*map(type, result)] == FIVE_DICTS else self._five_dicts(result)
 
     def agents_left(self) -> Sequence[AgentID] | None:
         agents: Sequence[AgentID] | None = getattr(self._parallel, "agents", None)

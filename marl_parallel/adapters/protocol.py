@@ -11,9 +11,10 @@ import re
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from gymnasium import Space, spaces
 
@@ -60,12 +61,6 @@ class InvalidAgents(ValueError):
 
 class Misfit(TypeError):
     """The simulator cannot be called, or does not answer, as its adapter expects. A restart cannot change that."""
-
-    @classmethod
-    def of(cls, env: Adapter, text: str) -> Misfit:
-        """The error of an adapted simulator: what happened, what kind it was taken for, which `adapter=` to pass."""
-        kind = env.kind[0].lower() + env.kind[1:]
-        return cls(f"{text}. It was taken for {kind}; if it is of another kind, pass {CHOICES}.")
 
 
 class LookupFailed(Exception):
@@ -175,31 +170,32 @@ class MultiAgentEnv(ABC):
         """Let the simulator free what it holds."""
 
 
-class Schema(NamedTuple):
+@dataclass(frozen=True)
+class Schema:
     """The description of an environment: the attributes of its `MultiAgentEnv` that hold for its whole life.
 
     It is made in the worker, pickled once and passed whole. Schemas of equal environments mostly pickle to the same
     bytes, so that nothing else has to be compared. Sets, which pickle in any order, are sorted tuples here.
     """
 
-    rules: Rules
     possible_agents: list[AgentID]
     observation_spaces: Mapping[AgentID, Space[Any]]
     action_spaces: Mapping[AgentID, Space[Any]]
-    state_space: Space[Any] | None
-    metadata: dict[str, Any]
-    render_mode: str | None
-    reset_keywords: tuple[str, ...]
-    check_options: Callable[[Any], None]
-    seeded_when_made: bool
-    options_last: bool
-    needs_all_actions: bool
-    reward_spaces: Mapping[AgentID, Space[Any]]
+    state_space: Space[Any] | None = None
+    reward_spaces: Mapping[AgentID, Space[Any]] = field(default_factory=dict)
+    rules: Rules = Rules.DICT
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    render_mode: str | None = None
+    reset_keywords: tuple[str, ...] = ()
+    check_options: Callable[[Any], None] = MultiAgentEnv.check_options
+    seeded_when_made: bool = False
+    options_last: bool = False
+    needs_all_actions: bool = False
 
     @classmethod
     def of(cls, env: MultiAgentEnv) -> Schema:
         """The schema of an environment as it is now."""
-        own = {name: getattr(env, name) for name in cls._fields}
+        own = {attribute.name: getattr(env, attribute.name) for attribute in fields(cls)}
         own["possible_agents"] = list(env.possible_agents)
         own["metadata"], own["reward_spaces"] = dict(env.metadata), dict(env.reward_spaces)
         own["reset_keywords"] = tuple(sorted(env.reset_keywords))
@@ -360,40 +356,38 @@ class Adapter(MultiAgentEnv):
         """
         if _is_about_the_call(error, method):
             given = ", ".join([*map(reprlib.repr, args), *(f"{k}={reprlib.repr(v)}" for k, v in keywords.items())])
-            text = f"{type_name(self.source)} cannot be called as {method}({given}): {error}"
-            raise Misfit.of(self, text) from error
+            raise self._misfit(f"{type_name(self.source)} cannot be called as {method}({given}): {error}") from error
 
-    def _checked_reset(self, result: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """The result of a multi-agent `reset`.
-
-        Raises:
-            Misfit: It is not a pair of dicts.
-        """
-        if _are_dicts(result, 2):
+    def _reset_dicts(self, simulator: Any, keywords: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        """Call a multi-agent `reset`, as `_reset` does."""
+        result = self._reset(simulator, keywords)
+        if isinstance(result, tuple | list) and [isinstance(one, dict) for one in result] == [True] * 2:
             observations, infos = result
             return observations, infos
-        raise self._misfit("reset", f"two dicts keyed by agent, (observations, infos); it returned {described(result)}")
+        raise self._wrong("reset", "two dicts keyed by agent, (observations, infos)", result)
 
-    def _checked_step(self, result: Any) -> Dicts:
+    def _five_dicts(self, result: Any) -> Dicts:
         """The result of a multi-agent `step`.
 
         Raises:
             Misfit: It is not five dicts.
         """
-        if type(result) is tuple and [*map(type, result)] == FIVE_DICTS:  # the usual case, quick to tell
-            return result
-        if _are_dicts(result, 5):
+        if isinstance(result, tuple | list) and [isinstance(one, dict) for one in result] == [True] * 5:
             observations, rewards, terminateds, truncateds, infos = result
             return observations, rewards, terminateds, truncateds, infos
         wanted = "five dicts keyed by agent, (observations, rewards, terminateds, truncateds, infos)"
-        raise self._misfit("step", f"{wanted}; it returned {described(result)}")
+        raise self._wrong("step", wanted, result)
 
-    def _misfit(self, method: str, text: str) -> Misfit:
-        return Misfit.of(self, f"`{method}` of {type_name(self.source)} must return {text}")
+    def _wrong(self, method: str, expected: str, got: Any) -> Misfit:
+        """The error of a method that returned something of another form."""
+        return self._misfit(
+            f"`{method}` of {type_name(self.source)} must return {expected}; it returned {described(got)}"
+        )
 
-
-def _are_dicts(result: Any, count: int) -> bool:
-    return isinstance(result, tuple | list) and len(result) == count and all(isinstance(one, dict) for one in result)
+    def _misfit(self, text: str) -> Misfit:
+        """The error of this simulator: what happened, what kind it was taken for, which `adapter=` to pass."""
+        kind = self.kind[0].lower() + self.kind[1:]
+        return Misfit(f"{text}. It was taken for {kind}; if it is of another kind, pass {CHOICES}.")
 
 
 def declared_agents(source: Any) -> list[AgentID]:

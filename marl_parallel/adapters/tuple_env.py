@@ -67,10 +67,10 @@ class TupleEnv(Adapter):
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         result = self._reset(self.source, keywords)
         if not isinstance(result, tuple | list) or len(result) != 2:
-            raise self._misfit("reset", f"(observations, info); it returned {described(result)}")
+            raise self._wrong("reset", "(observations, info)", result)
         observations, info = result
         if self._shared_shape and getattr(observations, "shape", None) == self._shared_shape:
-            raise self._misfit("reset", f"one observation per agent; it returned {described(observations)}")
+            raise self._wrong("reset", "one observation per agent", observations)
         self._alive, self._over = self.possible_agents, None
         return self._by_agent(observations, "observations", "reset"), self._infos(info, "reset")
 
@@ -87,8 +87,7 @@ class TupleEnv(Adapter):
             self._check_call(error, "step", sent)
             raise
         if not isinstance(result, tuple | list) or len(result) != 5:
-            wanted = "(observations, rewards, terminated, truncated, info)"
-            raise self._misfit("step", f"{wanted}; it returned {described(result)}")
+            raise self._wrong("step", "(observations, rewards, terminated, truncated, info)", result)
         observations, rewards, terminated, truncated, info = result
         if terminated is False and truncated is False:
             self._alive = agents
@@ -127,7 +126,7 @@ class TupleEnv(Adapter):
     def _by_agent(self, values: Any, what: str, method: str) -> dict[AgentID, Any]:
         agents = self.possible_agents
         if not _is_sequence(values) or len(values) != len(agents):
-            raise self._misfit(method, f"{len(agents)} {what}, one per agent; it returned {described(values)}")
+            raise self._wrong(method, f"{len(agents)} {what}, one per agent", values)
         return dict(zip(agents, values))
 
     def _of_each_or_all(self, values: Any, what: str) -> dict[AgentID, Any]:
@@ -136,7 +135,7 @@ class TupleEnv(Adapter):
         if _is_sequence(values):
             return self._by_agent(values, what, "step")
         if values is None or (isinstance(values, Iterable) and not hasattr(values, "shape")):
-            raise self._misfit("step", f"{what}, one per agent or one for all; it returned {described(values)}")
+            raise self._wrong("step", f"{what}, one per agent or one for all", values)
         return dict.fromkeys(self.possible_agents, values)
 
     def _infos(self, info: Any, method: str) -> dict[Any, Any]:
@@ -147,7 +146,7 @@ class TupleEnv(Adapter):
             infos: dict[Any, Any] = {agent: {} for agent in agents}
             return {**infos, COMMON: info} if info else infos
         if not _is_sequence(info) or not all(isinstance(own, Mapping) for own in info):
-            raise self._misfit(method, f"one dict of infos, or one per agent; it returned {described(info)}")
+            raise self._wrong(method, "one dict of infos, or one per agent", info)
         return self._by_agent(info, "infos", method)
 
     def _spaces(self, what: str, declaration: Any) -> dict[AgentID, Space[Any]]:
