@@ -38,9 +38,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeed
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from marl_parallel.adapters import AgentID, MultiAgentEnv, adapter_function
-from marl_parallel.adapters.agents import check_agents
-from marl_parallel.adapters.group_spaces import GroupSpaces
+from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_function, check_agents
 from marl_parallel.arguments import (
     addressed,
     at_least_one,

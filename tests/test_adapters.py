@@ -10,10 +10,9 @@ from simulators import BOX, MOVES, Crossing, Declared, DictGym, FakeRLlib, OnlyD
 
 from marl_parallel import ParallelEnv
 from marl_parallel.adapters import ADAPTERS, MultiAgentEnv, Rules, adapt
-from marl_parallel.adapters.dict_env import DictEnv
+from marl_parallel.adapters.dict_env import DictEnv, RLlibEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.pettingzoo_env import ParallelizableAECEnv, PettingZooEnv, TurnBasedAECEnv
-from marl_parallel.adapters.rllib import RLlibEnv
 
 # Recognition
 

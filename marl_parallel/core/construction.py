@@ -9,8 +9,9 @@ from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
+from marl_parallel.adapters import Schema
 from marl_parallel.core.messages import Message, Request
-from marl_parallel.core.payloads import Built, Description, Plan, Refusal
+from marl_parallel.core.payloads import Built, Plan, Refusal
 from marl_parallel.core.pickling import by_value, dumps_by_value, sendable, take_along
 from marl_parallel.core.pool import Pool
 from marl_parallel.core.registrations import dump_registrations
@@ -26,7 +27,7 @@ def construct(
     adapter: str | Callable[..., Any] | None,
     restarts: bool,
     only_here: list[ModuleType],
-) -> tuple[list[Description], Plan, dict[int, Built]]:
+) -> tuple[list[Schema], Plan, dict[int, Built]]:
     """Build all environments, each in its worker, and ask what they are.
 
     Args:
@@ -48,7 +49,7 @@ def construct(
         ParallelEnvError: A constructor raised, crashed or took too long.
     """
     pickled = _pickle(constructors, range(len(constructors)), only_here)
-    described: dict[int, Description] = {}
+    described: dict[int, Schema] = {}
     replies: dict[int, Built] = {}
     registrations = dump_registrations()
     first, first_id = b"", 0

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from marl_parallel.adapters import Misfit
-from marl_parallel.adapters.base import described
+from marl_parallel.adapters.protocol import Misfit, described
 
 _FLAGS = frozenset({bool, np.bool_, int, np.int8, np.int64, np.uint8, float, type(None)})
 _SEVERAL = (list, tuple, set, frozenset, np.ndarray)

@@ -9,7 +9,6 @@ offsets. How a record is filled and read is the business of `records.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ import numpy as np
 from gymnasium import Space
 
 from marl_parallel.adapters.protocol import AgentID
+from marl_parallel.adapters.protocol import Schema as Schema
 from marl_parallel.core.columns import ArrayColumn, Column, DictColumn, Place, column_for
 from marl_parallel.core.large_spaces import equal
 from marl_parallel.core.values import Mismatch, fits_block
@@ -27,36 +27,6 @@ RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
 
 def _aligned(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
-
-
-@dataclass(frozen=True)
-class Schema:
-    """What all environments of a batch have in common.
-
-    Attributes:
-        possible_agents: In the simulator's own order; empty where open-ended.
-        observation_spaces: Of the agents that declare one, by group where they are open-ended.
-        action_spaces: Likewise.
-        state_space: Of the global state, None where there is none.
-        reward_spaces: Of the agents whose rewards are vectors.
-    """
-
-    possible_agents: list[AgentID]
-    observation_spaces: Mapping[AgentID, Space[Any]]
-    action_spaces: Mapping[AgentID, Space[Any]]
-    state_space: Space[Any] | None
-    reward_spaces: Mapping[AgentID, Space[Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, env: Any) -> Schema:
-        """Take it from a `MultiAgentEnv`, or from anything that has its attributes."""
-        return cls(
-            list(env.possible_agents),
-            env.observation_spaces,
-            env.action_spaces,
-            env.state_space,
-            dict(env.reward_spaces),
-        )
 
 
 def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> list[tuple[Space[Any], list[int]]]:

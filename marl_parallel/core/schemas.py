@@ -7,12 +7,11 @@ from typing import Any
 
 from gymnasium import Space, spaces
 
+from marl_parallel.adapters import Schema
 from marl_parallel.core.large_spaces import equal
-from marl_parallel.core.layout import Schema
-from marl_parallel.core.payloads import Description
 
 
-def common_schema(described: Sequence[Description]) -> Schema:
+def common_schema(described: Sequence[Schema]) -> Schema:
     """What all environments have in common.
 
     Raises:
@@ -34,7 +33,7 @@ def common_schema(described: Sequence[Description]) -> Schema:
                     _differ(env_id, what, theirs.get(agent), ours.get(agent))
         if not _same(first.state_space, other.state_space):
             _differ(env_id, "the state space", other.state_space, first.state_space)
-    return Schema.of(first)
+    return first
 
 
 def _same(ours: Space[Any] | None, theirs: Space[Any] | None) -> bool:
