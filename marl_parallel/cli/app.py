@@ -208,8 +208,9 @@ def tune(
 
                 best, trials = tuning.search(settings, measure_one, limit)
                 in_turns = tuning.compare(constructor, traits, seconds, best, measure_one)
-        found = tuning.Tuning(env, json.loads(env_kwargs), described, limit, trials, best, in_turns)
+        found = tuning.conclusion(env, json.loads(env_kwargs), best, trials, in_turns)
+        found |= {"machine": described, "memory_limit": limit}
         if as_json:
-            typer.echo(json.dumps(found.as_json(), indent=2))
+            typer.echo(json.dumps(found, indent=2))
         else:
             tuning.show(found)
