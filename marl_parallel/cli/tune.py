@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import psutil
 from rich.box import SIMPLE_HEAD
@@ -29,9 +30,11 @@ from marl_parallel.cli.measure import (
     Traits,
     draw_actions,
     made,
+    opened,
     plain_loop,
     rate,
     repeatedly,
+    run_of,
     spread,
     stepping,
 )
@@ -65,6 +68,10 @@ class Setting(NamedTuple):
         return self[:2] != other[:2] and self[0] >= other[0] and self[1] >= other[1]
 
 
+Measure: TypeAlias = Callable[[Sequence[Setting]], tuple[list[float], int]]
+"""Measures settings: environment steps per second of each, and bytes of memory that all workers use."""
+
+
 @dataclass
 class Trial:
     """What a setting achieved: environment steps per second in each round; the most memory in any; whether it fits."""
@@ -86,14 +93,12 @@ def grid(workers: Sequence[int], envs_per_worker: Sequence[int], max_envs: int) 
     return sorted(one for one in settings if one.num_envs <= max_envs and (one.way == STEP or one.num_envs > 1))
 
 
-def search(
-    settings: Sequence[Setting], measure: Callable[[Setting], tuple[float, int]], limit: float = math.inf
-) -> tuple[Trial, list[Trial]]:
+def search(settings: Sequence[Setting], measure: Measure, limit: float = math.inf) -> tuple[Trial, list[Trial]]:
     """Find the fastest setting within a limit of memory by successive halving.
 
     Args:
         settings: What to try.
-        measure: Measures a setting: environment steps per second, and bytes of memory that all workers use.
+        measure: Measures settings that differ in the way only, which share worker processes.
         limit: Bytes of memory that all workers may use.
 
     Returns:
@@ -108,15 +113,16 @@ def search(
     kept = list(settings)
     for share, rounds in RUNGS:
         kept = sorted(kept[: _survivors(share, settings)], key=lambda one: (one.num_envs, one))
-        for setting in kept * rounds:
-            larger = (setting.exceeds(one.setting) for one in trials.values() if not one.fits)
-            if any(larger):
+        groups = [[*group] for _, group in itertools.groupby(kept, key=operator.itemgetter(0, 1))]
+        for group in groups * rounds:
+            if any(group[0].exceeds(one.setting) for one in trials.values() if not one.fits):
                 continue
-            trial = trials.setdefault(setting, Trial(setting))
-            steps_per_second, memory = measure(setting)
-            trial.rounds.append(steps_per_second)
-            trial.memory = max(trial.memory, memory)
-            trial.fits = trial.memory <= limit
+            rates, memory = measure(group)
+            for setting, steps_per_second in zip(group, rates):
+                trial = trials.setdefault(setting, Trial(setting))
+                trial.rounds.append(steps_per_second)
+                trial.memory = max(trial.memory, memory)
+                trial.fits = trial.memory <= limit
         fitting = sorted((one for one in trials.values() if one.fits), key=lambda one: -one.steps_per_second)
         if not fitting:
             least = min(trial.memory for trial in trials.values())
@@ -133,7 +139,7 @@ def search(
 
 
 def most_turns(settings: Sequence[Setting]) -> int:
-    """The most calls of `measure` that `search` makes."""
+    """The most turns that `search` gives to settings."""
     return sum(rounds * _survivors(share, settings) for share, rounds in RUNGS)
 
 
@@ -154,14 +160,16 @@ def in_size(nbytes: float) -> str:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def measured(constructor: Constructor, traits: Traits, seconds: float, setting: Setting) -> tuple[float, int]:
-    """Measure a setting with worker processes of its own: environment steps per second, and bytes of memory."""
+def measured(
+    constructor: Constructor, traits: Traits, seconds: float, settings: Sequence[Setting]
+) -> tuple[list[float], int]:
+    """Measure settings that differ in the way only, with worker processes of their own; results as of `Measure`."""
+    num_workers, num_envs = settings[0].num_workers, settings[0].num_envs
     before = {*psutil.Process().children(recursive=True)}
-    batches = draw_actions(traits.action_spaces, setting.num_envs)
-    constructors = [constructor] * setting.num_envs
-    with stepping(constructors, batches, traits.rules, setting.way, num_workers=setting.num_workers) as run:
-        steps_per_second = _rate_once_warm(run, seconds)
-        return steps_per_second, memory_of({*psutil.Process().children(recursive=True)} - before)
+    batches = draw_actions(traits.action_spaces, num_envs)
+    with opened([constructor] * num_envs, num_workers=num_workers) as env:
+        rates = [_rate_once_warm(run_of(env, batches, traits.rules, one.way), seconds) for one in settings]
+        return rates, memory_of({*psutil.Process().children(recursive=True)} - before)
 
 
 def memory_of(processes: set[psutil.Process]) -> int:
@@ -181,7 +189,7 @@ def compare(
     traits: Traits,
     seconds: float,
     best: Trial,
-    measure: Callable[[Setting], tuple[float, int]],
+    measure: Measure,
 ) -> dict[str, list[float]]:
     """Measure a plain loop, `backend="serial"` and the best setting in turns.
 
@@ -200,7 +208,7 @@ def compare(
             rounds[PLAIN_LOOP].append(_rate_once_warm(run, seconds))
         with stepping([constructor] * num_envs, batches, traits.rules, STEP, backend="serial") as run:
             rounds[SERIAL].append(_rate_once_warm(run, seconds))
-        rounds[WORKERS].append(measure(best.setting)[0])
+        rounds[WORKERS].append(measure([best.setting])[0][0])
     return rounds
 
 
