@@ -197,7 +197,7 @@ def test_help_has_an_example(bench):
     assert "marl-parallel bench mpe2.simple_spread_v3" in bench("--help").stdout
 
 
-@pytest.mark.parametrize("module", ["typer", "rich"])
+@pytest.mark.parametrize("module", ["typer", "rich", "psutil"])
 def test_without_the_extra(module):
     code = f"import sys; sys.modules[{module!r}] = None; from marl_parallel.cli import main; main()"
     result = python("-c", code)

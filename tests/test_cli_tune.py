@@ -51,9 +51,10 @@ class Landscape:
         penalty = 1 + sum(slope * distance for slope, distance in zip(self.slopes, away))
         return 1000 / penalty * (self.gain if setting.way == ASYNC else 1)
 
-    def __call__(self, setting):
-        self.measured.append(setting)
-        return self.rate(setting) * self.rng.gauss(1, self.noise), setting.num_envs * 10
+    def __call__(self, settings):
+        self.measured += settings
+        rates = [self.rate(setting) * self.rng.gauss(1, self.noise) for setting in settings]
+        return rates, settings[0].num_envs * 10
 
 
 SETTINGS = grid((1, 2, 4, 8), (1, 2, 4, 8), 64)
@@ -68,8 +69,8 @@ def test_never_much_worse_than_the_best_of_an_exhaustive_sweep(seed):
 
 
 def test_of_those_that_are_as_good_the_smallest_is_taken():
-    def measure(setting):
-        return 100.0 + setting.num_envs / 4 + (setting.way == ASYNC) / 4, 0
+    def measure(settings):
+        return [100.0 + setting.num_envs / 4 + (setting.way == ASYNC) / 4 for setting in settings], 0
 
     def best(envs, ways=(STEP,)):
         return search([one for one in grid((1,), envs, 64) if one.way in ways], measure)[0].setting
@@ -94,9 +95,10 @@ def test_a_limit_that_is_exceeded_in_the_last_round():
     settings = [Setting(workers, 1, STEP) for workers in (1, 2, 4)]
     count = {setting: itertools.count(1) for setting in settings}
 
-    def measure(setting):
+    def measure(alike):
+        (setting,) = alike
         grows = setting.num_workers == 4 and next(count[setting]) == 6
-        return float(setting.num_workers), 100 if grows else 10
+        return [float(setting.num_workers)], 100 if grows else 10
 
     best, trials = search(settings, measure, limit=50)
     assert [trial.fits for trial in trials] == [True, True, False]
@@ -105,7 +107,7 @@ def test_a_limit_that_is_exceeded_in_the_last_round():
 
 def test_nothing_keeps_within_the_limit():
     with pytest.raises(CommandError, match="the least that was tried uses 200 MB"):
-        search(SETTINGS, lambda setting: (1.0, 200_000_000), limit=5)
+        search(SETTINGS, lambda settings: ([1.0] * len(settings), 200_000_000), limit=5)
 
 
 def test_there_is_nothing_to_try():

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from launch_stage import Stage, linux_only, server_of
 from liveness import alive, all_gone
 from ways import CONTEXTS
 
-from marl_parallel.backends import descendants
+from marl_parallel.backends import descendants, launching
 from marl_parallel.backends.interpreter import thread_variables
 from marl_parallel.backends.launching import open_launcher
 
@@ -143,6 +144,19 @@ def test_exit(stage: Stage, target: str, exitcode: int) -> None:
     pid = stage.launch(target)
     assert stage.death() == (pid, exitcode)
     assert stage.launcher.crash_report(pid) == ""
+
+
+def test_death_that_is_reported_with_the_launch(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent may be slow to read what is reported."""
+    request = launching._Server.request
+
+    def slow(*arguments: Any) -> None:
+        request(*arguments)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(launching._Server, "request", slow)
+    pid = stage.launch("exits")
+    assert stage.death() == (pid, 7)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])

@@ -85,8 +85,9 @@ class Launcher:
         self._context, self._entry, self._wake, self._threads = context, entry, wake, threads
         self._token = secrets.token_hex(_TOKEN_NBYTES)
         self._requests = 0
-        self._awaited: int | None = None  # the request whose worker is being started
-        self._failure: int | None = None  # the errno that it has failed with
+        self._starting: dict[int, CrashFile] = {}  # of the worker that is being started, by request
+        self._started: int | None = None  # its process id
+        self._failure: int | None = None  # the errno of its start
         self._pids: dict[int, int] = {}  # of living workers, by request
         self._crash_files: dict[int, CrashFile] = {}  # of living workers, by process id
         self._reports: dict[int, str] = {}  # of dead workers, until they are read
@@ -126,19 +127,17 @@ class Launcher:
         if self._context == "spawn" or loaded_threads == 1:  # which the libraries of a server have
             loaded_threads = None
         setting = child.Setting.here(index, self._entry, self._token, threads, loaded_threads)
-        crash_file = CrashFile.create()
         self._requests += 1
-        self._awaited, self._failure = self._requests, None
+        self._starting[self._requests] = crash_file = CrashFile.create()
+        self._started = self._failure = None
         try:
-            pid = self._request(setting, crash_file.fd, fds)
+            return self._request(setting, crash_file.fd, fds)
         except BaseException:
-            crash_file.close()
+            if self._starting.pop(self._requests, None):
+                crash_file.close()
+            elif self._started is not None:
+                self.kill(self._started)  # the caller does not learn of it
             raise
-        finally:
-            self._awaited = None
-        self._reports.pop(pid, None)
-        self._crash_files[pid] = crash_file
-        return pid
 
     def deaths(self) -> list[tuple[int, int]]:
         """The workers that have died since the last call: process ids and exit codes (negative: the signal).
@@ -229,7 +228,7 @@ class Launcher:
             if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
                 raise
             self._lose_server()
-        while request not in self._pids:
+        while self._started is None:
             if self._failure is not None:
                 raise OSError(self._failure, f"cannot fork a worker: {os.strerror(self._failure)}")
             if self._server is None:
@@ -238,7 +237,7 @@ class Launcher:
                 raise RuntimeError(self._server.silence())
             if not self._collect(min(left, _CHECK_EVERY_S)) and self._server is not None:
                 self._server.continue_if_stopped()
-        return self._pids[request]
+        return self._started
 
     def _collect(self, timeout: float) -> bool:
         """Take the replies that are there; if there is none, wait at most `timeout` seconds for one.
@@ -265,13 +264,15 @@ class Launcher:
 
     def _note(self, kind: Reply, request: int, result: int) -> None:
         if kind == Reply.LAUNCHED:
-            if request == self._awaited:
-                self._pids[request] = result
+            if (crash_file := self._starting.pop(request, None)) is not None:
+                self._pids[request] = self._started = result
+                self._crash_files[result] = crash_file
+                self._reports.pop(result, None)
             else:  # the call that requested it was interrupted
                 descendants.send(result, signal.SIGKILL)
         elif kind == Reply.DIED and (pid := self._pids.pop(request, None)) is not None:
             self._note_death(pid, result)
-        elif request == self._awaited:  # it has not been forked, or died with its keeper before
+        elif request in self._starting:  # it has not been forked, or died with its keeper before
             self._failure = result if kind == Reply.FAILED else errno.ECHILD
 
     def _note_death(self, pid: int, exitcode: int) -> None:

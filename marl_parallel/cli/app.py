@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -202,14 +202,16 @@ def tune(
             described = machine(distributions_of(env))
             with progress(tuning.most_turns(settings) + tuning.ROUNDS, "tuning") as on_turn:
 
-                def measure_one(setting: tuning.Setting) -> tuple[float, int]:
-                    on_turn(f"{setting.num_workers} workers x {setting.envs_per_worker}, {setting.way}")
-                    return tuning.measured(constructor, traits, seconds, setting)
+                def measure_some(alike: Sequence[tuning.Setting]) -> tuple[list[float], int]:
+                    for one in alike:
+                        on_turn(f"{one.num_workers} workers x {one.envs_per_worker}, {one.way}")
+                    return tuning.measured(constructor, traits, seconds, alike)
 
-                best, trials = tuning.search(settings, measure_one, limit)
-                in_turns = tuning.compare(constructor, traits, seconds, best, measure_one)
-        found = tuning.Tuning(env, json.loads(env_kwargs), described, limit, trials, best, in_turns)
+                best, trials = tuning.search(settings, measure_some, limit)
+                in_turns = tuning.compare(constructor, traits, seconds, best, measure_some)
+        found = tuning.conclusion(env, json.loads(env_kwargs), best, trials, in_turns)
+        found |= {"machine": described, "memory_limit": limit}
         if as_json:
-            typer.echo(json.dumps(found.as_json(), indent=2))
+            typer.echo(json.dumps(found, indent=2))
         else:
             tuning.show(found)

@@ -379,20 +379,30 @@ def stepping(
     Raises:
         CommandError: The facade does not go with this environment.
     """
+    with opened(constructors, **arguments) as env:
+        yield run_of(env, batches, rules, way)
+
+
+@contextmanager
+def opened(constructors: Sequence[Constructor], **arguments: Any) -> Iterator[ParallelEnv]:
+    """A `ParallelEnv` that may have more workers than there are CPUs."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs are what is to be measured
+        warnings.simplefilter("ignore", ResourceWarning)
         env = ParallelEnv(constructors, **arguments)
     with closed_after(env):
-        if way in FACADES:
-            yield _through_facade(env, batches, way)
-            return
-        env.reset()
-        if way == ASYNC:
-            yield _by_halves(env, batches, rules)
-        elif rules is Rules.PETTINGZOO:  # actions of those who are not acting are dropped
-            yield repeatedly(env.step, batches, env.num_envs)
-        else:
-            yield repeatedly(lambda batch: env.step([*map(_of, batch, env.acting)]), batches, env.num_envs)
+        yield env
+
+
+def run_of(env: ParallelEnv, batches: Sequence[Sequence[Actions]], rules: Rules, way: str) -> Run:
+    """The run of a way; resets the environments. Arguments and errors as of `stepping`."""
+    if way in FACADES:
+        return _through_facade(env, batches, way)
+    env.reset()
+    if way == ASYNC:
+        return _by_halves(env, batches, rules)
+    if rules is Rules.PETTINGZOO:  # actions of those who are not acting are dropped
+        return repeatedly(env.step, batches, env.num_envs)
+    return repeatedly(lambda batch: env.step([*map(_of, batch, env.acting)]), batches, env.num_envs)
 
 
 def _through_facade(env: ParallelEnv, batches: Sequence[Sequence[Actions]], way: str) -> Run:

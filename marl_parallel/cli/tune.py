@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import psutil
 from rich.box import SIMPLE_HEAD
@@ -29,9 +30,11 @@ from marl_parallel.cli.measure import (
     Traits,
     draw_actions,
     made,
+    opened,
     plain_loop,
     rate,
     repeatedly,
+    run_of,
     spread,
     stepping,
 )
@@ -65,6 +68,10 @@ class Setting(NamedTuple):
         return self[:2] != other[:2] and self[0] >= other[0] and self[1] >= other[1]
 
 
+Measure: TypeAlias = Callable[[Sequence[Setting]], tuple[list[float], int]]
+"""Measures settings: environment steps per second of each, and bytes of memory that all workers use."""
+
+
 @dataclass
 class Trial:
     """What a setting achieved: environment steps per second in each round; the most memory in any; whether it fits."""
@@ -86,14 +93,12 @@ def grid(workers: Sequence[int], envs_per_worker: Sequence[int], max_envs: int) 
     return sorted(one for one in settings if one.num_envs <= max_envs and (one.way == STEP or one.num_envs > 1))
 
 
-def search(
-    settings: Sequence[Setting], measure: Callable[[Setting], tuple[float, int]], limit: float = math.inf
-) -> tuple[Trial, list[Trial]]:
+def search(settings: Sequence[Setting], measure: Measure, limit: float = math.inf) -> tuple[Trial, list[Trial]]:
     """Find the fastest setting within a limit of memory by successive halving.
 
     Args:
         settings: What to try.
-        measure: Measures a setting: environment steps per second, and bytes of memory that all workers use.
+        measure: Measures settings that differ in the way only, which share worker processes.
         limit: Bytes of memory that all workers may use.
 
     Returns:
@@ -108,15 +113,16 @@ def search(
     kept = list(settings)
     for share, rounds in RUNGS:
         kept = sorted(kept[: _survivors(share, settings)], key=lambda one: (one.num_envs, one))
-        for setting in kept * rounds:
-            larger = (setting.exceeds(one.setting) for one in trials.values() if not one.fits)
-            if any(larger):
+        groups = [[*group] for _, group in itertools.groupby(kept, key=operator.itemgetter(0, 1))]
+        for group in groups * rounds:
+            if any(group[0].exceeds(one.setting) for one in trials.values() if not one.fits):
                 continue
-            trial = trials.setdefault(setting, Trial(setting))
-            steps_per_second, memory = measure(setting)
-            trial.rounds.append(steps_per_second)
-            trial.memory = max(trial.memory, memory)
-            trial.fits = trial.memory <= limit
+            rates, memory = measure(group)
+            for setting, steps_per_second in zip(group, rates):
+                trial = trials.setdefault(setting, Trial(setting))
+                trial.rounds.append(steps_per_second)
+                trial.memory = max(trial.memory, memory)
+                trial.fits = trial.memory <= limit
         fitting = sorted((one for one in trials.values() if one.fits), key=lambda one: -one.steps_per_second)
         if not fitting:
             least = min(trial.memory for trial in trials.values())
@@ -133,7 +139,7 @@ def search(
 
 
 def most_turns(settings: Sequence[Setting]) -> int:
-    """The most calls of `measure` that `search` makes."""
+    """The most turns that `search` gives to settings."""
     return sum(rounds * _survivors(share, settings) for share, rounds in RUNGS)
 
 
@@ -154,14 +160,16 @@ def in_size(nbytes: float) -> str:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def measured(constructor: Constructor, traits: Traits, seconds: float, setting: Setting) -> tuple[float, int]:
-    """Measure a setting with worker processes of its own: environment steps per second, and bytes of memory."""
+def measured(
+    constructor: Constructor, traits: Traits, seconds: float, settings: Sequence[Setting]
+) -> tuple[list[float], int]:
+    """Measure settings that differ in the way only, with worker processes of their own; results as of `Measure`."""
+    num_workers, num_envs = settings[0].num_workers, settings[0].num_envs
     before = {*psutil.Process().children(recursive=True)}
-    batches = draw_actions(traits.action_spaces, setting.num_envs)
-    constructors = [constructor] * setting.num_envs
-    with stepping(constructors, batches, traits.rules, setting.way, num_workers=setting.num_workers) as run:
-        steps_per_second = _rate_once_warm(run, seconds)
-        return steps_per_second, memory_of({*psutil.Process().children(recursive=True)} - before)
+    batches = draw_actions(traits.action_spaces, num_envs)
+    with opened([constructor] * num_envs, num_workers=num_workers) as env:
+        rates = [_rate_once_warm(run_of(env, batches, traits.rules, one.way), seconds) for one in settings]
+        return rates, memory_of({*psutil.Process().children(recursive=True)} - before)
 
 
 def memory_of(processes: set[psutil.Process]) -> int:
@@ -181,7 +189,7 @@ def compare(
     traits: Traits,
     seconds: float,
     best: Trial,
-    measure: Callable[[Setting], tuple[float, int]],
+    measure: Measure,
 ) -> dict[str, list[float]]:
     """Measure a plain loop, `backend="serial"` and the best setting in turns.
 
@@ -200,7 +208,7 @@ def compare(
             rounds[PLAIN_LOOP].append(_rate_once_warm(run, seconds))
         with stepping([constructor] * num_envs, batches, traits.rules, STEP, backend="serial") as run:
             rounds[SERIAL].append(_rate_once_warm(run, seconds))
-        rounds[WORKERS].append(measure(best.setting)[0])
+        rounds[WORKERS].append(measure([best.setting])[0][0])
     return rounds
 
 
@@ -212,87 +220,40 @@ def _rate_once_warm(run: Run, seconds: float) -> float:
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """What was measured, and what is proposed.
-
-    Attributes:
-        environment: As it was named; `env_kwargs` too.
-        machine: As `report.machine` describes it.
-        limit: Bytes of memory for all worker processes.
-        trials: All that was measured.
-        best: The fastest setting within the limit.
-        in_turns: Environment steps per second in each round of `compare`.
-    """
-
-    environment: str
-    env_kwargs: dict[str, Any]
-    machine: dict[str, Any]
-    limit: int
-    trials: list[Trial]
-    best: Trial
-    in_turns: dict[str, list[float]]
-
-    @property
-    def medians(self) -> dict[str, float]:
-        """Environment steps per second of the plain loop, `backend="serial"` and the best setting."""
-        return {name: statistics.median(rounds) for name, rounds in self.in_turns.items()}
-
-    @property
-    def pays_off(self) -> bool:
-        """Whether the best setting is faster than a plain loop."""
-        return self.medians[WORKERS] > self.medians[PLAIN_LOOP]
-
-    @property
-    def advice(self) -> str:
-        """One sentence: whether to use workers."""
-        rates = self.medians
-        if self.pays_off:
-            return f"{rates[WORKERS] / rates[PLAIN_LOOP]:.2f} times the speed of a plain loop."
-        faster = "a plain loop or backend='serial' is" if rates[SERIAL] > rates[WORKERS] else "a plain loop is"
-        return (
-            f"Do not parallelise this simulator: {faster} faster. A plain loop takes {rates[PLAIN_LOOP]:,.0f} steps/s, "
-            f"backend='serial' {rates[SERIAL]:,.0f}, the fastest number of workers {rates[WORKERS]:,.0f}."
+def conclusion(
+    environment: str, env_kwargs: dict[str, Any], best: Trial, trials: Sequence[Trial], in_turns: dict[str, list[float]]
+) -> dict[str, Any]:
+    """What was measured and what is proposed, in values that JSON knows; the fastest trials come first."""
+    loop, serial, workers = (statistics.median(in_turns[name]) for name in (PLAIN_LOOP, SERIAL, WORKERS))
+    pays_off, setting = workers > loop, best.setting
+    advice = f"{workers / loop:.2f} times the speed of a plain loop."
+    if not pays_off:
+        faster = "a plain loop or backend='serial' is" if serial > workers else "a plain loop is"
+        advice = (
+            f"Do not parallelise this simulator: {faster} faster. A plain loop takes {loop:,.0f} steps/s, "
+            f"backend='serial' {serial:,.0f}, the fastest number of workers {workers:,.0f}."
         )
-
-    @property
-    def ranked(self) -> list[Trial]:
-        """The fastest first, those beyond the limit last."""
-        return sorted(self.trials, key=lambda trial: (not trial.fits, -trial.steps_per_second))
-
-    @property
-    def code(self) -> str:
-        """The line to paste, and how to step the environments it makes."""
-        setting = self.best.setting
-        path, colon, attribute = self.environment.partition(":")
-        # A file by its module's name: what is pasted is to run beside it.
-        name = f"{Path(path).stem}{colon}{attribute}" if path.endswith(".py") else self.environment
-        how = f"num_workers={setting.num_workers}" if self.pays_off else 'backend="serial"'
-        env_kwargs = [f"env_kwargs={self.env_kwargs!r}"] if self.env_kwargs else []
-        arguments = ", ".join([f'"{name}"', f"num_envs={setting.num_envs}", *env_kwargs, how])
-        line = f"env = marl_parallel.make({arguments})"
-        if self.pays_off and setting.way == ASYNC:
-            half = max(1, setting.num_envs // 2)
-            line += (
-                f"\n# env.reset_async(); then repeat: env.recv(min_envs={half}), env.send actions to those it returned"
-            )
-        return line
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, in values that JSON knows."""
-        return {
-            "environment": self.environment,
-            "env_kwargs": self.env_kwargs,
-            "machine": self.machine,
-            "memory_limit": self.limit,
-            "best": _as_json(self.best),
-            "plain_loop": self.medians[PLAIN_LOOP],
-            "serial": self.medians[SERIAL],
-            "pays_off": self.pays_off,
-            "advice": self.advice,
-            "code": self.code,
-            "trials": [_as_json(trial) for trial in self.ranked],
-        }
+    path, colon, attribute = environment.partition(":")
+    # A file by its module's name: what is pasted is to run beside it.
+    name = f"{Path(path).stem}{colon}{attribute}" if path.endswith(".py") else environment
+    arguments = [f'"{name}"', f"num_envs={setting.num_envs}", *([f"env_kwargs={env_kwargs!r}"] if env_kwargs else [])]
+    how = f"num_workers={setting.num_workers}" if pays_off else 'backend="serial"'
+    code = f"env = marl_parallel.make({', '.join([*arguments, how])})"
+    if pays_off and setting.way == ASYNC:
+        half = max(1, setting.num_envs // 2)
+        code += f"\n# env.reset_async(); then repeat: env.recv(min_envs={half}), env.send actions to those it returned"
+    return {
+        "environment": environment,
+        "env_kwargs": env_kwargs,
+        "best": _as_json(best),
+        "plain_loop": loop,
+        "serial": serial,
+        "pays_off": pays_off,
+        "advice": advice,
+        "code": code,
+        "trials": [*map(_as_json, sorted(trials, key=lambda one: (not one.fits, -one.steps_per_second)))],
+        "in_turns": in_turns,
+    }
 
 
 def _as_json(trial: Trial) -> dict[str, Any]:
@@ -300,38 +261,28 @@ def _as_json(trial: Trial) -> dict[str, Any]:
     return {**trial.setting._asdict(), **{name: fact for name, fact in facts.items() if name != "setting"}}
 
 
-def show(found: Tuning) -> None:
+def show(found: dict[str, Any]) -> None:
     """Print the settings, the fastest first, the advice and the line to paste."""
-    console = Console()
+    console, best, pays_off = Console(), found["best"], found["pays_off"]
+    title = escape(found["environment"])
     table = Table(
-        title=escape(found.environment),
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
     for heading in ("workers", "in each", "envs", "by", "steps/s", "± %", "rounds", "memory", ""):
         table.add_column(heading, justify="left" if heading in ("by", "") else "right", no_wrap=True)
-    for trial in found.ranked:
-        num_workers, envs_per_worker, way = trial.setting
-        remark = "" if trial.fits else "too large"
-        if trial is found.best:
-            remark = "proposed" if found.pays_off else "fastest"
-        table.add_row(
-            *map(str, (num_workers, envs_per_worker, trial.setting.num_envs)),
-            {STEP: "step", ASYNC: "send, recv"}[way],
-            *_speed(trial.rounds),
-            in_size(trial.memory),
-            remark,
-            style="bold green" if trial is found.best else None if trial.fits else "dim",
-        )
+    for trial in found["trials"]:
+        remark, style = ("", None) if trial["fits"] else ("too large", "dim")
+        if trial == best:
+            remark, style = "proposed" if pays_off else "fastest", "bold green"
+        counts = [str(trial[name]) for name in ("num_workers", "envs_per_worker", "num_envs")]
+        way = {STEP: "step", ASYNC: "send, recv"}[trial["way"]]
+        table.add_row(*counts, way, *_speed(trial["rounds"]), in_size(trial["memory"]), remark, style=style)
     for name in (SERIAL, PLAIN_LOOP):
-        table.add_row("", "", f"{found.best.setting.envs_per_worker}", name, *_speed(found.in_turns[name]), "", "")
+        table.add_row("", "", str(best["envs_per_worker"]), name, *_speed(found["in_turns"][name]), "", "")
     console.print(table)
-    console.print(f"[dim]{escape(in_one_line(found.machine))}", highlight=False)
-    console.print(f"\n{found.advice}", style=None if found.pays_off else "bold yellow", markup=False, highlight=False)
-    console.print(f"{found.code}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"[dim]{escape(in_one_line(found['machine']))}", highlight=False)
+    console.print(f"\n{found['advice']}", style=None if pays_off else "bold yellow", markup=False, highlight=False)
+    console.print(found["code"], markup=False, highlight=False, soft_wrap=True)
 
 
 def _speed(rounds: Sequence[float]) -> tuple[str, str, str]:
