@@ -1,6 +1,6 @@
-"""Any simulator becomes a `MultiAgentEnv`: here it is recognised and handed to the adapter of its kind.
+"""Recognise the kind of a simulator, and make a `MultiAgentEnv` of it with the adapter of its kind.
 
-What a `MultiAgentEnv` is, is written in `protocol.py`; how one kind becomes one, in the module of that kind.
+`protocol.py` has the `MultiAgentEnv` and what all adapters share; each kind has a module of its own.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ ADAPTERS: dict[str, AdapterFunction] = {
 
 
 def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentEnv:
-    """Bring a simulator behind the interface that the runtime is written against.
+    """Make a `MultiAgentEnv` of a simulator.
 
     Args:
         env: The simulator, as its constructor returned it.
@@ -80,7 +80,7 @@ def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentE
             `MultiAgentEnv` of the simulator.
 
     Returns:
-        The adapted simulator; itself where it is a `MultiAgentEnv` and no adapter was asked for.
+        The adapted simulator; the simulator itself if it is a `MultiAgentEnv` and no adapter was named.
 
     Raises:
         TypeError: It is no environment of a known kind, or lacks the methods of the kind that was named, or
@@ -109,7 +109,9 @@ def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentE
 
 
 def adapter_function(adapter: str | AdapterFunction | None) -> AdapterFunction:
-    """What makes a `MultiAgentEnv` of a simulator: found by name, or as it was given; None recognises its kind.
+    """The function that makes a `MultiAgentEnv` of a simulator: an adapter by name, or a callable as it is.
+
+    None stands for the function that recognises the kind.
 
     Raises:
         ValueError: No adapter has that name.
@@ -206,7 +208,7 @@ def _recognise_by_methods(env: Any) -> MultiAgentEnv:
     if attributes.is_a(env, "gym", "Env"):
         return _recognise_openai_gym(env)
     space = attributes.declared(env, "observation_space")
-    if callable(space):  # a method that is asked for each agent's, as only PettingZoo has it
+    if callable(space):  # a method that takes an agent, as only PettingZoo has it
         return PettingZooEnv(env)
     adapted = _recognise_by_spaces(env)
     if adapted is not None:

@@ -54,7 +54,7 @@ def find(source: Any, name: str) -> Any:
     """The value of an attribute of the outermost layer that has it.
 
     Raises:
-        AttributeError: No layer has it. The text says which were asked.
+        AttributeError: No layer has it. The text names all layers.
     """
     failure: AttributeError | None = None
     for layer in layers(source):
