@@ -66,7 +66,7 @@ def pid_of(_: Any) -> int:
 
 
 def hosts(env: ParallelEnv) -> list[RayHost]:
-    backend = env._pool.backend
+    backend = env.runner.pool.backend
     assert isinstance(backend, RayBackend)
     return backend._hosts
 

@@ -176,7 +176,7 @@ def run_copies(
         seconds: How long at most; one step is taken.
         calling: Entered around each call of `env`.
     """
-    schema = env._schema
+    schema = env.runner.schema
     actors = [Actor(schema.action_spaces, seed + env_id) for env_id in range(env.num_envs)]
     space_of = schema.observation_spaces
     deadline = time.monotonic() + seconds
