@@ -157,7 +157,7 @@ with mock.patch("marl_parallel.backends.semaphores.available", return_value=Fals
         with ParallelEnv([Hunt] * 2, num_workers=2, context=context) as env:
             observations, _ = env.reset()
             env.step([{{agent: env.action_space[agent].sample() for agent in acting}} for acting in env.acting])
-            assert type(env._pool.backend).__name__ == "PortableProcessBackend"
+            assert type(env.runner.pool.backend).__name__ == "PortableProcessBackend"
             print(len(set(env.call("pid"))))
     for context in ("forkserver", "fork"):
         try:

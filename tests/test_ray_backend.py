@@ -66,7 +66,7 @@ def pid_of(_: Any) -> int:
 
 def actor_of(env: ParallelEnv, worker: int) -> Any:
     """The handle of a worker's actor."""
-    backend = env._pool.backend
+    backend = env.runner.pool.backend
     assert isinstance(backend, RayBackend)
     return backend._actors[worker].handle
 

@@ -19,9 +19,8 @@ from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.ends import handed_down, took_part
-from marl_parallel.vector.facade import Inquiries, Stepper
 from marl_parallel.vector.infos import about_copy, begun_anew, vector_infos, with_copys
-from marl_parallel.vector.scalarizing import Scalarize
+from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls, Scalarize
 
 try:
     from agilerl.vector.pz_vec_env import PettingZooVecEnv
@@ -34,7 +33,7 @@ ByAgent = dict[Any, Any]
 _FORCED = "env_defined_actions"
 
 
-class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
+class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     """A vector environment that AgileRL's multi-agent training functions take as it is.
 
     Everything is a dict by agent of arrays over all copies, for all possible agents at all times. Rewards are float64
@@ -84,10 +83,10 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
     """
 
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
-        self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
-        self._guard = CallGuard(env._pool.check_open)
+        self._stepper = ArrayStepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
+        self._guard = CallGuard(self._stepper.runner.check_open)
         self.env = env
-        schema, agents = env._schema, [str(agent) for agent in env.possible_agents]
+        schema, agents = self._stepper.runner.schema, [str(agent) for agent in env.possible_agents]
         if agents != env.possible_agents:
             raise ValueError(f"AgileRL knows agents by strings, got {env.possible_agents}")
         for agent, space in schema.action_spaces.items():
@@ -210,7 +209,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
                     array = array.copy()
                     array[nan] = 0
             stacked[agent] = _formed(self._single_action_spaces.get(agent), array, self.num_envs)
-        acting = [{*agents} for agents in self.env._batch.acting] if absent else []
+        acting = [{*agents} for agents in self._stepper.runner.batch.acting] if absent else []
         if not any(agent in acting[env_id] for agent, rows in absent.items() for env_id in np.flatnonzero(rows)):
             self._stepper.send(stacked)
             return
@@ -246,9 +245,9 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
     def _seen(self, arrays: Arrays) -> ByAgent:
         self.present, self.acting = self._by_agent(arrays.present), self._by_agent(arrays.acting)
         if not arrays.observed.all():
-            for group, (_, positions) in zip(arrays.observations, self._stepper.batch.groups):
+            for group, (_, positions) in zip(arrays.observations, self._stepper.view.groups):
                 _blank(group, ~arrays.observed[:, positions])
-        seen = self._stepper.batch.by_agent(arrays.observations)
+        seen = self._stepper.view.by_agent(arrays.observations)
         return {agent: _with_axis(value) for agent, value in seen.items()}
 
     def _infos(self, arrays: Arrays, over: NDArray[np.bool_] | None = None) -> ByAgent:

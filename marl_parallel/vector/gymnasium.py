@@ -20,9 +20,9 @@ from marl_parallel.core.native_arrays import InfoColumns
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.ends import Deaths
-from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.infos import about_copy, begun_anew, infos_by_row, last_of, vector_infos, with_copys
 from marl_parallel.vector.rows import chosen, row_of, rows_of, shared_reward_space, stacked, still
+from marl_parallel.vector.stepper import ArrayStepper
 
 Others = Callable[[AgentID, Any], Any]
 """Acts for an agent that has no rows: takes it and its observations in all copies, gives its actions in all copies."""
@@ -71,13 +71,13 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     """
 
     def __init__(self, env: ParallelEnv, agents: Sequence[AgentID] | None = None, others: Others | None = None) -> None:
-        self._stepper = Stepper(env, self, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, vectors=True)
-        self._guard = CallGuard(env._pool.check_open)
-        self._batch = self._stepper.batch
+        self._stepper = ArrayStepper(env, self, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, vectors=True)
+        self._guard = CallGuard(self._stepper.runner.check_open)
+        self._view = self._stepper.view
         self.parallel_env, self._copies = env, env.num_envs
-        schema = env._schema
+        schema = self._stepper.runner.schema
         self.agents = list(env.possible_agents if agents is None else agents)
-        self._group, self._members = chosen(self._batch.groups, env.possible_agents, self.agents, schema.action_spaces)
+        self._group, self._members = chosen(self._view.groups, env.possible_agents, self.agents, schema.action_spaces)
         self._row_agents = tuple(self.agents)
         place_of = {agent: place for place, agent in enumerate(env.possible_agents)}
         self._places = [place_of[agent] for agent in self.agents]
@@ -189,18 +189,18 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         by_agents = [Stacked(self._row_agents, of_rows)]
         if self._others:
             latest = self._stepper.latest
-            seen = self._batch.by_agent(latest.observations) if latest is not None else {}
+            seen = self._view.by_agent(latest.observations) if latest is not None else {}
             by_agents += [Stacked((agent,), self._of_other(agent, seen.get(agent))) for agent in self._others]
         return by_agents
 
     def _of_other(self, agent: AgentID, seen: Any) -> Any:
         try:
-            return stacked(self.parallel_env._schema.action_spaces[agent], self._act(agent, seen), self._copies, 1)
+            return stacked(self._stepper.runner.schema.action_spaces[agent], self._act(agent, seen), self._copies, 1)
         except ValueError as error:
             raise ValueError(f"others, for agent {agent!r}: {error}") from error
 
     def _stand_still(self, agent: AgentID, _: Any) -> Any:
-        return still(self.parallel_env._schema.action_spaces[agent], self._copies)
+        return still(self._stepper.runner.schema.action_spaces[agent], self._copies)
 
     def _masked(self, mask: Any) -> list[int]:
         if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
@@ -267,11 +267,11 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         silent[:, self._places] = dead
         arrays.rewards[silent] = 0.0
         for agent, vectors in arrays.vectors.items():
-            vectors[silent[:, self._batch.agents.index(agent)]] = 0
+            vectors[silent[:, self._view.agents.index(agent)]] = 0
         if self._same_step:  # where the next episode has begun, they are there again
             silent &= ~(arrays.terminated | arrays.truncated)[:, None]
         arrays.present[silent] = False
-        stacking.clear(arrays.observations[self._group], silent[:, self._batch.groups[self._group].positions])
+        stacking.clear(arrays.observations[self._group], silent[:, self._view.groups[self._group].positions])
 
     def _infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any = None) -> dict[str, Any]:
         infos: dict[str, Any] = {}
@@ -286,13 +286,13 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def _told_infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any) -> dict[str, Any]:
         rows: dict[int, dict[Any, Any]] = {}
         for env_id, infos in arrays.infos.items():
-            told = with_copys(env_id, infos, self.agents, self._batch.agents)
+            told = with_copys(env_id, infos, self.agents, self._view.agents)
             rows |= enumerate(told, env_id * len(self.agents))
         of_copies: dict[int, dict[Any, Any]] = {}  # once for each copy, not for each of its rows
         for row in [] if done is None else np.flatnonzero(done).tolist():
             env_id = row // len(self.agents)
             if env_id not in of_copies:
-                of_copies[env_id] = about_copy(arrays.infos.get(env_id, {}), self._batch.agents)
+                of_copies[env_id] = about_copy(arrays.infos.get(env_id, {}), self._view.agents)
             self._lay_out(rows, row, of_copies[env_id], arrays, observations)
         return vector_infos(sorted(rows.items()), self.num_envs)
 

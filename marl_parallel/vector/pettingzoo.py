@@ -16,14 +16,14 @@ from marl_parallel.core.arrays import Arrays
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.ends import handed_down, took_part
-from marl_parallel.vector.facade import Inquiries, Stepper
 from marl_parallel.vector.infos import infos_by_agent
 from marl_parallel.vector.single import SingleEnv
+from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls
 
 ByAgent = dict[AgentID, Any]
 
 
-class PettingZooVecEnv(Inquiries):
+class PettingZooVecEnv(ForwardedCalls):
     """Many copies of an environment as one, of which everything is a dict by agent of arrays over all copies.
 
     Observations are in the form of the agent's batched space: an array `(num_envs, ...)`, or dicts and tuples of them.
@@ -63,13 +63,13 @@ class PettingZooVecEnv(Inquiries):
     """
 
     def __init__(self, env: ParallelEnv) -> None:
-        self._stepper = Stepper(env, self, *AutoresetMode, vectors=True)
-        self._guard = CallGuard(env._pool.check_open)
-        self._batch = self._stepper.batch
+        self._stepper = ArrayStepper(env, self, vectors=True)
+        self._guard = CallGuard(self._stepper.runner.check_open)
+        self._view, self._batch = self._stepper.view, self._stepper.runner.batch
         self.env, self.num_envs = env, env.num_envs
         self.metadata = env.metadata
         self.possible_agents = env.possible_agents
-        schema = env._schema
+        self._schema = schema = self._stepper.runner.schema
         self._single = schema.observation_spaces, schema.action_spaces
         self._batched = tuple(
             {agent: batch_space(declared[agent], self.num_envs) for agent in self.possible_agents}
@@ -83,8 +83,7 @@ class PettingZooVecEnv(Inquiries):
     @property
     def agents(self) -> list[AgentID]:
         """Who is alive in any copy whose episode goes on."""
-        batch = self.env._batch
-        alive = {agent for agents, over in zip(batch.alive, batch.over) if not over for agent in agents}
+        alive = {agent for agents, over in zip(self._batch.alive, self._batch.over) if not over for agent in agents}
         return [agent for agent in self.possible_agents if agent in alive]
 
     @property
@@ -115,7 +114,7 @@ class PettingZooVecEnv(Inquiries):
     @property
     def over(self) -> NDArray[np.bool_]:
         """In which copies the episode has ended and no reset has followed."""
-        return np.array(self.env._batch.over, np.bool_)
+        return np.array(self._batch.over, np.bool_)
 
     def observation_space(self, agent: AgentID) -> Space[Any]:
         """Of one agent in all copies."""
@@ -140,7 +139,7 @@ class PettingZooVecEnv(Inquiries):
 
     def single_reward_space(self, agent: AgentID) -> Space[Any] | None:
         """Of one agent in one environment; None for an agent whose rewards are numbers."""
-        return self.env._schema.reward_spaces.get(agent)
+        return self._schema.reward_spaces.get(agent)
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -210,7 +209,7 @@ class PettingZooVecEnv(Inquiries):
             flags = handed_down(arrays, took_part(arrays, self.possible_agents, same_step=self._same_step))
         terminations, truncations = flags
         return (
-            self._batch.by_agent(arrays.observations),
+            self._view.by_agent(arrays.observations),
             {**self._by_agent(arrays.rewards), **arrays.vectors} if arrays.vectors else self._by_agent(arrays.rewards),
             self._by_agent(terminations),
             self._by_agent(truncations),

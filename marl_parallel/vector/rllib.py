@@ -7,6 +7,7 @@ told and what not is in `cast.py`.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,7 @@ from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.sharing import usable_cpus
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.cast import Cast
-from marl_parallel.vector.facade import Holder, Inquiries
-from marl_parallel.vector.scalarizing import Scalarize, Scalarizer, check_numbers
+from marl_parallel.vector.stepper import ForwardedCalls, Scalarize, as_number, open_runner, reward_rules
 
 try:
     from ray.rllib.callbacks.utils import make_callback
@@ -48,7 +48,7 @@ Told = list[dict[Any, Any]]
 """One dict for each copy."""
 
 
-class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[misc]
+class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ignore[misc]
     """Many copies of an environment as RLlib's `MultiAgentEnvRunner` steps them: lists of dicts in and out.
 
     Usually made by `ParallelMultiAgentEnvRunner`. What the core's dicts say arrives unchanged, but for what RLlib's
@@ -92,22 +92,20 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
     """
 
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
-        self._holder = Holder(env, self, AutoresetMode.NEXT_STEP)
-        self._guard = CallGuard(env._pool.check_open)
-        reward_spaces, name = env._schema.reward_spaces, type(self).__name__
-        self._scalarizer = None if scalarize is None else Scalarizer(scalarize, reward_spaces, name)
-        if self._scalarizer is None:
-            check_numbers(name, reward_spaces)
-        if not env._batch.copies:
+        name = type(self).__name__
+        self._runner = runner = open_runner(env, name, [AutoresetMode.NEXT_STEP])
+        self._guard, self._me = CallGuard(runner.check_open), weakref.ref(self)
+        self._rules = reward_rules(name, scalarize, runner.schema.reward_spaces)
+        if not runner.batch.copies:
             raise ValueError("RLlib keeps observations, so it wants a ParallelEnv with copy=True, got copy=False")
         self.env, self.num_envs = env, env.num_envs
         self.metadata, self.render_mode = env.metadata, env.render_mode
-        self.single_observation_spaces = {**env._schema.observation_spaces}
-        self.single_action_spaces = {**env._schema.action_spaces}
+        self.single_observation_spaces = {**runner.schema.observation_spaces}
+        self.single_action_spaces = {**runner.schema.action_spaces}
         self.single_observation_space = env.observation_space or spaces.Dict()
         self.single_action_space = env.action_space or spaces.Dict()
         self.envs = [StandIn(env, env_id) for env_id in range(env.num_envs)]
-        self._casts = [Cast(env._batch, env_id) for env_id in range(env.num_envs)]
+        self._casts = [Cast(runner.batch, env_id) for env_id in range(env.num_envs)]
 
     @exclusive("reset")
     def reset(
@@ -126,7 +124,7 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
             RuntimeError: Another facade steps this environment.
             ParallelEnvError: A fault, as in `ParallelEnv.reset`.
         """
-        self._holder.claim()
+        self._runner.claim(self._me)
         observations, infos = self.env.reset(seed=seed, options=options)
         told = [cast.begin(*dicts) for cast, dicts in zip(self._casts, zip(observations, infos))]
         return [dicts[0] for dicts in told], [dicts[1] for dicts in told]
@@ -148,19 +146,19 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
-        self._holder.claim()
-        due = [*self.env._batch.over]
+        self._runner.claim(self._me)
+        due = [*self._runner.batch.over]
         told = zip(*self.env.step(actions))
         rows = [cast.step(was_over, dicts) for cast, was_over, dicts in zip(self._casts, due, told)]
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
-        if self._scalarizer is not None:
-            number = self._scalarizer.number
-            rewards = [{agent: number(agent, reward) for agent, reward in of_env.items()} for of_env in rewards]
+        if self._rules:
+            rewards = [{a: as_number(self._rules, a, reward) for a, reward in of_env.items()} for of_env in rewards]
         return observations, rewards, terminateds, truncateds, infos
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environment; called by `close`, once. Keywords are those of `ParallelEnv.close`."""
-        self._holder.close(**kwargs)
+        self._runner.release()
+        self.env.close(**kwargs)
 
     def __del__(self) -> None:
         """Nothing: whoever holds the `ParallelEnv` may go on with it, and it closes when nobody does."""
@@ -178,8 +176,8 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
         super().__init__()
         self._env, self._env_id = env, env_id
         self.possible_agents, self.agents = env.possible_agents, env.possible_agents
-        self.observation_spaces = {**env._schema.observation_spaces}
-        self.action_spaces = {**env._schema.action_spaces}
+        self.observation_spaces = {**env.runner.schema.observation_spaces}
+        self.action_spaces = {**env.runner.schema.action_spaces}
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self.metadata, self.render_mode = env.metadata, env.render_mode
 
@@ -193,7 +191,7 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
 
     def render(self) -> Any:
         """A frame of this copy; None where `render_mode` is None."""
-        frames = self._env._frames([self._env_id])
+        frames = self._env.render(env_ids=[self._env_id])
         return None if frames is None else frames[0]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:

@@ -22,10 +22,9 @@ from marl_parallel.core.transition import FINAL_OBS, RESET_INFO
 from marl_parallel.core.values import fits_block, unfit_leaf, zeros
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.ends import Deaths
-from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.infos import about_copy, of_reset, with_copys
 from marl_parallel.vector.rows import chosen, row_of, rows_of, stacked
-from marl_parallel.vector.scalarizing import Scalarize
+from marl_parallel.vector.stepper import ArrayStepper, Scalarize
 
 try:
     from stable_baselines3.common.vec_env import VecEnv
@@ -89,10 +88,10 @@ class SB3VecEnv(VecEnv):
     """
 
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
-        self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
-        self._guard = CallGuard(env._pool.check_open)
+        self._stepper = ArrayStepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
+        self._guard = CallGuard(self._stepper.runner.check_open)
         self.env, self.agents = env, env.possible_agents
-        schema = env._schema
+        schema = self._stepper.runner.schema
         without_form = [agent for agent in self.agents if not fits_block(schema.observation_spaces[agent])]
         if without_form:
             agent = without_form[0]
@@ -101,7 +100,7 @@ class SB3VecEnv(VecEnv):
                 f"part without a fixed size: {unfit_leaf(schema.observation_spaces[agent])}; {_ADVICE}"
             )
         self._group, self._members = chosen(
-            self._stepper.batch.groups, self.agents, self.agents, schema.action_spaces, _ADVICE
+            self._stepper.view.groups, self.agents, self.agents, schema.action_spaces, _ADVICE
         )
         self._per_copy = len(self.agents)
         self._first_seed: int | None = None
@@ -270,7 +269,7 @@ class SB3VecEnv(VecEnv):
 
     def has_attr(self, attr_name: str) -> bool:
         """Whether all copies have an attribute, which may be a method; it is not called."""
-        return all(self.env._find_out(attributes.has, attr_name))
+        return all(self.env.call(attributes.has, attr_name))
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
         """Set an attribute of each copy that one of the rows belongs to."""
@@ -290,7 +289,7 @@ class SB3VecEnv(VecEnv):
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
         """Whether each row's copy is wrapped in such a wrapper."""
-        wrapped = self.env._find_out(attributes.is_wrapped, (wrapper_class.__module__, wrapper_class.__qualname__))
+        wrapped = self.env.call(attributes.is_wrapped, (wrapper_class.__module__, wrapper_class.__qualname__))
         return [wrapped[row // self._per_copy] for row in self._rows(indices)]
 
     def get_images(self) -> Sequence[NDArray[Any] | None]:

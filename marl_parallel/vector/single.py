@@ -30,27 +30,28 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
     """
 
     def __init__(self, env: ParallelEnv, env_id: int, note: Callable[[int, ByAgent, ByAgent], None]) -> None:
-        if env._batch.mode is not AutoresetMode.DISABLED:
+        runner = env.runner
+        if runner.mode is not AutoresetMode.DISABLED:
             raise ValueError(
                 "one copy as a PettingZoo environment wants a ParallelEnv with auto_reset=False, got "
-                f"AutoresetMode.{env._batch.mode.name}"
+                f"AutoresetMode.{runner.mode.name}"
             )
         if not 0 <= env_id < env.num_envs:
             raise ValueError(f"there is no copy {env_id!r}: they are numbered from 0 to {env.num_envs - 1}")
-        self._env, self._env_id, self._note = env, env_id, note
+        self._env, self._runner, self._env_id, self._note = env, runner, env_id, note
         self.metadata = env.metadata
         self.render_mode = env.render_mode
         self.possible_agents = env.possible_agents
-        self.observation_spaces = env._schema.observation_spaces
-        self.action_spaces = env._schema.action_spaces
-        self.reward_spaces = env._schema.reward_spaces
+        self.observation_spaces = runner.schema.observation_spaces
+        self.action_spaces = runner.schema.action_spaces
+        self.reward_spaces = runner.schema.reward_spaces
         if env.state_space is not None:
             self.state_space = env.state_space
 
     @property
     def agents(self) -> list[AgentID]:
         """Who is alive; nobody once the episode is over."""
-        batch = self._env._batch
+        batch = self._runner.batch
         return [] if batch.over[self._env_id] else [*batch.alive[self._env_id]]
 
     def observation_space(self, agent: AgentID) -> Space[Any]:
@@ -69,7 +70,7 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[AgentID, Any], dict[AgentID, Any]]:
         """Begin a new episode; options are dropped where the simulator's own `reset` takes none."""
-        if "options" not in self._env._reset_keywords:
+        if not self._runner.takes_options:
             options = None
         seeds = None if seed is None else [seed]
         (observations,), (infos,) = self._env.reset(seed=seeds, options=options, env_ids=[self._env_id])
@@ -81,7 +82,7 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         told = self._env.step([actions], env_ids=[self._env_id])
         observations, rewards, terminateds, truncateds, infos = (dicts[0] for dicts in told)
         self._note(self._env_id, observations, rewards)
-        left = self._env._batch.alive[self._env_id] if terminateds[ALL] or truncateds[ALL] else []
+        left = self._runner.batch.alive[self._env_id] if terminateds[ALL] or truncateds[ALL] else []
         terminations, truncations = (
             {**{a: f for a, f in flags.items() if a != ALL}, **dict.fromkeys(left, flags[ALL])}
             for flags in (terminateds, truncateds)
@@ -90,12 +91,12 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
 
     def state(self) -> np.ndarray[Any, Any]:
         """The global state; raises as `ParallelEnv.state`."""
-        state: np.ndarray[Any, Any] = self._env._states([self._env_id])[0]
+        state: np.ndarray[Any, Any] = self._env.state(env_ids=[self._env_id])[0]
         return state
 
     def render(self) -> Any:
         """A frame; None where `render_mode` is None."""
-        frames = self._env._frames([self._env_id])
+        frames = self._env.render(env_ids=[self._env_id])
         return None if frames is None else frames[0]
 
     def close(self) -> None:

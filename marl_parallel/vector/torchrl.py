@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
-from marl_parallel.core.layout import alike, evenly_spaced
+from marl_parallel.core.layout import Schema, alike, evenly_spaced
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.rows import shared_reward_space
+from marl_parallel.vector.stepper import ArrayStepper
 
 try:
     import torch
@@ -112,21 +112,15 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         device: torch.device | str | None = "cpu",
     ) -> None:
         # TorchRL keeps the tensors of all steps of a rollout: views would be of the last one.
-        stepper = Stepper(env, self, AutoresetMode.DISABLED, at_worst=AutoresetMode.NEXT_STEP, copy=True, vectors=True)
-        if not env._pool.partial:
-            raise ValueError(
-                f"TorchRLEnv steps all {env.num_envs} environments and resets some of them, but these come "
-                f"{env.batch_size} at a time"
-                + (f": make them with batch_size={env.num_envs}" if env.batch_size < env.num_envs else "")
-            )
+        stepper = ArrayStepper(env, self, AutoresetMode.DISABLED, copy=True, vectors=True, partial_resets=True)
         super().__init__(device=device, batch_size=[env.num_envs])
         self.is_closed = False
-        self._stepper, self.env = stepper, env
-        self._guard = CallGuard(env._pool.check_open)
+        self._stepper, self._runner, self.env = stepper, stepper.runner, env
+        self._guard = CallGuard(self._runner.check_open)
         self.infos: dict[int, dict[Any, Any]] = {}
-        self.group_map = _checked(group_map, env)
+        self.group_map = _checked(group_map, self._runner.schema)
         self._groups = {name: _Group.of(agents, stepper) for name, agents in self.group_map.items()}
-        self._says_restarted = env._pool.recovery is not None
+        self._says_restarted = self._runner.restarts
         self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)
@@ -164,7 +158,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     # -- what TorchRL calls ----------------------------------------------------------------------------------------
 
     def _set_seed(self, seed: int | None) -> None:
-        self.env._check_seed(seed)
+        self._runner.check_seed(seed)
         self._seed = seed
         self._unseeded[:] = seed is not None
 
@@ -205,8 +199,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         ids = self._marked(tensordict.get("_step", None))
         actions = [group.action(name, tensordict.get((name, "action"), None)) for name, group in self._groups.items()]
-        if self.env._batch.mode is AutoresetMode.NEXT_STEP:
-            self._ended[np.array(self.env._batch.over)] = False  # a new episode begins, though nobody has reset it
+        if self._runner.mode is AutoresetMode.NEXT_STEP:
+            self._ended[np.array(self._runner.batch.over)] = False  # a new episode begins, though nobody has reset it
         arrays = self._stepper.step(actions, ids)
         self.infos = dict(arrays.infos)
         told = self._told(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
@@ -303,9 +297,9 @@ class _Group(NamedTuple):
     reward_space: Space[Any] | None
 
     @classmethod
-    def of(cls, agents: Sequence[AgentID], stepper: Stepper) -> _Group:
+    def of(cls, agents: Sequence[AgentID], stepper: ArrayStepper) -> _Group:
         """Find them in the arrays."""
-        schema, batch = stepper.env._schema, stepper.batch
+        schema, batch = stepper.runner.schema, stepper.view
         place_of = {agent: place for place, agent in enumerate(batch.agents)}
         places = [place_of[agent] for agent in agents]
         block = next(i for i, of in enumerate(batch.groups) if places[0] in of.positions)
@@ -338,9 +332,9 @@ def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[A
     return told
 
 
-def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None, env: ParallelEnv) -> GroupMap:
+def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None, schema: Schema) -> GroupMap:
     """Who is in which group; raises `ValueError` where that cannot be."""
-    agents, schema = env.possible_agents, env._schema
+    agents = schema.possible_agents
     for kind, declared in (("observation", schema.observation_spaces), ("action", schema.action_spaces)):
         for agent in agents:
             if not has_tensors(declared[agent]):
