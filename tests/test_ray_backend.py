@@ -9,6 +9,9 @@ import functools
 import os
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +33,7 @@ from survival import actions_for
 from test_restarts import many, play
 
 from marl_parallel import ParallelEnv, ParallelEnvError, RayBackend, WorkerCrashed
-from marl_parallel.backends import ray_backend
+from marl_parallel.backends import ray_backend, ray_worker
 from marl_parallel.backends.ray_worker import Result
 
 ROOT = Path(__file__).parents[1]
@@ -371,6 +374,17 @@ def test_whoever_was_running_is_named(fault, word, local, tmp_path):
             env.step([{"a": 0, "b": 0}] * 4)
         assert caught.value.env_ids == (2,)
         assert ("test_ray_backend" in caught.value.stack or "faults" in caught.value.stack) == (word == "SIGSEGV")
+
+
+def test_exit_code_of_a_process_that_is_reaped_late():
+    """Ray, whose child a worker is, may be slow on a busy machine; until then the kernel does not tell."""
+    process = subprocess.Popen([sys.executable, "-c", "import os; os._exit(7)"])
+    worker = object.__new__(ray_worker._Watched)
+    worker.handle = os.pidfd_open(process.pid)
+    ray_worker._await_death(worker.handle)
+    threading.Timer(0.3, process.wait).start()
+    assert worker.exitcode() == 7
+    os.close(worker.handle)
 
 
 def test_what_was_done_before_a_death_is_told(local, tmp_path):

@@ -77,7 +77,7 @@ class Actor:
         handle: The actor's.
         arriving: References to its greeting, then to the answer of its node monitor; None once both have come.
         key: What its node monitor knows it by.
-        monitor: The handle of its node monitor; None before it has greeted, and if that is dead.
+        monitor: The handle of its node monitor; None before it has greeted, and if none watches it.
         waiting: Requests to send once it has arrived.
         pending: Orders sent and not yet answered.
         sent: How many orders were sent.
@@ -204,7 +204,7 @@ class RayBackend(Backend):
                 _monitor_of(node, self._runtime_env)  # it starts beside the workers
             self._actors = [self._new_actor(worker) for worker in range(len(shares))]
             self.ledgers = [actor.status for actor in self._actors]
-            # Workers are up before they are asked anything, so that no constructor's time runs before it can begin.
+            # All workers are up before the first request, so that no constructor's time runs before it can begin.
             for worker, lost in self.wait():
                 assert isinstance(lost, Lost)
                 raise ParallelEnvError(f"worker {worker} could not be started by Ray: {lost.reason}", worker=worker)
@@ -307,7 +307,7 @@ class RayBackend(Backend):
     def _receive(self, worker: int, packed: Any) -> list[Reply | Lost]:
         """The replies of a worker in what has come from it, or Ray's error in the place of that."""
         actor = self._actors[worker]
-        if isinstance(packed, RayTaskError):
+        if isinstance(packed, RayTaskError) and actor.arriving is None:
             raise packed
         if isinstance(packed, RayError):
             return self._bury(worker, packed)
@@ -323,15 +323,17 @@ class RayBackend(Backend):
         actor.closed |= pending.request.message is Message.CLOSE
         return [actor.delivered(reply, pending) for reply in result.replies]
 
-    def _arrive(self, worker: int, greeting: Greeting | None) -> None:
-        """Take the next of what must come before a worker is sent requests."""
+    def _arrive(self, worker: int, answer: Greeting | bool) -> None:
+        """Take a worker's greeting, or then whether its monitor watches it, before it is sent requests."""
         actor = self._actors[worker]
-        if greeting is not None:
-            actor.ahead = time.monotonic() - greeting.now
-            actor.monitor = _monitor_of(greeting.node, self._runtime_env)
-            actor.arriving = actor.monitor.watch.remote(actor.key, greeting)
+        if isinstance(answer, Greeting):
+            actor.ahead = time.monotonic() - answer.now
+            actor.monitor = _monitor_of(answer.node, self._runtime_env)
+            actor.arriving = actor.monitor.watch.remote(actor.key, answer)
             return
         actor.arriving = None
+        if not answer:  # little will be known of its death
+            actor.monitor = None
         waiting, actor.waiting = actor.waiting, []
         for request in waiting:
             self._send(worker, request)
@@ -385,11 +387,10 @@ class RayBackend(Backend):
     def _bury(self, worker: int, error: RayError) -> list[Reply | Lost]:
         """The last replies of a worker that is dead, or whose monitor is, as Ray reports."""
         actor, reason = self._actors[worker], _reason(error)
-        if actor.arriving is not None and actor.monitor is not None:  # then little will be known of its death
+        if actor.arriving is not None and actor.monitor is not None:
             logger.warning("the node monitor of environments %s is dead: %s", [*self._shares[worker]], reason)
             _forget_monitor(actor.monitor)
-            actor.monitor = None
-            self._arrive(worker, None)
+            self._arrive(worker, False)
             return []
         replies, lost = self._salvage(worker, kill=False)
         if actor.arriving is not None:
@@ -629,6 +630,6 @@ def _monitor_of(node: str, runtime_env: dict[str, Any] | None) -> Any:
 
 
 def _forget_monitor(monitor: Any) -> None:
-    """Have another one started when its node is asked for next: this one is dead."""
+    """Start another one when `_monitor_of` needs it next: this one is dead."""
     with _lock:
         _connection.monitors = {key: one for key, one in _connection.monitors.items() if one is not monitor}

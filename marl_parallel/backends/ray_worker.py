@@ -212,14 +212,20 @@ class _Watched:
         """The exit code of the dead process, which Linux 6.15 and later tell others than its parent."""
         import fcntl  # not on Windows, where nothing is watched
 
-        info = bytearray(_PIDFD_INFO_NBYTES)
-        struct.pack_into("=Q", info, 0, _PIDFD_INFO_EXIT)
-        try:
-            fcntl.ioctl(self.handle, _PIDFD_GET_INFO, info)
-        except OSError:
-            return None
-        (mask,), (status,) = struct.unpack_from("=Q", info), struct.unpack_from("=i", info, _PIDFD_INFO_NBYTES - 4)
-        return os.waitstatus_to_exitcode(status) if mask & _PIDFD_INFO_EXIT else None
+        deadline = time.monotonic() + _DEATH_TIMEOUT_S
+        while True:
+            info = bytearray(_PIDFD_INFO_NBYTES)
+            struct.pack_into("=Q", info, 0, _PIDFD_INFO_EXIT)
+            try:
+                fcntl.ioctl(self.handle, _PIDFD_GET_INFO, info)
+            except OSError:
+                return None
+            (mask,), (status,) = struct.unpack_from("=Q", info), struct.unpack_from("=i", info, _PIDFD_INFO_NBYTES - 4)
+            if mask & _PIDFD_INFO_EXIT:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.005)  # it is known from when the parent, Ray, has reaped the process
 
     def close(self) -> None:
         for fd in (self.handle, *self.files):
@@ -239,17 +245,18 @@ class RayNodeMonitor:
         self._watched: dict[int, _Watched] = {}
         self._reaper: socket.socket | None = None
 
-    def watch(self, key: int, greeting: Greeting) -> None:
-        """Open a worker's process and files, if it lives and this system can."""
+    def watch(self, key: int, greeting: Greeting) -> bool:
+        """Open a worker's process and files; False if it is dead already, or if this system cannot."""
         try:
             self._watched[key] = _Watched(greeting)
         except (OSError, AttributeError):
-            return
+            return False
         try:
             self._reap_after([self._watched[key]])
         except OSError:  # somebody has killed the child reaper
             self._reaper = None
             self._reap_after(self._watched.values())
+        return True
 
     def _reap_after(self, workers: Iterable[_Watched]) -> None:
         if self._reaper is None:
@@ -259,27 +266,24 @@ class RayNodeMonitor:
 
     def look(self, keys: Iterable[int]) -> tuple[float, dict[int, bytes]]:
         """`time.monotonic` on this machine, and the status of workers."""
-        return time.monotonic(), {key: self._watched[key].status() for key in keys if key in self._watched}
+        return time.monotonic(), {key: self._watched[key].status() for key in keys}
 
     def discard(self, key: int) -> None:
         """Have a worker leave out what it has not begun yet."""
-        if key in self._watched:
-            Ledger(mmap.mmap(self._watched[key].files.status, Ledger.NBYTES)).discard()
+        Ledger(mmap.mmap(self._watched[key].files.status, Ledger.NBYTES)).discard()
 
     def stack(self, key: int) -> str:
         """The Python stack of a worker, empty if it cannot be had."""
-        return self._watched[key].crash.stack(self._watched[key].pid, _STACK_TIMEOUT_S) if key in self._watched else ""
+        return self._watched[key].crash.stack(self._watched[key].pid, _STACK_TIMEOUT_S)
 
-    def remains(self, key: int, span: tuple[int, int], *, kill: bool) -> Remains | None:
-        """What a worker leaves that is dead, dying or to be killed; None if it is not watched.
+    def remains(self, key: int, span: tuple[int, int], *, kill: bool) -> Remains:
+        """What a worker leaves that is dead, dying or to be killed.
 
         Args:
             key: The worker.
             span: Where its records begin and end in the block.
             kill: Whether to kill it.
         """
-        if key not in self._watched:
-            return None
         worker, (start, stop) = self._watched[key], span
         if kill:
             worker.kill()
