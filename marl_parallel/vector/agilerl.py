@@ -1,11 +1,9 @@
-"""`AgileRLVecEnv`: the batch by agent, with AgileRL's conventions for who is absent.
-
-When episodes begin and end is the core's business; that NaN stands for what is not there is said here.
-"""
+"""`AgileRLVecEnv`: the batch by agent, with NaN for absent agents, as AgileRL has it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,8 @@ from marl_parallel.core.arrays import Arrays
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.ends import handed_down, took_part
-from marl_parallel.vector.infos import about_copy, begun_anew, vector_infos, with_copys
+from marl_parallel.vector.infos import agent_infos, env_infos, next_episode_info, vector_infos
+from marl_parallel.vector.rows import handed_down, took_part
 from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls, Scalarize
 
 try:
@@ -189,9 +187,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
     def close_extras(self, *, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """Close the environment; arguments as of `ParallelEnv.close`. What is on its way is dropped."""
-        if timeout is not None:
-            kwargs["timeout"] = timeout
-        self._stepper.close(terminate=terminate, **kwargs)
+        self._stepper.close(terminate=terminate, **kwargs if timeout is None else {**kwargs, "timeout": timeout})
 
     # -- into the core ---------------------------------------------------------------------------------------------
 
@@ -209,7 +205,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
                     array = array.copy()
                     array[nan] = 0
             stacked[agent] = _formed(self._single_action_spaces.get(agent), array, self.num_envs)
-        acting = [{*agents} for agents in self._stepper.runner.batch.acting] if absent else []
+        acting = self._stepper.runner.batch.acting if absent else []
         if not any(agent in acting[env_id] for agent, rows in absent.items() for env_id in np.flatnonzero(rows)):
             self._stepper.send(stacked)
             return
@@ -243,12 +239,18 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         return {agent: (flags if whom[:, place].all() else floats)[:, place] for place, agent in enumerate(self.agents)}
 
     def _seen(self, arrays: Arrays) -> ByAgent:
+        """Observations by agent, NaN where an agent was not observed, single numbers with an axis of their own."""
         self.present, self.acting = self._by_agent(arrays.present), self._by_agent(arrays.acting)
-        if not arrays.observed.all():
-            for group, (_, positions) in zip(arrays.observations, self._stepper.view.groups):
-                _blank(group, ~arrays.observed[:, positions])
-        seen = self._stepper.view.by_agent(arrays.observations)
-        return {agent: _with_axis(value) for agent, value in seen.items()}
+        unobserved = None if arrays.observed.all() else ~arrays.observed
+
+        def shown(positions: list[int], values: NDArray[Any]) -> NDArray[Any]:
+            if unobserved is not None and values.dtype.kind == "f":
+                values[unobserved[:, positions]] = np.nan
+            return values[..., None] if values.ndim == 2 and not values.dtype.hasobject else values
+
+        view = self._stepper.view
+        groups = zip(arrays.observations, view.groups)
+        return view.by_agent([stacking.each(partial(shown, at), seen) for seen, (_, at) in groups])
 
     def _infos(self, arrays: Arrays, over: NDArray[np.bool_] | None = None) -> ByAgent:
         infos: ByAgent = {}
@@ -266,12 +268,12 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
     def _told(self, env_id: int, infos: Mapping[Any, Any], over: bool) -> list[dict[Any, Any]]:
         """What one copy says of each agent, laid out anew where its next episode has begun."""
-        told = with_copys(env_id, infos, self.agents, self.agents)
+        told = agent_infos(env_id, infos, self.agents, self.agents)
         if not over:
             return told
-        of_copy = about_copy(infos, self.agents)
+        of_copy = env_infos(infos, self.agents)
         finals = [{FINAL_OBS: self._stepper.own(own[FINAL_OBS])} if FINAL_OBS in own else {} for own in told]
-        return [{**begun_anew(own, of_copy), **final} for own, final in zip(told, finals)]
+        return [{**next_episode_info(own, of_copy), **final} for own, final in zip(told, finals)]
 
 
 # -- values --------------------------------------------------------------------------------------------------------
@@ -291,42 +293,23 @@ def _formed(space: Space[Any] | None, array: NDArray[Any], count: int) -> NDArra
     return array.reshape(count, *space.shape) if flat or alike else array
 
 
-def _blank(stacked: Any, absent: NDArray[np.bool_]) -> None:
-    """Put NaN where nobody is, in what is of floats."""
-    if isinstance(stacked, np.ndarray):
-        if stacked.dtype.kind == "f":
-            stacked[absent] = np.nan
-    else:
-        for child in stacked.values() if isinstance(stacked, dict) else stacked:
-            _blank(child, absent)
-
-
-def _with_axis(value: Any) -> Any:
-    """Single numbers with an axis of their own."""
-    if isinstance(value, dict):
-        return {key: _with_axis(child) for key, child in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_with_axis, value))
-    return value[:, None] if isinstance(value, np.ndarray) and value.ndim == 1 else value
-
-
-def _forced(agent: str, actions: Any, told: NDArray[np.bool_]) -> NDArray[np.float64]:
+def _forced(agent: str, actions: Any, said: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Actions that simulators have chosen themselves; NaN where they have not, or only say None.
 
     Raises:
         ValueError: They are of several shapes.
     """
-    rows = [
-        None if action is None or not there else np.asarray(action, np.float64) for action, there in zip(actions, told)
-    ]
-    shape = next((row.shape for row in rows if row is not None), ())
-    forced = np.full((len(rows), *shape), np.nan)
-    for number, row in enumerate(rows):
-        if row is None:
-            continue
-        if row.shape != shape:
+    rows = {
+        row: np.asarray(action, np.float64)
+        for row, (action, there) in enumerate(zip(actions, said))
+        if there and action is not None
+    }
+    shape = next((values.shape for values in rows.values()), ())
+    forced = np.full((len(said), *shape), np.nan)
+    for row, values in rows.items():
+        if values.shape != shape:
             raise ValueError(
-                f"environment {number}: the {_FORCED} of agent {agent!r} have shape {row.shape}, others {shape}"
+                f"environment {row}: the {_FORCED} of agent {agent!r} have shape {values.shape}, others {shape}"
             )
-        forced[number] = row
+        forced[row] = values
     return forced

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
@@ -19,9 +19,15 @@ from marl_parallel.core.layout import evenly_spaced
 from marl_parallel.core.native_arrays import InfoColumns
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.ends import Deaths
-from marl_parallel.vector.infos import about_copy, begun_anew, infos_by_row, last_of, vector_infos, with_copys
-from marl_parallel.vector.rows import chosen, row_of, rows_of, shared_reward_space, stacked, still
+from marl_parallel.vector.infos import (
+    agent_infos,
+    env_infos,
+    infos_by_row,
+    next_episode_info,
+    vector_infos,
+    without_reset,
+)
+from marl_parallel.vector.rows import Deaths, chosen, row_of, rows_of, shared_reward_space, stacked, still
 from marl_parallel.vector.stepper import ArrayStepper
 
 Others = Callable[[AgentID, Any], Any]
@@ -248,7 +254,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         flags = self._of_rows(arrays.terminations), self._of_rows(arrays.truncations)
         if not arrays.together or self._deaths.any:
             were_dead = self._deaths.dead if self._deaths.any else None
-            flags = self._deaths.told(flags, arrays)
+            flags = self._deaths.flags(flags, arrays)
             if were_dead is not None:
                 self._silence(arrays, were_dead)
         terminations, truncations = flags[0].ravel(), flags[1].ravel()
@@ -278,40 +284,25 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if done is None and type(arrays.infos) is InfoColumns:
             infos = infos_by_row(arrays.infos, self._which, len(self.agents), self._copies)
         elif arrays.infos or (done is not None and done.any()):
-            infos = self._told_infos(arrays, done, observations)
+            infos = self._infos_of_rows(arrays, done, observations)
         infos["present"], infos["_present"] = self._flat(arrays.present), self._everywhere.copy()
         infos["acting"], infos["_acting"] = self._flat(arrays.acting), self._everywhere.copy()
         return infos
 
-    def _told_infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any) -> dict[str, Any]:
+    def _infos_of_rows(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any) -> dict[str, Any]:
+        """Infos by row; those of rows that are done have the last observation and info, as Gymnasium's SAME_STEP."""
         rows: dict[int, dict[Any, Any]] = {}
         for env_id, infos in arrays.infos.items():
-            told = with_copys(env_id, infos, self.agents, self._view.agents)
-            rows |= enumerate(told, env_id * len(self.agents))
-        of_copies: dict[int, dict[Any, Any]] = {}  # once for each copy, not for each of its rows
-        for row in [] if done is None else np.flatnonzero(done).tolist():
-            env_id = row // len(self.agents)
-            if env_id not in of_copies:
-                of_copies[env_id] = about_copy(arrays.infos.get(env_id, {}), self._view.agents)
-            self._lay_out(rows, row, of_copies[env_id], arrays, observations)
+            rows |= enumerate(agent_infos(env_id, infos, self.agents, self._view.agents), env_id * len(self.agents))
+        if done is not None:
+            space, over = self.single_observation_space, np.flatnonzero(arrays.terminated | arrays.truncated).tolist()
+            of_envs = {env_id: env_infos(arrays.infos.get(env_id, {}), self._view.agents) for env_id in over}
+            for row in np.flatnonzero(done).tolist():
+                own, env_id = rows.get(row, {}), row // len(self.agents)
+                if env_id in of_envs:
+                    final = own[FINAL_OBS] if FINAL_OBS in own else row_of(space, stacking.zeros(space, (1,)), 0)
+                    rows[row] = {**next_episode_info(own, of_envs[env_id]), FINAL_OBS: final}
+                else:  # the environment goes on without this agent
+                    last = without_reset(own)
+                    rows[row] = {**last, "final_info": last, FINAL_OBS: row_of(space, observations, row)}
         return vector_infos(sorted(rows.items()), self.num_envs)
-
-    def _lay_out(
-        self,
-        rows: dict[int, dict[Any, Any]],
-        row: int,
-        of_copy: Mapping[Any, Any],
-        arrays: Arrays,
-        observations: Any,
-    ) -> None:
-        """A row that is done: its last observation and info, as Gymnasium's SAME_STEP has them."""
-        told = rows.get(row, {})
-        env_id = row // len(self.agents)
-        if arrays.terminated[env_id] or arrays.truncated[env_id]:
-            nothing = stacking.zeros(self.single_observation_space, (1,))
-            final = told[FINAL_OBS] if FINAL_OBS in told else row_of(self.single_observation_space, nothing, 0)
-            laid_out = begun_anew(told, of_copy)
-        else:  # the copy goes on without this agent
-            final, last = row_of(self.single_observation_space, observations, row), last_of(told)
-            laid_out = {**last, "final_info": last}
-        rows[row] = {**laid_out, FINAL_OBS: final}

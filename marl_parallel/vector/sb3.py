@@ -1,7 +1,4 @@
-"""`SB3VecEnv`: every agent of every copy as an environment of Stable-Baselines3's.
-
-When episodes begin and end is the core's business; what Stable-Baselines3 calls it is said here.
-"""
+"""`SB3VecEnv`: every agent of every environment as an environment of Stable-Baselines3's."""
 
 from __future__ import annotations
 
@@ -21,9 +18,8 @@ from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.transition import FINAL_OBS, RESET_INFO
 from marl_parallel.core.values import fits_block, unfit_leaf, zeros
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.ends import Deaths
-from marl_parallel.vector.infos import about_copy, of_reset, with_copys
-from marl_parallel.vector.rows import chosen, row_of, rows_of, stacked
+from marl_parallel.vector.infos import agent_infos, env_infos, reset_info
+from marl_parallel.vector.rows import Deaths, chosen, row_of, rows_of, stacked
 from marl_parallel.vector.stepper import ArrayStepper, Scalarize
 
 try:
@@ -184,17 +180,15 @@ class SB3VecEnv(VecEnv):
     def _end(self, arrays: Arrays, observations: Any, infos: list[dict[str, Any]]) -> NDArray[np.bool_]:
         """Where rows are done, say so in infos and put the next observation in place; returns who is."""
         over, were_dead = arrays.terminated | arrays.truncated, self._deaths.dead
-        terminations, truncations = self._deaths.told((arrays.terminations, arrays.truncations), arrays)
+        terminations, truncations = self._deaths.flags((arrays.terminations, arrays.truncations), arrays)
         dones, cut_off = terminations | truncations, truncations & ~terminations & ~were_dead
-        of_copies: dict[int, dict[Any, Any]] = {}  # once for each copy, not for each of its rows
+        of_envs = {e: env_infos(arrays.infos.get(e, {}), self.agents) for e in np.flatnonzero(over).tolist()}
         for row in np.flatnonzero(dones).tolist():
             place, info = divmod(row, self._per_copy), infos[row]
             last = None
-            if over[place[0]]:
+            if place[0] in of_envs:
                 last = info.pop(FINAL_OBS, None)
-                if place[0] not in of_copies:
-                    of_copies[place[0]] = about_copy(arrays.infos.get(place[0], {}), self.agents)
-                self.reset_infos[row] = of_reset(info, of_copies[place[0]])
+                self.reset_infos[row] = reset_info(info, of_envs[place[0]])
                 info.pop(RESET_INFO, None)
             elif arrays.observed[place]:
                 last = row_of(self.observation_space, observations, row)
@@ -213,7 +207,7 @@ class SB3VecEnv(VecEnv):
         rows: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for env_id, infos in arrays.infos.items():
             first = env_id * self._per_copy
-            rows[first : first + self._per_copy] = with_copys(env_id, infos, self.agents, self.agents)
+            rows[first : first + self._per_copy] = agent_infos(env_id, infos, self.agents, self.agents)
         return rows
 
     # -- before a reset --------------------------------------------------------------------------------------------
