@@ -34,19 +34,19 @@ _FORCED = "env_defined_actions"
 class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     """A vector environment that AgileRL's multi-agent training functions take as it is.
 
-    Everything is a dict by agent of arrays over all copies, for all possible agents at all times. Rewards are float64
-    and flags bool, `(num_envs,)`. Where an agent has no reward, it is NaN; so are its flags where it takes no part in a
-    copy and has none (they are float64 then), and its observation where that is of floats; integers have no NaN and
-    are zeros. Observations that are single numbers have the shape `(num_envs, 1)`. All arrays are the caller's own,
-    also where `env` was made with `copy=False`.
+    Everything is a dict by agent of arrays over all environments, for all possible agents at all times. Rewards are
+    float64 and flags bool, `(num_envs,)`. Where an agent has no reward, it is NaN; so are its flags where it takes no
+    part in an environment and has none (they are float64 then), and its observation where that is of floats; integers
+    have no NaN and are zeros. Observations that are single numbers have the shape `(num_envs, 1)`. All arrays are the
+    caller's own, also where `env` was made with `copy=False`.
 
     Episodes begin anew in the step in which they end. Then observations are the new episode's; an agent's flags are
-    its own, or those of its copy where it has none; and infos are the reset's, with the old episode's last as
+    its own, or those of its environment where it has none; and infos are the reset's, with the old episode's last as
     `final_obs` and `final_info`.
 
     `infos[agent]` is laid out as AgileRL's and Gymnasium's vector infos: an array for each key, and a mask under
-    `_key`. `env_defined_actions` is NaN where a copy defines none. What is about a copy rather than an agent, such as
-    the mark of a restart, `infos[agent]["__common__"]`, is in every agent's.
+    `_key`. `env_defined_actions` is NaN where an environment defines none. What is about an environment rather than an
+    agent, such as the mark of a restart, `infos[agent]["__common__"]`, is in every agent's.
 
     Args:
         env: Made with `auto_reset=True`. Nobody else may step it. Training functions close it in the end.
@@ -111,8 +111,8 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         """Begin new episodes.
 
         Args:
-            seed: Copy i gets `seed + i`; a sequence has one for each copy.
-            options: For each copy's own `reset`.
+            seed: Environment i gets `seed + i`; a sequence has one for each environment.
+            options: For each environment's own `reset`.
 
         Returns:
             Observations and infos, by agent.
@@ -124,11 +124,11 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def step(
         self, actions: Mapping[str, Any], *_: Any, **__: Any
     ) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
-        """Step all copies.
+        """Step all environments.
 
         Args:
             actions: By agent, arrays or tensors `(num_envs, ...)`. Rows of those who do not act are not looked at,
-                whoever acts in no copy may be left out, and a row that is NaN all over is no action.
+                whoever acts in no environment may be left out, and a row that is NaN all over is no action.
 
         Returns:
             Observations, rewards, terminations, truncations and infos, by agent.
@@ -144,10 +144,10 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
     @exclusive("step_async")
     def step_async(self, actions: Sequence[Mapping[str, Any]]) -> None:
-        """Begin to step all copies and return.
+        """Begin to step all environments and return.
 
         Args:
-            actions: For each copy, a dict by agent. Errors are as of `step`.
+            actions: For each environment, a dict by agent. Errors are as of `step`.
         """
         if isinstance(actions, Mapping):
             raise TypeError("step_async takes a list with a dict of actions for each copy; step takes arrays by agent")
@@ -217,7 +217,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         )
 
     def _formed(self, actions: Mapping[str, Any]) -> ByAgent:
-        """One copy's actions in the form of their spaces, as AgileRL's own squeezes them into."""
+        """One environment's actions in the form of their spaces, as AgileRL's own squeezes them into."""
         formed: ByAgent = {}
         for agent, given in actions.items():
             array = _array(given)
@@ -254,26 +254,26 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
     def _infos(self, arrays: Arrays, over: NDArray[np.bool_] | None = None) -> ByAgent:
         infos: ByAgent = {}
-        told = {
-            env_id: self._told(env_id, own, over is not None and bool(over[env_id]))
+        by_env = {
+            env_id: self._agent_infos(env_id, own, over is not None and bool(over[env_id]))
             for env_id, own in arrays.infos.items()
         }
         for place, agent in enumerate(self.agents):
-            rows = ((env_id, of_agents[place]) for env_id, of_agents in told.items())
+            rows = ((env_id, of_agents[place]) for env_id, of_agents in by_env.items())
             infos[agent] = vector_infos(rows, self.num_envs)
             if _FORCED in infos[agent]:
                 infos[agent][_FORCED] = _forced(agent, infos[agent][_FORCED], infos[agent][f"_{_FORCED}"])
             infos[f"_{agent}"] = np.ones(self.num_envs, np.bool_)
         return infos
 
-    def _told(self, env_id: int, infos: Mapping[Any, Any], over: bool) -> list[dict[Any, Any]]:
-        """What one copy says of each agent, laid out anew where its next episode has begun."""
-        told = agent_infos(env_id, infos, self.agents, self.agents)
+    def _agent_infos(self, env_id: int, infos: Mapping[Any, Any], over: bool) -> list[dict[Any, Any]]:
+        """The infos of each agent of one environment, laid out anew where its next episode has begun."""
+        by_agent = agent_infos(env_id, infos, self.agents, self.agents)
         if not over:
-            return told
-        of_copy = env_infos(infos, self.agents)
-        finals = [{FINAL_OBS: self._stepper.own(own[FINAL_OBS])} if FINAL_OBS in own else {} for own in told]
-        return [{**next_episode_info(own, of_copy), **final} for own, final in zip(told, finals)]
+            return by_agent
+        of_env = env_infos(infos, self.agents)
+        finals = [{FINAL_OBS: self._stepper.own(own[FINAL_OBS])} if FINAL_OBS in own else {} for own in by_agent]
+        return [{**next_episode_info(own, of_env), **final} for own, final in zip(by_agent, finals)]
 
 
 # -- values --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`GymnasiumVectorEnv`: every agent of every copy as a row, as parameter sharing wants it."""
+"""`GymnasiumVectorEnv`: every agent of every environment as a row, as parameter sharing wants it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,21 @@ from marl_parallel.vector.rows import Deaths, chosen, row_of, rows_of, shared_re
 from marl_parallel.vector.stepper import ArrayStepper
 
 Others = Callable[[AgentID, Any], Any]
-"""Acts for an agent that has no rows: takes it and its observations in all copies, gives its actions in all copies."""
+"""Acts for an agent that has no rows: takes it and its observations in all environments, and returns its actions."""
 
 
 class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
-    """A Gymnasium vector environment with `copies * agents` rows; row `i * agents + j` is agent j of copy i.
+    """A Gymnasium vector environment with a row for each agent of each environment.
+
+    Row `i * agents + j` is agent j of environment i.
 
     Observations and actions are in the form of the agents' space, batched; rewards are float64, flags bool. Rewards
     that are vectors are `(num_envs, num_objectives)`, in the dtype of `reward_space`, as in MO-Gymnasium. Where an
     agent is absent, its row is zeros; `infos["present"]` says which rows are data, `infos["acting"]` which want an
     action. No black-death wrapper is needed: a row's flag is True when its agent dies, and for all rows, the absent
-    ones too, when their copy's episode ends. So a wrapper that counts episodes counts, for an agent that died early, a
-    second one of nothing but zeros until its copy's end; and one that normalises takes zero rows into account.
+    ones too, when their environment's episode ends. So a wrapper that counts episodes counts, for an agent that died
+    early, a second one of nothing but zeros until its environment's end; and one that normalises takes zero rows into
+    account.
 
     With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos are laid out
     as Gymnasium does: `final_obs` and `final_info` for rows that are done, the reset's infos on top.
@@ -110,15 +113,15 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """Begin new episodes.
 
         Args:
-            seed: Copy i gets `seed + i`; a sequence has one for each copy, or for each row.
-            options: `"reset_mask"`, bool `(num_envs,)`, has only these rows reset, of each copy all or none; the rest
-                is for each copy's own `reset`.
+            seed: Environment i gets `seed + i`; a sequence has one for each environment, or for each row.
+            options: `"reset_mask"`, bool `(num_envs,)`, has only these rows reset, of each environment all or none; the
+                rest is for each environment's own `reset`.
 
         Returns:
             Observations of all rows, and infos of those that were reset.
 
         Raises:
-            ValueError: A mask or seeds of another length, that take a copy apart, or a mask of nothing.
+            ValueError: A mask or seeds of another length, that take an environment apart, or a mask of nothing.
             TypeError: A mask that is no array of bool.
         """
         options = dict(options or {})
@@ -130,7 +133,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     @exclusive("step")
     def step(self, actions: Any) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        """Step all copies.
+        """Step all environments.
 
         Args:
             actions: In the form of `action_space`; rows of those who do not act are not looked at.
@@ -144,41 +147,41 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
-        return self._told(self._stepper.step(self._by_agents(actions)))
+        return self._results(self._stepper.step(self._by_agents(actions)))
 
     @exclusive("step_async")
     def step_async(self, actions: Any) -> None:
-        """Begin to step all copies and return; `step_wait` has the results. Arguments and errors as of `step`."""
+        """Begin to step all environments and return; `step_wait` has the results. Arguments and errors as of `step`."""
         self._stepper.send(self._by_agents(actions))
 
     @exclusive("step_wait")
     def step_wait(self) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         """The results of `step_async`; raises `NoAsyncCallError` where nothing is on its way."""
-        return self._told(self._stepper.receive())
+        return self._results(self._stepper.receive())
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def render(self) -> tuple[Any, ...] | None:
-        """A frame for each row, which is its copy's; None where `render_mode` is None."""
+        """A frame for each row, which is its environment's; None where `render_mode` is None."""
         frames = self.parallel_env.render()
         return None if frames is None else tuple(frame for frame in frames for _ in self.agents)
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The seed of each row's copy."""
+        """The seed of each row's environment."""
         seeds = self.parallel_env.seed()
         return tuple(seed for seed in seeds for _ in self.agents)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each copy; one entry for each copy, as `ParallelEnv.call`."""
+        """Call a method of each environment; one entry for each environment, as `ParallelEnv.call`."""
         return self.parallel_env.call(name, *args, **kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of each copy; one entry for each copy, as `ParallelEnv.get_attr`."""
+        """An attribute of each environment; one entry for each environment, as `ParallelEnv.get_attr`."""
         return self.parallel_env.get_attr(name)
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of each copy; as `ParallelEnv.set_attr`."""
+        """Set an attribute of each environment; as `ParallelEnv.set_attr`."""
         self.parallel_env.set_attr(name, values)
 
     def close_extras(self, **kwargs: Any) -> None:
@@ -250,7 +253,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def _of_rows(self, array: NDArray[Any]) -> NDArray[Any]:
         return array if self._which is None else array[:, self._which]
 
-    def _told(self, arrays: Arrays) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
+    def _results(self, arrays: Arrays) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         flags = self._of_rows(arrays.terminations), self._of_rows(arrays.truncations)
         if not arrays.together or self._deaths.any:
             were_dead = self._deaths.dead if self._deaths.any else None

@@ -25,26 +25,26 @@ ByAgent = dict[AgentID, Any]
 
 
 class PettingZooVecEnv(ForwardedCalls):
-    """Many copies of an environment as one, of which everything is a dict by agent of arrays over all copies.
+    """Many environments as one, of which everything is a dict by agent of arrays over all environments.
 
     Observations are in the form of the agent's batched space: an array `(num_envs, ...)`, or dicts and tuples of them.
     Rewards are float64 and flags bool, `(num_envs,)`; rewards that are vectors are `(num_envs, num_objectives)`, in the
-    dtype of the agent's `single_reward_space`. Every agent is always there; in copies where it is absent its
+    dtype of the agent's `single_reward_space`. Every agent is always there; in environments where it is absent its
     rows are zeros, and `present[agent]` says which rows are data, `acting[agent]` which want an action. Where an
-    episode ends and an agent that took part has no flag of its own, it has its copy's. Infos are laid out by agent as
-    in Gymnasium's vector environments; those of the copy, not an agent, are under their own key.
+    episode ends and an agent that took part has no flag of its own, it has its environment's. Infos are laid out by
+    agent as in Gymnasium's vector environments; those of the environment, not an agent, are under their own key.
 
     Auto-reset is whatever the environment was made with. With `auto_reset=False`, PettingZoo's own loop over `agents`
-    runs unchanged; it ends when nobody is left in any copy.
+    runs unchanged; it ends when nobody is left in any environment.
 
     Args:
         env: Nobody else may step it. With `copy=False`, observations are valid until the next step or reset.
 
     Attributes:
         env: As given.
-        metadata: Of the first copy; `"autoreset_mode"` is there, too.
+        metadata: Of the first environment; `"autoreset_mode"` is there, too.
         possible_agents: All agents, in the environment's own order.
-        num_envs: How many copies.
+        num_envs: The number of environments.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
@@ -83,7 +83,7 @@ class PettingZooVecEnv(ForwardedCalls):
 
     @property
     def agents(self) -> list[AgentID]:
-        """Who is alive in any copy whose episode goes on."""
+        """Who is alive in any environment whose episode goes on."""
         alive = {agent for agents, over in zip(self._batch.alive, self._batch.over) if not over for agent in agents}
         return [agent for agent in self.possible_agents if agent in alive]
 
@@ -94,43 +94,43 @@ class PettingZooVecEnv(ForwardedCalls):
 
     @property
     def max_num_agents(self) -> int:
-        """How many possible agents there are."""
+        """The number of possible agents."""
         return len(self.possible_agents)
 
     @property
     def render_mode(self) -> str | None:
-        """The render mode of the first copy."""
+        """The render mode of the first environment."""
         return self.env.render_mode
 
     @property
     def present(self) -> ByAgent:
-        """By agent, in which copies its rows are data: `(num_envs,)`, bool."""
+        """By agent, in which environments its rows are data: `(num_envs,)`, bool."""
         return self._by_agent(self._present)
 
     @property
     def acting(self) -> ByAgent:
-        """By agent, in which copies it should act next: `(num_envs,)`, bool."""
+        """By agent, in which environments it should act next: `(num_envs,)`, bool."""
         return self._by_agent(self._acting)
 
     @property
     def over(self) -> NDArray[np.bool_]:
-        """In which copies the episode has ended and no reset has followed."""
+        """In which environments the episode has ended and no reset has followed."""
         return np.array(self._batch.over, np.bool_)
 
     def observation_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent in all copies."""
+        """Of one agent in all environments."""
         return self._batched[0][agent]
 
     def action_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent in all copies."""
+        """Of one agent in all environments."""
         return self._batched[1][agent]
 
     def single_observation_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent in one copy."""
+        """Of one agent in one environment."""
         return self._single[0][agent]
 
     def single_action_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent in one copy."""
+        """Of one agent in one environment."""
         return self._single[1][agent]
 
     def reward_space(self, agent: AgentID) -> Space[Any] | None:
@@ -154,24 +154,24 @@ class PettingZooVecEnv(ForwardedCalls):
         """Begin new episodes.
 
         Args:
-            seed: As of `ParallelEnv.reset`: copy i gets `seed + i`.
-            options: For each copy's own `reset`.
-            env_ids: Which copies; None for all of them. The others' observations stay.
+            seed: As of `ParallelEnv.reset`: environment i gets `seed + i`.
+            options: For each environment's own `reset`.
+            env_ids: Which environments; None for all of them. The others' observations stay.
 
         Returns:
             Observations and infos, by agent.
         """
         arrays = self._stepper.reset(seed, options, env_ids)
-        observations, _, _, _, infos = self._told(arrays)
+        observations, _, _, _, infos = self._results(arrays)
         return observations, infos
 
     @exclusive("step")
     def step(self, actions: Mapping[AgentID, Any]) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
-        """Step all copies.
+        """Step all environments.
 
         Args:
             actions: By agent, in the form of its batched space. Rows of those who do not act are not looked at, and
-                whoever acts in no copy may be left out.
+                whoever acts in no environment may be left out.
 
         Returns:
             Observations, rewards, terminations, truncations and infos, by agent.
@@ -183,11 +183,11 @@ class PettingZooVecEnv(ForwardedCalls):
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
-        return self._told(self._stepper.step(_checked(actions)))
+        return self._results(self._stepper.step(_checked(actions)))
 
     @exclusive("step_async")
     def step_async(self, actions: Mapping[AgentID, Any]) -> None:
-        """Begin to step all copies and return; `step_wait` has the results. Arguments and errors as of `step`."""
+        """Begin to step all environments and return; `step_wait` has the results. Arguments and errors as of `step`."""
         self._stepper.send(_checked(actions))
 
     @exclusive("step_wait")
@@ -199,9 +199,9 @@ class PettingZooVecEnv(ForwardedCalls):
             ValueError: As of `step`, where that is after it.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
-        return self._told(self._stepper.receive())
+        return self._results(self._stepper.receive())
 
-    def _told(self, arrays: Arrays) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
+    def _results(self, arrays: Arrays) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
         self._present, self._acting = arrays.present, arrays.acting
         flags = arrays.terminations, arrays.truncations
         if not arrays.together and np.count_nonzero(
@@ -223,7 +223,7 @@ class PettingZooVecEnv(ForwardedCalls):
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def single(self, env_id: int = 0) -> SingleEnv:
-        """One copy as a PettingZoo `ParallelEnv` of its own.
+        """One environment as a PettingZoo `ParallelEnv` of its own.
 
         Raises:
             ValueError: The environment resets by itself, which PettingZoo's own do not: pass `auto_reset=False`.
@@ -249,12 +249,12 @@ class PettingZooVecEnv(ForwardedCalls):
 
 
 class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
-    """What PettingZoo's wrappers, tests and loops take; the other copies stay as they are.
+    """What PettingZoo's wrappers, tests and loops take; the other environments stay as they are.
 
     Args:
         env: Made with `auto_reset=False`.
         env_id: Which copy.
-        note: Told of what it says, for whoever steps all copies: its number, observations and rewards.
+        note: Told of what it says, for whoever steps all environments: its number, observations and rewards.
 
     Raises:
         ValueError: It was not, or there is no such copy.
@@ -310,8 +310,8 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
 
     def step(self, actions: dict[AgentID, Any]) -> tuple[dict[AgentID, Any], ...]:
         """Step once; `__all__` is left out, as PettingZoo knows no such key: who has no flag of its own has this."""
-        told = self._env.step([actions], env_ids=[self._env_id])
-        observations, rewards, terminateds, truncateds, infos = (dicts[0] for dicts in told)
+        results = self._env.step([actions], env_ids=[self._env_id])
+        observations, rewards, terminateds, truncateds, infos = (dicts[0] for dicts in results)
         self._note(self._env_id, observations, rewards)
         left = self._runner.batch.alive[self._env_id] if terminateds[ALL] or truncateds[ALL] else []
         terminations, truncations = (
@@ -331,7 +331,7 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         return None if frames is None else frames[0]
 
     def close(self) -> None:
-        """Close all copies: they live and end together."""
+        """Close all environments: they live and end together."""
         self._env.close()
 
 

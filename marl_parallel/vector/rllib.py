@@ -47,12 +47,12 @@ OPTIONS = "parallel_env"
 
 _OURS = ("env_constructors", "auto_reset", "seed", "copy")
 
-Told = list[dict[Any, Any]]
-"""One dict for each copy."""
+EnvDicts = list[dict[Any, Any]]
+"""One dict for each environment."""
 
 
 class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ignore[misc]
-    """Many copies of an environment as RLlib's `MultiAgentEnvRunner` steps them: lists of dicts in and out.
+    """Many environments as RLlib's `MultiAgentEnvRunner` steps them: lists of dicts in and out.
 
     Usually made by `ParallelMultiAgentEnvRunner`. What the core's dicts say arrives unchanged, but for what RLlib's
     episodes cannot take: entries of agents that are dead, and observations of agents whose turn it is not, are left
@@ -68,12 +68,12 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
     Attributes:
         env: As given.
-        envs: A stand-in for each copy, a `MultiAgentEnv` with its spaces and agents. It cannot be stepped.
-        num_envs: How many copies.
+        envs: A stand-in for each environment, a `MultiAgentEnv` with its spaces and agents. It cannot be stepped.
+        num_envs: The number of environments.
         single_observation_spaces: Of each agent that declares one; `single_observation_space` is their `Dict`.
         single_action_spaces: Likewise, with `single_action_space`.
-        metadata: Of the first copy; `"autoreset_mode"` is there, too.
-        render_mode: Of the first copy.
+        metadata: Of the first environment; `"autoreset_mode"` is there, too.
+        render_mode: Of the first environment.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
@@ -87,7 +87,7 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         >>> parallel = ParallelEnv([simple_spread_v3.parallel_env] * 4, auto_reset="NEXT_STEP", num_workers=2)
         >>> env = RLlibVectorMultiAgentEnv(parallel)
         >>> observations, infos = env.reset(seed=1)
-        >>> actions = [{agent: env.single_action_spaces[agent].sample() for agent in told} for told in observations]
+        >>> actions = [{agent: env.single_action_spaces[agent].sample() for agent in seen} for seen in observations]
         >>> observations, rewards, terminateds, truncateds, infos = env.step(actions)
         >>> len(observations), observations[0]["agent_0"].shape, truncateds[3]["__all__"]
         (4, (18,), False)
@@ -113,15 +113,15 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
     @exclusive("reset")
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Told, Told]:
-        """Begin new episodes in all copies.
+    ) -> tuple[EnvDicts, EnvDicts]:
+        """Begin new episodes in all environments.
 
         Args:
-            seed: As of `ParallelEnv.reset`: copy i gets `seed + i`, or its own of a sequence.
-            options: For each copy's own `reset`.
+            seed: As of `ParallelEnv.reset`: environment i gets `seed + i`, or its own of a sequence.
+            options: For each environment's own `reset`.
 
         Returns:
-            Observations and infos, one dict by agent for each copy.
+            Observations and infos, one dict by agent for each environment.
 
         Raises:
             RuntimeError: Another facade steps this environment.
@@ -129,19 +129,19 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         """
         self._runner.claim(self._me)
         observations, infos = self.env.reset(seed=seed, options=options)
-        told = [own.begin(*dicts) for own, dicts in zip(self._filters, zip(observations, infos))]
-        return [dicts[0] for dicts in told], [dicts[1] for dicts in told]
+        results = [own.begin(*dicts) for own, dicts in zip(self._filters, zip(observations, infos))]
+        return [dicts[0] for dicts in results], [dicts[1] for dicts in results]
 
     @exclusive("step")
-    def step(self, actions: Sequence[Mapping[AgentID, Any]]) -> tuple[Told, Told, Told, Told, Told]:
-        """Step all copies; those whose episode is over begin the next one, and their actions are not looked at.
+    def step(self, actions: Sequence[Mapping[AgentID, Any]]) -> tuple[EnvDicts, EnvDicts, EnvDicts, EnvDicts, EnvDicts]:
+        """Step all environments; those whose episode is over begin the next one, and their actions are not looked at.
 
         Args:
-            actions: One dict by agent for each copy.
+            actions: One dict by agent for each environment.
 
         Returns:
-            Observations, rewards, terminateds, truncateds, infos, one dict by agent for each copy; rewards are 0.0 and
-            flags False where an episode has begun. The flags also have `"__all__"`.
+            Observations, rewards, terminateds, truncateds, infos, one dict by agent for each environment; rewards are
+            0.0 and flags False where an episode has begun. The flags also have `"__all__"`.
 
         Raises:
             RuntimeError: Another facade steps this environment.
@@ -151,8 +151,8 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         """
         self._runner.claim(self._me)
         due = [*self._runner.batch.over]
-        told = zip(*self.env.step(actions))
-        rows = [own.step(was_over, dicts) for own, was_over, dicts in zip(self._filters, due, told)]
+        results = zip(*self.env.step(actions))
+        rows = [own.step(was_over, dicts) for own, was_over, dicts in zip(self._filters, due, results)]
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
         if self._rules:
             rewards = [{a: as_number(self._rules, a, reward) for a, reward in of_env.items()} for of_env in rewards]
@@ -244,10 +244,10 @@ def _with_common(infos: dict[Any, Any], observations: dict[AgentID, Any]) -> dic
 
 
 class StandIn(MultiAgentEnv):  # type: ignore[misc]
-    """What RLlib looks at of one copy: its agents and spaces. The copy itself lives in a worker.
+    """What RLlib looks at of one environment: its agents and spaces. The environment itself lives in a worker.
 
     Args:
-        env: All copies.
+        env: All environments.
         env_id: Which this one is.
     """
 

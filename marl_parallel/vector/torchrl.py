@@ -40,9 +40,10 @@ _FLAGS = ("done", "terminated", "truncated")
 
 
 class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
-    """Many copies of an environment as one TorchRL environment of batch size `[num_envs]`.
+    """Many environments as one TorchRL environment of batch size `[num_envs]`.
 
-    Agents are stacked in groups. With n copies and k agents in a group, its tensordict of batch size `[n, k]` holds:
+    Agents are stacked in groups. With n environments and k agents in a group, its tensordict of batch size `[n, k]`
+    holds:
 
     - `"action"`: `[n, k, ...]`. Rows of agents who do not act are not looked at.
     - `"observation"`: `[n, k, ...]`, in the dtype of its space; zeros for agents that are absent.
@@ -156,7 +157,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         mask = self._reset_mask(tensordict)
         ids = self._marked(mask)
         if ids is not None and not ids and self._stepper.latest is not None:
-            return self._told(self._stepper.latest, np.zeros_like(self._ended)).clone()
+            return self._tensors(self._stepper.latest, np.zeros_like(self._ended)).clone()
         chosen: Any = slice(None) if ids is None else ids
         if seed is None and self._seed is not None:
             seed = self._due_seed(range(self.env.num_envs) if ids is None else ids)
@@ -168,7 +169,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         else:
             for env_id, infos in arrays.infos.items():
                 self.infos[env_id] = _with_reset(self.infos.get(env_id, {}), infos)
-        return self._told(arrays, np.zeros_like(self._ended))
+        return self._tensors(arrays, np.zeros_like(self._ended))
 
     def _due_seed(self, ids: Sequence[int]) -> int | list[int | None] | None:
         """What these environments are to be reset with, of the seed that has been set."""
@@ -187,18 +188,18 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             self._ended[np.array(self._runner.batch.over)] = False  # a new episode begins, though nobody has reset it
         arrays = self._stepper.step(actions, ids)
         self.infos = dict(arrays.infos)
-        told = self._told(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
+        result = self._tensors(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
         rewards = arrays.rewards.astype(np.float32)
         for name, group in self._groups.items():
-            told.get(name).set("reward", torch.from_numpy(group.rewards(arrays, rewards)))
+            result.get(name).set("reward", torch.from_numpy(group.rewards(arrays, rewards)))
         if ids is None:
-            return told
+            return result
         for name in self._groups:
             # `rollout(break_when_all_done=True)` leaves these behind, of some steps only, and cannot stack them then.
             tensordict.get(name).pop("_neg_step", None)
-        stepped = torch.zeros(self.env.num_envs, dtype=torch.bool, device=told.device)
+        stepped = torch.zeros(self.env.num_envs, dtype=torch.bool, device=result.device)
         stepped[ids] = True
-        return told.where(stepped, self._skip_tensordict(tensordict))
+        return result.where(stepped, self._skip_tensordict(tensordict))
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close the environment; idempotent."""
@@ -226,7 +227,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         chosen = mask.reshape(self.env.num_envs, -1).any(-1)
         return [int(env_id) for env_id in chosen.nonzero()]
 
-    def _told(self, arrays: Arrays, own: NDArray[np.bool_]) -> TensorDictBase:
+    def _tensors(self, arrays: Arrays, own: NDArray[np.bool_]) -> TensorDictBase:
         """Observations and flags.
 
         Args:
@@ -241,7 +242,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         if self._says_restarted:
             roots["restarted"] = np.zeros(self.env.num_envs, np.bool_)
             roots["restarted"][[env_id for env_id, infos in arrays.infos.items() if _is_mark(infos.get(COMMON))]] = True
-        told: dict[str, Any] = {name: torch.from_numpy(root[:, None]) for name, root in roots.items()}
+        result: dict[str, Any] = {name: torch.from_numpy(root[:, None]) for name, root in roots.items()}
         n = self.env.num_envs
         for name, group in self._groups.items():
             shape = n, len(group.agents)
@@ -252,8 +253,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             }
             for flag, flags in of_agents.items():
                 of_group[flag] = torch.from_numpy(flags[:, group.places, None])
-            told[name] = TensorDict(of_group, batch_size=shape, device=self.device)
-        return TensorDict(told, batch_size=(n,), device=self.device)
+            result[name] = TensorDict(of_group, batch_size=shape, device=self.device)
+        return TensorDict(result, batch_size=(n,), device=self.device)
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -308,12 +309,12 @@ class _Group(NamedTuple):
 
 def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[Any, Any]:
     """The infos of a step, with those of the reset after it beside them; what says that one has failed goes on top."""
-    told = dict(infos)
+    result = dict(infos)
     for key, info in of_reset.items():
-        before = told.get(key) or {}
+        before = result.get(key) or {}
         if info is not None and not is_empty_info(info) and isinstance(before, Mapping):
-            told[key] = {**before, **(info if _is_mark(info) else {RESET_INFO: info})}
-    return told
+            result[key] = {**before, **(info if _is_mark(info) else {RESET_INFO: info})}
+    return result
 
 
 def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None, schema: Schema) -> GroupMap:
@@ -335,12 +336,12 @@ def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | Non
     for name, members in groups.items():
         kinds = alike(both, members)
         if len(kinds) > 1:
-            told = "; ".join(
+            result = "; ".join(
                 f"{[members[place] for place in of]} observe {schema.observation_spaces[members[of[0]]]} "
                 f"and act in {schema.action_spaces[members[of[0]]]}"
                 for _, of in kinds
             )
-            raise ValueError(f"the agents of the group {name!r} cannot be stacked: {told}")
+            raise ValueError(f"the agents of the group {name!r} cannot be stacked: {result}")
     return groups
 
 
