@@ -453,6 +453,7 @@ class ParallelEnv:
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
+    @exclusive("reset")
     def reset(
         self,
         *,
@@ -482,16 +483,9 @@ class ParallelEnv:
             ParallelEnvError: A fault, as in `step`; everything has been closed.
         """
         runner = self.runner
-        guard, entry = runner.guard, ("reset", get_ident())
-        try:
-            if (first := guard.setdefault(CALL, entry)) is not entry:
-                guard.refuse(entry, first)
-            ids, extras = runner.reset(seed, options, env_ids)
-            observations, _, _, _, infos = runner.batch.read(ids, extras)
-            return observations, infos
-        finally:
-            if guard[CALL] is entry:
-                del guard[CALL]
+        ids, extras = runner.reset(seed, options, env_ids)
+        observations, _, _, _, infos = runner.batch.read(ids, extras)
+        return observations, infos
 
     def step(
         self, actions: Sequence[Mapping[AgentID, Any]], env_ids: Sequence[int] | None = None
@@ -534,6 +528,7 @@ class ParallelEnv:
             if guard[CALL] is entry:
                 del guard[CALL]
 
+    @exclusive("send")
     def send(
         self,
         actions: Sequence[Mapping[AgentID, Any]] | Mapping[int, Mapping[AgentID, Any]],
@@ -556,18 +551,12 @@ class ParallelEnv:
             ResetNeeded: An environment has never been reset. Nothing has been stepped.
         """
         runner = self.runner
-        guard, entry = runner.guard, ("send", get_ident())
-        try:
-            if (first := guard.setdefault(CALL, entry)) is not entry:
-                guard.refuse(entry, first)
-            ids, rows = addressed(actions, env_ids, runner.num_envs)
-            runner.check_not_in_flight(ids, "send")
-            runner.check_has_reset(ids, "send")
-            runner.send(ids, runner.batch.write_actions(ids, rows))
-        finally:
-            if guard[CALL] is entry:
-                del guard[CALL]
+        ids, rows = addressed(actions, env_ids, runner.num_envs)
+        runner.check_not_in_flight(ids, "send")
+        runner.check_has_reset(ids, "send")
+        runner.send(ids, runner.batch.write_actions(ids, rows))
 
+    @exclusive("reset_async")
     def reset_async(
         self,
         *,
@@ -588,15 +577,9 @@ class ParallelEnv:
             ValueError: As of `reset`. Nothing has been reset.
         """
         runner = self.runner
-        guard, entry = runner.guard, ("reset_async", get_ident())
-        try:
-            if (first := guard.setdefault(CALL, entry)) is not entry:
-                guard.refuse(entry, first)
-            runner.send_reset(seed, options, env_ids)
-        finally:
-            if guard[CALL] is entry:
-                del guard[CALL]
+        runner.send_reset(seed, options, env_ids)
 
+    @exclusive("recv")
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> StepBatch:
         """Take the results of all environments in flight that are ready, waiting for some of them.
 
@@ -627,15 +610,8 @@ class ParallelEnv:
             (2,)
         """
         runner = self.runner
-        guard, entry = runner.guard, ("recv", get_ident())
-        try:
-            if (first := guard.setdefault(CALL, entry)) is not entry:
-                guard.refuse(entry, first)
-            ids, _, extras = runner.recv(min_envs, timeout)
-            return StepBatch(ids, *runner.batch.read(ids, extras))
-        finally:
-            if guard[CALL] is entry:
-                del guard[CALL]
+        ids, _, extras = runner.recv(min_envs, timeout)
+        return StepBatch(ids, *runner.batch.read(ids, extras))
 
     # -- calls, attributes, frames, state ---------------------------------------------------------------------------
 

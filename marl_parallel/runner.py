@@ -330,7 +330,7 @@ class BatchRunner:
         declared = self.pool.execute_in(Message.SEED, self.env_ids) if check.asks_again else None
         text = check.warning(self.seeds, declared)
         if text is not None:
-            warnings.warn(text, UserWarning, stacklevel=4)
+            warnings.warn(text, UserWarning, stacklevel=5)
 
     def _reset_keywords(self, env_ids: Sequence[int], seed: Seeds, options: Options) -> dict[int, bytes]:
         """By environment, the pickled keywords of its reset; the seeds are noted."""
@@ -344,7 +344,7 @@ class BatchRunner:
                 f"seed={seed!r} is refused: these environments are seeded when they are made; give it to ParallelEnv, "
                 "which gives it to their constructors",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
             seed = None
         base, seeds = self._seeds_for(seed, env_ids)
