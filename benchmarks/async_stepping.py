@@ -35,11 +35,21 @@ from rich.table import Table
 from synthetic import rounds_per_microsecond
 
 from marl_parallel import ParallelEnv
-from marl_parallel.backends import threads
-from marl_parallel.cli.machine import in_one_line, machine
+from marl_parallel.backends import interpreter
 from marl_parallel.cli.measure import spread
-from marl_parallel.cli.plotting import COLOURS, GREY, PATCH, finish, framed, tidy
-from marl_parallel.cli.report import progress, write_json, write_rows
+from marl_parallel.cli.report import (
+    COLOURS,
+    GREY,
+    PATCH,
+    finish,
+    framed,
+    in_one_line,
+    machine,
+    progress,
+    tidy,
+    write_json,
+    write_rows,
+)
 from marl_parallel.core.sharing import usable_cpus
 
 RESULTS = Path(__file__).parent / "results"
@@ -227,7 +237,7 @@ def _result(case: Case, workers: int, way: str, turns: Sequence[Turn], sync: Seq
 
 
 def run(chosen: Sequence[Case], workers: Sequence[int], seconds: float, repeats: int) -> Report:
-    threads.set_loaded(1)  # the policy is to have one CPU
+    interpreter.limit_loaded_libraries(1)  # the policy is to have one CPU
     counts = {case.name: [n for n in workers if case.benchmark == UNEVEN or n <= usable_cpus()] for case in chosen}
     described, results = machine(), []
     with progress(sum(len(own) * (1 + 2 * repeats) for own in counts.values())) as on_turn:

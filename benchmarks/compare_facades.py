@@ -28,8 +28,7 @@ from rich.markup import escape
 from rich.table import Table
 from synthetic import Synthetic
 
-from marl_parallel.cli.plotting import COLOURS, GREY, PATCH, framed
-from marl_parallel.cli.report import write_json, write_rows
+from marl_parallel.cli.report import COLOURS, GREY, PATCH, framed, write_json, write_rows
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "compare_facades"

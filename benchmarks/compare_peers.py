@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from synthetic import Synthetic, rounds_per_microsecond
 
-from marl_parallel.cli.plotting import COLOURS, GREY, framed
-from marl_parallel.cli.report import write_json, write_rows
+from marl_parallel.cli.report import COLOURS, GREY, framed, write_json, write_rows
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "compare_peers"

@@ -34,10 +34,19 @@ from pettingzoo.butterfly import pistonball_v6
 from pettingzoo.sisl import multiwalker_v9
 from synthetic import Synthetic, rounds_per_microsecond
 
-from marl_parallel.cli.machine import machine
-from marl_parallel.cli.measure import contenders, measure, turns
-from marl_parallel.cli.plotting import save_plot
-from marl_parallel.cli.report import Report, markdown, progress, read_json, show, write_csv, write_json
+from marl_parallel.cli.measure import LOOP, contenders, measure, turns
+from marl_parallel.cli.report import (
+    Report,
+    in_microseconds,
+    in_one_line,
+    machine,
+    progress,
+    read_json,
+    save_plot,
+    show,
+    write_csv,
+    write_json,
+)
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "compare_workers"
@@ -120,6 +129,25 @@ def main(
         write_json(report, directory / f"{NAME}.json")
         write_csv(report, directory / f"{NAME}.csv")
         save_plot(report, directory / f"{NAME}.png")
+
+
+def markdown(report: Report) -> str:
+    """The table for the README: microseconds per environment step, and in brackets times the plain loop's speed."""
+    columns = list(dict.fromkeys(m.contender for m in report.measurements if m.backend != LOOP))
+    lines = [
+        "| environment | copies | plain loop | " + " | ".join(map(str, columns)) + " |",
+        "|---|---:|---:|" + "---:|" * len(columns),
+    ]
+    for measurements in report.tables():
+        cells = {m.contender: f"{in_microseconds(m)} ({m.speedup:.2f}x)" for m in measurements}
+        loop = next(m for m in measurements if m.backend == LOOP)
+        row = [loop.environment, str(loop.num_envs), in_microseconds(loop), *(cells.get(one, "") for one in columns)]
+        lines.append(f"| {' | '.join(row)} |")
+    note = (
+        "Microseconds of wall time per environment step, and in brackets how many times the plain loop's throughput; "
+        f"medians of {report.settings['repeats']} rounds. {in_one_line(report.machine)}."
+    )
+    return "\n".join([*lines, "", note])
 
 
 def run(chosen: list[Case], backends: list[str], workers: list[int], seconds: float, repeats: int) -> Report:

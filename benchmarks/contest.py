@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from marl_parallel.backends import threads
+from marl_parallel.backends import interpreter
 from marl_parallel.cli.measure import Actions, draw_actions
 
 SEED = 42
@@ -164,8 +164,8 @@ def _calls_per_second(step: Step, seconds: float) -> float:
 
 def one_thread_each() -> None:
     """For scripts: numerical libraries get one thread, here and in what is started from here; they share the CPUs."""
-    os.environ.update(threads.variables(1))
-    threads.set_loaded(1)
+    os.environ.update(interpreter.thread_variables(1))
+    interpreter.limit_loaded_libraries(1)
 
 
 def stepping(step: Callable[[Any], object], batches: Iterable[Any]) -> Step:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from matplotlib.patches import Patch
 
-from marl_parallel.cli.plotting import COLOURS, OTHER_COLOURS, framed
+from marl_parallel.cli.report import COLOURS, OTHER_COLOURS, framed
 
 KINDS = {
     "step": COLOURS["process"],

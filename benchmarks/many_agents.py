@@ -31,8 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from marl_parallel import ParallelEnv
-from marl_parallel.cli.machine import in_one_line, machine
-from marl_parallel.cli.report import progress, write_json, write_rows
+from marl_parallel.cli.report import in_one_line, machine, progress, write_json, write_rows
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
 RESULTS = Path(__file__).parent / "results"

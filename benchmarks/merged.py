@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import contest
 from contest import Case, Contender
 
-from marl_parallel.cli.machine import in_one_line, machine
 from marl_parallel.cli.measure import spread
-from marl_parallel.cli.report import progress
+from marl_parallel.cli.report import in_one_line, machine, progress
 
 
 class Pair(NamedTuple):

@@ -34,10 +34,18 @@ from rich.table import Table
 from synthetic import Synthetic
 
 from marl_parallel import ParallelEnv
-from marl_parallel.cli.machine import in_one_line, machine
 from marl_parallel.cli.measure import draw_actions, spread
-from marl_parallel.cli.plotting import COLOURS, GREY, OTHER_COLOURS, framed
-from marl_parallel.cli.report import progress, write_json, write_rows
+from marl_parallel.cli.report import (
+    COLOURS,
+    GREY,
+    OTHER_COLOURS,
+    framed,
+    in_one_line,
+    machine,
+    progress,
+    write_json,
+    write_rows,
+)
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "ray_scaling"

@@ -27,9 +27,18 @@ from options import AsMarkdown, Output, Quick, Repeats, counts, folder_for
 from rich.console import Console
 from rich.table import Table
 
-from marl_parallel.cli.machine import in_one_line, machine
-from marl_parallel.cli.plotting import COLOURS, GREY, finish, framed, tidy
-from marl_parallel.cli.report import progress, write_json, write_rows
+from marl_parallel.cli.report import (
+    COLOURS,
+    GREY,
+    finish,
+    framed,
+    in_one_line,
+    machine,
+    progress,
+    tidy,
+    write_json,
+    write_rows,
+)
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "time_to_return"

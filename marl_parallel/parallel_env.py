@@ -1,23 +1,24 @@
-"""`ParallelEnv`: many copies of a multi-agent environment, stepped side by side; dicts in, dicts out.
+"""`ParallelEnv`: N environments stepped side by side; dicts in, dicts out.
 
-Here live construction, `reset`, `step` and `close`, and the order of calls. Nothing here knows of processes, of
-memory or of what a transition means. A step's way::
+Construction, `close` and the view of the batch as dicts are here. A step::
 
     ParallelEnv.step(actions)
-      |  Batch.write_actions      refuses what is wrong, writes the rest into the block     core/batch.py
-      |  Crew.run                                                                           core/crew.py
-      |    Backend.post(STEP)     wakes the workers                                         backends/
-      |      Worker.execute       each in its process or thread                             core/worker.py
-      |        Episode.step       steps the simulator, resets where the episode is over     core/episode.py
-      |        TransitionRecords.write    the transition into the block                     core/records.py
-      |    Backend.wait           until the last worker is done
-      |  Batch.read               dicts from the block
+      |  Batch.write_actions      checks actions, writes them into shared memory                core/batch.py
+      |  BatchRunner.step         one call at a time, env ids, seeds and options of resets      runner.py
+      |    Pool.step_all          one slot per environment, one wait loop                       core/pool.py
+      |      Backend.post         wakes the workers                                             backends/
+      |        Worker.execute     in each process or thread                                     core/worker.py
+      |          Episode.step     steps the simulator, resets where the episode is over         core/episode.py
+      |          TransitionRecords.write    the transition into shared memory                   core/records.py
+      |      Backend.wait         until the last worker is done
+      |  Batch.read               dicts from shared memory
       v
     observations, rewards, terminateds, truncateds, infos
 
-`send` and `recv` (`async_stepping.py`) go the same way in two halves: `Crew.send` posts, `Crew.receive` waits. Where
-faults are to be survived, `step` is these two in a row. With a simulator that steps many copies by itself, others stand
-in the place of `Crew` and `Batch` (`core/engine.py` says which), and there is nothing below them but the simulator.
+`send` and `recv` are the two halves of it. A crash goes this way: `Backend.wait` returns `Lost` in place of a reply;
+`Pool` raises it as an error and closes everything, or has `core/recovery.py` rebuild the environments in a new worker.
+With a simulator that steps many environments by itself, `NativeCrew` and `NativeBatch` stand in the place of `Pool` and
+`Batch` (`core/engine.py`), with nothing below them but the simulator.
 """
 
 from __future__ import annotations
@@ -30,17 +31,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
 from types import ModuleType, TracebackType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
-import numpy as np
 from gymnasium import Space, spaces
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from marl_parallel.adapters import AgentID, MultiAgentEnv, adapter_function
-from marl_parallel.adapters.agents import check_agents
-from marl_parallel.adapters.group_spaces import GroupSpaces
+from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_function, check_agents
 from marl_parallel.arguments import (
     addressed,
     at_least_one,
@@ -48,15 +45,10 @@ from marl_parallel.arguments import (
     base_seed,
     check_one_for_each,
     checked_constructors,
-    checked_ids,
-    checked_minimum,
-    checked_options,
-    checked_patience,
     checked_timeout,
     checked_trace,
     closing_time,
     pool_arguments,
-    seeds_of,
     survives,
     workers_for,
 )
@@ -66,7 +58,7 @@ from marl_parallel.core.batch import Batch, Dicts
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import construct
 from marl_parallel.core.deadlines import Limits
-from marl_parallel.core.engine import BatchView, Engine
+from marl_parallel.core.engine import Engine
 from marl_parallel.core.exclusive import CALL, CallGuard, exclusive
 from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.native import NativeSimulator
@@ -80,13 +72,10 @@ from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema
 from marl_parallel.core.seed_check import SeedCheck
 from marl_parallel.core.sharing import share_out
-from marl_parallel.core.slots import Snapshot
 from marl_parallel.core.tracing import Tracer
+from marl_parallel.runner import BatchRunner
 from marl_parallel.tiling import tile as tiled
 from marl_parallel.types import ParallelEnvError, RestartPolicy, Stats, StepBatch
-
-Options = dict[str, Any] | list[dict[str, Any] | None] | None
-"""For the resets of all environments, or one for each of them."""
 
 START_TIMEOUT_S = 60.0
 _MORE_REQUESTS = 8  # before a worker, beyond two for each of its environments: such as the one to close
@@ -170,13 +159,10 @@ class ParallelEnv:
         ...     observations, rewards, terminateds, truncateds, infos = env.step(actions)
         >>> len(observations), observations[0]["agent_0"].shape
         (4, (18,))
-    """
 
-    _stepped_by: weakref.ref[object] | None = None  # the facade that does, for facades to know
-    _seed_check: SeedCheck | None = None
-    _pool: Engine
-    _batch: BatchView
-    _all_reset = False  # whether every environment is known to have been reset
+    Attributes:
+        runner: The interface below dicts, on which facades stand; see `BatchRunner` and `docs/facades.md`.
+    """
 
     def __init__(
         self,
@@ -213,9 +199,8 @@ class ParallelEnv:
         if trace is not None:
             checked_trace(trace)
         adapter_function(adapter)
-        self._num_envs = len(constructors)
-        self._base_seed = base_seed(seed)
-        seeds = [self._base_seed + env_id for env_id in range(self._num_envs)]
+        base = base_seed(seed)
+        seeds = [base + env_id for env_id in range(len(constructors))]
         hosts = open_backend(backend, context=context, worker_threads=worker_threads)
         passed = {"step_timeout": step_timeout, "reset_timeout": reset_timeout}
         if start_timeout != START_TIMEOUT_S:
@@ -225,24 +210,21 @@ class ParallelEnv:
             warnings.warn(
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
-        shares = share_out(self._num_envs, workers_for(self._num_envs, num_workers, envs_per_worker, hosts))
-        self._pool = pool = Pool(hosts, shares, limits)
-        self._guard = CallGuard(pool.check_open)
-        _live.add(pool)
-        self._finalizer = weakref.finalize(self, pool.close)
+        shares = share_out(len(seeds), workers_for(len(seeds), num_workers, envs_per_worker, hosts))
+        pool = Pool(hosts, shares, limits)
+        self._own(pool)
         started = False
         try:
             hosts.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
             started = True
             only_here: list[ModuleType] = []
-            self._only_here = only_here
             described, plan, built = construct(pool, constructors, seeds, mode, adapter, survive, only_here)
             schema = common_schema(described)
-            layout = Layout(schema, self._num_envs, arrays=shared_memory)
+            layout = Layout(schema, len(seeds), arrays=shared_memory)
             block = hosts.allocate(layout)
-            attach = Request(Message.ATTACH, None, (self._num_envs, shared_memory))
+            attach = Request(Message.ATTACH, None, (len(seeds), shared_memory))
             pool.execute(dict.fromkeys(range(len(shares)), attach))
-            self._batch = batch = Batch(
+            batch = Batch(
                 pool.slots,
                 layout,
                 block,
@@ -253,27 +235,22 @@ class ParallelEnv:
                 needs_all_actions=described[0].needs_all_actions,
                 only_here=only_here,
             )
+            one = described[0]
             if survive:
-                pool.survive(
-                    Recovery(
-                        pool.slots,
-                        restart_policy,
-                        plan,
-                        attach.payload,
-                        batch,
-                        self._base_seed,
-                        described[0].options_last,
-                    )
-                )
-            self._all = batch.env_ids
-            self._schema = schema
-            self._reset_keywords = frozenset(described[0].reset_keywords)
-            self._check_options = described[0].check_options
-            self._seeded_when_made = described[0].seeded_when_made
-            self._metadata = {**described[0].metadata, "autoreset_mode": mode}
-            self._render_mode = described[0].render_mode
-            self._seeds_used = tuple(seeds)
-            self._begin_seed_check(SeedCheck(built, "seed" in self._reset_keywords))
+                pool.survive(Recovery(pool.slots, restart_policy, plan, attach.payload, batch, base, one.options_last))
+            self.runner = runner = BatchRunner(
+                pool,
+                batch,
+                schema,
+                seeds,
+                one.metadata,
+                one.render_mode,
+                reset_keywords=one.reset_keywords,
+                check_options=one.check_options,
+                seeded_when_made=one.seeded_when_made,
+                only_here=only_here,
+            )
+            runner.begin_seed_check(SeedCheck(built, "seed" in one.reset_keywords))
             if trace is not None:
                 self.start_trace(trace)
         except BaseException:
@@ -294,19 +271,14 @@ class ParallelEnv:
         Args:
             simulator: Nobody else may use it; it is closed with this.
         """
-        env = cls.__new__(cls)
-        env._num_envs, env._base_seed = simulator.num_envs, simulator.seeds[0]
         check_agents(simulator.schema.possible_agents, simulator.name)
-        env._pool = pool = NativeCrew(simulator)
-        env._guard = CallGuard(pool.check_open)
-        env._batch = NativeBatch(simulator.schema, pool.env_ids)
-        _live.add(pool)
-        env._finalizer = weakref.finalize(env, pool.close)
-        env._all, env._schema = pool.env_ids, simulator.schema
-        env._reset_keywords = frozenset()
-        env._only_here = []
-        env._metadata = {**simulator.metadata, "autoreset_mode": env._batch.mode}
-        env._render_mode, env._seeds_used = simulator.render_mode, tuple(simulator.seeds)
+        env = cls.__new__(cls)
+        pool = NativeCrew(simulator)
+        env._own(pool)
+        batch = NativeBatch(simulator.schema, pool.env_ids)
+        env.runner = BatchRunner(
+            pool, batch, simulator.schema, simulator.seeds, simulator.metadata, simulator.render_mode
+        )
         return env
 
     @classmethod
@@ -339,35 +311,44 @@ class ParallelEnv:
         numbers, seeds = pool_arguments(num_envs, batch_size, num_threads, seed)
         return cls.from_native(open_pool(task, seeds, {**numbers, **task_arguments}))
 
+    def _own(self, pool: Engine) -> None:
+        """Close the pool when this object is collected or the interpreter exits."""
+        _live.add(pool)
+        self._finalizer = weakref.finalize(self, pool.close)
+
+    @property
+    def _guard(self) -> CallGuard:
+        return self.runner.guard
+
     # -- what the environments are ---------------------------------------------------------------------------------
 
     @property
     def num_envs(self) -> int:
         """How many environments there are."""
-        return self._num_envs
+        return self.runner.num_envs
 
     @property
     def batch_size(self) -> int:
         """How many results come together at the least: `num_envs`, but where a simulator has batches of its own."""
-        return self._pool.batch_size
+        return self.runner.pool.batch_size
 
     @property
     def num_workers(self) -> int:
         """How many workers share them."""
-        return len(self._pool.shares)
+        return len(self.runner.pool.shares)
 
     def __len__(self) -> int:
-        return self._num_envs
+        return self.runner.num_envs
 
     @property
     def possible_agents(self) -> list[AgentID]:
         """All agents that may appear, in the environment's own order; empty where that is open-ended."""
-        return list(self._schema.possible_agents)
+        return list(self.runner.schema.possible_agents)
 
     @property
     def acting(self) -> tuple[list[AgentID], ...]:
         """Who should act next in each environment; empty before its first reset and where its episode is over."""
-        return tuple([*acting] for acting in self._batch.acting)
+        return tuple([*acting] for acting in self.runner.batch.acting)
 
     @property
     def action_masks(self) -> tuple[dict[AgentID, Any], ...]:
@@ -406,7 +387,10 @@ class ParallelEnv:
             ...     infos[0]["cabin"]["action_mask"], env.action_masks[0]["cabin"]
             (array([ True, False]), array([False,  True]))
         """
-        return tuple(self._batch.masks(env_id) if self._pool.acts_next(env_id) else {} for env_id in self._all)
+        return tuple(
+            self.runner.batch.masks(env_id) if self.runner.pool.acts_next(env_id) else {}
+            for env_id in self.runner.env_ids
+        )
 
     @property
     def observation_space(self) -> spaces.Dict | None:
@@ -414,12 +398,12 @@ class ParallelEnv:
 
         Where agents are open-ended and belong to groups, it has the groups' spaces, and finds an agent's by its id.
         """
-        return _space_of(self._schema.observation_spaces)
+        return _space_of(self.runner.schema.observation_spaces)
 
     @property
     def action_space(self) -> spaces.Dict | None:
         """Spaces by agent, as those of `observation_space`."""
-        return _space_of(self._schema.action_spaces)
+        return _space_of(self.runner.schema.action_spaces)
 
     @property
     def reward_space(self) -> spaces.Dict | None:
@@ -450,25 +434,26 @@ class ParallelEnv:
             ...     env.reward_space["van"].shape, rewards[0]["van"]
             ((2,), array([ 1. , -0.5], dtype=float32))
         """
-        return _space_of(self._schema.reward_spaces)
+        return _space_of(self.runner.schema.reward_spaces)
 
     @property
     def state_space(self) -> Space[Any] | None:
         """The space of one environment's global state; None where it has none."""
-        return self._schema.state_space
+        return self.runner.schema.state_space
 
     @property
     def metadata(self) -> dict[str, Any]:
         """The metadata of environment 0, copied; `"autoreset_mode"` is ours."""
-        return copying.deepcopy(self._metadata)
+        return copying.deepcopy(self.runner.metadata)
 
     @property
     def render_mode(self) -> str | None:
         """The render mode of environment 0."""
-        return self._render_mode
+        return self.runner.render_mode
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
+    @exclusive("reset")
     def reset(
         self,
         *,
@@ -497,16 +482,10 @@ class ParallelEnv:
             ClosedEnvironmentError: Everything has been closed.
             ParallelEnvError: A fault, as in `step`; everything has been closed.
         """
-        guard, entry = self._guard, ("reset", get_ident())
-        try:
-            if (first := guard.setdefault(CALL, entry)) is not entry:
-                guard.refuse(entry, first)
-            ids, told = self._reset(seed, options, env_ids)
-            observations, _, _, _, infos = self._batch.read(ids, told)
-            return observations, infos
-        finally:
-            if guard[CALL] is entry:
-                del guard[CALL]
+        runner = self.runner
+        ids, extras = runner.reset(seed, options, env_ids)
+        observations, _, _, _, infos = runner.batch.read(ids, extras)
+        return observations, infos
 
     def step(
         self, actions: Sequence[Mapping[AgentID, Any]], env_ids: Sequence[int] | None = None
@@ -536,25 +515,20 @@ class ParallelEnv:
             WorkerTimeout: An environment took longer than it may; everything has been closed.
             RestartLimitExceeded: With `on_error="restart"` in place of these, where a policy is exhausted.
         """
-        guard, entry = self._guard, ("step", get_ident())
+        runner = self.runner
+        guard, entry = runner.guard, ("step", get_ident())
         try:
             if (first := guard.setdefault(CALL, entry)) is not entry:
                 guard.refuse(entry, first)
-            if self._pool.closed or self._pool.in_flight:
-                self._check_idle("step")
-            ids = self._all if env_ids is None else self._checked_ids(env_ids)
+            ids, batch = runner.ids_to_step(env_ids), runner.batch
             if type(actions) is not list or len(actions) != len(ids):  # the usual case first: it is quick to tell
                 check_one_for_each(actions, ids)
-            if not self._all_reset:
-                self._check_begun(ids, "step")
-            written = self._batch.write_actions(ids, actions)
-            if written or ids is not self._all:
-                return self._batch.read(ids, self._pool.run(Message.STEP, ids, written or None))
-            return self._batch.read(ids, self._pool.step_all())
+            return batch.read(ids, runner.step(ids, batch.write_actions(ids, actions)))
         finally:
             if guard[CALL] is entry:
                 del guard[CALL]
 
+    @exclusive("send")
     def send(
         self,
         actions: Sequence[Mapping[AgentID, Any]] | Mapping[int, Mapping[AgentID, Any]],
@@ -576,17 +550,11 @@ class ParallelEnv:
                 has been stepped.
             ResetNeeded: An environment has never been reset. Nothing has been stepped.
         """
-        guard, entry = self._guard, ("send", get_ident())
-        try:
-            if (first := guard.setdefault(CALL, entry)) is not entry:
-                guard.refuse(entry, first)
-            ids, rows = addressed(actions, env_ids, self._num_envs)
-            self._check_not_in_flight(ids, "send")
-            self._check_begun(ids, "send")
-            self._pool.send(Message.STEP, ids, self._batch.write_actions(ids, rows) or None)
-        finally:
-            if guard[CALL] is entry:
-                del guard[CALL]
+        runner = self.runner
+        ids, rows = addressed(actions, env_ids, runner.num_envs)
+        runner.check_not_in_flight(ids, "send")
+        runner.check_has_reset(ids, "send")
+        runner.send(ids, runner.batch.write_actions(ids, rows))
 
     @exclusive("reset_async")
     def reset_async(
@@ -608,12 +576,10 @@ class ParallelEnv:
                 has been reset.
             ValueError: As of `reset`. Nothing has been reset.
         """
-        ids = self._checked_ids(env_ids)
-        self._check_not_in_flight(ids, "reset_async")
-        base, given, keywords = self._reset_keywords_for(ids, seed, options)
-        self._rebase(base, given)
-        self._pool.send(Message.RESET, ids, keywords)
+        runner = self.runner
+        runner.send_reset(seed, options, env_ids)
 
+    @exclusive("recv")
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> StepBatch:
         """Take the results of all environments in flight that are ready, waiting for some of them.
 
@@ -643,59 +609,51 @@ class ParallelEnv:
             ...     env.recv().env_ids
             (2,)
         """
-        guard, entry = self._guard, ("recv", get_ident())
-        try:
-            if (first := guard.setdefault(CALL, entry)) is not entry:
-                guard.refuse(entry, first)
-            self._pool.check_open()
-            in_flight = self._pool.in_flight
-            if not in_flight:
-                raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
-            ids, resets, told = self._pool.recv(checked_minimum(min_envs, in_flight), checked_patience(timeout))
-            self._batch.begin(resets)
-            if self._seed_check is not None:
-                self._check_seeds(resets, told, stacklevel=3)
-            return StepBatch(ids, *self._batch.read(ids, told))
-        finally:
-            if guard[CALL] is entry:
-                del guard[CALL]
+        runner = self.runner
+        ids, _, extras = runner.recv(min_envs, timeout)
+        return StepBatch(ids, *runner.batch.read(ids, extras))
 
     # -- calls, attributes, frames, state ---------------------------------------------------------------------------
 
-    def state(self) -> NDArray[Any]:
+    @exclusive("state")
+    def state(self, *, env_ids: Sequence[int] | None = None) -> NDArray[Any]:
         """The global states as they are now: an array `(num_envs, *state_space.shape)` of the caller's own.
+
+        Args:
+            env_ids: Which environments, in any order; None for all of them.
 
         Raises:
             NotImplementedError: The environment has none.
+            ValueError: Unknown or doubled `env_ids`.
             ResetNeeded: An environment has never been reset.
             ParallelEnvError: A fault, as in `call`; `step_timeout` applies.
         """
-        return self._states(self._all)
-
-    @exclusive("state")
-    def _states(self, env_ids: Sequence[int]) -> NDArray[Any]:
-        self._check_idle("state")
-        if self._schema.state_space is None:
+        runner = self.runner
+        runner.check_idle("state")
+        if runner.schema.state_space is None:
             raise NotImplementedError(
                 "this environment has no global state: it has no state() with a state_space of arrays or numbers"
             )
-        self._check_begun(env_ids, "state")
-        return self._batch.states(env_ids, self._pool.execute_in(Message.STATE, env_ids))
+        ids = runner.checked_ids(env_ids)
+        runner.check_has_reset(ids, "state")
+        return runner.batch.states(ids, runner.pool.execute_in(Message.STATE, ids))
 
     def seed(self) -> tuple[int, ...]:
         """The seed that each environment uses: its own `unwrapped.seed` where that is an int, else the one we gave.
 
         While environments are in flight, it is what they were given, or had said when they were asked last.
         """
-        self._pool.check_open()
-        if self._pool.seeds_stale and not self._pool.in_flight:
+        runner = self.runner
+        runner.check_open()
+        if runner.pool.seeds_stale and not runner.pool.in_flight:
             self._ask_for_seeds()
-        return self._seeds_used
+        return runner.seeds
 
     @exclusive("seed")
     def _ask_for_seeds(self) -> None:
-        declared = self._pool.execute_in(Message.SEED, self._all)
-        self._seeds_used, self._pool.seeds_stale = tuple(declared[env_id] for env_id in self._all), False
+        runner = self.runner
+        declared = runner.pool.execute_in(Message.SEED, runner.env_ids)
+        runner.seeds, runner.pool.seeds_stale = tuple(declared[env_id] for env_id in runner.env_ids), False
 
     @exclusive("call")
     def call(
@@ -721,21 +679,15 @@ class ParallelEnv:
             EnvError: The method raised; everything has been closed, or, with `on_error="restart"`, the environment is
                 built anew.
         """
-        self._check_idle("call")
+        runner = self.runner
+        runner.check_idle("call")
         if not isinstance(name, str) and not callable(name):
             raise TypeError(f"name must be that of a method or attribute, or a function, got {name!r}")
-        ids = self._checked_ids(env_ids)
+        ids = runner.checked_ids(env_ids)
         results = self._told(
-            Message.CALL, ids, lambda: sendable((name, args, kwargs), f"the arguments of {name!r}", self._only_here)
+            Message.CALL, ids, lambda: sendable((name, args, kwargs), f"the arguments of {name!r}", runner.only_here)
         )
         return tuple(results[env_id] for env_id in ids)
-
-    @exclusive("call")
-    def _find_out(self, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
-        """What a function of this package finds out about each simulator, given as its first argument."""
-        self._check_idle("call")
-        told = self._told(Message.CALL, self._all, lambda: sendable((function, args, {}), "a function", ()))
-        return tuple(told[env_id] for env_id in self._all)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of each environment, as `call` finds it; a method is returned called, without arguments.
@@ -763,8 +715,9 @@ class ParallelEnv:
             ModuleNotFoundError: It needs a module that a worker can have in no way. Nothing is closed.
             EnvError: A property raised, as in `call`.
         """
-        self._check_idle("set_attr")
-        ids = self._checked_ids(env_ids)
+        runner = self.runner
+        runner.check_idle("set_attr")
+        ids = runner.checked_ids(env_ids)
         if not isinstance(values, list | tuple):
             values = [values] * len(ids)
         if len(values) != len(ids):
@@ -773,18 +726,18 @@ class ParallelEnv:
             Message.ASSIGN,
             ids,
             lambda: {
-                env_id: sendable((name, value), f"the value for environment {env_id}", self._only_here)
+                env_id: sendable((name, value), f"the value for environment {env_id}", runner.only_here)
                 for env_id, value in zip(ids, values)
             },
         )
 
     def _told(self, message: Message, env_ids: tuple[int, ...], pickled: Callable[[], Any]) -> dict[int, Any]:
         """What each environment says to something of the caller's, which workers may not be able to import."""
-        results: dict[int, Any] = self._pool.execute_in(message, env_ids, pickled())
+        results: dict[int, Any] = self.runner.pool.execute_in(message, env_ids, pickled())
         while missing := _missing(results):
-            take_along(self._only_here, missing, "what is sent to")
+            take_along(self.runner.only_here, missing, "what is sent to")
             answered = {env_id: result for env_id, result in results.items() if env_id not in missing}
-            results = answered | self._pool.execute_in(message, tuple(missing), pickled())
+            results = answered | self.runner.pool.execute_in(message, tuple(missing), pickled())
         for env_id in sorted(results):
             result = results[env_id]
             if isinstance(result, Refusal):
@@ -793,32 +746,32 @@ class ParallelEnv:
                 results[env_id] = _made_again(env_id, result)
         return results
 
-    def render(self, *, tile: bool = False) -> Any:
+    @exclusive("render")
+    def render(self, *, tile: bool = False, env_ids: Sequence[int] | None = None) -> Any:
         """Render one frame of each environment.
 
         Args:
             tile: Lay the frames out in a grid.
+            env_ids: Which environments, in any order; None for all of them.
 
         Returns:
             A tuple of frames; with `tile`, one array of shape `(rows * height, columns * width, ...)`; None where
             `render_mode` is None.
 
         Raises:
-            ValueError: `tile`, and the frames are no arrays.
+            ValueError: `tile`, and the frames are no arrays; or unknown or doubled `env_ids`.
             ResetNeeded: An environment has never been reset.
             ParallelEnvError: A fault, as in `call`; `step_timeout` applies.
         """
-        frames = self._frames(self._all)
-        return tiled(frames) if tile and frames is not None else frames
-
-    @exclusive("render")
-    def _frames(self, env_ids: Sequence[int]) -> tuple[Any, ...] | None:
-        self._check_idle("render")
-        if self._render_mode is None:
+        runner = self.runner
+        runner.check_idle("render")
+        ids = runner.checked_ids(env_ids)
+        if runner.render_mode is None:
             return None
-        self._check_begun(env_ids, "render")
-        rendered = self._pool.execute_in(Message.RENDER, env_ids)
-        return tuple(rendered[env_id] for env_id in env_ids)
+        runner.check_has_reset(ids, "render")
+        rendered = runner.pool.execute_in(Message.RENDER, ids)
+        frames = tuple(rendered[env_id] for env_id in ids)
+        return tiled(frames) if tile else frames
 
     @exclusive("start_trace")
     def start_trace(self, path: str | os.PathLike[str]) -> None:
@@ -835,21 +788,22 @@ class ParallelEnv:
             RuntimeError: One is being kept already.
             ParallelEnvError: A worker has died meanwhile. Where it is there again (`on_error="restart"`), none is kept.
         """
-        self._check_idle("start_trace")
-        if self._pool.tracer is not None:
-            raise RuntimeError(f"a trace is being kept already, for {self._pool.tracer.path}: call stop_trace first")
-        tracer = Tracer(checked_trace(path), self._pool.shares)
+        self.runner.check_idle("start_trace")
+        pool = self.runner.pool
+        if pool.tracer is not None:
+            raise RuntimeError(f"a trace is being kept already, for {pool.tracer.path}: call stop_trace first")
+        tracer = Tracer(checked_trace(path), pool.shares)
         _, fault = self._tell_workers_to_trace(True)
         if fault is not None:
             self._tell_workers_to_trace(False)
             raise fault
-        self._pool.tracer = tracer
-        tracer.watch(self._pool, "step_all", lambda: "wait for step")
-        tracer.watch(self._pool, "run", lambda message, *_: f"wait for {message.name.lower()}")
-        tracer.watch(self._pool, "execute", lambda requests: f"wait for {_kind_of(requests)}")
-        tracer.watch(self._pool, "send", lambda message, *_: f"send {message.name.lower()}")
-        tracer.watch(self._pool, "recv", lambda *_: "wait")
-        tracer.watch_batch(self._batch)
+        pool.tracer = tracer
+        tracer.watch(pool, "step_all", lambda: "wait for step")
+        tracer.watch(pool, "run", lambda message, *_: f"wait for {message.name.lower()}")
+        tracer.watch(pool, "execute", lambda requests: f"wait for {_kind_of(requests)}")
+        tracer.watch(pool, "send", lambda message, *_: f"send {message.name.lower()}")
+        tracer.watch(pool, "recv", lambda *_: "wait")
+        tracer.watch_batch(self.runner.batch)
 
     @exclusive("stop_trace")
     def stop_trace(self) -> Path:
@@ -864,30 +818,32 @@ class ParallelEnv:
             ParallelEnvError: A worker has died meanwhile. Where it is there again (`on_error="restart"`), the others'
                 lanes are not lost: call this once more.
         """
-        self._check_idle("stop_trace")
-        if self._pool.tracer is None:
+        self.runner.check_idle("stop_trace")
+        pool = self.runner.pool
+        if pool.tracer is None:
             raise RuntimeError("no trace is being kept: call start_trace first, or pass trace=")
-        tracer = self._pool.tracer
+        tracer = pool.tracer
         kept, fault = self._tell_workers_to_trace(False)
         for worker, slices in kept.items():
-            tracer.add(worker, slices, self._pool.ahead(worker))
+            tracer.add(worker, slices, pool.ahead(worker))
         if fault is not None:
             raise fault
-        self._pool.tracer = None
+        pool.tracer = None
         tracer.finish()
         return tracer.path
 
     def _tell_workers_to_trace(self, on: bool) -> tuple[dict[int, Any], ParallelEnvError | None]:
         """By worker, what it has kept, and the first error of one that failed and is there again."""
-        if self._pool.recovery is not None:
-            self._pool.recovery.traced = on
+        pool = self.runner.pool
+        if pool.recovery is not None:
+            pool.recovery.traced = on
         kept: dict[int, Any] = {}
         fault = None
-        for worker, share in enumerate(self._pool.shares):  # one by one: what some answer is not lost with others
+        for worker, share in enumerate(pool.shares):  # one by one: what some answer is not lost with others
             try:
-                told = self._pool.execute({worker: Request(Message.TRACE, (share[0],), on)})
+                told = pool.execute({worker: Request(Message.TRACE, (share[0],), on)})
             except ParallelEnvError as error:
-                if self._pool.closed:
+                if pool.closed:
                     raise
                 fault = fault or error
             else:
@@ -896,12 +852,13 @@ class ParallelEnv:
 
     def stats(self) -> Stats:
         """What has been done so far, and where the time went; of each worker and summed up."""
-        return self._pool.stats()
+        return self.runner.pool.stats()
 
     @property
     def pending(self) -> tuple[int, ...]:
         """The environments that something has been sent to and that have not been received yet."""
-        return () if self._pool.closed else self._pool.pending
+        pool = self.runner.pool
+        return () if pool.closed else pool.pending
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -919,7 +876,7 @@ class ParallelEnv:
         """
         patience = closing_time(timeout)
         self._finalizer.detach()
-        error = self._pool.close(ask=not terminate, timeout=patience)
+        error = self.runner.pool.close(ask=not terminate, timeout=patience)
         if error is not None:
             raise error
 
@@ -936,156 +893,9 @@ class ParallelEnv:
             self.close()
             return
         self._finalizer.detach()
-        failed = self._pool.close()
+        failed = self.runner.pool.close()
         if failed is not None:
             logger.warning("while closing after another error: %s", failed)
-
-    # -- within ----------------------------------------------------------------------------------------------------
-
-    def _reset(
-        self, seed: int | Sequence[int | None] | None, options: Options, env_ids: Sequence[int] | None
-    ) -> tuple[tuple[int, ...], Any]:
-        """Begin new episodes; returns which, and what is told of them."""
-        self._check_idle("reset")
-        ids = self._checked_ids(env_ids)
-        base, given, keywords = self._reset_keywords_for(ids, seed, options)
-        self._rebase(base, given)  # first: what fails is built anew with a seed of the new base
-        told = self._pool.run(Message.RESET, ids, keywords)
-        self._batch.begin(ids)
-        if self._seed_check is not None:
-            self._check_seeds(ids, told, stacklevel=4)
-        return ids, told
-
-    def _step(self, ids: tuple[int, ...], written: Any) -> Any:
-        """Carry out the actions that have been written, and wait; returns the extras of the results."""
-        if ids is self._all and not written:
-            return self._pool.step_all()
-        return self._pool.run(Message.STEP, ids, written or None)
-
-    def _send(self, ids: Sequence[int], written: Any) -> None:
-        """Begin to carry out the actions that have been written; all of them are to be received at once."""
-        self._pool.send(Message.STEP, ids, written or None, together=True)
-
-    def _receive(self, ids: Sequence[int], timeout: float | None = None) -> Any:
-        """Wait for everything that has been sent; returns the extras of the results."""
-        return self._pool.recv(len(ids), timeout).extras
-
-    def _begin_seed_check(self, check: SeedCheck) -> None:
-        """Warn at once, or keep the check until all environments have been reset once."""
-        if check.first_warning is not None:
-            warnings.warn(check.first_warning, UserWarning, stacklevel=3)
-        if not check.is_done:
-            self._seed_check = check
-
-    def _check_seeds(self, resets: Sequence[int], told: Mapping[int, Any], stacklevel: int) -> None:
-        """Look at first observations; warn, once all environments have been reset, where they are alike.
-
-        Args:
-            resets: The environments that have just been reset.
-            told: What travelled pickled.
-            stacklevel: As of `warnings.warn`, from here.
-        """
-        check, pool = self._seed_check, self._pool
-        assert check is not None
-        batch = cast(Batch, self._batch)  # simulators that step many environments by themselves have no check
-        for env_id in resets:
-            more = told.get(env_id)
-            snapshot = more if isinstance(more, Snapshot) else batch.snapshot(env_id, more)
-            check.note(env_id, snapshot.dicts[0])
-        if not all(self._batch.begun) or pool.in_flight:
-            return
-        self._seed_check = None
-        declared = pool.execute_in(Message.SEED, self._all) if check.asks_again else None
-        text = check.warning(self._seeds_used, declared)
-        if text is not None:
-            warnings.warn(text, UserWarning, stacklevel=stacklevel)
-
-    def _rebase(self, base: int, given: Mapping[int, int]) -> None:
-        """Note what seeds are drawn from now on, and those that environments have just been given."""
-        self._base_seed, self._pool.seeds_stale = base, True
-        self._seeds_used = tuple(given.get(env_id, seed) for env_id, seed in enumerate(self._seeds_used))
-        if self._pool.recovery is not None:
-            self._pool.recovery.base_seed = base
-
-    def _check_not_in_flight(self, ids: Sequence[int], name: str) -> None:
-        self._pool.check_open()
-        if self._pool.in_flight and (busy := [env_id for env_id in ids if env_id in {*self._pool.pending}]):
-            raise AlreadyPendingCallError(
-                f"{name}() to environments {busy}, which are in flight; recv() them first", name
-            )
-
-    def _check_seed(self, seed: Any) -> None:
-        if seed is not None and self._pool.seeded_at_start:
-            raise ValueError(f"seed={seed!r}, but these environments are seeded only once, where they are made")
-
-    def _reset_keywords_for(
-        self, ids: Sequence[int], seed: int | Sequence[int | None] | None, options: Options
-    ) -> tuple[int, dict[int, int], dict[int, bytes]]:
-        """The base of seeds from now on, and by environment the seed it is given and its keywords, pickled."""
-        if options is not None and "options" not in self._reset_keywords:
-            raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
-        self._check_seed(seed)
-        if self._pool.seeded_at_start:
-            return self._base_seed, {}, {}
-        if seed is not None and self._seeded_when_made:
-            warnings.warn(
-                f"seed={seed!r} is refused: these environments are seeded when they are made; give it to ParallelEnv, "
-                "which gives it to their constructors",
-                UserWarning,
-                stacklevel=4,
-            )
-            seed = None
-        base, seeds = self._seeds_for(seed, ids)
-        recovery, begun = self._pool.recovery, self._batch.begun
-        for_each = checked_options(options, len(ids))
-        keywords: dict[int, bytes] = {}
-        told: dict[int, int] = {}
-        for own_options in for_each:
-            if own_options is not None:
-                self._check_options(own_options)
-        for env_id, own, own_options in zip(ids, seeds, for_each, strict=True):
-            if own_options is not None and recovery is not None:
-                own_options = recovery.reset_options(env_id, own_options)
-            if own is None and not begun[env_id] and (recovery is None or not recovery.is_rebuilt(env_id)):
-                own = base + env_id
-            if own is not None:
-                told[env_id] = own
-            given = {"seed": own, "options": own_options}
-            keywords[env_id] = sendable({k: v for k, v in given.items() if v is not None}, "options", self._only_here)
-        return base, told, keywords
-
-    def _seeds_for(
-        self, seed: int | Sequence[int | None] | None, ids: Sequence[int]
-    ) -> tuple[int, Sequence[int | None]]:
-        """The base from now on, and the seed that each of these environments is explicitly given."""
-        if seed is None:
-            return self._base_seed, [None] * len(ids)
-        one = isinstance(seed, str | bytes) or (isinstance(seed, np.ndarray) and seed.ndim == 0)
-        if isinstance(seed, Sequence | np.ndarray) and not one:
-            return self._base_seed, seeds_of(seed, ids)
-        base = base_seed(seed)
-        return base, [base + env_id for env_id in ids]
-
-    def _check_idle(self, name: str) -> None:
-        """Raise unless everything is open and nothing in flight."""
-        self._pool.check_open()
-        if self._pool.in_flight:
-            raise AlreadyPendingCallError(
-                f"{name}() while environments {[*self.pending]} are in flight; recv() them first", name
-            )
-
-    def _check_begun(self, ids: Sequence[int], name: str) -> None:
-        if not self._all_reset:
-            begun = self._batch.begun
-            self._all_reset = all(begun)
-            never = [env_id for env_id in ids if not begun[env_id]]
-            if never:
-                raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
-
-    def _checked_ids(self, env_ids: Sequence[int] | None) -> tuple[int, ...]:
-        if env_ids is None:
-            return self._all
-        return checked_ids(env_ids, self._num_envs)
 
 
 def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 from gymnasium import spaces
 
+from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.native import EnvIds, NativeSimulator, Received
-from marl_parallel.core.schema import Schema
 
 TANKS = ("tank_0", "tank_1")
 

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from marl_parallel.backends.ray_cluster import Connection
+from marl_parallel.backends import ray_backend
 
 NODES, CPUS_EACH = 3, 2
 _QUIET = {"prestart_worker_first_driver": False}
@@ -23,15 +23,15 @@ class Grounds:
     """What is there, and connected to, is left as it is until something else is asked for."""
 
     def __init__(self) -> None:
-        self._connection: Connection | None = None
+        self._connected = False
         self._cluster: Any = None
 
     def one_node(self) -> None:
         """A node with eight CPUs."""
-        if self._connection is None or not ray.is_initialized():
+        if not self._connected or not ray.is_initialized():
             self.nothing()
             ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, _system_config=_QUIET)
-            self._connection = Connection(None)  # so that its wardens stay, too
+            self._connected = ray_backend.connect(None)  # so that its node monitors stay, too
 
     def three_nodes(self) -> Any:
         """A cluster of three nodes, and a head that takes no actors."""
@@ -51,9 +51,9 @@ class Grounds:
 
     def nothing(self) -> None:
         """Nothing at all."""
-        if self._connection is not None:
-            self._connection.release()
-            self._connection = None
+        if self._connected:
+            ray_backend.disconnect()
+            self._connected = False
         ray.shutdown()
         if self._cluster is not None:
             self._cluster.shutdown()

@@ -89,7 +89,7 @@ WANTED = {
     ),
     "sumo": ("sumo", "sumo_rl"),
     "smarts": ("smarts", "sumo"),
-    **dict.fromkeys(["ray_backend", "ray_scripts", "ray_cluster", "ray_host", "clusters"], ("ray",)),
+    **dict.fromkeys(["ray_backend", "ray_scripts", "clusters"], ("ray",)),
 }
 """The libraries without which `<name>.py` and `test_<name>.py` cannot even be imported."""
 

@@ -50,6 +50,10 @@ def system_exit() -> None:
     sys.exit(3)
 
 
+def hang() -> None:
+    time.sleep(60)
+
+
 def hard_exit() -> None:
     os._exit(7)
 

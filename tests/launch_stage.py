@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from liveness import wait_for
 
-from marl_parallel.backends.contexts import open_launcher
-from marl_parallel.backends.launching import Launcher
+from marl_parallel.backends.launching import Launcher, open_launcher
 from marl_parallel.backends.memory import Block
 from marl_parallel.backends.semaphores import Semaphore
 
@@ -42,9 +41,8 @@ class Stage:
         return json.loads(self.said.readline())
 
     def death(self) -> tuple[int, int]:
-        """The next death, which the context "forkserver" announces by the semaphore."""
-        if type(self.launcher).__name__ == "ForkServerLauncher":
-            assert self.wake.take(timeout=10)
+        """The next death, which the semaphore announces."""
+        assert self.wake.take(timeout=10)
         return wait_for(self.launcher.deaths)[0]
 
     def close(self) -> None:

@@ -109,6 +109,12 @@ class UnpicklableInfo(Healthy):
         return *rest, {agent: {"lock": threading.Lock()} for agent in infos}
 
 
+class ArrayAsInfo(Healthy):
+    def step(self, actions):
+        *rest, infos = super().step(actions)
+        return *rest, {agent: np.ones(2) for agent in infos}
+
+
 class CollisionError(Exception):
     """Wants more than its text: breaks when it is unpickled."""
 
@@ -297,7 +303,7 @@ class Masked(Healthy):
 
 
 class OddInfos(gymnasium.Env):
-    """One info is an array, another one contains itself."""
+    """The info under a key that is no agent is an array, another info contains itself."""
 
     possible_agents = ["a", "b"]  # noqa: RUF012
     observation_space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
@@ -312,7 +318,7 @@ class OddInfos(gymnasium.Env):
         itself: dict[str, Any] = {}
         itself["me"] = itself
         over = {"__all__": self.time == 5}
-        return dict.fromkeys("ab", 0), dict.fromkeys("ab", 0.0), over, over, {"a": np.ones(2), "b": itself}
+        return dict.fromkeys("ab", 0), dict.fromkeys("ab", 0.0), over, over, {"field": np.ones(2), "a": {}, "b": itself}
 
 
 class StepTakesNothing(Healthy):

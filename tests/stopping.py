@@ -50,7 +50,13 @@ def wait_for_full_socket() -> None:
             return
 
 
-MOMENTS = {"file": wait_for_file, "socket": wait_for_full_socket}
+def wait_for_write() -> None:
+    """Return when the main thread writes a message to a `multiprocessing` connection, which takes many writes."""
+    while not is_in("_send"):
+        time.sleep(0.0001)
+
+
+MOMENTS = {"file": wait_for_file, "socket": wait_for_full_socket, "connection": wait_for_write}
 
 
 class LargeInfos(Walk):

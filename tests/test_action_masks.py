@@ -16,7 +16,7 @@ from masked import BoxWithMask, Formed, Turnstile
 from marl_parallel import ParallelEnv
 from marl_parallel.action_masks import for_sample, mask_of
 from marl_parallel.cli.measure import traits_of
-from marl_parallel.cli.rollout import Actor
+from marl_parallel.cli.probes import Actor
 from marl_parallel.core.native import Received
 from marl_parallel.vector import PettingZooVecEnv
 

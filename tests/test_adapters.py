@@ -1,5 +1,7 @@
 """Each kind of simulator is recognised and becomes a `MultiAgentEnv`; what cannot become one says why."""
 
+import pickle
+
 import gymnasium
 import numpy as np
 import pytest
@@ -9,11 +11,10 @@ from gymnasium.wrappers import TimeLimit
 from simulators import BOX, MOVES, Crossing, Declared, DictGym, FakeRLlib, OnlyDictsAEC, Open, real
 
 from marl_parallel import ParallelEnv
-from marl_parallel.adapters import ADAPTERS, MultiAgentEnv, Rules, adapt
-from marl_parallel.adapters.dict_env import DictEnv
+from marl_parallel.adapters import ADAPTERS, MultiAgentEnv, Rules, Schema, adapt
+from marl_parallel.adapters.dict_env import DictEnv, RLlibEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.pettingzoo_env import ParallelizableAECEnv, PettingZooEnv, TurnBasedAECEnv
-from marl_parallel.adapters.rllib import RLlibEnv
 
 # Recognition
 
@@ -43,6 +44,19 @@ def test_recognises_each_kind(make, kind, rules):
     assert adapted.source is source
     assert adapt(adapted) is adapted
     adapted.close()
+
+
+@pytest.mark.parametrize("make", [Crossing, Declared, lambda: gymnasium.make("CartPole-v1")])
+def test_schema_describes_an_environment(make):
+    adapted = adapt(make())
+    schema = Schema.of(adapted)
+    for name in ("possible_agents", "observation_spaces", "action_spaces", "reward_spaces", "state_space", "metadata"):
+        assert getattr(schema, name) == getattr(adapted, name)
+    for name in ("rules", "render_mode", "check_options", "seeded_when_made", "options_last", "needs_all_actions"):
+        assert getattr(schema, name) is getattr(adapted, name)
+    assert schema.reset_keywords == tuple(sorted(adapted.reset_keywords))
+    assert pickle.dumps(schema) == pickle.dumps(Schema.of(adapt(make())))
+    assert pickle.loads(pickle.dumps(schema)) == schema
 
 
 def test_gymnasium_env_with_equal_dict_spaces_hosts_several_agents():

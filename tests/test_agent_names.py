@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from marl_parallel import EnvError, ParallelEnv, RestartLimitExceeded
 from marl_parallel.adapters import MultiAgentEnv, Rules
-from marl_parallel.core.schema import Schema
+from marl_parallel.adapters.protocol import Schema
 
 SPACE, ACTIONS = spaces.Box(0.0, 1.0, (2,), np.float32), spaces.Discrete(3)
 

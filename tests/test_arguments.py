@@ -70,7 +70,7 @@ def test_a_number_of_environments_for_each_worker(num_envs, arguments, sizes):
     """However few CPUs there are."""
     with ParallelEnv([Skirmish] * num_envs, backend="thread", **arguments) as env:
         assert env.num_workers == len(sizes)
-        assert [len(share) for share in env._pool.shares] == sizes
+        assert [len(share) for share in env.runner.pool.shares] == sizes
         assert len(env.reset()[0]) == num_envs
 
 
@@ -244,7 +244,7 @@ def test_memory_goes_with_the_object(backend):
         env = ParallelEnv([Skirmish] * 2, backend=backend)
         env.reset()
         env.close()
-        batch = weakref.ref(env._batch.layout)
+        batch = weakref.ref(env.runner.batch.layout)
         del env
         assert batch() is None
     finally:

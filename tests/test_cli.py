@@ -20,10 +20,9 @@ from typer.testing import CliRunner
 from marl_parallel import __version__
 from marl_parallel.adapters import Rules
 from marl_parallel.cli.app import app
-from marl_parallel.cli.measure import Contender, contenders, draw_actions, measure, turns
+from marl_parallel.cli.measure import Contender, contenders, draw_actions, measure, stepping, turns
 from marl_parallel.cli.report import read_json
 from marl_parallel.cli.target import constructor_of
-from marl_parallel.cli.ways import stepping
 from marl_parallel.core.sharing import usable_cpus
 
 SPREAD = "mpe2.simple_spread_v3"
@@ -198,7 +197,7 @@ def test_help_has_an_example(bench):
     assert "marl-parallel bench mpe2.simple_spread_v3" in bench("--help").stdout
 
 
-@pytest.mark.parametrize("module", ["typer", "rich"])
+@pytest.mark.parametrize("module", ["typer", "rich", "psutil"])
 def test_without_the_extra(module):
     code = f"import sys; sys.modules[{module!r}] = None; from marl_parallel.cli import main; main()"
     result = python("-c", code)

@@ -22,11 +22,20 @@ from typer.testing import CliRunner
 from marl_parallel.adapters import adapt
 from marl_parallel.backends import descendants
 from marl_parallel.cli.app import app
-from marl_parallel.cli.check import examine
-from marl_parallel.cli.findings import Examination, Finding, Question, Severity
-from marl_parallel.cli.isolation import Job, run_probes
-from marl_parallel.cli.rollout import Actor
-from marl_parallel.cli.values import fingerprint, is_flag, misfit, odd_reward, pickling_error
+from marl_parallel.cli.check import examine, run_probes
+from marl_parallel.cli.probes import (
+    Actor,
+    Examination,
+    Finding,
+    Job,
+    Question,
+    Severity,
+    fingerprint,
+    is_flag,
+    misfit,
+    odd_reward,
+    pickling_error,
+)
 
 SICK = Path(__file__).with_name("sick.py")
 BRIEF = {"timeout": 8.0, "seconds": 0.05, "steps": 25}
@@ -46,6 +55,7 @@ ALONE = {
     "RewardOfNone": (Question.API, PROBLEM, "the reward of agent_0 is None", "return a float"),
     "FlagsOfNone": (Question.API, PROBLEM, "the termination of agent_0 is of type NoneType", "True or False"),
     "UnpicklableInfo": (Question.PICKLING, PROBLEM, "the info of agent_0 cannot be pickled", "plain numbers"),
+    "ArrayAsInfo": (Question.API, PROBLEM, "the info of agent 'agent_0' must be a dict", "let step return that"),
     "UnpicklableException": (Question.PICKLING, REMARK, "CollisionError cannot be pickled and made again", "super()"),
     "unpicklable_constructor": (Question.PICKLING, PROBLEM, "constructor cannot be pickled", "create what does not"),
     "SeedIgnored": (Question.DETERMINISM, PROBLEM, "the seed is ignored", "make the generator anew in `reset`"),
@@ -54,7 +64,7 @@ ALONE = {
     "CrashesInReset": (Question.RUNS, PROBLEM, "reset ends the process, at line", 'on_error="restart"'),
     "ExitsInStep": (Question.RUNS, PROBLEM, "step ends the process: exit code 0", "os._exit"),
     "AbortsAtNonsense": (Question.API, REMARK, "first reset ends the process, at line", "native code"),
-    "RaisesInStep": (Question.RUNS, PROBLEM, "CollisionError: agent_0 at 7.0", "mend that line"),
+    "RaisesInStep": (Question.RUNS, PROBLEM, "CollisionError: agent_0 at 7.0", "fix that line"),
     "HangsInStep": (Question.RUNS, PROBLEM, "step has not come to its end within 8 s; it is at line", "--timeout"),
     "HangsInConstructor": (Question.RUNS, PROBLEM, "the constructor has not come to its end within", "--timeout"),
     "FourValues": (Question.API, PROBLEM, "must return five dicts", "let step return that"),
@@ -135,7 +145,12 @@ def _command(pid: int) -> bytes:
     [
         ("NotDeterministic", Question.DETERMINISM, "two runs with the same seed and actions differ", "without a seed"),
         ("GlobalGenerator", Question.DETERMINISM, "two runs with the same seed and actions differ", "`np.random`"),
-        ("SharedState", Question.SERIAL, "beside others, copy 0 does not do what it does alone", "share nothing"),
+        (
+            "SharedState",
+            Question.SERIAL,
+            "beside others, environment 0 does not do what it does alone",
+            "share nothing",
+        ),
     ],
 )
 def test_a_bug_that_only_comparing_shows(name, question, what, advice):

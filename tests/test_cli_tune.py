@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -13,9 +14,9 @@ from tunable import steps_per_second
 from typer.testing import CliRunner
 
 from marl_parallel.cli.app import app
-from marl_parallel.cli.failures import CommandError
-from marl_parallel.cli.search import Axes, Search, Setting, Shape, Turn
-from marl_parallel.cli.ways import ASYNC, STEP
+from marl_parallel.cli.measure import ASYNC, STEP
+from marl_parallel.cli.target import CommandError
+from marl_parallel.cli.tune import FINALISTS, RUNGS, Setting, grid, most_turns, search
 
 TUNABLE = Path(__file__).with_name("tunable.py")
 
@@ -43,103 +44,102 @@ class Landscape:
         self.best_workers, self.best_envs = self.rng.choice([1, 2, 4, 8]), self.rng.choice([1, 2, 4, 8])
         self.slopes = [self.rng.uniform(0.1, 0.6) for _ in range(2)]
         self.gain = self.rng.choice([0.8, 1.2])
-        self.asked: list[Shape] = []
+        self.measured: list[Setting] = []
 
-    def rate(self, shape: Shape, way: str) -> float:
-        away = abs(shape.workers - self.best_workers), abs(shape.envs_per_worker - self.best_envs)
+    def rate(self, setting: Setting) -> float:
+        away = abs(setting.num_workers - self.best_workers), abs(setting.envs_per_worker - self.best_envs)
         penalty = 1 + sum(slope * distance for slope, distance in zip(self.slopes, away))
-        return 1000 / penalty * (self.gain if way == ASYNC else 1)
+        return 1000 / penalty * (self.gain if setting.way == ASYNC else 1)
 
-    def __call__(self, shape, ways):
-        self.asked.append(shape)
-        return Turn({w: self.rate(shape, w) * self.rng.gauss(1, self.noise) for w in ways}, shape.num_envs * 10)
+    def __call__(self, settings):
+        self.measured += settings
+        rates = [self.rate(setting) * self.rng.gauss(1, self.noise) for setting in settings]
+        return rates, settings[0].num_envs * 10
 
 
-AXES = Axes((1, 2, 4, 8), (1, 2, 4, 8))
+SETTINGS = grid((1, 2, 4, 8), (1, 2, 4, 8), 64)
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_never_much_worse_than_the_best_of_an_exhaustive_sweep(seed):
     landscape = Landscape(seed)
-    best = Search(AXES, landscape).run()
-    most = max(landscape.rate(shape, way) for shape in AXES.shapes() for way in AXES.ways if shape.num_envs > 1)
-    assert landscape.rate(*best.setting) >= 0.95 * most
+    best, _ = search(SETTINGS, landscape)
+    most = max(landscape.rate(setting) for setting in SETTINGS)
+    assert landscape.rate(best.setting) >= 0.95 * most
 
 
 def test_of_those_that_are_as_good_the_smallest_is_taken():
-    def measure(shape, ways):
-        return Turn({way: 100.0 + shape.num_envs / 4 + (way == ASYNC) / 4 for way in ways}, None)
+    def measure(settings):
+        return [100.0 + setting.num_envs / 4 + (setting.way == ASYNC) / 4 for setting in settings], 0
 
     def best(envs, ways=(STEP,)):
-        return Search(Axes((1,), envs, ways), measure).run().setting
+        return search([one for one in grid((1,), envs, 64) if one.way in ways], measure)[0].setting
 
-    assert best((1, 2, 4)) == Setting(Shape(1, 1), STEP)
-    assert best((1, 20)) == Setting(Shape(1, 20), STEP)
-    assert best((2,), (STEP, ASYNC)) == Setting(Shape(1, 2), STEP)
+    assert best((1, 2, 4)) == Setting(1, 1, STEP)
+    assert best((1, 20)) == Setting(1, 20, STEP)
+    assert best((2,), (STEP, ASYNC)) == Setting(1, 2, STEP)
 
 
 def test_what_exceeds_the_limit_is_not_taken_and_nothing_larger_is_measured():
     landscape = Landscape(0, noise=0.0)
-    landscape.rate = lambda shape, way: float(shape.num_envs)
-    search = Search(AXES, landscape, limit=80)
-    best = search.run()
-    assert best.setting.shape.num_envs == 8
-    too_large = {trial.setting.shape for trial in search.trials.values() if not trial.fits}
-    assert too_large == {Shape(2, 8), Shape(4, 4), Shape(8, 2)}
-    assert not any(asked.exceeds(large) for asked in landscape.asked for large in too_large)
+    landscape.rate = lambda setting: float(setting.num_envs)
+    best, trials = search(SETTINGS, landscape, limit=80)
+    assert best.setting.num_envs == 8
+    too_large = {trial.setting for trial in trials if not trial.fits}
+    assert {setting[:2] for setting in too_large} == {(2, 8), (4, 4), (8, 2)}
+    assert not any(setting.exceeds(large) for setting in landscape.measured for large in too_large)
+
+
+def test_a_limit_that_is_exceeded_in_the_last_round():
+    """The fastest of the others is taken."""
+    settings = [Setting(workers, 1, STEP) for workers in (1, 2, 4)]
+    count = {setting: itertools.count(1) for setting in settings}
+
+    def measure(alike):
+        (setting,) = alike
+        grows = setting.num_workers == 4 and next(count[setting]) == 6
+        return [float(setting.num_workers)], 100 if grows else 10
+
+    best, trials = search(settings, measure, limit=50)
+    assert [trial.fits for trial in trials] == [True, True, False]
+    assert best.setting == settings[1]
 
 
 def test_nothing_keeps_within_the_limit():
     with pytest.raises(CommandError, match="the least that was tried uses 200 MB"):
-        Search(AXES, lambda shape, ways: Turn(dict.fromkeys(ways, 1.0), 200_000_000), limit=5).run()
+        search(SETTINGS, lambda settings: ([1.0] * len(settings), 200_000_000), limit=5)
 
 
 def test_there_is_nothing_to_try():
     with pytest.raises(CommandError, match="nothing to try"):
-        Search(Axes((4,), (4,), most_envs=8), Landscape(0)).run()
-
-
-def test_beyond_an_edge_that_is_best_more_is_tried():
-    def measure(shape, ways):
-        return Turn(dict.fromkeys(ways, 100.0 * min(shape.workers, 16)), None)
-
-    search = Search(Axes((1, 2), (1, 2), grow=True, most_envs=64), measure)
-    assert search.run().setting == Setting(Shape(16, 1), STEP)
-    assert max(setting.shape.workers for setting in search.trials) == 32
-    assert max(setting.shape.envs_per_worker for setting in search.trials) == 2
-    assert max(setting.shape.num_envs for setting in search.trials) == 64
-    fixed = Search(Axes((1, 2), (1, 2)), measure)
-    assert fixed.run().setting == Setting(Shape(2, 1), STEP)
+        search(grid((4,), (4,), max_envs=8), Landscape(0))
 
 
 def test_rounds_take_turns():
-    """Whoever is measured again is measured in rounds: no shape twice before all others of its rung."""
+    """Settings that are measured again are measured in rounds: none twice before all others of its rung."""
     landscape = Landscape(3, noise=0.0)
-    Search(AXES, landscape).run()
-    first, again = landscape.asked[:16], landscape.asked[16:]
-    assert len({*first}) == 16
-    rounds = [again[: len({*again})], again[len({*again}) : 2 * len({*again})]]
-    assert {*rounds[0]} == {*rounds[1]} == {*again}
-    assert len(again) < 5 * len(first)
+    search(SETTINGS, landscape)
+    rounds, left = [], landscape.measured
+    for share, count in RUNGS:
+        size = max(FINALISTS, math.ceil(share * len(SETTINGS)))
+        for _ in range(count):
+            rounds.append(left[:size])
+            left = left[size:]
+    assert not left
+    assert all(len({*one}) == len(one) for one in rounds)
+    assert [{*one} for one in rounds[1:3]] == [{*rounds[1]}] * 2
+    assert [{*one} for one in rounds[3:]] == [{*rounds[3]}] * 3
+    assert {*rounds[0]} > {*rounds[1]} > {*rounds[3]}
+    assert len(landscape.measured) < 3 * len(SETTINGS)
 
 
-@pytest.mark.parametrize(
-    "axes", [AXES, Axes((1, 2), (1,)), Axes((1,), (1,)), Axes((1, 2), (1, 2), grow=True, most_envs=64)]
-)
+@pytest.mark.parametrize("workers", [(1, 2, 4, 8), (1, 2), (1,)])
 @pytest.mark.parametrize("seed", range(3))
-def test_how_many_turns_there_are_is_never_passed(axes, seed):
-    """By what is known before each of them, and once all is known, but for a way of a shape that is measured alone."""
-    told = []
-
-    def measure(shape, ways):
-        told.append(search.most_turns())
-        return landscape(shape, ways)
-
+def test_how_many_turns_there_are_is_known(workers, seed):
     landscape = Landscape(seed)
-    search = Search(axes, measure)
-    search.run()
-    assert all(done < most for done, most in enumerate(told))
-    assert told[-1] == search.most_turns() <= 2 * len(told)
+    settings = grid(workers, (1, 2), 64)
+    search(settings, landscape)
+    assert len(landscape.measured) == most_turns(settings)
 
 
 # -- the command, on simulators that wait ------------------------------------------------------------------------------

@@ -2,65 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from liveness import gone
 
-from marl_parallel.cli import probes
-from marl_parallel.cli.check import _official
-from marl_parallel.cli.isolation import Job, Notebook, run_probes
+from marl_parallel.cli.check import examine, run_probes
+from marl_parallel.cli.probes import Job, Question
 
 SICK = Path(__file__).with_name("sick.py")
 
 
-class Timed(Notebook):
-    """Ends nobody; keeps how much of the time that a call might have taken is left."""
-
-    def __init__(self, job: Job) -> None:
-        self._job, self._found, self.facts, self.traces, self.left = job, set(), {}, [], []
-
-    def _write(self, event, value):
-        if event == "facts":
-            self.facts |= value
-        elif event == "trace":
-            self.traces.append(value)
-
-    @contextlib.contextmanager
-    def watch(self, doing, question=None, seconds=0.0, *_, **__):
-        begun = time.monotonic()
-        yield
-        self.left.append(self._job.timeout + seconds - (time.monotonic() - begun))
-
-
-@pytest.fixture
-def slow(monkeypatch):
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    return Job("alone", f"{SICK}:Slowly", "{}", timeout=0.45, seconds=0.01, steps=5)
-
-
-def test_what_is_slow_is_not_taken_for_hanging(slow):
-    """Ten steps take longer than one may, three constructors too; none of them does."""
-    facts = {"construct_s": 0.05, "step": {"median_s": 0.05}, "reset": {"median_s": 0.0}}
-    names = ["pettingzoo.test.parallel_api_test", "pettingzoo.test.parallel_seed_test"]
-    official = _official(slow, {**facts, "official": names})
-    assert [job.test for job in official] == names
-    for job in (replace(slow, probe="copies"), *official):
-        notebook = Timed(job)
-        probes.PROBES[job.probe](job, notebook)
-        assert min(notebook.left) > 0
-    notebook = Timed(slow)
-    probes._measure_cost(probes._solo(probes._imported(slow, notebook), slow, notebook), slow, notebook)
-    assert min(notebook.left) > 0
-    assert 1 <= notebook.facts["step"]["count"] < 5
+def test_what_is_slow_is_not_taken_for_hanging():
+    """Thirty steps take longer than one call may, thirty constructors too; none of them does."""
+    job = Job("alone", f"{SICK}:Slowly", "{}", timeout=1.2, seconds=1.5, steps=30)
+    found = examine(job, ["serial"])
+    assert not [
+        one for one in found.findings if "has not come to its end" in one.what or "ends the process" in one.what
+    ]
+    assert found.facts["steps"] * 0.05 > job.timeout
+    assert found.facts["step"]["count"] >= 1
+    assert found.facts["tests"] == ["pettingzoo.test.parallel_api_test", "pettingzoo.test.parallel_seed_test"]
+    assert {Question.RUNS, Question.COST, Question.DETERMINISM, Question.SERIAL} <= found.checked
 
 
 @pytest.fixture
@@ -89,7 +58,7 @@ def test_nothing_outlives_the_command(number, tmp_path):
         assert command.wait(30) == -number
         assert command.stderr.read() == b""
     assert gone([int(told.read_text())])
-    while [*tmp_path.glob("marl-parallel-check-*")]:
+    while [*tmp_path.glob("marl*parallel*")]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

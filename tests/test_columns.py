@@ -9,8 +9,8 @@ import pytest
 from comparison import assert_same
 from gymnasium import spaces
 
+from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.columns import AgentColumns, Layout
-from marl_parallel.core.schema import Schema
 from marl_parallel.core.spaces import DoesNotFit, Mismatch, numbers_of
 
 RECORDS = 4

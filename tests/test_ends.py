@@ -11,9 +11,9 @@ import pytest
 from comparison import assert_same, spoil
 from gymnasium import spaces
 
+from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import TransitionRecords
-from marl_parallel.core.schema import Schema
 from marl_parallel.core.transition import Transition, kept
 
 AGENTS = ["a", "b", "c"]

@@ -16,8 +16,8 @@ from conftest import Setup
 from forking import ENDINGS, Forking, Helped, Walk
 from ways import WAYS, arguments
 
-from marl_parallel.cli.findings import Severity
-from marl_parallel.cli.isolation import Job, run_probes
+from marl_parallel.cli.check import run_probes
+from marl_parallel.cli.probes import Job, Severity
 
 TESTS = Path(__file__).parent
 EXIT_CODES = {"exec": 1, "exit": 3, "raise": 1, "return": 1}
@@ -185,7 +185,7 @@ def test_check_comes_to_its_end(name):
     environment = f"{TESTS / 'forking.py'}:{name}"
     jobs = [
         Job(probe, environment, "{}", timeout=20.0, seconds=0.05, steps=12, backend=backend)
-        for probe, backend in (("alone", "serial"), ("copies", "serial"), ("copies", "process"))
+        for probe, backend in (("alone", "serial"), ("parallel", "serial"), ("parallel", "process"))
     ]
     traces = []
     for _, outcome in run_probes(jobs, 3, lambda job: None):

@@ -18,6 +18,7 @@ LEVELS = [
     {"action_masks", "optional", "types", "tiling", "adapters"},
     {"core"},
     {"backends", "arguments"},
+    {"runner"},
     {"parallel_env"},
     {"making", "recording", "vector"},
     {"marl_parallel"},

@@ -97,6 +97,9 @@ def test_frames(constructor, packed, build):
     rows = [np.concatenate(expected[:2], axis=1), np.concatenate(expected[2:], axis=1)]
     assert_same(env.render(tile=True), np.concatenate(rows, axis=0))
     assert_same(frames, expected)
+    assert_same(env.render(env_ids=[3, 1]), (expected[3], expected[1]))
+    with pytest.raises(ValueError, match="4"):
+        env.render(env_ids=[4])
 
 
 def test_a_grid_of_three(each, build):
@@ -128,6 +131,9 @@ def test_state(packed, build):
     state = env.state()
     expected = np.stack([one.env.state() for one in reference.copies])
     assert_same(state, expected)
+    assert_same(env.state(env_ids=[3, 1]), expected[[3, 1]])
+    with pytest.raises(ValueError, match="4"):
+        env.state(env_ids=[4])
     env.step([{agent: FIXED.get(agent, 1) for agent in agents} for agents in env.acting])
     assert_same(state, expected)
     assert not np.array_equal(env.state(), expected)

@@ -109,7 +109,7 @@ SCRIPT = """
     sys.path.insert(0, {tests!r})
     from faults import Fragile
     from marl_parallel import ParallelEnv
-    from marl_parallel.backends.portable import PortableProcessBackend
+    from marl_parallel.backends.spawn import PortableProcessBackend
 
     def work():
         for _ in range(40):  # a single sleep would be over as soon as it goes on

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,8 +22,9 @@ from launch_stage import Stage, linux_only, server_of
 from liveness import alive, all_gone
 from ways import CONTEXTS
 
-from marl_parallel.backends import descendants, threads
-from marl_parallel.backends.contexts import open_launcher
+from marl_parallel.backends import descendants, launching
+from marl_parallel.backends.interpreter import thread_variables
+from marl_parallel.backends.launching import open_launcher
 
 pytestmark = linux_only
 
@@ -44,9 +46,9 @@ def test_worker_finds_what_its_parent_has(stage: Stage, monkeypatch: pytest.Monk
     assert told["path"] == sys.path
     assert told["argv"] == ["script", "--flag"]
     assert told["cwd"] == str(tmp_path)
-    for name in ("TARGET", descendants.MARKER, *threads.variables(1)):
+    for name in ("TARGET", descendants.MARKER, *thread_variables(1)):
         told["environ"].pop(name)
-    expected = {name: value for name, value in os.environ.items() if name not in threads.variables(1)}
+    expected = {name: value for name, value in os.environ.items() if name not in thread_variables(1)}
     assert told["environ"] == expected
 
 
@@ -108,7 +110,7 @@ def test_many_descriptors(served: Stage) -> None:
 @pytest.mark.parametrize("limit", [1, 2, None])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_threads_of_numerical_libraries(context: str, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in threads.variables(1):
+    for name in thread_variables(1):
         monkeypatch.delenv(name, raising=False)
     with contextlib.closing(Stage(context, limit)) as stage:
         stage.launch("tells")
@@ -117,7 +119,7 @@ def test_threads_of_numerical_libraries(context: str, limit: int | None, monkeyp
     assert told["blas_threads"] == expected
     if context != "fork":
         assert told["threads"] == expected
-    values = {told["environ"].get(name) for name in threads.variables(1)}
+    values = {told["environ"].get(name) for name in thread_variables(1)}
     assert values == {None if limit is None else str(limit)}
 
 
@@ -142,6 +144,19 @@ def test_exit(stage: Stage, target: str, exitcode: int) -> None:
     pid = stage.launch(target)
     assert stage.death() == (pid, exitcode)
     assert stage.launcher.crash_report(pid) == ""
+
+
+def test_death_that_is_reported_with_the_launch(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent may be slow to read what is reported."""
+    request = launching._Server.request
+
+    def slow(*arguments: Any) -> None:
+        request(*arguments)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(launching._Server, "request", slow)
+    pid = stage.launch("exits")
+    assert stage.death() == (pid, 7)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
@@ -287,8 +302,8 @@ def test_stopped_server(
         (record,) = caplog.records
         assert f"process {server}) was stopped" in record.getMessage()
         return
-    monkeypatch.setattr("marl_parallel.backends.forkserver.state_of", lambda pid: "D")
-    monkeypatch.setattr("marl_parallel.backends.forkserver._ANSWERS_WITHIN", limit)
+    monkeypatch.setattr("marl_parallel.backends.descendants.state_of", lambda pid: "D")
+    monkeypatch.setattr("marl_parallel.backends.launching._ANSWERS_WITHIN_S", limit)
     with pytest.raises(RuntimeError, match=rf"fork server \(process {server}, state D\) did not answer .* within 1 s"):
         served.launch("waits")
     os.kill(server, signal.SIGCONT)

@@ -11,9 +11,9 @@ from gymnasium import spaces
 from zoo import draw, shared
 
 from marl_parallel.adapters import adapt
+from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import ActionRecords, TransitionRecords
-from marl_parallel.core.schema import Schema
 from marl_parallel.core.transition import Transition
 
 CACHE_LINE = 64

@@ -132,7 +132,7 @@ def test_players_as_arrays(played):
     arrays = vec.reset()
     assert arrays[1]["__common__"]["elapsed_step"].tolist() == [0] * COPIES
     for _ in range(30):
-        assert vec.agents == [a for a in vec.possible_agents if any(a in own for own in env._batch.alive)]
+        assert vec.agents == [a for a in vec.possible_agents if any(a in own for own in env.runner.batch.alive)]
         actions = drawn(rng, env)
         stacked = {a: np.array([own.get(a, 0) for own in actions]) for a in vec.possible_agents}
         dicts, arrays = env.step(actions), vec.step(stacked)
@@ -180,7 +180,7 @@ def test_groups_and_forms(arena):
     assert told[0] == tuple({"scout": {"at": n, "seen": 2}, "tank_0": (n + 1,), "tank_1": (n + 3,)} for n in (2, 0))
     assert told[1][0] == {"scout": 4.0, "tank_0": 1.0, "tank_1": 3.0}
     assert arena.step([actions], env_ids=[1])[0][0]["tank_1"] == (4.0,)
-    assert arena._batch.over == [False] * 3
+    assert arena.runner.batch.over == [False] * 3
 
 
 def test_groups_and_forms_as_arrays(arena):

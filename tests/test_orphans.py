@@ -49,7 +49,7 @@ def test_children_die_with_their_worker(stage: Stage, end: str) -> None:
 PARENT = """
 import json, os, sys, time
 sys.path.insert(0, {tests!r})
-from marl_parallel.backends.contexts import open_launcher
+from marl_parallel.backends.launching import open_launcher
 read_end, write_end = os.pipe()
 launcher = open_launcher({context!r}, entry="launch_targets", wake=None, threads=1)
 pids = []
@@ -58,8 +58,7 @@ for target in {targets!r}:
     pids.append(launcher.launch(0, [write_end]))
     heard = json.loads(os.read(read_end, 10000))
     pids += heard.get("pids", [])[1:]
-server = getattr(launcher, "_server", None)
-print(json.dumps([server and server._process.pid, *pids]), flush=True)
+print(json.dumps([launcher._server._process.pid, *pids]), flush=True)
 {then}
 """
 
@@ -71,7 +70,7 @@ def run_parent(
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     line = parent.stdout.readline()
-    return parent, [pid for pid in json.loads(line) if pid is not None]
+    return parent, json.loads(line)
 
 
 def reaped(parent: subprocess.Popen[str]) -> int:
@@ -99,8 +98,7 @@ def test_stopped_workers_die_with_their_parent(context: str) -> None:
     try:
         wait_for(lambda: all_gone(*workers))
     finally:
-        if context != "fork":
-            os.kill(pids[0], signal.SIGCONT)
+        os.kill(pids[0], signal.SIGCONT)
     wait_for(lambda: all_gone(*pids))
 
 
@@ -141,7 +139,7 @@ def test_killed_server_takes_its_workers_along(served: Stage) -> None:
 
 
 def test_stopped_server_does_not_keep_close_from_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("marl_parallel.backends.forkserver._ENDS_WITHIN", 0.3)
+    monkeypatch.setattr("marl_parallel.backends.launching._ENDS_WITHIN_S", 0.3)
     with contextlib.closing(Stage("forkserver")) as stage:
         worker = stage.launch("has_children")
         pids = stage.hear()["pids"][1:]
@@ -168,3 +166,42 @@ def test_killed_keeper_takes_its_worker_along(context: str) -> None:
         assert alive(bystander)
         fresh = stage.launch("waits")
         assert stage.hear()["ready"] == fresh
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_killed_keeper_leaves_nothing(context: str) -> None:
+    """Not even processes that have left the worker's group and cleared their environment."""
+    with contextlib.closing(Stage(context)) as stage:
+        bystander = stage.launch("waits")
+        stage.hear()
+        worker = stage.launch("has_children")
+        pids = stage.hear()["pids"][1:]
+        assert all(alive(pid) for pid in pids)
+        os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
+        assert stage.death() == (worker, -signal.SIGKILL)
+        wait_for(lambda: all_gone(worker, *pids))
+        assert alive(bystander)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_children_are_gone_when_a_death_is_reported(context: str) -> None:
+    """A new worker may need the port or file that a child of the old one holds."""
+    with contextlib.closing(Stage(context)) as stage:
+        for _ in range(3):
+            worker = stage.launch("has_children")
+            pids = stage.hear()["pids"][1:]
+            stage.launcher.kill(worker)
+            assert stage.death() == (worker, -signal.SIGKILL)
+            assert all_gone(worker, *pids)
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_killed_server_and_keeper_leave_nothing(context: str) -> None:
+    """What shows the variable of the environment is found, whatever else has been killed."""
+    with contextlib.closing(Stage(context)) as stage:
+        worker = stage.launch("has_children")
+        marked = stage.hear()["pids"][1:3]  # in the worker's group, and in a session of its own
+        for pid in (server_of(stage.launcher), psutil.Process(worker).ppid()):
+            os.kill(pid, signal.SIGKILL)
+        wait_for(stage.launcher.deaths)
+        wait_for(lambda: all_gone(worker, *marked))

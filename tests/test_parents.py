@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from liveness import gone, workers
+from liveness import gone, wait_for, workers
 
 TESTS = str(Path(__file__).parent)
 
@@ -29,7 +29,7 @@ SCRIPT = """
     from pathlib import Path
     from faults import Fragile
     from marl_parallel import ParallelEnv
-    from marl_parallel.backends.portable import PortableProcessBackend
+    from marl_parallel.backends.spawn import PortableProcessBackend
 
     class Mine(Fragile):
         def step(self, actions):
@@ -119,7 +119,7 @@ def test_killed_parent(then, way, tmp_path, short_folder):
 
 def test_killed_parent_before_its_workers_are_there(short_folder, tmp_path):
     with running(script("portable", tmp_path), short_folder) as parent:
-        await_files(short_folder, "marl_parallel-*/stacks-1", 1)
+        wait_for(lambda: len(psutil.Process(parent.pid).children()) == 2, 20)
         children = psutil.Process(parent.pid).children()
         parent.kill()
         assert gone([parent.pid, *(child.pid for child in children)])

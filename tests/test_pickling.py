@@ -121,7 +121,7 @@ def test_an_adapter_that_workers_cannot_import(falling, each, build):
 def test_a_class_whose_making_has_failed_half_way_is_made(falling):
     """The second time, with what was missing, is as good as the first."""
     made = types.new_class("Late", (), {}, lambda names: names.update(missing=falling, value=3, __module__="__main__"))
-    pickled = cloudpickle.dumps(made)
+    pickled = dumps(made)
     program = (
         "import sys, types; from marl_parallel.core.pickling import loads\n"
         f"pickled = {pickled!r}\n"
@@ -141,9 +141,10 @@ def test_what_is_known_stays_as_it_is(size):
     class Own:
         value = 1
 
+    by_cloudpickle = cloudpickle.dumps(Own)
     pickled = dumps((Own, b"." * size))
     Own.value = 2
     assert loads(pickled) == (Own, b"." * size)
     assert Own.value == 2
-    pickle.loads(pickled)
+    pickle.loads(by_cloudpickle)
     assert Own.value == 1

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +13,8 @@ import cloudpickle
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.backends import portable_process, portable_worker
-from marl_parallel.backends.portable import PortableProcessBackend
+from marl_parallel.backends import spawn
+from marl_parallel.backends.spawn import PortableProcessBackend
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.payloads import Plan
 
@@ -62,7 +58,7 @@ def test_much_on_the_way_both_ways(portable):
 def test_the_dead_are_told_once(portable):
     portable.interrupt()
     assert portable.wait() == []
-    assert "portable_worker.py" in portable.stack(0)
+    assert "spawn.py" in portable.stack(0)
     portable.post({1: Request(Message.CLOSE)})
     ((worker, reply),) = heard(portable, 1)
     assert (worker, reply.answers) == (1, Message.CLOSE)
@@ -77,14 +73,14 @@ def test_the_dead_are_told_once(portable):
 
 def test_a_replacement_that_dies_while_it_starts(portable, monkeypatch):
     """It is lost as the one before, and can be replaced again."""
-    connect = portable_process.PortableProcess.connect
+    wait_started = spawn._WorkerProcess.wait_started
 
-    def too_late(process: portable_process.PortableProcess, deadline: float) -> None:
+    def too_late(process: spawn._WorkerProcess, deadline: float) -> None:
         process.signal(signal.SIGKILL)
-        connect(process, deadline)
+        wait_started(process, deadline)
 
     with monkeypatch.context() as patched:
-        patched.setattr(portable_process.PortableProcess, "connect", too_late)
+        patched.setattr(spawn._WorkerProcess, "wait_started", too_late)
         portable.replace(1)
     portable.post({1: Request(Message.CLOSE)})
     assert heard(portable, 1) == [(1, Lost(-signal.SIGKILL, ""))]
@@ -96,7 +92,7 @@ def test_a_replacement_that_dies_while_it_starts(portable, monkeypatch):
 
 def start_with(monkeypatch, program):
     """Have workers run this program instead of their own."""
-    monkeypatch.setattr(portable_process, "from_stdin", lambda _: ([sys.executable, "-c", program], b""))
+    monkeypatch.setattr(spawn, "_PROGRAM", program)
 
 
 def test_worker_that_cannot_start(monkeypatch, capfd):
@@ -112,41 +108,25 @@ def test_worker_that_cannot_start(monkeypatch, capfd):
 
 def test_worker_that_does_not_start_in_time(monkeypatch):
     start_with(monkeypatch, "import time; time.sleep(60)")
-    monkeypatch.setattr("marl_parallel.backends.portable._STARTED_WITHIN_S", 0.2)
+    monkeypatch.setattr("marl_parallel.backends.spawn._STARTED_WITHIN_S", 0.2)
     with pytest.raises(TimeoutError, match="worker 0"):
         PortableProcessBackend().start([range(1), range(1, 2)], 8)
 
 
 STOPS_IN_START = """
 import os, signal
-from multiprocessing.connection import Listener
-Listener.accept = lambda listener: os.kill(os.getpid(), signal.SIGSTOP)
-from marl_parallel.backends.portable_worker import main
-main()
+from multiprocessing import connection
+connection.{kind}({handle}).recv()
+os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
 def test_worker_that_stops_while_it_starts(monkeypatch):
-    """It has a socket that can be connected to, and says nothing."""
+    """It has taken its first message, and sends nothing."""
     start_with(monkeypatch, STOPS_IN_START)
-    monkeypatch.setattr("marl_parallel.backends.portable._STARTED_WITHIN_S", 5.0)
+    monkeypatch.setattr("marl_parallel.backends.spawn._STARTED_WITHIN_S", 5.0)
     with pytest.raises(TimeoutError, match="worker 0"):
         PortableProcessBackend().start([range(1), range(1, 2)], 8)
-
-
-def test_clearing_away_what_is_being_added_to(short_folder):
-    def add() -> None:
-        with contextlib.suppress(FileNotFoundError):  # the folder has gone
-            for number in itertools.count():
-                Path(folder, f"socket-{number}").touch()
-
-    folder = tempfile.mkdtemp(dir=short_folder)
-    adding = threading.Thread(target=add)
-    adding.start()
-    portable_worker._clear_away(folder)
-    adding.join(20)
-    assert not adding.is_alive()
-    assert os.listdir(short_folder) == []
 
 
 # On other systems
@@ -177,7 +157,7 @@ with mock.patch("marl_parallel.backends.semaphores.available", return_value=Fals
         with ParallelEnv([Hunt] * 2, num_workers=2, context=context) as env:
             observations, _ = env.reset()
             env.step([{{agent: env.action_space[agent].sample() for agent in acting}} for acting in env.acting])
-            assert type(env._pool.backend).__name__ == "PortableProcessBackend"
+            assert type(env.runner.pool.backend).__name__ == "PortableProcessBackend"
             print(len(set(env.call("pid"))))
     for context in ("forkserver", "fork"):
         try:

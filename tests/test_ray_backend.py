@@ -9,6 +9,9 @@ import functools
 import os
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,9 +33,8 @@ from survival import actions_for
 from test_restarts import many, play
 
 from marl_parallel import ParallelEnv, ParallelEnvError, RayBackend, WorkerCrashed
-from marl_parallel.backends import ray_cluster
-from marl_parallel.backends.ray_host import RayHost
-from marl_parallel.backends.ray_worker import Parcel
+from marl_parallel.backends import ray_backend, ray_worker
+from marl_parallel.backends.ray_worker import Result
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,10 +67,11 @@ def pid_of(_: Any) -> int:
     return os.getpid()
 
 
-def hosts(env: ParallelEnv) -> list[RayHost]:
-    backend = env._pool.backend
+def actor_of(env: ParallelEnv, worker: int) -> Any:
+    """The handle of a worker's actor."""
+    backend = env.runner.pool.backend
     assert isinstance(backend, RayBackend)
-    return backend._hosts
+    return backend._actors[worker].handle
 
 
 def actions_of(make: Callable[..., Any], count: int, time_: int = 0) -> list[dict[Any, Any]]:
@@ -199,7 +202,7 @@ def test_an_address_left_behind(grounds, monkeypatch, tmp_path):
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1\n")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert ray_cluster._announced() is None
+    assert ray_backend._announced() is None
 
 
 def test_another_cluster_than_the_one_connected_to(local):
@@ -292,19 +295,20 @@ class Counted:
     """Counts what goes to the workers, and keeps what comes back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked, self.parcels = 0, []  # type: ignore[var-annotated]
-        ask, unpacked = RayHost.ask, RayHost._unpacked
+        self.sent = 0
+        self.results: list[Result] = []
+        send, unpack = RayBackend._send, ray_backend.unpack
 
-        def counting(host: RayHost, *arguments: Any) -> None:
-            self.asked += 1
-            ask(host, *arguments)
+        def counting(backend: RayBackend, *arguments: Any) -> None:
+            self.sent += 1
+            send(backend, *arguments)
 
-        def keeping(host: RayHost, asked: Any, parcel: Parcel, parcels: Any) -> Any:
-            self.parcels.append(parcel)
-            return unpacked(host, asked, parcel, parcels)
+        def keeping(packed: Any) -> Result:
+            self.results.append(unpack(packed))
+            return self.results[-1]
 
-        monkeypatch.setattr(RayHost, "ask", counting)
-        monkeypatch.setattr(RayHost, "_unpacked", keeping)
+        monkeypatch.setattr(RayBackend, "_send", counting)
+        monkeypatch.setattr(ray_backend, "unpack", keeping)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "restart"])
@@ -316,15 +320,15 @@ def test_one_round_trip_for_an_actor_and_batch(on_error, local, monkeypatch, tmp
         counted = Counted(monkeypatch)
         for _ in range(9):
             env.step([{"a": 0, "b": 0}] * 8)
-        assert counted.asked == len(counted.parcels) == 2 * 9
-        for parcel in counted.parcels:
-            (reply,) = parcel.replies
+        assert counted.sent == len(counted.results) == 2 * 9
+        for result in counted.results:
+            (reply,) = result.replies
             assert not reply.results
-            assert parcel.results is not None
-            assert parcel.results.dtype == np.uint8
-            assert parcel.results.flags.c_contiguous
-            assert len(parcel.results) == 4
-        sizes = {parcel.results.nbytes for parcel in counted.parcels if parcel.results is not None}
+            assert result.records is not None
+            assert result.records.dtype == np.uint8
+            assert result.records.flags.c_contiguous
+            assert len(result.records) == 4
+        sizes = {result.records.nbytes for result in counted.results if result.records is not None}
         assert len(sizes) == 2  # last observations travel with the steps that end an episode, and with no others
 
 
@@ -334,7 +338,7 @@ def test_one_round_trip_for_an_actor_and_batch(on_error, local, monkeypatch, tmp
 def test_an_actor_is_killed(local):
     with ParallelEnv([Skirmish] * 4, backend="ray", num_workers=2) as env:
         env.reset()
-        ray.kill(hosts(env)[1].actor)
+        ray.kill(actor_of(env, 1))
         with pytest.raises(WorkerCrashed, match=r"worker 1 \(environments 2 to 3\) died: .*ray\.kill") as caught:
             env.step(actions_of(Skirmish, 4))
         assert caught.value.env_ids == (2, 3)
@@ -344,7 +348,7 @@ def test_an_actor_is_killed_and_the_batch_goes_on(local):
     reference = Reference([Skirmish] * 4, AutoresetMode.SAME_STEP, 42)
     with ParallelEnv([Skirmish] * 4, backend="ray", num_workers=2, on_error="restart") as env:
         assert_same(env.reset(), reference.reset())
-        ray.kill(hosts(env)[1].actor)
+        ray.kill(actor_of(env, 1))
         marks = []
         for time_ in range(300):  # Ray does not kill at once
             actions = actions_of(Skirmish, 4, time_)
@@ -370,6 +374,17 @@ def test_whoever_was_running_is_named(fault, word, local, tmp_path):
             env.step([{"a": 0, "b": 0}] * 4)
         assert caught.value.env_ids == (2,)
         assert ("test_ray_backend" in caught.value.stack or "faults" in caught.value.stack) == (word == "SIGSEGV")
+
+
+def test_exit_code_of_a_process_that_is_reaped_late():
+    """Ray, whose child a worker is, may be slow on a busy machine; until then the kernel does not tell."""
+    process = subprocess.Popen([sys.executable, "-c", "import os; os._exit(7)"])
+    worker = object.__new__(ray_worker._Watched)
+    worker.handle = os.pidfd_open(process.pid)
+    ray_worker._await_death(worker.handle)
+    threading.Timer(0.3, process.wait).start()
+    assert worker.exitcode() == 7
+    os.close(worker.handle)
 
 
 def test_what_was_done_before_a_death_is_told(local, tmp_path):

@@ -38,9 +38,9 @@ print("pids", *env.call(lambda _: os.getpid()), flush=True)
 """
 
 
-def survivors() -> set[int]:
-    """The processes that outlive a driver to clear up behind it."""
-    return {process.pid for process in psutil.process_iter() if "ray_survivor" in " ".join(_command(process))}
+def child_reapers() -> set[int]:
+    """The processes that outlive a driver to end what its workers leave."""
+    return {process.pid for process in psutil.process_iter() if "marl_parallel-child-reaper" in _command(process)}
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -63,7 +63,7 @@ def test_a_script_ends(ending, cluster, grounds):
         grounds.nothing()
     else:
         grounds.one_node()
-    before, children = survivors(), Children(os.getpid())
+    before, children = child_reapers(), Children(os.getpid())
     script = SCRIPT.format(ending=ending, tests=str(TESTS), tag=os.getpid())
     address = "local" if cluster == "own" else ray.get_runtime_context().gcs_address
     environ = {**os.environ, "RAY_ADDRESS": address}
@@ -73,11 +73,12 @@ def test_a_script_ends(ending, cluster, grounds):
         pids = [*map(int, next(line for line in process.stdout if line.startswith("pids")).split()[1:])]
         if "sleep" in ending:
             assert wait_for(lambda: len(children.running()) == 8)
+            assert len(child_reapers() - before) == 1
             process.kill()
         assert process.wait(60) == {"raise SystemExit(3)": 3, "time.sleep(600)": -signal.SIGKILL}.get(ending, 0)
     assert gone(pids, 30)
     assert children.gone(30)
-    assert wait_for(lambda: survivors() <= before)
+    assert wait_for(lambda: child_reapers() <= before)
 
 
 def test_the_readme_and_the_example(grounds):

@@ -1,4 +1,4 @@
-"""What Ray's workers say, without Ray: packed for the way, and left where it is found if they die."""
+"""What Ray's workers return, without Ray: packed for the way, and saved where it is found if they die."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from marl_parallel.backends import ray_worker
-from marl_parallel.backends.ray_worker import Parcel, packed, unpacked, what_was_said
+from marl_parallel.backends.ray_worker import Result, pack, saved_replies, unpack
 from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Message, Reply
 
@@ -18,44 +18,45 @@ REPLIES = [
 ]
 
 
-@pytest.mark.parametrize("results", [None, np.arange(12, dtype=np.uint8).reshape(3, 4)], ids=["none", "some"])
-def test_small_parcels_are_bytes(results):
-    told = packed(Parcel(REPLIES, b"ledger", results))
-    assert type(told) is bytes
-    replies, ledger, arrived = unpacked(told)
-    assert (replies, ledger) == (REPLIES, b"ledger")
-    np.testing.assert_array_equal(arrived, results)
+@pytest.mark.parametrize("records", [None, np.arange(12, dtype=np.uint8).reshape(3, 4)], ids=["none", "some"])
+def test_small_results_are_bytes(records):
+    packed = pack(Result(REPLIES, b"status", records))
+    assert type(packed) is bytes
+    replies, status, arrived = unpack(packed)
+    assert (replies, status) == (REPLIES, b"status")
+    np.testing.assert_array_equal(arrived, records)
 
 
-def test_large_results_travel_beside_the_rest():
+def test_large_records_travel_beside_the_rest():
     """As an array, which Ray does not copy."""
-    results = np.zeros((4, 1 << 19), np.uint8)
-    told = packed(Parcel(REPLIES, bytes(Ledger.NBYTES), results))
-    assert type(told) is tuple
-    assert told[1] is results
-    assert len(told[0]) < 10_000
-    assert unpacked(told)[2] is results
+    records = np.zeros((4, 1 << 19), np.uint8)
+    packed = pack(Result(REPLIES, bytes(Ledger.NBYTES), records))
+    assert type(packed) is tuple
+    assert packed[1] is records
+    assert len(packed[0]) < 10_000
+    assert unpack(packed)[2] is records
 
 
-@pytest.mark.parametrize("torn", [0, 1, 20])
-def test_what_was_said_before_a_death(torn):
-    """As much of it as is whole."""
-    said = b"".join(pickle.dumps(one) for one in [17, *REPLIES])
-    number, replies = what_was_said(said[: len(said) - torn])
-    assert number == 17
-    assert replies == (REPLIES[:2] if torn else REPLIES)
+@pytest.mark.parametrize("cut", [0, 1, 20])
+def test_replies_saved_before_a_death(cut):
+    """As many as are whole."""
+    saved = [*enumerate(REPLIES, 17)]
+    data = b"".join(map(pickle.dumps, saved))
+    assert saved_replies(data[: len(data) - cut]) == (saved[:2] if cut else saved)
 
 
-def test_nothing_was_said():
-    assert what_was_said(b"") == (-1, [])
+def test_no_replies_are_saved():
+    assert saved_replies(b"") == []
 
 
-def test_it_is_left_in_a_file(monkeypatch, tmp_path):
-    """Of the request that is being carried out, not of those before."""
+def test_replies_are_saved_in_a_file(tmp_path):
+    """Those of the request in progress, not of those before."""
     worker = object.__new__(ray_worker.RayWorker)
-    with open(tmp_path / "said", "w+b") as file:
-        worker._files = ray_worker.Files(-1, -1, file.fileno(), -1)
-        worker._say(REPLIES, 1, begin=True)
-        worker._say(REPLIES[:1], 2, begin=True)
-        worker._say(REPLIES[1:2], 2, begin=False)
-        assert what_was_said(os.pread(file.fileno(), 1 << 16, 0)) == (2, REPLIES[:2])
+    with open(tmp_path / "replies", "w+b") as file:
+        worker._files = ray_worker.Files(-1, -1, -1, file.fileno())
+        for reply in REPLIES:
+            worker._save(1, reply, first=reply is REPLIES[0])
+        worker._save(2, REPLIES[0], first=True)
+        worker._save(3, REPLIES[1], first=False)
+        data = os.pread(file.fileno(), 1 << 16, 0)
+    assert saved_replies(data) == [(2, REPLIES[0]), (3, REPLIES[1])]

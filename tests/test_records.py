@@ -9,10 +9,10 @@ import pytest
 from comparison import assert_same
 from gymnasium import spaces
 
+from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.header import UsualForm
 from marl_parallel.core.records import TransitionRecords
-from marl_parallel.core.schema import Schema
 from marl_parallel.core.transition import Transition
 
 AGENTS = ["a", "b"]

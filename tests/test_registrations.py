@@ -31,7 +31,7 @@ SCRIPT = """
     import pettingzoo
     from environments import Hunt
     from marl_parallel import ParallelEnv
-    from marl_parallel.backends.portable import PortableProcessBackend
+    from marl_parallel.backends.spawn import PortableProcessBackend
 
     class Lever(gymnasium.Env):
         observation_space = action_space = spaces.Discrete(9)

@@ -6,7 +6,6 @@ import functools
 import os
 import signal
 import socket
-import struct
 import threading
 import time
 from pathlib import Path
@@ -23,7 +22,6 @@ from ways import arguments
 
 from marl_parallel import ParallelEnv, WorkerTimeout
 from marl_parallel.backends.channel import Channel
-from marl_parallel.backends.portable_ends import Inbox, packed
 
 AT_MOST_S = 60.0  # far more than any limit here, also where the machine is busy; far less than for ever
 
@@ -31,7 +29,7 @@ AT_MOST_S = 60.0  # far more than any limit here, also where the machine is busy
 SENT = [
     pytest.param("forkserver", {"moment": "file"}, id="file"),
     pytest.param("forkserver", {"moment": "socket", "inline": True}, id="socket"),
-    pytest.param("portable", {"moment": "socket"}, id="portable"),
+    pytest.param("portable", {"moment": "connection"}, id="portable"),
 ]
 sending = pytest.mark.parametrize(("way", "how"), SENT)
 
@@ -162,7 +160,7 @@ def test_large_messages_arrive_whole(way):
         assert_same(stepped(env, 1), plain_loop(Walk, 1))
 
 
-# The two ends by themselves
+# A channel by itself
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
@@ -189,20 +187,3 @@ def test_a_channel_takes_a_message_byte_by_byte(size):
             theirs.recv(1)
     for end in (*ends, middle, theirs):
         end.close()
-
-
-def test_an_inbox_takes_a_message_byte_by_byte():
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    inbox = Inbox(reading)
-    for message in ({"sent": b"x" * 1000}, "next"):
-        data = b"".join(packed(message))
-        assert struct.calcsize("=Q") < len(data)
-        for place in range(len(data)):
-            assert inbox.receive_now() is None
-            os.write(writing, data[place : place + 1])
-        assert inbox.receive_now() == message
-    os.close(writing)
-    with pytest.raises(EOFError):
-        inbox.receive_now()
-    os.close(reading)

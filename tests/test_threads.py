@@ -246,7 +246,7 @@ def test_a_call_after_close(beside, build, tmp_path):
     with Elsewhere(tmp_path, lambda: env.step(acts(1, 2))) as other:
         closing = threading.Thread(target=env.close, kwargs={"terminate": True})
         closing.start()
-        wait_for(lambda: env._pool.closed)
+        wait_for(lambda: env.runner.pool.closed)
         with pytest.raises(ClosedEnvironmentError):
             env.step(acts(1, 2))
         with pytest.raises(ClosedEnvironmentError):

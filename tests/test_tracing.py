@@ -97,11 +97,11 @@ def test_begun_and_ended_in_the_middle(each, build, tmp_path):
 def test_nothing_of_it_stays(each, build, tmp_path):
     """What was watched is as it was, and the ledger is a plain one."""
     env = build(fragile(tmp_path), each)
-    before = vars(env._pool).keys() | vars(env._batch).keys()
+    before = vars(env.runner.pool).keys() | vars(env.runner.batch).keys()
     env.start_trace(tmp_path / "a.json")
-    assert {"run", "step_all"} <= vars(env._pool).keys()
+    assert {"run", "step_all"} <= vars(env.runner.pool).keys()
     env.stop_trace()
-    assert vars(env._pool).keys() | vars(env._batch).keys() == before
+    assert vars(env.runner.pool).keys() | vars(env.runner.batch).keys() == before
     env.start_trace(tmp_path / "b.json")
     env.stop_trace()
 
@@ -272,9 +272,9 @@ def test_what_a_facade_does_is_in_the_parents_lane(traced_first, tmp_path):
     assert env.stop_trace() == file
     own = Counter(one["name"] for one in slices(file, 0))
     assert own["write actions"] == own["read results"] - 1 == 7
-    (view,) = env._batch.views
+    (view,) = env.runner.batch.views
     assert not {"read", "write"} & vars(view).keys()
     del facade, view
     gc.collect()
-    assert not [*env._batch.views]
+    assert not [*env.runner.batch.views]
     env.close()

@@ -15,15 +15,14 @@ from objectives import LENGTH, Couriers, Paid, Summed, TreasureHunt
 
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters import adapt
+from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import pickling
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.header import UsualForm
 from marl_parallel.core.records import TransitionRecords
-from marl_parallel.core.schema import Schema
 from marl_parallel.core.transition import Transition
-from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
-from marl_parallel.vector.facade import Stepper
-from marl_parallel.vector.scalarizing import Scalarizer
+from marl_parallel.vector import ArrayStepper, GymnasiumVectorEnv, PettingZooVecEnv
+from marl_parallel.vector.stepper import as_number, reward_rules
 
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 
@@ -243,7 +242,7 @@ def test_a_rule_makes_numbers_of_them(rule, shared_memory, parallel):
     due = [plain_rewards(Couriers, 5 + env_id, 9, "SAME_STEP") for env_id in range(3)]
     env = parallel(Couriers, 3, True, seed=5, shared_memory=shared_memory)
     facade = Facade()
-    stepper = Stepper(env, facade, env.metadata["autoreset_mode"], scalarize=rule)
+    stepper = ArrayStepper(env, facade, env.metadata["autoreset_mode"], scalarize=rule)
     stepper.reset()
     for step in range(9):
         arrays = stepper.step(dict.fromkeys(env.possible_agents, np.ones(3, np.int64)))
@@ -266,16 +265,16 @@ def test_a_rule_makes_numbers_of_them(rule, shared_memory, parallel):
 def test_a_facade_for_numbers_refuses_what_does_not_fit(rule, error, words, parallel):
     facade, env = Facade(), parallel(Couriers, 2, True)
     with pytest.raises(error, match=words):
-        Stepper(env, facade, env.metadata["autoreset_mode"], scalarize=rule)
+        ArrayStepper(env, facade, env.metadata["autoreset_mode"], scalarize=rule)
 
 
 def test_a_rule_that_makes_no_number_or_has_nothing_to_do(parallel):
     space = {"a": spaces.Box(-1, 1, (2,))}
     with pytest.raises(TypeError, match="scalarize must return a number for the reward of agent 'a'"):
-        Scalarizer(lambda vector: vector, space, "It").number("a", np.zeros(2))
-    assert Scalarizer([1, 1], space, "It").number("a", 3.5) == 3.5
+        as_number(reward_rules("It", lambda vector: vector, space), "a", np.zeros(2))
+    assert as_number(reward_rules("It", [1, 1], space), "a", 3.5) == 3.5
     with pytest.raises(ValueError, match="no agent declares a reward_space"):
-        Scalarizer([1, 1], {}, "It")
+        reward_rules("It", [1, 1], {})
 
 
 def test_one_of_many_is_a_pettingzoo_environment_with_vectors():

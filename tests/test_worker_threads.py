@@ -13,7 +13,7 @@ import pytest
 from environments import Hunt
 
 from marl_parallel import ParallelEnv
-from marl_parallel.backends import threads
+from marl_parallel.backends.interpreter import thread_variables
 
 CPUS = len(os.sched_getaffinity(0))
 GETTERS = ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_", "openblas_get_num_threads")
@@ -32,13 +32,13 @@ class Limited(Hunt):
 
     def __init__(self) -> None:
         super().__init__()
-        self.variables = {name: os.environ.get(name) for name in threads.variables(1)}
+        self.variables = {name: os.environ.get(name) for name in thread_variables(1)}
         self.blas = blas_threads()
 
 
 @pytest.fixture
 def unset(monkeypatch):
-    for name in threads.variables(1):
+    for name in thread_variables(1):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -48,10 +48,10 @@ def unset(monkeypatch):
 def test_as_many_as_asked(asked, context):
     mine = blas_threads()
     with ParallelEnv([Limited] * 2, num_workers=2, worker_threads=asked, context=context) as env:
-        assert env.get_attr("variables") == (threads.variables(asked),) * 2
+        assert env.get_attr("variables") == (thread_variables(asked),) * 2
         assert env.get_attr("blas") == (asked, asked)
     assert blas_threads() == mine
-    assert not set(threads.variables(1)) & set(os.environ)
+    assert not set(thread_variables(1)) & set(os.environ)
 
 
 @pytest.mark.usefixtures("unset")
@@ -63,7 +63,7 @@ def test_one_by_default():
 @pytest.mark.usefixtures("unset")
 def test_none_leaves_them_alone(monkeypatch):
     with ParallelEnv([Limited], worker_threads=None) as env:
-        assert env.get_attr("variables") == (dict.fromkeys(threads.variables(1)),)
+        assert env.get_attr("variables") == (dict.fromkeys(thread_variables(1)),)
         assert env.get_attr("blas") == (CPUS,)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     with ParallelEnv([Limited], worker_threads=None) as env:
@@ -75,7 +75,7 @@ def test_none_leaves_them_alone(monkeypatch):
 def test_workers_in_this_process_change_nothing(backend):
     mine = blas_threads()
     with ParallelEnv([Limited] * 2, num_workers=2, backend=backend, worker_threads=1) as env:
-        assert env.get_attr("variables") == (dict.fromkeys(threads.variables(1)),) * 2
+        assert env.get_attr("variables") == (dict.fromkeys(thread_variables(1)),) * 2
         assert env.get_attr("blas") == (mine, mine)
     assert blas_threads() == mine
 

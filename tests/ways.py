@@ -10,6 +10,6 @@ WAYS = [*CONTEXTS, "portable"]
 
 def arguments(way: str) -> dict[str, Any]:
     """What asks a `ParallelEnv` for workers that start in this way."""
-    from marl_parallel.backends.portable import PortableProcessBackend
+    from marl_parallel.backends.spawn import PortableProcessBackend
 
     return {"backend": PortableProcessBackend()} if way == "portable" else {"context": way}

@@ -1,6 +1,6 @@
-"""Any simulator becomes a `MultiAgentEnv`: here it is recognised and handed to the adapter of its kind.
+"""Recognise the kind of a simulator, and make a `MultiAgentEnv` of it with the adapter of its kind.
 
-What a `MultiAgentEnv` is, is written in `protocol.py`; how one kind becomes one, in the module of that kind.
+`protocol.py` has the `MultiAgentEnv` and what all adapters share; each kind has a module of its own.
 """
 
 from __future__ import annotations
@@ -13,29 +13,48 @@ from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv  # type: ignore[import-untyped]
 
 from marl_parallel.adapters import attributes
-from marl_parallel.adapters.agents import InvalidAgents, check_agents
-from marl_parallel.adapters.base import CHOICES, LookupFailed, Misfit, NotAnEnvironment, agent_names, type_name
-from marl_parallel.adapters.dict_env import DictEnv, ListActionsEnv, takes_a_list
+from marl_parallel.adapters.dict_env import DictEnv, ListActionsEnv, RLlibEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
-from marl_parallel.adapters.mlagents import MLAgentsEnv, is_mlagents_env
+from marl_parallel.adapters.mlagents import MLAgentsEnv
 from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, TurnBasedAECEnv, adapt_aec
-from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
-from marl_parallel.adapters.rllib import RLlibEnv, is_rllib_env
+from marl_parallel.adapters.protocol import (
+    CHOICES,
+    AgentID,
+    Dicts,
+    GroupSpaces,
+    InvalidAgents,
+    LookupFailed,
+    Misfit,
+    MultiAgentEnv,
+    NotAnEnvironment,
+    Rules,
+    Schema,
+    agent_names,
+    check_agents,
+    described,
+    refuse_reserved,
+    type_name,
+)
 from marl_parallel.adapters.tuple_env import TupleEnv, length_of, number_of_agents
 
 __all__ = [
     "ADAPTERS",
     "AgentID",
     "Dicts",
+    "GroupSpaces",
     "InvalidAgents",
     "LookupFailed",
     "Misfit",
     "MultiAgentEnv",
     "NotAnEnvironment",
     "Rules",
+    "Schema",
     "adapt",
     "adapter_function",
     "attributes",
+    "check_agents",
+    "described",
+    "refuse_reserved",
 ]
 
 AdapterFunction: TypeAlias = Callable[[Any], MultiAgentEnv]
@@ -53,7 +72,7 @@ ADAPTERS: dict[str, AdapterFunction] = {
 
 
 def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentEnv:
-    """Bring a simulator behind the interface that the runtime is written against.
+    """Make a `MultiAgentEnv` of a simulator.
 
     Args:
         env: The simulator, as its constructor returned it.
@@ -61,7 +80,7 @@ def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentE
             `MultiAgentEnv` of the simulator.
 
     Returns:
-        The adapted simulator; itself where it is a `MultiAgentEnv` and no adapter was asked for.
+        The adapted simulator; the simulator itself if it is a `MultiAgentEnv` and no adapter was named.
 
     Raises:
         TypeError: It is no environment of a known kind, or lacks the methods of the kind that was named, or
@@ -90,7 +109,9 @@ def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentE
 
 
 def adapter_function(adapter: str | AdapterFunction | None) -> AdapterFunction:
-    """What makes a `MultiAgentEnv` of a simulator: found by name, or as it was given; None recognises its kind.
+    """The function that makes a `MultiAgentEnv` of a simulator: an adapter by name, or a callable as it is.
+
+    None stands for the function that recognises the kind.
 
     Raises:
         ValueError: No adapter has that name.
@@ -110,9 +131,9 @@ def adapter_function(adapter: str | AdapterFunction | None) -> AdapterFunction:
 def _recognise(env: Any) -> MultiAgentEnv:
     if isinstance(env, MultiAgentEnv):
         return env
-    if is_rllib_env(env):
+    if attributes.is_a(env, "ray.rllib", "MultiAgentEnv"):
         return RLlibEnv(env)
-    if is_mlagents_env(env):
+    if attributes.is_a(env, "mlagents_envs.base_env", "BaseEnv"):
         return MLAgentsEnv(env)
     if isinstance(env, AECEnv):
         return adapt_aec(env)
@@ -141,7 +162,8 @@ def _recognise_by_spaces(env: Any) -> MultiAgentEnv | None:
 
 
 def _dict_env(env: Any, certain: bool = True) -> DictEnv:
-    return ListActionsEnv(env) if takes_a_list(env) else DictEnv(env, certain)
+    takes_a_list = attributes.is_wrapped(env, ("vmas.simulator.environment.gym.base", "BaseGymWrapper"))
+    return ListActionsEnv(env) if takes_a_list else DictEnv(env, certain)
 
 
 def _keys_of(space: Any) -> set[Any]:
@@ -183,10 +205,10 @@ def _recognise_by_methods(env: Any) -> MultiAgentEnv:
             f"BaseEnv, or any object with methods `reset` and `step`; came upon {type_name(env)} without "
             f"`{'` and `'.join(missing)}`.{hint}"
         )
-    if any(base.__name__ == "Env" and base.__module__.partition(".")[0] == "gym" for base in type(env).__mro__):
+    if attributes.is_a(env, "gym", "Env"):
         return _recognise_openai_gym(env)
     space = attributes.declared(env, "observation_space")
-    if callable(space):  # a method that is asked for each agent's, as only PettingZoo has it
+    if callable(space):  # a method that takes an agent, as only PettingZoo has it
         return PettingZooEnv(env)
     adapted = _recognise_by_spaces(env)
     if adapted is not None:

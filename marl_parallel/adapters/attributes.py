@@ -1,8 +1,4 @@
-"""Looking attributes up on a simulator, through its wrappers and conversions.
-
-Here live pure functions on an arbitrary object. Which attributes make an environment is the business of the
-adapters.
-"""
+"""Looking attributes up on a simulator, through its wrappers and conversions: functions on an arbitrary object."""
 
 from __future__ import annotations
 
@@ -46,12 +42,11 @@ def owns(layer: Any, name: str) -> bool:
 
 
 def declared(source: Any, name: str, default: Any = None) -> Any:
-    """The value of an optional attribute, seen through Gymnasium's wrappers; the default where none is."""
+    """The value of an optional attribute, seen through Gymnasium's wrappers; the default if there is none."""
     try:
         through_wrappers = getattr(source, "get_wrapper_attr", None)
         return getattr(source, name) if through_wrappers is None else through_wrappers(name)
-    # A property may raise anything while its simulator is not ready; that is no different from having none.
-    except Exception:
+    except Exception:  # a property may raise anything while its simulator is not ready: it is as good as absent
         return default
 
 
@@ -59,7 +54,7 @@ def find(source: Any, name: str) -> Any:
     """The value of an attribute of the outermost layer that has it.
 
     Raises:
-        AttributeError: No layer has it. The text says which were asked.
+        AttributeError: No layer has it. The text names all layers.
     """
     failure: AttributeError | None = None
     for layer in layers(source):
@@ -79,8 +74,15 @@ def has(source: Any, name: str) -> bool:
     return True
 
 
+def is_a(source: Any, module: str, name: str) -> bool:
+    """Whether an object is of a class, given by its name and its module or package, so that neither is imported."""
+    return any(
+        base.__name__ == name and f"{base.__module__}.".startswith(f"{module}.") for base in type(source).__mro__
+    )
+
+
 def is_wrapped(source: Any, kind: tuple[str, str]) -> bool:
-    """Whether any layer is of a class, told by module and name, so that nobody has to import it for this."""
+    """Whether any layer is of a class, given by module and name, so that nobody has to import it for this."""
     return any((base.__module__, base.__qualname__) == kind for layer in layers(source) for base in type(layer).__mro__)
 
 
@@ -94,28 +96,20 @@ def assign(source: Any, name: str, value: Any) -> None:
     if not owners:
         raise AttributeError(f"{_nobody_has(source, name)}, so it cannot be set")
     for layer in owners:
-        if not _is_read_only(layer, name):
+        definition = inspect.getattr_static(layer, name)
+        if not isinstance(definition, property) or definition.fset is not None:
             setattr(layer, name, value)
             return
-    raise AttributeError(f"{name!r} of {_type_name(owners[0])} is a property that can only be read")
+    raise AttributeError(f"{name!r} of {type(owners[0]).__name__} is a property that can only be read")
 
 
 def declared_seed(source: Any) -> int | None:
-    """The seed that the innermost environment says it uses; None where its `seed` is a method or absent."""
+    """The seed that the innermost environment says it uses; None if its `seed` is a method or absent."""
     seed = declared(declared(source, "unwrapped", source), "seed")
     return int(seed) if isinstance(seed, Integral) and not isinstance(seed, bool) else None
 
 
-def _is_read_only(layer: Any, name: str) -> bool:
-    definition = inspect.getattr_static(layer, name)
-    return isinstance(definition, property) and definition.fset is None
-
-
 def _nobody_has(source: Any, name: str) -> str:
-    outermost, *inner = [_type_name(layer) for layer in layers(source)]
+    outermost, *inner = [type(layer).__name__ for layer in layers(source)]
     beneath = f", nor has anything beneath it ({', '.join(inner)})" if inner else ""
     return f"{outermost} has no attribute {name!r}{beneath}"
-
-
-def _type_name(source: Any) -> str:
-    return type(source).__name__

@@ -1,7 +1,7 @@
-"""Dict environments: `reset` gives two dicts, `step` five, and the environment says `__all__` itself.
+"""Dict environments: `reset` returns two dicts, `step` five, and the environment says `__all__` itself.
 
-Their spaces are Dicts keyed by agent. One reward or flag for all agents is given to each of them. RLlib's environments,
-which find their spaces otherwise, live in `rllib.py`.
+Their spaces are Dicts keyed by agent. One reward or flag for all agents is given to each of them. RLlib's
+environments, recognised and used without importing ray, differ only in how their spaces are found.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from typing import Any, ClassVar
 import numpy as np
 from gymnasium import Space
 
-from marl_parallel.adapters.attributes import declared, is_wrapped
-from marl_parallel.adapters.base import (
+from marl_parallel.adapters.attributes import declared
+from marl_parallel.adapters.protocol import (
+    ALL,
     FIVE_DICTS,
     Adapter,
+    AgentID,
+    Dicts,
     Misfit,
+    Rules,
     agent_names,
-    checked_reset,
-    checked_step,
     declared_agents,
     spaces_by_agent,
+    spaces_of,
     type_name,
     vector_reward_spaces,
 )
-from marl_parallel.adapters.protocol import ALL, AgentID, Dicts, Rules
 
 
 class DictEnv(Adapter):
@@ -49,12 +51,7 @@ class DictEnv(Adapter):
         self.reward_spaces = vector_reward_spaces(source, self.possible_agents)
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        try:
-            result = self.source.reset(**keywords)
-        except TypeError as error:
-            self._check_call(error, "reset", **keywords)
-            raise
-        return checked_reset(result, self)
+        return self._reset_dicts(self.source, keywords)
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
         try:
@@ -64,9 +61,9 @@ class DictEnv(Adapter):
             raise
         if type(result) is tuple and [*map(type, result)] == FIVE_DICTS:
             return result
-        return checked_step(self._of_each(result), self)
+        return self._five_dicts(self._for_each(result))
 
-    def _of_each(self, result: Any) -> Any:
+    def _for_each(self, result: Any) -> Any:
         """Give a reward or flag that is one for all to each agent that observes something."""
         if not isinstance(result, tuple | list) or len(result) != 5 or not isinstance(result[0], dict):
             return result
@@ -110,8 +107,7 @@ class DictEnv(Adapter):
         return {}
 
     def _declarations(self, what: str) -> list[dict[AgentID, Space[Any]]]:
-        names = (f"{what}_space", f"{what}_spaces")
-        return [spaces_by_agent(declared(self.source, name)) for name in names]
+        return [spaces_by_agent(declared(self.source, name)) for name in (f"{what}_space", f"{what}_spaces")]
 
 
 class ListActionsEnv(DictEnv):
@@ -126,12 +122,23 @@ class ListActionsEnv(DictEnv):
         return super().step([actions[agent] for agent in self.possible_agents])  # type: ignore[arg-type]
 
 
-def takes_a_list(env: Any) -> bool:
-    """Whether it is one of VMAS's wrappers for Gymnasium."""
-    return is_wrapped(env, ("vmas.simulator.environment.gym.base", "BaseGymWrapper"))
+class RLlibEnv(DictEnv):
+    """An RLlib environment; its `get_observation_space` also knows of one space that all agents share."""
+
+    kind: ClassVar[str] = "An RLlib environment"
+
+    def _agents(self) -> list[AgentID]:
+        # What has a space comes first: in older releases `get_agent_ids` has only the agents present.
+        return declared_agents(self.source) or self._agents_with_a_space() or agent_names(self.source)
+
+    def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
+        lookup = declared(self.source, f"get_{what}_space")
+        found = spaces_of(self.possible_agents, lookup) if callable(lookup) else {}
+        return found or super()._spaces(what)
 
 
 def _has_several(values: Any) -> bool:
+    """Whether a reward or flag that is no dict is several in one, or none at all."""
     if isinstance(values, dict):
         return False
     size = getattr(values, "size", None)

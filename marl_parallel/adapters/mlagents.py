@@ -1,11 +1,10 @@
 """Unity's ML-Agents: any `BaseEnv` as a multi-agent environment, and how Unity environments are started side by side.
 
 Agents are named as in Unity's own PettingZoo wrapper, `"<behaviour>?agent_id=<id>"`. Their ids have no bound, so
-`possible_agents` is empty and spaces are those of their behaviours. An agent acts when it has asked for a decision,
-which is when it is in the latest observations. Unity has no end that holds for all: only `max_steps` sets `__all__`.
+`possible_agents` is empty and spaces are those of their behaviours. An agent acts if it has requested a decision,
+and so is in the latest observations. Unity has no end that holds for all: only `max_steps` sets `__all__`.
 
-All that is needed of `mlagents_envs`, whatever its release, is in `_imported`; what it is used for is the same from
-0.28 to 1.1. It is imported when the first environment is made.
+`mlagents_envs` is imported when the first environment is made; releases 0.28 to 1.1 are used in the same way.
 """
 
 from __future__ import annotations
@@ -22,43 +21,42 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import DTypeLike, NDArray
 
-from marl_parallel.adapters.base import Adapter
-from marl_parallel.adapters.group_spaces import GroupSpaces
-from marl_parallel.adapters.protocol import ALL, AgentID, Dicts, Rules
+from marl_parallel.adapters.protocol import ALL, Adapter, AgentID, Dicts, GroupSpaces, Rules
 
 _SEPARATOR = "?agent_id="
-_APART, _PORTS = 1000, 2**16
+_RESTART_PORTS, _PORTS = 1000, 2**16
 
 
 class MLAgentsEnv(Adapter):
     """A `BaseEnv` of ML-Agents.
 
-    **Steps.** One step is one of the simulation's, up to where some agent has something to say. Who asks for a decision
-    is in all five dicts, with flags that are False, and acts next; who is neither in them nor has ended is alive and
-    waits. A terminal step gives reward, last observation, and `truncateds` where Unity says `interrupted`, else
-    `terminateds`. Where an agent ends and asks for a decision under the same id in one step, reward and flags are of
-    its end, and the observation is its new life's first; in its info, `final_obs` is the last one of the old life and
-    `reset_info` the new one's info. Where `max_steps` cuts in that step, the new life is not told of.
+    **Steps.** One step is one of the simulation's, up to where some agent ends or requests a decision. An agent that
+    requests one is in all five dicts, with flags that are False, and acts next; one that is neither in them nor has
+    ended is alive and waits. A terminal step has the reward, the last observation, and `truncateds` if Unity says
+    `interrupted`, else `terminateds`. If an agent ends and requests a decision under the same id in one step, reward
+    and flags are those of its end, and the observation is the first of its new life; in its info, `final_obs` is the
+    last one of the old life and `reset_info` the info of the new one. If `max_steps` ends that step, the new life is
+    left out.
 
-    **Infos.** Each agent's has `group_id` and `group_reward`, and where Unity masks actions, `action_mask`: what
-    `sample` of its action space takes as a mask, in which 1 is an action that may be taken.
+    **Infos.** Each agent's has `group_id` and `group_reward`, and if Unity masks actions, `action_mask`, in the form
+    that `sample` of its action space takes: 1 is an allowed action.
 
     **Spaces.** Several observations are a `Tuple`. Actions are a `Box` from -1 to 1, a `Discrete`, a `MultiDiscrete`
     for several branches, or a `Tuple` of the first and one of the others.
 
     Args:
-        source: The environment. It is reset here if it has told no behaviours yet, as Unity does with its first agents.
+        source: The environment. It is reset here if it has no behaviours yet, which Unity sends with its first agents.
         parameters: The `EnvironmentParametersChannel` it was made with, to which `reset` writes its options: numbers by
-            name, which Unity keeps until they are written again, and a copy that is built anew after a fault is given
-            again. None: `reset` takes no options.
-        max_steps: After so many steps, whoever is alive is truncated and the episode is over; None for never.
+            name, which Unity keeps until they are written again; a restarted environment is given them again. None:
+            `reset` takes no options.
+        max_steps: After so many steps, all agents alive are truncated and the episode is over; None for never.
 
     Attributes:
         env: The `BaseEnv`.
 
     Raises:
         NotAnEnvironment: It lacks methods of a `BaseEnv`.
-        ImportError: `mlagents_envs` is missing, or cannot be used with what else is installed.
+        ImportError: `mlagents_envs` is missing, or does not work with another installed package.
         ValueError: `max_steps` is not positive.
     """
 
@@ -125,50 +123,54 @@ class MLAgentsEnv(Adapter):
             decisions, _ = self.env.get_steps(behavior)
             asking = self._asking[behavior] = _agents(behavior, decisions)
             self._alive[behavior] = asking
-            observations.update(zip(asking, _rows(decisions)))
+            observations.update(zip(asking, _observations(decisions)))
             infos.update(zip(asking, self._infos(behavior, decisions)))
         return observations, infos
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
         for behavior, asking in self._asking.items():
             if asking:
-                self.env.set_actions(behavior, self._joined(behavior, [actions[agent] for agent in asking]))
+                self.env.set_actions(behavior, self._action_arrays(behavior, [actions[agent] for agent in asking]))
         self.env.step()
         self._time += 1
-        told: Dicts = ({}, {}, {}, {}, {})
+        result: Dicts = ({}, {}, {}, {}, {})
         for behavior in self.env.behavior_specs:
-            self._tell(behavior, told)
-        observations, _, terminateds, truncateds, infos = told
+            self._add(behavior, result)
+        observations, _, terminateds, truncateds, infos = result
         over = self._time == self._max_steps
         if over:
             for agent, info in infos.items():
-                if "final_obs" in info:  # it has begun anew, but will not act
+                if "final_obs" in info:  # its new life will not act
                     observations[agent] = info.pop("final_obs")
                     del info["reset_info"]
             for agent in self.alive():
                 truncateds[agent] = not terminateds.setdefault(agent, False)
             self._alive = {}
         terminateds[ALL], truncateds[ALL] = False, over
-        return told
+        return result
 
-    def _tell(self, behavior: str, told: Dicts) -> None:
-        """Add what the agents of one behaviour have to say."""
-        observations, rewards, terminateds, truncateds, infos = told
+    def _add(self, behavior: str, result: Dicts) -> None:
+        """Add the agents of one behaviour to the result of a step: those that ask for a decision, and ended ones."""
+        observations, rewards, terminateds, truncateds, infos = result
         decisions, terminals = self.env.get_steps(behavior)
-        ended, asking = _agents(behavior, terminals), _agents(behavior, decisions)
-        interrupted = [*map(bool, terminals.interrupted)]
-        last, first = dict(zip(ended, _rows(terminals))), dict(zip(asking, _rows(decisions)))
-        own = dict(zip(asking, self._infos(behavior, decisions)))
-        for agent, info in zip(ended, _group_infos(terminals)):
-            again = {"final_obs": last[agent], "reset_info": own[agent]} if agent in own else {}
-            own[agent] = {**info, **again}
-        observations.update(last | first)
-        rewards.update({**dict(zip(asking, decisions.reward)), **dict(zip(ended, terminals.reward))})
-        terminateds.update({**dict.fromkeys(asking, False), **{a: not cut for a, cut in zip(ended, interrupted)}})
-        truncateds.update({**dict.fromkeys(asking, False), **dict(zip(ended, interrupted))})
-        infos.update(own)
-        staying = dict.fromkeys(agent for agent in self._alive.get(behavior, []) if agent not in last)
-        self._alive[behavior], self._asking[behavior] = [*(staying | dict.fromkeys(asking))], asking
+        asking, ended = _agents(behavior, decisions), _agents(behavior, terminals)
+        observations.update(zip(asking, _observations(decisions)))
+        rewards.update(zip(asking, decisions.reward))
+        terminateds.update(dict.fromkeys(asking, False))
+        truncateds.update(dict.fromkeys(asking, False))
+        infos.update(zip(asking, self._infos(behavior, decisions)))
+        lasts, own_infos = _observations(terminals), _group_infos(terminals)
+        for row, agent in enumerate(ended):
+            if agent in observations:  # it has a new life
+                own_infos[row] |= {"final_obs": lasts[row], "reset_info": infos[agent]}
+            else:
+                observations[agent] = lasts[row]
+            rewards[agent], infos[agent] = terminals.reward[row], own_infos[row]
+            truncateds[agent] = bool(terminals.interrupted[row])
+            terminateds[agent] = not truncateds[agent]
+        gone = {*ended}
+        staying = [agent for agent in self._alive.get(behavior, []) if agent not in gone]
+        self._alive[behavior], self._asking[behavior] = [*dict.fromkeys([*staying, *asking])], asking
 
     def alive(self) -> Sequence[AgentID]:
         return [agent for agents in self._alive.values() for agent in agents]
@@ -187,8 +189,8 @@ class MLAgentsEnv(Adapter):
                 info["action_mask"] = _mask(spec, [branch[row] for branch in decisions.action_mask])
         return infos
 
-    def _joined(self, behavior: str, actions: Sequence[Any]) -> Any:
-        """The actions of all that have asked, in their order, as Unity takes them."""
+    def _action_arrays(self, behavior: str, actions: Sequence[Any]) -> Any:
+        """The actions of all agents that have requested a decision, in their order, as Unity takes them."""
         spec = self.env.behavior_specs[behavior].action_spec
         continuous = discrete = actions
         if spec.continuous_size and spec.discrete_size:
@@ -196,14 +198,6 @@ class MLAgentsEnv(Adapter):
         return self._action_tuple(
             _matrix(continuous, spec.continuous_size, np.float32), _matrix(discrete, spec.discrete_size, np.int32)
         )
-
-
-def is_mlagents_env(env: Any) -> bool:
-    """Whether its type descends from ML-Agents' `BaseEnv`; told by name, so that nothing is imported for this."""
-    return any(
-        ancestor.__name__ == "BaseEnv" and ancestor.__module__ == "mlagents_envs.base_env"
-        for ancestor in type(env).__mro__
-    )
 
 
 def behavior_of(agent: str) -> str:
@@ -224,25 +218,26 @@ def unity(
     max_steps: int | None = None,
     **arguments: Any,
 ) -> Callable[..., MLAgentsEnv]:
-    """A constructor of Unity environments for `ParallelEnv`; one serves for all copies.
+    """A constructor of Unity environments for `ParallelEnv`; one serves for all of them.
 
-    Copy i talks to its Unity through port `base_port + i`; each time it is built anew, 1000 further on, so that
+    Environment i talks to its Unity through port `base_port + i`; each time it is restarted, 1000 further on, so that
     nothing that is left of the old one is in its way. Its seed is Unity's.
 
-    Have workers in processes, or be sure to `close`: an interpreter that holds a Unity environment that has not been
-    closed does not end.
+    Use workers in processes, or be sure to `close`: an interpreter with a Unity environment that is not closed does not
+    end.
 
     Args:
-        file_name: Of the executable. None connects to the Unity Editor, of which there is one.
-        base_port: The port of copy 0; None for ML-Agents' own choice. Batches that run at once want their own.
+        file_name: Path of the executable. None connects to the Unity Editor, of which there is one.
+        base_port: The port of environment 0; None for ML-Agents' own default. Give each `ParallelEnv` that runs at the
+            same time its own.
         engine: An `EngineConfig`, or a mapping with some of its fields, such as `{"time_scale": 20.0}`.
-        max_steps: As of `MLAgentsEnv`.
-        arguments: For `UnityEnvironment`, such as `no_graphics=True`; its other `side_channels` too.
+        max_steps: Steps after which an episode is truncated; None for never.
+        arguments: For `UnityEnvironment`, such as `no_graphics=True`; also further `side_channels`.
 
     Raises:
-        ImportError: `mlagents_envs` is missing, or cannot be used with what else is installed.
-        TypeError: `arguments` has a seed or a worker id, which each copy has its own of.
-        ValueError: `side_channels` has one that each copy is given here: `engine` and `reset(options=)` use them.
+        ImportError: `mlagents_envs` is missing, or does not work with another installed package.
+        TypeError: `arguments` has a seed or a worker id, of which each environment has its own.
+        ValueError: `side_channels` has one that each environment is given here, for `engine` or `reset(options=)`.
 
     Example:
         >>> make_env = unity("builds/Soccer", engine={"time_scale": 20.0}, no_graphics=True)
@@ -292,7 +287,7 @@ def _connected(
 
 
 def _own_channels() -> dict[str, Any]:
-    """The side channels that each copy is given, by what makes use of them."""
+    """The side channels that each environment is given, by what uses them."""
     return {
         "engine=": _imported("side_channel.engine_configuration_channel").EngineConfigurationChannel,
         "reset(options=...)": _imported("side_channel.environment_parameters_channel").EnvironmentParametersChannel,
@@ -300,22 +295,22 @@ def _own_channels() -> dict[str, Any]:
 
 
 def _give_up(env: Any) -> None:
-    """End what a `UnityEnvironment` has begun whose constructor failed: not all it does to itself."""
+    """End what a `UnityEnvironment` whose constructor failed has started: it leaves some of it running."""
     atexit.unregister(env._close)
     if hasattr(env, "_communicator"):
         env._close(0)
 
 
 def _worker_id(env_id: int, restarts: int, base_port: int) -> int:
-    """Another port with each restart, and the same ones again only when all have been used."""
-    return env_id + _APART * (restarts % max(1, (_PORTS - base_port - env_id) // _APART))
+    """A worker id whose port is another with each restart; ports repeat only when all have been used."""
+    return env_id + _RESTART_PORTS * (restarts % max(1, (_PORTS - base_port - env_id) // _RESTART_PORTS))
 
 
 def _imported(module: str) -> Any:
     """A module of `mlagents_envs`.
 
     Raises:
-        ImportError: It is missing, or cannot be used with what else is installed.
+        ImportError: It is missing, or does not work with another installed package.
     """
     try:
         base = importlib.import_module("mlagents_envs.base_env")
@@ -333,8 +328,8 @@ def _agents(behavior: str, steps: Any) -> list[AgentID]:
     return [f"{behavior}{_SEPARATOR}{number}" for number in steps.agent_id]
 
 
-def _rows(steps: Any) -> list[Any]:
-    """By agent, its observation, or all of them where there is not just one."""
+def _observations(steps: Any) -> list[Any]:
+    """The observation of each agent; a tuple of all of them unless there is just one."""
     if len(steps.obs) == 1:
         return [*steps.obs[0]]
     return [tuple(one[row] for one in steps.obs) for row in range(len(steps))]

@@ -1,6 +1,6 @@
 """PettingZoo's environments: parallel ones, and AEC ones through PettingZoo's own conversions to parallel.
 
-When an episode is over is not decided here; the adapters only tell who is left and whose turn it is.
+Whether an episode is over is not decided here; the adapters only tell who is left and whose turn it is.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from pettingzoo.utils.conversions import (  # type: ignore[import-untyped]
 )
 
 from marl_parallel.adapters.attributes import declared, layers
-from marl_parallel.adapters.base import (
+from marl_parallel.adapters.protocol import (
+    FIVE_DICTS,
     Adapter,
-    checked_reset,
-    checked_step,
+    AgentID,
+    Dicts,
+    Rules,
     declared_agents,
     spaces_by_agent,
     spaces_of,
     vector_reward_spaces,
 )
-from marl_parallel.adapters.protocol import AgentID, Dicts, Rules
 
 
 class PettingZooEnv(Adapter):
@@ -42,12 +43,7 @@ class PettingZooEnv(Adapter):
         self.reward_spaces = vector_reward_spaces(source, self.possible_agents)
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        try:
-            result = self._parallel.reset(**keywords)
-        except TypeError as error:
-            self._check_call(error, "reset", **keywords)
-            raise
-        return checked_reset(result, self)
+        return self._reset_dicts(self._parallel, keywords)
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
         try:
@@ -55,7 +51,7 @@ class PettingZooEnv(Adapter):
         except TypeError as error:
             self._check_call(error, "step", actions)
             raise
-        return checked_step(result, self)
+        return result if type(result) is tuple and [*map(type, result)] == FIVE_DICTS else self._five_dicts(result)
 
     def agents_left(self) -> Sequence[AgentID] | None:
         agents: Sequence[AgentID] | None = getattr(self._parallel, "agents", None)
@@ -100,7 +96,7 @@ class TurnBasedAECEnv(PettingZooEnv):
 
 
 def adapt_aec(env: Any) -> PettingZooEnv:
-    """Adapt an AEC environment by what its metadata says of it."""
+    """Adapt an AEC environment by its metadata."""
     if (declared(env, "metadata") or {}).get("is_parallelizable", False):
         return ParallelizableAECEnv(env)
     return TurnBasedAECEnv(env)
@@ -109,8 +105,8 @@ def adapt_aec(env: Any) -> PettingZooEnv:
 def _space_lookup(env: Any, what: str) -> Callable[[AgentID], Space[Any] | None]:
     """The function that gives an agent's space.
 
-    It is the method of the outermost layer that has one of its own: PettingZoo's base classes and wrappers
-    only pass on to it. Where nobody has one they end in a dict and a warning, so the dict is read directly.
+    It is the method of the outermost layer that has one of its own: PettingZoo's base classes and wrappers only pass
+    on to it. If no layer has one, they end in a dict and a warning, so the dict is read directly.
     """
     base = declared(env, "unwrapped")
     for layer in layers(env):

@@ -14,10 +14,19 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from marl_parallel.adapters.attributes import declared
-from marl_parallel.adapters.base import Adapter, Misfit, NotAnEnvironment, described, type_name, vector_reward_spaces
-from marl_parallel.adapters.protocol import ALL, COMMON, AgentID, Dicts, Rules
-
-_COUNTS = ("n_agents", "num_agents", "get_num_agents")
+from marl_parallel.adapters.protocol import (
+    ALL,
+    COMMON,
+    Adapter,
+    AgentID,
+    Dicts,
+    NotAnEnvironment,
+    Rules,
+    called,
+    described,
+    type_name,
+    vector_reward_spaces,
+)
 
 
 class TupleEnv(Adapter):
@@ -50,44 +59,39 @@ class TupleEnv(Adapter):
         self.action_spaces = self._spaces("action", action_space)
         self.reward_spaces = vector_reward_spaces(source, agents)
         self.sequence = tuple if isinstance(action_space, spaces.Tuple) else list
-        self._one_shape = getattr(observation_space, "shape", None) if length_of(observation_space) is None else None
-        self._all_going = dict.fromkeys([*agents, ALL], False)
+        self._shared_shape = None if length_of(observation_space) else getattr(observation_space, "shape", None)
+        self._no_flags = dict.fromkeys([*agents, ALL], False)
         self._alive: list[AgentID] = []
         self._over: tuple[bool, bool] | None = None
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        try:
-            result = self.source.reset(**keywords)
-        except TypeError as error:
-            self._check_call(error, "reset", **keywords)
-            raise
+        result = self._reset(self.source, keywords)
         if not isinstance(result, tuple | list) or len(result) != 2:
-            raise self._misfit("reset", f"(observations, info); it returned {described(result)}")
+            raise self._wrong("reset", "(observations, info)", result)
         observations, info = result
-        if self._one_shape and getattr(observations, "shape", None) == self._one_shape:
-            raise self._misfit("reset", f"one observation per agent; it returned {described(observations)}")
+        if self._shared_shape and getattr(observations, "shape", None) == self._shared_shape:
+            raise self._wrong("reset", "one observation per agent", observations)
         self._alive, self._over = self.possible_agents, None
         return self._by_agent(observations, "observations", "reset"), self._infos(info, "reset")
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
-        if self._over is not None:  # the caller resets: until then nothing happens, as in single-agent environments
+        if self._over is not None:  # until the caller resets nothing happens, as in single-agent environments
             terminated, truncated = self._over
             return {}, {}, {ALL: terminated}, {ALL: truncated}, {}
         agents = self.possible_agents
-        given = [*actions.values()] if [*actions] == agents else [self._action(agent, actions) for agent in agents]
-        sent = self.sequence(given)
+        in_order = [*actions.values()] if [*actions] == agents else [self._action(agent, actions) for agent in agents]
+        sent = self.sequence(in_order)
         try:
             result = self.source.step(sent)
         except TypeError as error:
             self._check_call(error, "step", sent)
             raise
         if not isinstance(result, tuple | list) or len(result) != 5:
-            wanted = "(observations, rewards, terminated, truncated, info)"
-            raise self._misfit("step", f"{wanted}; it returned {described(result)}")
+            raise self._wrong("step", "(observations, rewards, terminated, truncated, info)", result)
         observations, rewards, terminated, truncated, info = result
         if terminated is False and truncated is False:
             self._alive = agents
-            terminateds, truncateds = self._all_going.copy(), self._all_going.copy()
+            terminateds, truncateds = self._no_flags.copy(), self._no_flags.copy()
         else:
             terminateds = self._of_each_or_all(terminated, "terminated flags")
             truncateds = self._of_each_or_all(truncated, "truncated flags")
@@ -122,7 +126,7 @@ class TupleEnv(Adapter):
     def _by_agent(self, values: Any, what: str, method: str) -> dict[AgentID, Any]:
         agents = self.possible_agents
         if not _is_sequence(values) or len(values) != len(agents):
-            raise self._misfit(method, f"{len(agents)} {what}, one per agent; it returned {described(values)}")
+            raise self._wrong(method, f"{len(agents)} {what}, one per agent", values)
         return dict(zip(agents, values))
 
     def _of_each_or_all(self, values: Any, what: str) -> dict[AgentID, Any]:
@@ -131,18 +135,18 @@ class TupleEnv(Adapter):
         if _is_sequence(values):
             return self._by_agent(values, what, "step")
         if values is None or (isinstance(values, Iterable) and not hasattr(values, "shape")):
-            raise self._misfit("step", f"{what}, one per agent or one for all; it returned {described(values)}")
+            raise self._wrong("step", f"{what}, one per agent or one for all", values)
         return dict.fromkeys(self.possible_agents, values)
 
     def _infos(self, info: Any, method: str) -> dict[Any, Any]:
         agents = self.possible_agents
         if isinstance(info, Mapping):
-            if info and any(agent in info for agent in agents):
+            if any(agent in info for agent in agents):
                 return dict(info)
             infos: dict[Any, Any] = {agent: {} for agent in agents}
             return {**infos, COMMON: info} if info else infos
         if not _is_sequence(info) or not all(isinstance(own, Mapping) for own in info):
-            raise self._misfit(method, f"one dict of infos, or one per agent; it returned {described(info)}")
+            raise self._wrong(method, "one dict of infos, or one per agent", info)
         return self._by_agent(info, "infos", method)
 
     def _spaces(self, what: str, declaration: Any) -> dict[AgentID, Space[Any]]:
@@ -155,22 +159,16 @@ class TupleEnv(Adapter):
             return {}
         raise NotAnEnvironment(
             f"{type_name(self.source)} has {len(agents)} agents, but its {what}_space is {described(declaration)}; "
-            f"expected one space per agent, or one space that all share"
+            "expected one space per agent, or one space that all share"
         )
-
-    def _misfit(self, method: str, text: str) -> Misfit:
-        return Misfit.of(self, f"`{method}` of {type_name(self.source)} must return {text}")
 
 
 def number_of_agents(source: Any) -> int | None:
     """The number of agents that a simulator declares as `n_agents`, `num_agents` or `get_num_agents()`, or None."""
-    for name in _COUNTS:
+    for name in ("n_agents", "num_agents", "get_num_agents"):
         count = declared(source, name)
-        if callable(count) and name.startswith("get_"):
-            try:
-                count = count()
-            except Exception:  # as of a property that is not ready
-                continue
+        if name.startswith("get_"):
+            count = called(count)
         if isinstance(count, Integral) and not isinstance(count, bool) and int(count) > 0:
             return int(count)
     return None
@@ -178,9 +176,7 @@ def number_of_agents(source: Any) -> int | None:
 
 def length_of(declaration: Any) -> int | None:
     """The number of spaces in a `Tuple` space, list or tuple; None for anything else, and for an empty one."""
-    if isinstance(declaration, spaces.Tuple):
-        return len(declaration.spaces) or None
-    return (len(declaration) or None) if isinstance(declaration, list | tuple) else None
+    return (len(declaration) or None) if isinstance(declaration, spaces.Tuple | list | tuple) else None
 
 
 def _is_sequence(values: Any) -> bool:

@@ -56,7 +56,7 @@ def _open_processes(context: str | None, worker_threads: int | None) -> Backend:
         return ProcessBackend(context=context, threads=worker_threads)
     if context not in (None, "spawn"):
         raise ValueError(f'context={context!r} needs Linux; on this system workers start by "spawn" only')
-    from marl_parallel.backends.portable import PortableProcessBackend
+    from marl_parallel.backends.spawn import PortableProcessBackend
 
     return PortableProcessBackend(threads=worker_threads)
 

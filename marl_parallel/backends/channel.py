@@ -22,8 +22,7 @@ import struct
 from collections import deque
 from typing import Any
 
-from marl_parallel.backends import descriptors
-from marl_parallel.backends.memory import anonymous_file
+from marl_parallel.backends.memory import anonymous_file, lifted
 
 _HEADER = struct.Struct("=Q?")  # the length, and whether it is in a file
 _INLINE = 16384
@@ -173,7 +172,7 @@ class Channel:
                 raise Gone
             self._header += data
             for _, _, descriptor in ancillary:
-                self._received_fd = descriptors.lifted(array.array("i", descriptor)[0])
+                self._received_fd = lifted(array.array("i", descriptor)[0])
         return True
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What a worker process does before and after its main: it becomes a process of its own.
+"""What a worker process does before and after its main function: it becomes a process of its own.
 
-Here lives `become_worker`, which each launcher's child calls first, and `Setting`, what a worker takes over from its
-parent. What it then works on is not known here.
+`Setting` holds what a worker takes over from its parent; `become_worker` is the first thing that a worker process
+calls, whether it was forked or is a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from marl_parallel.backends import descendants, interpreter, threads
+from marl_parallel.backends.descendants import MARKER
+from marl_parallel.backends.interpreter import limit_loaded_libraries, thread_variables, working_directory
 from marl_parallel.backends.memory import anonymous_file
 from marl_parallel.backends.stacks import report_to
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a worker is to find as its parent has it at the moment of the start.
+    """What a worker takes over from its parent as it is at the moment of the start.
 
     Attributes:
         index: The worker's number.
         entry: The module whose `main(index, fds)` it runs.
-        token: Of the launcher, for the marker that descendants are known by.
-        threads: How many its numerical libraries may use; None leaves them alone.
+        loaded_threads: Threads for the numerical libraries that it finds loaded; None leaves them alone.
         path: `sys.path`.
         argv: `sys.argv`.
         environ: The environment variables.
@@ -44,25 +44,32 @@ class Setting:
 
     index: int
     entry: str
-    token: str
-    threads: int | None
+    loaded_threads: int | None
     path: list[str]
     argv: list[str]
     environ: dict[str, str]
     cwd: str
 
     @classmethod
-    def here(cls, index: int, entry: str, token: str, limit: int | None) -> Setting:
-        """Take it from this process."""
-        environ = {**os.environ, descendants.MARKER: descendants.marker_value(token, 0)}
-        if limit is not None:
-            environ.update(threads.variables(limit))
+    def here(cls, index: int, entry: str, token: str, threads: int | None, loaded_threads: int | None) -> Setting:
+        """Take it from this process.
+
+        Args:
+            index: As above.
+            entry: As above.
+            token: What the worker's descendants are marked with.
+            threads: Threads for numerical libraries that it loads; None leaves the variables alone.
+            loaded_threads: As above.
+        """
+        environ = {**os.environ, MARKER: token}
+        if threads is not None:
+            environ.update(thread_variables(threads))
         argv = list(getattr(sys, "argv", []))
-        return cls(index, entry, token, limit, list(sys.path), argv, environ, interpreter.working_directory())
+        return cls(index, entry, loaded_threads, list(sys.path), argv, environ, working_directory())
 
     @contextlib.contextmanager
     def written(self) -> Iterator[int]:
-        """The descriptor of a file it is written to, since a large environment does not fit a message."""
+        """The descriptor of a file that holds it, since a large environment does not fit a message."""
         with open(anonymous_file("marl_parallel-setting"), "w+b") as file:
             pickle.dump(self, file)
             file.seek(0)  # which writes all out
@@ -70,13 +77,13 @@ class Setting:
 
     @staticmethod
     def read(fd: int) -> Setting:
-        """Read it from such a file's descriptor, which is closed."""
+        """Read it from such a descriptor, which is closed."""
         with open(fd, "rb") as file:
             setting: Setting = pickle.load(file)
         return setting
 
     def adopt(self) -> None:
-        """Bring this process to it (the threads of libraries already loaded excepted)."""
+        """Change this process so that it has all of this."""
         os.chdir(self.cwd)
         sys.path[:] = self.path
         sys.argv[:] = self.argv
@@ -85,34 +92,41 @@ class Setting:
         for name, value in self.environ.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
+        if self.loaded_threads is not None:
+            limit_loaded_libraries(self.loaded_threads)
 
 
-def become_worker(prepare: Callable[[], Setting], fds: Sequence[int], *, crash: int, guards: Sequence[int]) -> NoReturn:
-    """Turn the process just started into a worker, run its main, exit. Nothing returns or escapes from here.
+def become_worker(payload: int, fds: Sequence[int], *, crash: int, guards: Sequence[int]) -> NoReturn:
+    """Turn the process just started into a worker, run its main function, exit. Nothing returns or escapes from here.
 
-    Whoever forked it has blocked all signals before: they wait until this process can handle them.
+    All signals are blocked when this is called: they wait until this process can handle them.
 
     Args:
-        prepare: Lets go of what was inherited and brings the process to the setting it returns.
-        fds: What the worker's main is given.
-        crash: Where `faulthandler` writes.
-        guards: Read ends of pipes nobody writes to; the worker is killed when the last write end of one goes.
+        payload: Descriptor of the `Setting`.
+        fds: Descriptors that the worker's main function gets.
+        crash: Descriptor that `faulthandler` writes to.
+        guards: Read ends of pipes nobody writes to; the worker is killed when the last write end of one is closed.
     """
     exitcode = 1
     try:
-        if os.getsid(0) != os.getpid():  # a new interpreter is born with a session of its own
+        if os.getsid(0) != os.getpid():  # a fresh interpreter has a session of its own already
             os.setsid()
         report_to(crash)
-        _reset_signals()
-        setting = prepare()
+        reset_signals()
+        for fd in (crash, *fds):  # a fresh interpreter has inherited them
+            os.set_inheritable(fd, False)
+        _open_output()
+        setting = Setting.read(payload)
+        setting.adopt()
         for guard in guards:
             _arm(guard)
-        _mark(setting.token)
-        # The caller's script is no business of a worker; least of all of one whose simulator starts
-        # processes by multiprocessing's spawn, which runs the file that `__main__` came from again.
+        # The caller's script is not part of a worker. A simulator that starts processes by multiprocessing's spawn
+        # would run the file that `__main__` came from again.
         sys.modules["__main__"] = types.ModuleType("__main__")
         exitcode = _exitcode_of(lambda: importlib.import_module(setting.entry).main(setting.index, list(fds)))
-        _finish()
+        # What the interpreter does at its end, short of taking itself apart; simulators rely on it.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
     except BaseException:
         exitcode = 1
         traceback.print_exc()
@@ -120,8 +134,8 @@ def become_worker(prepare: Callable[[], Setting], fds: Sequence[int], *, crash: 
         _leave(exitcode)
 
 
-def _reset_signals() -> None:
-    """Undo what the parent's Python code has installed, then let the signals in."""
+def reset_signals() -> None:
+    """Undo what the parent's Python code has installed, then unblock all signals."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -132,6 +146,17 @@ def _reset_signals() -> None:
     # Libraries install handlers in C, of which Python knows nothing: SDL, say, makes an event of this one.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _open_output() -> None:
+    """Have `sys.stdout` and `sys.stderr` write to descriptors 1 and 2, whatever they are in a parent that forked."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, f"__{name}__")
+        if stream is None or stream.closed:
+            stream = open(fd, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        stream.reconfigure(line_buffering=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _arm(guard: int) -> None:
@@ -147,15 +172,8 @@ def _arm(guard: int) -> None:
     fcntl.fcntl(own, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
     poll = select.poll()  # unlike `select.select`, it takes any number of descriptors
     poll.register(own, select.POLLIN)
-    if poll.poll(0):  # the other end was gone before
+    if poll.poll(0):  # the other end was closed before
         os.killpg(0, signal.SIGKILL)
-
-
-def _mark(token: str) -> None:
-    """Make this process and what it starts recognisable from outside, in `/proc/PID/environ`."""
-    value = descendants.marker_value(token, os.getpid())
-    descendants.show_marker(value)
-    os.environ[descendants.MARKER] = value
 
 
 def _exitcode_of(main: Callable[[], object]) -> int:
@@ -170,12 +188,6 @@ def _exitcode_of(main: Callable[[], object]) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-def _finish() -> None:
-    """Do what the interpreter does at its end, short of taking itself apart: simulators rely on it."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
 
 
 def _leave(exitcode: int) -> NoReturn:

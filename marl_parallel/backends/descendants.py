@@ -1,7 +1,8 @@
-"""Ends processes together with all that they started, also what has left their process group.
+"""Finding and killing processes together with all that they have started; every look into `/proc` is here.
 
-Here live the ways to find and kill descendants, and the marker they are known by. When that happens is
-decided by the launchers and the fork server.
+A process group is killed by `send`. What has left its group is found in two ways: a process that has called
+`adopt_orphans` becomes the parent of all that its descendants leave behind (`kill_children`), and what carries
+an environment variable of ours is found wherever it is (`kill_marked`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,12 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
-from marl_parallel.backends import descriptors
-from marl_parallel.backends.stacks import state_of
+from marl_parallel.backends.memory import lifted
 
 MARKER = "MARL_PARALLEL_WORKER"
 """The environment variable that every worker, and what it starts, carries."""
-
-TOKEN_NBYTES = 8
-"""The random bytes in a launcher's token, which is hexadecimal."""
 
 # A process that was killed may still fork or show its environment while it ends; it is looked for again.
 _SWEEPS = 20
@@ -29,21 +26,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def marker_value(token: str, pid: int) -> str:
-    """What the variable says in worker `pid` of the launcher `token`; of the same length for all workers."""
+    """The value of the variable in worker `pid` of those that belong to `token`."""
     return f"{token}.{pid:010d}"
-
-
-def show_marker(value: str) -> None:
-    """Have `/proc/PID/environ` of this process show a marker, if it shows one of this length.
-
-    That file shows the memory in which the kernel put the variables at the last exec, which is the fork server's. So
-    the marker is put there beforehand, and overwritten here.
-    """
-    getenv = ctypes.CDLL(None).getenv
-    getenv.restype = ctypes.c_void_p
-    place = getenv(MARKER.encode())
-    if place is not None and len(ctypes.string_at(place)) == len(value):
-        ctypes.memmove(place, value.encode(), len(value))
 
 
 def send(pid: int, number: int) -> None:
@@ -87,11 +71,11 @@ def kill_marked(value: str) -> None:
 
 
 def kill_left_behind(pid: int, marker: str) -> None:
-    """Kill what a process that led a group has left behind, though it may be another's to reap.
+    """Kill what a process that led a group has left behind, though another process may have to reap it.
 
     Args:
         pid: Its number.
-        marker: What it has started carries.
+        marker: The marker of what it has started.
     """
     # The number of its group is nobody else's while somebody is in it; that of a process may be.
     if state_of(pid) in ("", "Z"):
@@ -101,7 +85,7 @@ def kill_left_behind(pid: int, marker: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Have those descendants handed to this process whose own parents have ended; Linux only.
+    """Become the parent of those descendants whose own parents have ended; Linux only.
 
     Raises:
         OSError: The kernel refuses.
@@ -110,39 +94,55 @@ def adopt_orphans() -> None:
         raise OSError("cannot adopt the orphans of workers (PR_SET_CHILD_SUBREAPER)")
 
 
-def below(ancestor: int) -> list[int]:
-    """The processes alive that `ancestor` has started, and those that these have started; Linux only.
-
-    Example:
-        >>> os.getpid() in below(os.getppid())
-        True
-    """
-    parents = {pid: _parent(pid, but_for=b"Z") for pid in _processes()}
-    found = [ancestor]
-    for one in found:  # grows while it is walked through
-        found += [pid for pid, parent in parents.items() if parent == one]
-    return found[1:]
-
-
-def kill_children(timeout: float) -> None:
-    """Kill and reap children of this process until none is left.
+def kill_children(timeout: float, spare: Set[int] = frozenset()) -> None:
+    """Kill and reap children of this process, but for those in `spare`, until none is left or the time is over.
 
     Where orphans are handed to this process (`adopt_orphans`), that ends all its descendants.
     """
     deadline = time.monotonic() + timeout
     while True:
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                continue
+        try:  # without children there is no need to look through /proc
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        if time.monotonic() >= deadline:
+        children = [pid for pid in _processes() if pid not in spare and _state_and_parent(pid)[1] == os.getpid()]
+        if not children or time.monotonic() >= deadline:
             return
-        for pid in _processes():
-            if _parent(pid) == os.getpid():
-                with contextlib.suppress(PermissionError):  # one that has changed its user
-                    os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            with contextlib.suppress(PermissionError, ProcessLookupError):  # one that has changed its user
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
         time.sleep(0.001)
+
+
+def below(ancestor: int) -> list[int]:
+    """The living processes that `ancestor` has started, and those that these have started; Linux only.
+
+    Example:
+        >>> os.getpid() in below(os.getppid())
+        True
+    """
+    states = {pid: _state_and_parent(pid) for pid in _processes()}
+    found = [ancestor]
+    for one in found:  # grows while it is walked through
+        found += [pid for pid, (state, parent) in states.items() if parent == one and state != "Z"]
+    return found[1:]
+
+
+def state_of(pid: int) -> str:
+    """The state letter in `/proc/PID/stat`, "" if the process is gone."""
+    return _state_and_parent(pid)[0]
+
+
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    """The state letter and the parent of a process; "" and -1 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, parent = file.read().rpartition(b")")[2].split()[:2]
+    except OSError:
+        return "", -1
+    return state.decode(), int(parent)
 
 
 def _processes() -> Iterator[int]:
@@ -150,42 +150,29 @@ def _processes() -> Iterator[int]:
 
 
 def _kill_if_marked(pid: int, mark: bytes) -> bool:
-    """Kill the process if it carries the mark; whether it does."""
+    """Kill the process if it carries the mark; returns whether it does."""
     if not _is_marked(pid, mark):
         return False
-    try:
-        handle = descriptors.lifted(os.pidfd_open(pid))
-    except ProcessLookupError:
-        return True
-    except OSError:  # a kernel older than 5.3
-        os.kill(pid, signal.SIGKILL)
-        return True
-    try:
-        # Looked at once more: by now the number may be another's, which the handle then is, too.
-        if _is_marked(pid, mark):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-    except ProcessLookupError:
-        return True
-    finally:
-        os.close(handle)
+    with contextlib.suppress(ProcessLookupError):
+        try:
+            handle = lifted(os.pidfd_open(pid))
+        except ProcessLookupError:
+            return True
+        except OSError:  # a kernel older than 5.3
+            os.kill(pid, signal.SIGKILL)
+            return True
+        try:
+            # A second look: by now the number may be another's, and then so is the handle.
+            if _is_marked(pid, mark):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        finally:
+            os.close(handle)
     return True
 
 
 def _is_marked(pid: int, mark: bytes) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            environ = file.read()
+            return b"\0" + mark in b"\0" + file.read()
     except OSError:  # gone, or another user's
         return False
-    return b"\0" + mark in b"\0" + environ
-
-
-def _parent(pid: int, but_for: bytes = b"") -> int | None:
-    """The process that a process is a child of; None where it has gone, or is in a state that does not count."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
-    except OSError:  # gone
-        return None
-    state, parent = stat.rpartition(b")")[2].split()[:2]
-    return None if state == but_for else int(parent)

@@ -19,8 +19,8 @@ from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
+from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.native import EnvIds, NativeSimulator, Received
-from marl_parallel.core.schema import Schema
 from marl_parallel.core.stacking import each
 
 _INSTALL = 'pip install "marl-parallel[envpool]"'

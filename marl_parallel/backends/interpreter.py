@@ -1,6 +1,7 @@
-"""Fresh Python interpreters that import what this process imports, but run nothing of its script.
+"""Starting Python interpreters that import what this process imports, but do not run its script.
 
-Here live their command line and their output. What is run in one, and why, is decided by the launchers.
+Here are their command line, working directory and output streams, and the number of threads that their numerical
+libraries may use.
 """
 
 from __future__ import annotations
@@ -12,12 +13,23 @@ import multiprocessing.spawn
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import TextIO
 
 from marl_parallel.backends.memory import anonymous_file
 
 _logger = logging.getLogger("marl_parallel")
+
+_THREAD_VARIABLES = (
+    "OPENBLAS_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+_SET_BY_THREADPOOLCTL = "KMP_DUPLICATE_LIB_OK"
 
 
 def executable() -> str:
@@ -42,36 +54,31 @@ def executable() -> str:
     )
 
 
-def flags() -> list[str]:
-    """The options of this interpreter, for another one."""
-    return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined, no-any-return]
+def command(code: str) -> list[str]:
+    """The command line of an interpreter with this one's flags that runs short code."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [executable(), *flags, "-c", code]
 
 
-def with_path(program: str, path: list[str] | None = None) -> str:
-    """A program that has this `sys.path`, or this process's.
+def program_file(program: str, path: list[str]) -> int:
+    """Write a program that sets `sys.path` first to a file without a name, and return its descriptor.
 
     The path goes into the program, since in a variable it would be inherited by whatever the simulator starts.
     """
-    entries = [entry for entry in (sys.path if path is None else path) if isinstance(entry, str)]
-    return f"import sys\nsys.path[:] = {entries!a}\n{program}"
-
-
-def program_file(text: str) -> int:
-    """A descriptor, at its start, of a file without a name that holds a program."""
+    entries = [entry for entry in path if isinstance(entry, str)]
     fd = anonymous_file("marl_parallel-program")
     with open(fd, "wb", closefd=False) as file:
-        file.write(text.encode("ascii"))
+        file.write(f"import sys\nsys.path[:] = {entries!a}\n{program}".encode("ascii"))
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
 
 
-def command(fd: int) -> list[str]:
-    """The command line of an interpreter with this one's flags that runs an inherited `program_file`.
+def run_file(fd: int) -> str:
+    """Code that runs an inherited `program_file`.
 
     A command line cannot hold the program itself: Linux limits an argument to 128 kB, which `sys.path` may exceed.
     """
-    run = f"with open({fd}, encoding='ascii') as file: program = file.read()\nexec(program)"
-    return [executable(), *flags(), "-c", run]
+    return f"with open({fd}, encoding='ascii') as file: program = file.read()\nexec(program)"
 
 
 @contextlib.contextmanager
@@ -83,28 +90,15 @@ def started_with(program: str) -> Iterator[tuple[list[str], int]]:
         ...     subprocess.run(arguments, pass_fds=[fd], capture_output=True).stdout
         b'2\n'
     """
-    fd = program_file(with_path(program))
+    fd = program_file(program, sys.path)
     try:
-        yield command(fd), fd
+        yield command(run_file(fd)), fd
     finally:
         os.close(fd)
 
 
-def from_stdin(program: str) -> tuple[list[str], bytes]:
-    """The command line of an interpreter that runs `program` likewise, and what it must find first in its stdin.
-
-    For systems on which a process cannot be handed other descriptors; what follows in stdin is left to `program`.
-    """
-    text = with_path(program).encode("ascii")
-    run = (
-        f"import os\nprogram = b''\nwhile len(program) < {len(text)}:\n"
-        f"    part = os.read(0, {len(text)} - len(program))\n    assert part\n    program += part\nexec(program)"
-    )
-    return [executable(), *flags(), "-c", run], text
-
-
 def working_directory() -> str:
-    """Where a worker starts: this process's working directory, or "/" if that was removed.
+    """The directory in which a worker starts: this process's, or "/" if that was removed.
 
     In a folder that does not exist, `os.getcwd` fails, and with it the import of some libraries (PettingZoo's).
     """
@@ -128,9 +122,9 @@ def output(stream: TextIO | None, usual: int, null: int = subprocess.DEVNULL) ->
     """The descriptor behind `sys.stdout` or `sys.stderr`; replaced ones (in notebooks) may have none.
 
     Args:
-        stream: What this process has.
-        usual: The descriptor it usually has, taken where `stream` has none.
-        null: What to take where that is closed.
+        stream: The stream of this process.
+        usual: Its usual descriptor, used where `stream` has none.
+        null: Used where that is closed.
     """
     if (sys.__stdout__ if usual == 1 else sys.__stderr__) is None and stream is None:
         return null  # closed when this program started: the number may be another file's by now
@@ -143,3 +137,30 @@ def output(stream: TextIO | None, usual: int, null: int = subprocess.DEVNULL) ->
     except OSError:
         return null
     return fd
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """The environment variables that give numerical libraries not loaded yet this number of threads."""
+    return dict.fromkeys(_THREAD_VARIABLES, str(threads))
+
+
+def default_threads(environ: Mapping[str, str]) -> int:
+    """The number of threads that a BLAS library uses by itself: the one in the variables, else one per CPU."""
+    for name in _THREAD_VARIABLES[:2]:
+        if (value := environ.get(name, "")).isdecimal() and int(value) > 0:
+            return int(value)
+    return len(os.sched_getaffinity(0))
+
+
+def limit_loaded_libraries(threads: int) -> None:
+    """Set the number of threads in numerical libraries already loaded, which do not read the environment again."""
+    duplicates_allowed = os.environ.get(_SET_BY_THREADPOOLCTL)
+    import threadpoolctl  # here, since most workers are started with the right number
+
+    if duplicates_allowed is None:
+        os.environ.pop(_SET_BY_THREADPOOLCTL, None)  # simulators and what they start get the caller's environment
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of combinations of OpenMP libraries, which are the simulator's choice
+        threadpoolctl.threadpool_limits(threads)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(threads)

@@ -9,7 +9,7 @@ How a request goes and its reply comes::
        |
        +-- what is rare (constructors, infos, exceptions): over the worker's channel; the note says so
 
-Who starts and ends the processes is `contexts.py`; what runs in them `process_worker.py`.
+Who starts and ends the processes is `launching.py`; what runs in them `process_worker.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from marl_parallel.backends import control, descriptors
+from marl_parallel.backends import control
 from marl_parallel.backends.channel import Channel, Gone
-from marl_parallel.backends.contexts import open_launcher
-from marl_parallel.backends.launching import Launcher
-from marl_parallel.backends.memory import Block, anonymous_file
+from marl_parallel.backends.launching import Launcher, open_launcher
+from marl_parallel.backends.memory import Block, anonymous_file, duplicate, socket_pair
 from marl_parallel.backends.semaphores import available
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
@@ -89,7 +88,7 @@ class ProcessBackend(Backend):
 
     def _launch(self, worker: int) -> tuple[Channel, int]:
         assert self._launcher is not None
-        ours, theirs = descriptors.socket_pair()
+        ours, theirs = socket_pair()
         channel = Channel(ours)
         try:
             with theirs:
@@ -121,7 +120,7 @@ class ProcessBackend(Backend):
 
     def allocate(self, layout: Layout) -> Any:
         os.ftruncate(self._records_fd, layout.nbytes)
-        return Block(descriptors.duplicate(self._records_fd), layout.nbytes).buffer
+        return Block(duplicate(self._records_fd), layout.nbytes).buffer
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         self._armed = together

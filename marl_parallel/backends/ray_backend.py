@@ -1,9 +1,11 @@
-"""Workers in Ray actors, on any number of machines.
+"""Workers in Ray actors, on any number of machines: the driver's side, and its connection to the cluster.
 
-Each actor has a `Worker` with several environments and a block of its own; what a step takes there and back is one
-call with the actions of all of them and one array with what they say. Ray places, carries, and tells who has died.
-Here lives the driver's end of all of them; of one worker it is in `ray_host.py`. The actors are in `ray_worker.py` and
-`ray_warden.py`, the cluster in `ray_cluster.py`.
+    RayBackend --- one call per worker and batch: the request, all actions in one array ---> RayWorker
+               <-- the replies, the worker status, what was written into the records --------
+               --- look, stack, remains of a dead worker, end ------------------------------> RayNodeMonitor
+
+Each end has a block of its own, laid out alike; record slices (`Parcels`) carry what one end has written to the other.
+The actors are in `ray_worker.py`.
 """
 
 from __future__ import annotations
@@ -12,54 +14,126 @@ import contextlib
 import math
 import mmap
 import os
+import pickle
+import re
 import secrets
+import socket
 import sys
+import tempfile
+import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 try:
     import ray
 except ImportError as error:
     raise ImportError(f'backend="ray" needs Ray: pip install "marl-parallel[ray]" ({error})') from error
-from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from marl_parallel.backends.ray_cluster import Connection, NoneAnnounced, Room
-from marl_parallel.backends.ray_host import RayHost, end, look_at
-from marl_parallel.backends.ray_worker import Packed, RayWorker
+from marl_parallel.backends.ray_worker import Greeting, RayNodeMonitor, RayWorker, Remains, unpack
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.messages import Lost, Reply, Request
-from marl_parallel.core.parcels import Parcels
+from marl_parallel.core.ledger import Ledger
+from marl_parallel.core.messages import Lost, Message, Reply, Request
+from marl_parallel.core.parcels import WITH_ACTIONS, Parcels
+from marl_parallel.core.reports import logger
 from marl_parallel.core.sharing import usable_cpus
 from marl_parallel.types import ParallelEnvError
 
 PLACEMENTS = ("SPREAD", "PACK")
-_LOOK_EVERY_S = 0.1  # whether `wait` is to return
+_POLL_S = 0.1  # how often `wait` sees whether it is interrupted
 _LOOK_AGAIN_S = 0.01
+_MONITOR_TIMEOUT_S = 5.0  # a monitor has nothing else to do
+_WARN_AFTER_S = 3.0
+_CONNECT_TIMEOUT_S = 10.0
+_SEAT, _SEATS = "marl_parallel_worker", 10_000
+"""In a cluster started for one program, its workers take one of these instead of CPUs, which nobody else wants."""
+_PROCESS_DIED = "its worker process has died"  # Ray's reason where it knows nothing more
+_BECAUSE = re.compile(r"\bbecause (.+?)[.](?:\s|$)")
+
+
+class Pending(NamedTuple):
+    """An order on its way: its number, its request, whether that ends with it, and the reference to its result."""
+
+    number: int
+    request: Request
+    last: bool
+    ref: Any
+
+
+@dataclass
+class Actor:
+    """The driver's state of one worker.
+
+    Attributes:
+        handle: The actor's.
+        arriving: References to its greeting, then to the answer of its node monitor; None once both have come.
+        key: What its node monitor knows it by.
+        monitor: The handle of its node monitor; None before it has greeted, and if none watches it.
+        waiting: Requests to send once it has arrived.
+        pending: Orders sent and not yet answered.
+        sent: How many orders were sent.
+        status: The worker status, as of the last result or look.
+        ahead: Seconds that this machine's clock is ahead of its own, at most.
+        since: When it was requested, or what it replaces if that has never arrived.
+        closed: Whether it has closed its environments.
+    """
+
+    handle: Any
+    arriving: Any
+    key: int = field(default_factory=lambda: secrets.randbits(48))
+    monitor: Any = None
+    waiting: list[Request] = field(default_factory=list)
+    pending: deque[Pending] = field(default_factory=deque)
+    sent: int = 0
+    status: Ledger = field(default_factory=lambda: Ledger(bytearray(Ledger.NBYTES)))
+    ahead: float = 0.0
+    since: float = field(default_factory=time.monotonic)
+    closed: bool = False
+
+    @property
+    def next(self) -> Any:
+        """The reference to what comes from it next, None if nothing does."""
+        if self.arriving is not None:
+            return self.arriving
+        return self.pending[0].ref if self.pending else None
+
+    def update(self, status: bytes, moment: float) -> None:
+        """Take over its status as of a moment of its clock."""
+        self.ahead = min(self.ahead, time.monotonic() - moment)
+        self.status.mirror(status, self.ahead)
+
+    def delivered(self, reply: Reply, pending: Pending) -> Reply:
+        """A reply by this machine's clock, the last one only if its order is."""
+        return reply._replace(completed=reply.completed + self.ahead, last=reply.last and pending.last)
 
 
 class RayBackend(Backend):
-    """Actors of a Ray cluster.
+    """Workers in the actors of a Ray cluster.
 
-    Connects to the cluster that this process uses, else to the one that `address`, `RAY_ADDRESS` or this machine
-    tells, else starts one on this machine; stops what it started, and nothing else.
+    It uses the cluster that this process is connected to, else the one at `address`, else the one that `RAY_ADDRESS`
+    or this machine names, else starts one on this machine. It stops what it started, and nothing else.
 
     Args:
-        address: Of a cluster, such as `"10.0.0.1:6379"`; None as above.
+        address: Address of the cluster, such as `"10.0.0.1:6379"`; None finds one as above.
         num_cpus: CPUs that Ray sets aside for each worker; simulators that mostly wait need less than one.
-        resources: What else each worker wants, by name, such as `{"GPU": 0.25}`.
-        placement: `"SPREAD"` puts workers on as many nodes as can be, `"PACK"` on as few.
-        runtime_env: Of the actors, as Ray takes it: packages, files, environment variables.
-        placement_timeout: Seconds to wait for a cluster to have room, and for it to start the workers; also those that
-            take the place of others. Where a cluster grows by itself, give it the time.
+        resources: Other resources for each worker, by name, such as `{"GPU": 0.25}`.
+        placement: `"SPREAD"` puts workers on as many nodes as possible, `"PACK"` on as few.
+        runtime_env: Ray's `runtime_env` of the actors: packages, files, environment variables.
+        placement_timeout: Seconds to wait for room in the cluster and for workers to start, replacements included.
+            Where a cluster grows by itself, give it the time.
         num_threads: BLAS, OpenMP and torch threads in each worker; None leaves them alone.
 
     Raises:
-        ValueError: An argument is not as it should be.
+        ValueError: An argument has a value that is not allowed.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -84,25 +158,22 @@ class RayBackend(Backend):
     ) -> None:
         if placement not in PLACEMENTS:
             raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
-        self._wanted = {"CPU": num_cpus, **(resources or {})}
-        for name, amount in self._wanted.items():
+        self._resources = {"CPU": num_cpus, **(resources or {})}
+        for name, amount in self._resources.items():
             if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount > 0:
                 raise ValueError(
                     f"each worker must want more than nothing of {name}, got {amount!r}; for simulators that mostly "
                     "wait, num_cpus=0.1 will do"
                 )
-        numbers = [("placement_timeout", placement_timeout, Real, "a number")]
+        _check_positive("placement_timeout", placement_timeout, Real, "a number")
         if num_threads is not None:
-            numbers.append(("num_threads", num_threads, Integral, "None or an integer"))
-        for name, number, kind, what in numbers:
-            if isinstance(number, bool) or not isinstance(number, kind) or not number > 0:
-                raise ValueError(f"{name} must be {what} more than 0, got {number!r}")
+            _check_positive("num_threads", num_threads, Integral, "None or an integer")
         self._address, self._placement, self._num_threads = address, placement, num_threads
         self._placement_timeout = placement_timeout
         self._runtime_env = dict(runtime_env) if runtime_env else None
-        self._connection: Connection | None = None
-        self._room: Room | None = None
-        self._hosts: list[RayHost] = []
+        self._disconnect: weakref.finalize[..., Any] | None = None
+        self._group: PlacementGroup | None = None
+        self._actors: list[Actor] = []
         self._parcels: Parcels | None = None
         self._lost: list[tuple[int, Reply | Lost]] = []
         self._interrupted = False
@@ -112,76 +183,58 @@ class RayBackend(Backend):
     # -- starting --------------------------------------------------------------------------------------------------
 
     def capacity(self) -> int:
-        if self._connection is None:
-            try:
-                self._connect()
-            except NoneAnnounced:
-                if self._address is not None:
-                    raise
-        here = max(int(usable_cpus() / self._wanted["CPU"]), 1)
-        return here if self._connection is None else self._connection.room_for(self._wanted)
+        if not self._connect(start=False):
+            return max(int(usable_cpus() / self._resources["CPU"]), 1)
+        total = ray.cluster_resources()
+        return max(int(min(total.get(name, 0) / amount for name, amount in self._resources.items())), 1)
 
-    def _connect(self, *, alone: bool = False) -> Connection:
-        self._connection = connection = Connection(self._address, alone=alone)
-        weakref.finalize(self, connection.release)
-        return connection
+    def _connect(self, *, start: bool) -> bool:
+        if self._disconnect is None and connect(self._address, start=start):
+            self._disconnect = weakref.finalize(self, disconnect)
+        return self._disconnect is not None
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self._shares = shares
-        connection = self._connection or self._connect(alone=True)
-        self._wanted = connection.wanted(self._wanted)
+        self._connect(start=True)
+        if _connection.own_cluster:
+            self._resources = {_SEAT: 1, **{name: n for name, n in self._resources.items() if name != "CPU"}}
         try:
-            self._room = Room(self._wanted, len(shares), self._placement, self._placement_timeout)
-            for node in self._room.nodes():
-                connection.warden_of(node, self._runtime_env)  # it starts beside the workers
-            self._hosts = [self._new(worker) for worker in range(len(shares))]
-            self.ledgers = [host.ledger for host in self._hosts]
-            self._await_arrivals(time.monotonic() + self._placement_timeout)
+            self._group = _reserve(self._resources, len(shares), self._placement, self._placement_timeout)
+            for node in {*placement_group_table(self._group)["bundles_to_node_id"].values()} - {None, ""}:
+                _monitor_of(node, self._runtime_env)  # it starts beside the workers
+            self._actors = [self._new_actor(worker) for worker in range(len(shares))]
+            self.ledgers = [actor.status for actor in self._actors]
+            # All workers are up before the first request, so that no constructor's time runs before it can begin.
+            for worker, lost in self.wait():
+                assert isinstance(lost, Lost)
+                raise ParallelEnvError(f"worker {worker} could not be started by Ray: {lost.reason}", worker=worker)
         except BaseException:
             self.stop(0.0)
             raise
 
-    def _await_arrivals(self, deadline: float) -> None:
-        """Wait until all workers are up, so that no constructor's time runs before it can begin."""
-        while missing := {host.next: worker for worker, host in enumerate(self._hosts) if not host.is_here}:
-            arrived, _ = ray.wait([*missing], timeout=max(deadline - time.monotonic(), 0.0))
-            if not arrived:
-                raise ParallelEnvError(
-                    f"{len(missing)} of {len(self._hosts)} workers were not up in the Ray cluster within "
-                    f"{self._placement_timeout:g} s; raise RayBackend(placement_timeout=) where they need longer"
-                )
-            worker = missing[arrived[0]]
-            try:
-                self._hosts[worker].arrive(None)
-            except RayError as error:
-                raise ParallelEnvError(
-                    f"worker {worker} could not be started by Ray: {error}", worker=worker
-                ) from error
-
-    def _new(self, worker: int) -> RayHost:
-        assert self._room is not None
-        assert self._connection is not None
-        share, path = self._shares[worker], [*map(os.path.abspath, sys.path)]
-        options = ray.remote(RayWorker).options(
-            num_cpus=self._wanted.get("CPU", 0),
-            num_gpus=self._wanted.get("GPU", 0),
-            resources={name: amount for name, amount in self._wanted.items() if name not in ("CPU", "GPU")},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._room.group, placement_group_bundle_index=worker),
+    def _new_actor(self, worker: int) -> Actor:
+        resources = self._resources
+        actor = ray.remote(RayWorker).options(
+            num_cpus=resources.get("CPU", 0),
+            num_gpus=resources.get("GPU", 0),
+            resources={name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=worker),
             runtime_env=self._runtime_env,
             max_restarts=0,
         )
-        actor = options.remote(share, self._num_threads, self._token, path)
-        return RayHost(actor, share, self._connection, self._runtime_env)
+        path = [*map(os.path.abspath, sys.path)]
+        handle = actor.remote(self._shares[worker], self._num_threads, self._token, path)
+        return Actor(handle, handle.greet.remote())
 
     def replace(self, worker: int) -> None:
-        if self._room is None or not ray.is_initialized():
+        if self._group is None or not ray.is_initialized():
             return  # closed meanwhile by a signal handler
-        old = self._hosts[worker]
-        end([old])
-        self._hosts[worker] = self._new(worker)
-        if not old.is_here:
-            self._hosts[worker].wanted_since = old.wanted_since
-        self.ledgers[worker] = self._hosts[worker].ledger
+        old = self._actors[worker]
+        _end([old])
+        self._actors[worker] = new = self._new_actor(worker)
+        if old.arriving is not None:
+            new.since = old.since
+        self.ledgers[worker] = new.status
 
     def allocate(self, layout: Layout) -> Any:
         block = mmap.mmap(-1, layout.nbytes)
@@ -192,70 +245,98 @@ class RayBackend(Backend):
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         for worker, request in requests.items():
-            if not self._hosts or not ray.is_initialized():
+            if not self._actors or not ray.is_initialized():
                 self._lost.append((worker, Lost(None, "", "Ray has been shut down")))
-            elif (lost := self._hosts[worker].lost) is not None:
-                self._lost.append((worker, lost))
+            elif self._actors[worker].arriving is not None:
+                self._actors[worker].waiting.append(request)
             else:
-                self._hosts[worker].ask(request, self._parcels)
+                self._send(worker, request)
+
+    def _send(self, worker: int, request: Request) -> None:
+        actor = self._actors[worker]
+        if request.message is Message.CLOSE and actor.monitor is not None:
+            actor.monitor.discard.remote(actor.key)
+        env_ids = self._env_ids(worker, request)
+        # One order for each environment if each is to be answered as soon as it is done, else one for all.
+        parts = [request._replace(env_ids=(env_id,)) for env_id in env_ids] if request.each else [request]
+        for place, part in enumerate(parts, 1):
+            actions = None
+            if self._parcels is not None and request.message in WITH_ACTIONS:
+                actions = self._parcels.actions(self._env_ids(worker, part))
+            actor.sent += 1
+            order = pickle.dumps((actor.sent, part, actions, place == 1), pickle.HIGHEST_PROTOCOL)
+            ref = actor.handle.execute.remote(order)
+            actor.pending.append(Pending(actor.sent, part, place == len(parts), ref))
+
+    def _env_ids(self, worker: int, request: Request) -> Sequence[int]:
+        return self._shares[worker] if request.env_ids is None else request.env_ids
 
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         replies, self._lost = self._lost, []
-        somebody_lost = bool(replies)
-        while not (somebody_lost or self._interrupted):
-            expected = {host.next: worker for worker, host in enumerate(self._hosts) if host.next is not None}
+        while not self._interrupted and not any(isinstance(reply, Lost) for _, reply in replies):
+            expected = {actor.next: worker for worker, actor in enumerate(self._actors) if actor.next is not None}
             if not expected:
                 break
             missing = at_least - len(replies)
-            told = self._told(expected.values(), deadline) if missing >= len(expected) else {}
             left = max(deadline - time.monotonic(), 0.0)
-            if told:
-                ready = [*told]
-            else:
-                wanted = min(missing, len(expected)) if missing > 0 else len(expected)
-                some_time = min(left, _LOOK_EVERY_S) if missing > 0 else 0.0
-                answers, _ = ray.wait([*expected], num_returns=wanted, timeout=some_time)
-                ready = [expected[answer] for answer in answers]
-                told = self._told(ready, deadline)
-            for worker in ready:
-                for said in self._hosts[worker].take(self._parcels, told.get(worker)):
-                    somebody_lost |= isinstance(said, Lost)
-                    replies.append((worker, said))
-            if missing <= 0 or (left == 0.0 and not ready):
+            results = _results([*expected], missing, min(left, _POLL_S))
+            for ref, result in results:
+                replies += [(expected[ref], reply) for reply in self._receive(expected[ref], result)]
+            if missing <= 0 or (left == 0.0 and not results):
                 break
-            if not ready:
-                self._check_on_those_to_come()
+            if not results:
+                self._check_arrivals()
         self._interrupted = False
         if timeout is not None and len(replies) < at_least:
             self.look()
         return replies
 
-    def _check_on_those_to_come(self) -> None:
-        """Raise where somebody has been waited for too long: all others would wait with it, and for ever."""
-        assert self._room is not None
-        for worker, host in enumerate(self._hosts):
-            if not host.is_here and time.monotonic() - host.wanted_since > self._placement_timeout:
+    def _check_arrivals(self) -> None:
+        """Raise if a worker takes too long to start: all others would wait with it, and for ever."""
+        for worker, actor in enumerate(self._actors):
+            if actor.arriving is not None and time.monotonic() - actor.since > self._placement_timeout:
                 raise ParallelEnvError(
-                    f"worker {worker} could not be replaced within {self._placement_timeout:g} s: "
-                    f"{self._room.shortage(1)}. Add nodes, or raise RayBackend(placement_timeout=)",
+                    f"worker {worker} could not be {'started' if self._parcels is None else 'replaced'} within "
+                    f"{self._placement_timeout:g} s: {_shortage(self._resources, 1)}. Add nodes, or raise "
+                    "RayBackend(placement_timeout=)",
                     env_ids=[*self._shares[worker]],
                     worker=worker,
                 )
 
-    def _told(self, workers: Collection[int], deadline: float) -> dict[int, Packed]:
-        """What several workers say, where each says it in one parcel: to ask for all at once is quicker.
+    def _receive(self, worker: int, packed: Any) -> list[Reply | Lost]:
+        """The replies of a worker in what has come from it, or Ray's error in the place of that."""
+        actor = self._actors[worker]
+        if isinstance(packed, RayTaskError) and actor.arriving is None:
+            raise packed
+        if isinstance(packed, RayError):
+            return self._bury(worker, packed)
+        if actor.arriving is not None:
+            self._arrive(worker, packed)
+            return []
+        result, pending = unpack(packed), actor.pending.popleft()
+        if not result.replies:
+            return []  # discarded
+        if result.records is not None and self._parcels is not None:
+            self._parcels.put_results(self._env_ids(worker, pending.request), result.records)
+        actor.update(result.status, result.replies[-1].completed)
+        actor.closed |= pending.request.message is Message.CLOSE
+        return [actor.delivered(reply, pending) for reply in result.replies]
 
-        Returns:
-            By worker; nothing where there is more to it, one of them is gone, or they take too long.
-        """
-        hosts = [self._hosts[worker] for worker in workers]
-        if not hosts or not all(host.parcel_to_come for host in hosts):
-            return {}
-        some_time = min(max(deadline - time.monotonic(), 0.0), _LOOK_EVERY_S)
-        with contextlib.suppress(RayError, GetTimeoutError):  # one by one finds whose, and who is ready
-            return dict(zip(workers, ray.get([host.next for host in hosts], timeout=some_time)))
-        return {}
+    def _arrive(self, worker: int, answer: Greeting | bool) -> None:
+        """Take a worker's greeting, or then whether its monitor watches it, before it is sent requests."""
+        actor = self._actors[worker]
+        if isinstance(answer, Greeting):
+            actor.ahead = time.monotonic() - answer.now
+            actor.monitor = _monitor_of(answer.node, self._runtime_env)
+            actor.arriving = actor.monitor.watch.remote(actor.key, answer)
+            return
+        actor.arriving = None
+        if not answer:  # little will be known of its death
+            actor.monitor = None
+        waiting, actor.waiting = actor.waiting, []
+        for request in waiting:
+            self._send(worker, request)
 
     def interrupt(self) -> None:
         self._interrupted = True
@@ -264,33 +345,291 @@ class RayBackend(Backend):
 
     def look(self) -> None:
         now = time.monotonic()
-        if now - self._looked >= _LOOK_AGAIN_S:
-            self._looked = now
-            look_at(self._hosts)
-
-    def stack(self, worker: int) -> str:
-        return self._hosts[worker].stack()
-
-    def end(self, worker: int) -> list[Reply]:
-        return self._hosts[worker].salvage(self._parcels, kill=True)[0]
+        if now - self._looked < _LOOK_AGAIN_S:
+            return
+        self._looked = now
+        busy = {actor.key: actor for actor in self._actors if actor.pending}
+        for ref in [monitor.look.remote(keys) for monitor, keys in _by_monitor(busy.values()).items()]:
+            moment, statuses = _answer(ref) or (0.0, {})
+            for key, status in statuses.items():
+                busy[key].update(status, moment)
 
     def ahead(self, worker: int) -> float:
-        return self._hosts[worker].ahead
+        return self._actors[worker].ahead
+
+    def stack(self, worker: int) -> str:
+        actor = self._actors[worker]
+        return "" if actor.monitor is None else _answer(actor.monitor.stack.remote(actor.key)) or ""
+
+    def end(self, worker: int) -> list[Reply]:
+        return self._salvage(worker, kill=True)[0]
+
+    def _salvage(self, worker: int, *, kill: bool) -> tuple[list[Reply], Lost]:
+        """Take over the records of a worker that is dead, dying or to be killed.
+
+        Returns:
+            Its replies that have not come, and how it died.
+        """
+        actor, parcels, share = self._actors[worker], self._parcels, self._shares[worker]
+        span = (0, 0) if parcels is None else parcels.places(share)
+        remains: Remains | None = None
+        if actor.monitor is not None:
+            remains = _answer(actor.monitor.remains.remote(actor.key, span, kill=kill))
+        if remains is None:
+            return [], Lost(None, "")
+        actor.status.mirror(remains.status, actor.ahead)
+        if parcels is not None and remains.records:
+            parcels.put_records(share, remains.records)
+        pending = {one.number: one for one in actor.pending}
+        saved = [(pending[number], reply) for number, reply in remains.replies if number in pending]
+        return [actor.delivered(reply, one) for one, reply in saved], remains.lost
+
+    def _bury(self, worker: int, error: RayError) -> list[Reply | Lost]:
+        """The last replies of a worker that is dead, or whose monitor is, as Ray reports."""
+        actor, reason = self._actors[worker], _reason(error)
+        if actor.arriving is not None and actor.monitor is not None:
+            logger.warning("the node monitor of environments %s is dead: %s", [*self._shares[worker]], reason)
+            _forget_monitor(actor.monitor)
+            self._arrive(worker, False)
+            return []
+        replies, lost = self._salvage(worker, kill=False)
+        if actor.arriving is not None:
+            reason = str(error).strip()
+        actor.arriving = None
+        actor.pending.clear()
+        actor.waiting.clear()
+        return [*replies, lost._replace(reason="" if reason == _PROCESS_DIED else reason)]
 
     def stop(self, timeout: float) -> list[int]:
-        hosts, self._hosts = self._hosts, []
-        room, self._room = self._room, None
+        actors, self._actors = self._actors, []
+        group, self._group = self._group, None
         if ray.is_initialized():
-            ends = [host.actor.__ray_terminate__.remote() for host in hosts if host.closed]
+            ends = [actor.handle.__ray_terminate__.remote() for actor in actors if actor.closed]
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=timeout)
-            end(hosts)
-            if room is not None:
-                room.free()
-        if self._connection is not None:
-            self._connection.release()
+            _end(actors)
+            if group is not None:
+                remove_placement_group(group)
+        if self._disconnect is not None:
+            self._disconnect()
         return []
 
     def abandon(self) -> None:
-        if self._connection is not None:
-            self._connection.abandon()
+        if self._disconnect is not None:
+            self._disconnect.detach()
+
+
+def _results(refs: list[Any], count: int, timeout: float) -> list[tuple[Any, Any]]:
+    """Wait for so many results at most so long; those that have come, or Ray's errors, with their references."""
+    if count >= len(refs):
+        with contextlib.suppress(RayError):  # one is late or lost
+            return [*zip(refs, ray.get(refs, timeout=timeout))]
+    wanted = min(count, len(refs)) if count > 0 else len(refs)
+    ready, _ = ray.wait(refs, num_returns=wanted, timeout=timeout if count > 0 else 0.0)
+    try:
+        return [*zip(ready, ray.get(ready))]
+    except RayError:
+        return [(ref, _result(ref)) for ref in ready]
+
+
+def _result(ref: Any) -> Any:
+    try:
+        return ray.get(ref)
+    except RayError as error:
+        return error
+
+
+def _answer(ref: Any) -> Any:
+    """What a node monitor returns; None if it is dead."""
+    try:
+        return ray.get(ref, timeout=_MONITOR_TIMEOUT_S)
+    except RayError:
+        return None
+
+
+def _end(actors: Sequence[Actor]) -> None:
+    """Kill workers, whatever they are doing, with all that they have started."""
+    ends = [monitor.end.remote(keys) for monitor, keys in _by_monitor(actors).items()]
+    for actor in actors:
+        ray.kill(actor.handle)
+    for end in ends:
+        _answer(end)
+
+
+def _by_monitor(actors: Iterable[Actor]) -> dict[Any, list[int]]:
+    """The keys of workers by the handle of their node monitor."""
+    keys: dict[Any, list[int]] = {}
+    for actor in actors:
+        if actor.monitor is not None:
+            keys.setdefault(actor.monitor, []).append(actor.key)
+    return keys
+
+
+def _reason(error: RayError) -> str:
+    """Why something has died, as Ray says it, in one line."""
+    text = str(error).strip()
+    because = _BECAUSE.search(text)
+    return because[1] if because else text.partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def _check_positive(name: str, number: Any, kind: type[Any], expected: str) -> None:
+    if isinstance(number, bool) or not isinstance(number, kind) or not number > 0:
+        raise ValueError(f"{name} must be {expected} more than 0, got {number!r}")
+
+
+# -- the cluster ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Connection:
+    """This process's connection, which all its backends share; the last one ends what they have started."""
+
+    users: int = 0
+    started_here: bool = False
+    own_cluster: bool = False
+    monitors: dict[tuple[str, str], Any] = field(default_factory=dict)  # by node and runtime_env
+
+
+_lock = threading.RLock()  # a finalizer may disconnect in the middle of anything
+_connection = _Connection()
+
+
+def connect(address: str | None, *, start: bool = False) -> bool:
+    """Connect this process to a cluster, if it is not. Each connection made wants one `disconnect`.
+
+    Args:
+        address: Of the cluster; None or "auto" finds it by `RAY_ADDRESS` or on this machine.
+        start: Whether to start a cluster on this machine if `address` is None and none is found.
+
+    Returns:
+        Whether this process is connected; False only if `address` is None and none is found.
+
+    Raises:
+        ValueError: This process is connected to another cluster, or the address is that of a Ray Client.
+        ConnectionError: No cluster can be reached.
+    """
+    with _lock:
+        if ray.is_initialized():
+            connected = ray.get_runtime_context().gcs_address
+            if address not in (None, "auto", connected):
+                raise ValueError(
+                    f"RayBackend(address={address!r}): this process is connected to the Ray cluster at {connected} "
+                    "already; call ray.shutdown() first, or leave the address out"
+                )
+        elif (found := _announced() if address in (None, "auto") else address) is not None:
+            _connect(found)
+            _connection.started_here, _connection.own_cluster = True, False
+        elif address is not None:
+            raise ConnectionError("no Ray cluster runs on this machine, and RAY_ADDRESS names none: `ray start --head`")
+        elif start:
+            ray.init(address="local", resources={_SEAT: _SEATS}, include_dashboard=False)
+            _connection.started_here = _connection.own_cluster = True
+        else:
+            return False
+        _connection.users += 1
+        return True
+
+
+def disconnect() -> None:
+    """Undo one `connect`."""
+    global _connection
+    with _lock:
+        _connection.users -= 1
+        if _connection.users:
+            return
+        old, _connection = _connection, _Connection()
+        if ray.is_initialized():
+            for monitor in old.monitors.values():
+                ray.kill(monitor)
+            if old.started_here:
+                ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    if address.startswith("ray://"):
+        raise ValueError(
+            f"the address {address!r} is that of a Ray Client, which cannot wait for workers as they are; run this "
+            "program on a node of the cluster, and leave the address out"
+        )
+    try:
+        _check_reachable(address)
+        ray.init(address=address)
+    except (OSError, RuntimeError, RayError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ConnectionError(
+            f"no Ray cluster can be reached at {address}: {first}. Start one with `ray start --head`, or leave the "
+            "address, and RAY_ADDRESS, out"
+        ) from error
+
+
+def _announced() -> str | None:
+    """The cluster of RAY_ADDRESS, else that of `ray start` on this machine, but none that another program started."""
+    named = os.environ.get("RAY_ADDRESS", "")
+    if named not in ("", "auto"):
+        return None if named == "local" else named
+    on_linux = os.environ.get("TMPDIR") if sys.platform == "linux" else None
+    usual = tempfile.gettempdir() if sys.platform == "win32" else "/tmp"
+    file = Path(os.environ.get("RAY_TMPDIR") or on_linux or usual, "ray", "ray_current_cluster")
+    try:
+        address = file.read_text().strip()
+        _check_reachable(address)
+    except OSError:  # there is none, or it was left behind by a cluster that is gone
+        return None
+    return address or None
+
+
+def _check_reachable(address: str) -> None:
+    """Raise an OSError if nobody listens: Ray itself tries again for a minute."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S):
+            pass
+
+
+def _reserve(resources: Mapping[str, float], count: int, placement: str, timeout: float) -> PlacementGroup:
+    """A bundle of resources for each worker.
+
+    Raises:
+        ParallelEnvError: The cluster has no room for them within `timeout` seconds.
+    """
+    group = placement_group([dict(resources)] * count, strategy=placement)
+    try:
+        quietly = min(_WARN_AFTER_S, timeout)
+        if not group.wait(quietly):
+            logger.warning("waiting for room in the Ray cluster: %s", _shortage(resources, count))
+            if not group.wait(timeout - quietly):
+                raise ParallelEnvError(
+                    f"the Ray cluster has no room after {timeout:g} s: {_shortage(resources, count)}. Ask for fewer "
+                    "workers (num_workers=) or less for each (RayBackend(num_cpus=, resources=)), or add nodes"
+                )
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group
+
+
+def _shortage(resources: Mapping[str, float], count: int) -> str:
+    """What so many workers want, and what there is."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    each = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
+    there = ", ".join(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in resources)
+    want = f"it wants {each}" if count == 1 else f"{count} workers want {each} each"
+    return f"{want}, the {sum(node['Alive'] for node in ray.nodes())} nodes have {there} together"
+
+
+def _monitor_of(node: str, runtime_env: dict[str, Any] | None) -> Any:
+    """The handle of the `RayNodeMonitor` on a node, started here if there is none."""
+    key = node, repr(runtime_env)
+    with _lock:
+        if key not in _connection.monitors:
+            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+            monitor = ray.remote(RayNodeMonitor)
+            options = monitor.options(num_cpus=0, scheduling_strategy=strategy, runtime_env=runtime_env)
+            _connection.monitors[key] = options.remote()
+        return _connection.monitors[key]
+
+
+def _forget_monitor(monitor: Any) -> None:
+    """Start another one when `_monitor_of` needs it next: this one is dead."""
+    with _lock:
+        _connection.monitors = {key: one for key, one in _connection.monitors.items() if one is not monitor}

@@ -1,15 +1,24 @@
-"""The fork server: a small process of one thread that has the usual libraries loaded and forks workers.
+"""The fork server: a small process with one thread that forks workers, and the keepers between it and them.
 
-Here lives what runs inside it, and the replies it gives. Who starts it and asks is
-`marl_parallel.backends.forkserver`; what a worker does once forked is `marl_parallel.backends.child`.
+    parent --- requests: socket ---> fork server --- forks ---> keepers --- fork ---> workers ---> simulators' processes
+       ^                                                           |            ^
+       +---- launches and deaths: the socket, a semaphore ---------+            |
+       +---- guard pipes of parent, server and keeper: the kernel kills a worker when one of these three goes
+
+A keeper adopts what its worker's simulators start, however often that forks or changes its session or environment
+(`PR_SET_CHILD_SUBREAPER`). When the worker dies, for whatever reason, the keeper kills the rest, reports the death and
+exits. The parent's end is `marl_parallel.backends.launching`; what a worker does first is in
+`marl_parallel.backends.child`. Linux only.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import functools
+import errno
 import gc
 import importlib
+import itertools
 import os
 import select
 import signal
@@ -17,100 +26,109 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-from marl_parallel.backends import child, descendants, descriptors, keeper, spawning, threads
-from marl_parallel.backends.memory import Block
+from marl_parallel.backends import child, descendants, interpreter
+from marl_parallel.backends.memory import Block, fill_standard, lifted, pipe
 from marl_parallel.backends.semaphores import Semaphore
+from marl_parallel.backends.stacks import STACK_SIGNAL
 
 MOST_FDS = 240
-"""How many descriptors a worker can be given; the kernel takes 253 in one message."""
+"""The number of descriptors that a worker can be given; the kernel takes 253 in one message."""
 
-_ENDED_WITHIN = 5.0
+CLEARED_WITHIN_S = 5.0
+"""How long a keeper, or the server at its end, tries to kill what is left."""
+_REPORTS_WITHIN_S = 1.0
+"""How long a keeper kills what is left before it reports the death, even if not everything is gone."""
+_REPORTED = 0
+"""The exit code of a keeper that has reported how its worker died."""
 
 
 class Reply(IntEnum):
-    """What the server tells."""
+    """What server and keepers report; each reply has three numbers, the second is that of the request."""
 
     LAUNCHED = 1
-    """Request number, process id."""
+    """Third number: the worker's process id."""
     FAILED = 2
-    """Request number, errno of the fork."""
+    """Third number: the errno of the fork."""
     DIED = 3
-    """Process id, exit code (negative: the signal)."""
+    """Third number: the worker's exit code (negative: the signal)."""
 
 
 REPLY = struct.Struct("3q")
 REQUEST = struct.Struct("q")
 
-
-class Wake(NamedTuple):
-    """Where the parent waits: a semaphore in a block."""
-
-    fd: int
-    nbytes: int
-    offset: int
+# A fresh interpreter is started with all signals blocked. It must be able to write its stack before it loads anything.
+_FRESH_WORKER = """import faulthandler, signal
+faulthandler.enable({crash})
+faulthandler.register({stack_signal}, {crash})
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+from marl_parallel.backends.child import become_worker
+become_worker({payload}, {fds}, crash={crash}, guards={guards})
+"""
 
 
 def serve(
-    connection: int,
-    guard: int,
-    parent: int,
-    token: str,
-    entry: str,
-    wake: tuple[int, int, int] | None,
-    fresh: bool,
+    connection: int, guard: int, parent: int, context: str, entry: str, wake: tuple[int, int, int] | None
 ) -> None:
-    """Serve until the parent goes or hangs up; then end all workers and all that they have started.
+    """Serve until the parent dies or hangs up; then end all workers and all that they have started.
 
     Args:
         connection: Descriptor of the socket to the parent.
         guard: Read end of a pipe of which the parent has the write end.
         parent: Its process id.
-        token: Of the launcher.
+        context: "forkserver", "spawn" or "fork", as in `marl_parallel.backends.launching`.
         entry: The workers' module, loaded here so that they find it loaded.
-        wake: The fields of a `Wake`, if a semaphore is to be posted at each death.
-        fresh: Whether workers are fresh interpreters, rather than forks of this process.
+        wake: Descriptor and size of a block and the offset of a semaphore in it, which is posted at each death.
     """
     # The program that started the parent may have had signals blocked, of which SIGCHLD tells of deaths.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    if not fresh:
-        gc.disable()
+    fill_standard()
+    collects = gc.isenabled()
+    gc.disable()
+    if context == "forkserver":
         for module in ("numpy", "gymnasium", entry):
             importlib.import_module(module)
         # Objects that are never looked at by the collector stay in pages that all workers share.
         gc.freeze()
-    server = _Server(connection, guard, parent, token, Wake(*wake) if wake else None, fresh)
+    server = _Server(connection, guard, parent, context, wake, collects)
     try:
         server.run()
     finally:
         server.socket.close()
-        # The workers' guard kills each group; their keepers end what has left its group.
-        os.close(server.own_guard_end)
-        deadline = time.monotonic() + _ENDED_WITHIN
-        server.await_keepers(deadline)
-        descendants.kill_children(max(deadline - time.monotonic(), 1.0))
+        os.close(server.own_guard_end)  # kills the workers; their keepers end what has left their groups
+        server.wait_for_keepers(CLEARED_WITHIN_S)
+        descendants.kill_children(1.0)
 
 
 class _Server:
-    def __init__(self, connection: int, guard: int, parent: int, token: str, wake: Wake | None, fresh: bool) -> None:
-        self.token, self.fresh = token, fresh
-        self.workers: dict[int, int] = {}  # by keeper
-        self.guard = guard
+    def __init__(
+        self,
+        connection: int,
+        guard: int,
+        parent: int,
+        context: str,
+        wake: tuple[int, int, int] | None,
+        collects: bool,
+    ) -> None:
+        self.context, self.collects = context, collects
+        self.keepers: dict[int, int] = {}  # requests by process id
+        self.parent, self.guard = parent, guard
         # A second guard, for the case that this process is killed while the parent lives.
-        self.own_guard, self.own_guard_end = descriptors.pipe()
+        self.own_guard, self.own_guard_end = pipe()
         self.socket = socket.socket(fileno=connection)
-        self.block = Block.attach(wake.fd, wake.nbytes) if wake else None
-        self.wake = Semaphore(self.block.buffer, wake.offset) if self.block and wake else None
+        self.block = Block.attach(*wake[:2]) if wake else None
+        self.wake = Semaphore(self.block.buffer, wake[2]) if self.block and wake else None
         descendants.adopt_orphans()
-        self.child_died, child_died_end = descriptors.pipe()
+        self.child_died, child_died_end = pipe()
         for fd in (self.child_died, child_died_end):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(child_died_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self.parent = parent
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.inherited = [self.own_guard_end, self.child_died, child_died_end]
 
     def run(self) -> None:
@@ -119,7 +137,7 @@ class _Server:
             poll.register(fd, select.POLLIN)
         # A copy of the socket in a child of the parent would hide that the parent is gone.
         with contextlib.suppress(OSError):  # kernels before 5.3 lack it
-            parent = descriptors.lifted(os.pidfd_open(self.parent))
+            parent = lifted(os.pidfd_open(self.parent))
             self.inherited.append(parent)
             poll.register(parent, select.POLLIN)
         while os.getppid() == self.parent:
@@ -127,58 +145,110 @@ class _Server:
             try:
                 if self.child_died in ready:
                     os.read(self.child_died, 4096)
-                    self.report_deaths()
+                    self.reap_keepers()
                 if self.socket.fileno() in ready and not self.answer():
                     return
             except (BrokenPipeError, ConnectionResetError):
                 return
 
     def answer(self) -> bool:
-        """Carry out one request; False if the parent hung up."""
+        """Start the worker of one request; returns False if the parent has hung up."""
         message, fds, flags, _ = socket.recv_fds(self.socket, REQUEST.size, MOST_FDS + 5, socket.MSG_CMSG_CLOEXEC)
         if not message:
             return False
         (request,) = REQUEST.unpack(message)
         try:
             if flags & socket.MSG_CTRUNC:
-                raise OSError("no file descriptors left in the fork server")
-            reply, number = Reply.LAUNCHED, self.fork(fds)
+                raise OSError(errno.EMFILE, "no file descriptors left in the fork server")
+            # Signals stay blocked in the keeper; the worker unblocks them.
+            mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+            try:
+                if not (keeper := os.fork()):
+                    self.keep(request, fds)
+                self.keepers[keeper] = request
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         except OSError as error:
-            reply, number = Reply.FAILED, error.errno or 0
+            self.reply(Reply.FAILED, request, error.errno or errno.EPERM)
         finally:
             for fd in fds:
                 os.close(fd)
-        self.socket.send(REPLY.pack(reply, request, number))
         return True
 
-    def fork(self, fds: Sequence[int]) -> int:
-        mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-        try:
-            worker, keeper_pid = keeper.fork_kept(
-                functools.partial(self.work, fds), self.tell, keep=[self.socket.fileno()]
-            )
-            self.workers[keeper_pid] = worker
-            return worker
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    def work(self, fds: Sequence[int], guard: int) -> NoReturn:
-        """In the worker."""
-        payload, crash, out, err, *own = fds
-        guards = (self.guard, self.own_guard, guard)
-        if self.fresh:
-            self.let_go(out, err)
-            spawning.execute(payload, crash, guards, own)
-        child.become_worker(lambda: self.prepare(payload, out, err), own, crash=crash, guards=guards)
-
-    def tell(self, worker: int, exitcode: int) -> None:
-        """Tell the parent of a death; called by the worker's keeper."""
-        self.socket.send(REPLY.pack(Reply.DIED, worker, exitcode))
-        if self.wake is not None:
+    def reply(self, kind: Reply, request: int, result: int) -> None:
+        self.socket.send(REPLY.pack(kind, request, result))
+        if kind is Reply.DIED and self.wake is not None:
             self.wake.post()
 
-    def let_go(self, out: int, err: int) -> None:
-        """In the worker: close what is the server's, and take over the parent's output."""
+    def reap_keepers(self) -> None:
+        """Reap keepers that have ended, and do the work of those that were killed."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                request = self.keepers.pop(ended[0], None)
+                if request is not None and os.waitstatus_to_exitcode(ended[1]) != _REPORTED:
+                    # The kernel kills its worker, and this process inherits what that has started.
+                    descendants.kill_children(_REPORTS_WITHIN_S, spare=self.keepers.keys())
+                    self.reply(Reply.DIED, request, -signal.SIGKILL)
+
+    def wait_for_keepers(self, timeout: float) -> None:
+        """Give keepers the time to kill what their workers have left."""
+        deadline = time.monotonic() + timeout
+        while self.keepers and time.monotonic() < deadline:
+            with contextlib.suppress(ChildProcessError):
+                while ended := os.waitpid(-1, os.WNOHANG)[0]:
+                    self.keepers.pop(ended, None)
+            time.sleep(0.001)
+
+    def keep(self, request: int, fds: Sequence[int]) -> NoReturn:
+        """Be a keeper: fork a worker, wait for its death, kill what it leaves behind, report."""
+        exitcode = 1
+        try:
+            os.setsid()  # Ctrl-C and the end of a terminal are no concern of this process
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            descendants.adopt_orphans()
+            guard, guard_end = pipe()
+            try:
+                worker = os.fork()
+            except OSError as error:
+                self.reply(Reply.FAILED, request, error.errno or errno.EPERM)
+                exitcode = _REPORTED
+                return  # type: ignore[misc]  # by way of os._exit
+            if not worker:
+                os.close(guard_end)
+                self.work(fds, guard)
+            self.reply(Reply.LAUNCHED, request, worker)
+            _close_all_but({guard_end, self.socket.fileno()})
+            code = _wait_for(worker)
+            descendants.send(worker, signal.SIGKILL)  # its group, while the number belongs to it
+            os.waitpid(worker, 0)
+            descendants.kill_children(_REPORTS_WITHIN_S)
+            with contextlib.suppress(OSError):  # nobody listens any more
+                self.reply(Reply.DIED, request, code)
+            exitcode = _REPORTED
+            descendants.kill_children(CLEARED_WITHIN_S - _REPORTS_WITHIN_S)
+        finally:
+            os._exit(exitcode)
+
+    def work(self, fds: Sequence[int], guard: int) -> NoReturn:
+        """Be a worker."""
+        try:
+            payload, crash, out, err, *own = fds
+            guards = [self.guard, self.own_guard, guard]
+            self._let_go(out, err)
+            if self.context == "spawn":
+                _execute(payload, crash, guards, own)
+            if self.context == "fork":
+                _forget_cleanup_of_parent()
+            if self.collects:
+                gc.enable()
+            child.become_worker(payload, own, crash=crash, guards=guards)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def _let_go(self, out: int, err: int) -> None:
+        """Close what is the server's, and take over the parent's output."""
         for fd in self.inherited:
             os.close(fd)
         self.socket.close()
@@ -190,37 +260,51 @@ class _Server:
         for fd in (null, out, err):
             os.close(fd)
 
-    def prepare(self, payload: int, out: int, err: int) -> child.Setting:
-        """In the worker: let go of what is the server's, adopt what the parent has sent."""
-        self.let_go(out, err)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        setting = child.Setting.read(payload)
-        setting.adopt()
-        wanted = threads.default(setting.environ) if setting.threads is None else setting.threads
-        if wanted != 1:  # with which this server was started, so that it has a single thread
-            threads.set_loaded(wanted)
-        gc.enable()
-        return setting
 
-    def report_deaths(self) -> None:
-        """Reap keepers that have ended, and tell of the workers of those that could not tell themselves."""
-        for ended, told in _ended():
-            worker = self.workers.pop(ended, None)
-            if worker is None or told:
-                continue
-            self.tell(worker, -signal.SIGKILL)
-            descendants.kill_marked(descendants.marker_value(self.token, worker))
-
-    def await_keepers(self, deadline: float) -> None:
-        """Give keepers the time to kill what their workers have left."""
-        while self.workers and time.monotonic() < deadline:
-            for ended, _ in _ended():
-                self.workers.pop(ended, None)
-            time.sleep(0.001)
+def _wait_for(worker: int) -> int:
+    """Reap what ends until the worker has ended, which is left to be reaped; returns its exit code."""
+    while True:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        if ended.si_pid == worker:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        os.waitpid(ended.si_pid, 0)
 
 
-def _ended() -> Iterator[tuple[int, bool]]:
-    """Reap the children that have ended; whether each was a keeper that has told how its worker died."""
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            yield ended[0], os.waitstatus_to_exitcode(ended[1]) == keeper.TOLD
+def _close_all_but(kept: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # the one of this listing
+                os.close(int(name))
+
+
+def _forget_cleanup_of_parent() -> None:
+    """Drop functions that are registered to run at exit: they clean up what is the parent's."""
+    atexit._clear()
+    if (util := sys.modules.get("multiprocessing.util")) is not None:
+        util._finalizer_registry.clear()
+        process = sys.modules["multiprocessing.process"]
+        process._children = set()  # type: ignore[attr-defined]
+        process._process_counter = itertools.count(1)  # type: ignore[attr-defined]
+        util._run_after_forkers()
+        atexit.register(util._exit_function)
+
+
+def _execute(payload: int, crash: int, guards: Sequence[int], fds: Sequence[int]) -> None:
+    """Become a fresh interpreter that becomes a worker; the arguments are those of `become_worker`."""
+    os.setsid()
+    setting = child.Setting.read(os.dup(payload))
+    os.lseek(payload, 0, os.SEEK_SET)
+    text = _FRESH_WORKER.format(
+        stack_signal=STACK_SIGNAL, crash=crash, payload=payload, fds=list(fds), guards=list(guards)
+    )
+    program = interpreter.program_file(text, setting.path)
+    for fd in (program, payload, crash, *guards, *fds):
+        os.set_inheritable(fd, True)
+    command = interpreter.command(interpreter.run_file(program))
+    # A folder that was removed would keep the interpreter from importing some libraries.
+    os.chdir(setting.cwd)
+    # Python ignores these signals in itself, not in programs that it executes.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    os.execve(command[0], command, setting.environ)

@@ -1,7 +1,6 @@
-"""Where a worker process is, or was when it died: what `faulthandler` writes for those who look from outside.
+"""Stacks of worker processes: where a worker hangs, and where it was when it crashed.
 
-Here live `CrashFile`, the outside's end, and `report_to`, which sets up the worker's; who is asked for a stack, and
-when, is decided by supervision.
+`report_to` sets up `faulthandler` in a worker; `CrashFile` is the parent's side, which asks for stacks and reads them.
 """
 
 from __future__ import annotations
@@ -12,29 +11,31 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import IO, Any
+
+from marl_parallel.backends.descendants import state_of
+from marl_parallel.backends.memory import anonymous_file, append_only
 
 STACK_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
 """On this signal a worker writes the Python stacks of all its threads; None where there are no such signals."""
 
-# A dump comes in many small writes, and nothing marks its end: it is over when it rests this long.
-_REST = 0.02
-_LAST_RESORT = 0.5
+# A dump is many small writes without an end mark: it counts as complete when nothing is written for this long.
+_COMPLETE_AFTER_S = 0.02
+_ABORT_TIMEOUT_S = 0.5
 
 
 def report_to(file: int | IO[Any]) -> None:
-    """Have this process write its stacks there: at a native crash, and on `STACK_SIGNAL` where there is one."""
+    """Have this process write its stacks to a file: at a native crash, and on `STACK_SIGNAL` where there is one."""
     faulthandler.enable(file=file, all_threads=True)
     if STACK_SIGNAL is not None and sys.platform != "win32":
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
 class CrashFile:
-    """A file that one worker appends its stacks to. A pipe would not do: a full one blocks the dying.
+    """A file that one worker appends its stacks to. A pipe would not do: a full one blocks the dying process.
 
     Args:
-        fd: Of the file; owned by this object from now on.
+        fd: The file; owned by this object from now on.
 
     Attributes:
         fd: The same; -1 once closed.
@@ -44,8 +45,14 @@ class CrashFile:
         self.fd = fd
         self._start = 0
 
+    @classmethod
+    def create(cls) -> CrashFile:
+        """Create an empty one."""
+        # The worker's descriptor is a copy of this one and shares the position, which must not matter to it.
+        return cls(append_only(anonymous_file("marl_parallel-stacks")))
+
     def text(self) -> str:
-        """What was written so far, without the stacks that `stack` has returned."""
+        """The text that was written so far, without the stacks that `stack` has returned."""
         return self._read(self._start)
 
     def stack(self, pid: int, timeout: float) -> str:
@@ -60,12 +67,12 @@ class CrashFile:
             os.kill(pid, STACK_SIGNAL)
             if state_of(pid) == "T":
                 os.kill(pid, signal.SIGCONT)
-            if self._await_rest(start, timeout):
+            if self._wait_complete(start, timeout):
                 text = self._read(start)
                 self._start = start + len(text.encode(errors="surrogateescape"))
                 return text
             os.kill(pid, signal.SIGABRT)
-            self._await_rest(start, _LAST_RESORT)
+            self._wait_complete(start, _ABORT_TIMEOUT_S)
         return self._read(start)
 
     def close(self) -> None:
@@ -74,15 +81,15 @@ class CrashFile:
         if fd >= 0:
             os.close(fd)
 
-    def _await_rest(self, start: int, timeout: float) -> bool:
-        """Wait until something was written after `start` and no more comes; whether anything was."""
+    def _wait_complete(self, start: int, timeout: float) -> bool:
+        """Wait until something was written after `start` and no more follows; returns whether anything was."""
         deadline = time.monotonic() + timeout
-        size, rested_since = start, time.monotonic()
+        size, changed = start, time.monotonic()
         while True:
             now = time.monotonic()
             if (current := self._size()) != size:
-                size, rested_since = current, now
-            if (size > start and now - rested_since >= _REST) or now >= deadline:
+                size, changed = current, now
+            if (size > start and now - changed >= _COMPLETE_AFTER_S) or now >= deadline:
                 return size > start
             time.sleep(0.001)
 
@@ -92,16 +99,7 @@ class CrashFile:
     def _read(self, start: int) -> str:
         if sys.platform != "win32":
             data = os.pread(self.fd, self._size() - start, start)
-        else:  # where the position is not shared with the worker
+        else:  # read after the worker's death only, so that the shared position does not matter
             os.lseek(self.fd, start, os.SEEK_SET)
             data = os.read(self.fd, self._size() - start)
         return data.decode(errors="surrogateescape")
-
-
-def state_of(pid: int) -> str:
-    """The state letter in `/proc/PID/stat`, "" if the process is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return stat.rpartition(")")[2].split()[0]

@@ -1,20 +1,18 @@
-"""The command line `marl-parallel`: `main`, and one module for each command.
+"""The command line `marl-parallel`: `check`, `tune` and `bench`.
 
-What the commands need beyond the package itself (typer, rich, matplotlib) comes with the extra `cli` and is imported
-by their own modules only.
+The libraries that only the commands need (typer, rich, matplotlib, psutil) come with the extra `cli`.
 """
 
 from __future__ import annotations
 
+import io
 import sys
 
-from marl_parallel.cli.output import replace_unknown_letters
-
-EXTRA = ("matplotlib", "rich", "typer")
+EXTRA = ("matplotlib", "psutil", "rich", "typer")
 
 
 def main() -> None:
-    """Run the command that the arguments of this process name."""
+    """Run the command that this process's arguments name."""
     try:
         from marl_parallel.cli.app import app
     except ModuleNotFoundError as error:
@@ -22,5 +20,6 @@ def main() -> None:
         if missing not in EXTRA:
             raise
         sys.exit(f'error: the command line needs {missing}: pip install "marl-parallel[cli]"')
-    replace_unknown_letters()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows only ASCII shows `?` for other characters
     app()

@@ -1,15 +1,34 @@
-"""The commands of `marl-parallel`, gathered; what each of them does is in the module of its name."""
+"""The commands of `marl-parallel` and their options."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated
 
+import psutil
 import typer
 
 import marl_parallel as package
-from marl_parallel.cli.bench import bench
-from marl_parallel.cli.check import check
-from marl_parallel.cli.tune import tune
+from marl_parallel.backends import NAMES
+from marl_parallel.cli import check as checking
+from marl_parallel.cli import report as reporting
+from marl_parallel.cli import tune as tuning
+from marl_parallel.cli.measure import ASYNC, FACADES, STEP, contenders, made, measure, traits_of, turns
+from marl_parallel.cli.probes import BACKENDS, Job
+from marl_parallel.cli.report import Report, machine, progress
+from marl_parallel.cli.target import (
+    CommandError,
+    constructor_of,
+    distributions_of,
+    names_in,
+    parsed_size,
+    positive_numbers,
+    short_errors,
+    stdout_to_stderr,
+)
+from marl_parallel.core.sharing import usable_cpus
 
 app = typer.Typer(
     name="marl-parallel",
@@ -19,9 +38,24 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+EnvArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="ENV",
+        help="module\\[:attribute] or path/to/file.py\\[:function]. Without an attribute: parallel_env, "
+        "else env, else raw_env.",
+        show_default=False,
+    ),
+]
+EnvKwargs = Annotated[str, typer.Option(help="Keywords for the environment, as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
-def _say_version(asked: bool) -> None:
-    if asked:
+_ENVS_PER_CPU = 16
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
         print(f"marl-parallel {package.__version__}")
         raise typer.Exit
 
@@ -29,12 +63,155 @@ def _say_version(asked: bool) -> None:
 @app.callback()
 def marl_parallel(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say which version this is.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Many copies of a multi-agent simulator, stepped side by side at the full speed of your cores."""
+    """Many environments of a multi-agent simulator, stepped side by side at the full speed of your cores."""
 
 
-app.command()(bench)
-app.command()(check)
-app.command()(tune)
+@app.command()
+def bench(
+    env: EnvArgument,
+    num_envs: Annotated[int, typer.Option(min=1, help="The number of environments.")] = 8,
+    workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "1,2,4",
+    backends: Annotated[
+        str, typer.Option("--backends", "--backend", help=f"Of {', '.join(NAMES)}; comma-separated.")
+    ] = "process",
+    stepped_async: Annotated[
+        bool, typer.Option("--async", help="Also by send and recv: half of the environments go on while others step.")
+    ] = False,
+    facade: Annotated[str, typer.Option(help=f"Also through a facade: {', '.join(FACADES)}; comma-separated.")] = "",
+    env_kwargs: EnvKwargs = "{}",
+    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="The number of rounds; each measures everything.")] = 5,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save everything here.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Save the table here.")] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Save a picture here (.png, .svg, .pdf).")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Measure how fast environments are stepped, in parallel and in a plain loop.
+
+    All contenders step the same environments with the same random actions, in turns. Efficiency is throughput as a
+    share of min(workers, CPUs) times the plain loop's.
+
+    [bold]Example[/bold]:  marl-parallel bench mpe2.simple_spread_v3 --num-envs 8 --workers 1,2,4 --async
+    """
+    with short_errors(debug):
+        constructor = constructor_of(env, env_kwargs)
+        ways = [STEP, *([ASYNC] if stepped_async else []), *(names_in(facade, FACADES, "facade") if facade else [])]
+        against = contenders(names_in(backends), positive_numbers("--workers", workers), num_envs, ways)
+        if plot_file is not None and plot_file.suffix.lower() not in reporting.FORMATS:
+            formats = " ".join(reporting.FORMATS)
+            raise CommandError(f"--plot {plot_file}: no picture is saved as {plot_file.suffix!r}", formats)
+        writers: list[tuple[Path | None, Callable[[Report, Path], None]]] = [
+            (json_file, reporting.write_json),
+            (csv_file, reporting.write_csv),
+            (plot_file, reporting.save_plot),
+        ]
+        outputs = [(path, write) for path, write in writers if path is not None]
+        for path, _ in outputs:  # before anything is measured
+            if path.is_dir():
+                raise CommandError(f"{path} is a directory", "name a file")
+            above = next(folder for folder in path.absolute().parents if folder.exists())  # the others are made
+            if not above.is_dir():
+                raise CommandError(f"{path}: {above} is no directory", "name a file in a directory")
+        described = machine(distributions_of(env))
+        with progress(turns(len(against), repeats)) as on_turn:
+            measured = measure(env, constructor, num_envs, against, seconds=seconds, repeats=repeats, on_turn=on_turn)
+        settings = {"seconds": seconds, "repeats": repeats, "env_kwargs": json.loads(env_kwargs)}
+        result = Report(described, settings, measured)
+        reporting.show(result)
+        for path, write in outputs:
+            write(result, path)
+            typer.echo(f"wrote {path}", err=True)
+
+
+@app.command()
+def check(
+    env: EnvArgument,
+    env_kwargs: EnvKwargs = "{}",
+    backends: Annotated[str, typer.Option(help=f"Of {', '.join(BACKENDS)}; comma-separated.")] = ",".join(BACKENDS),
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a constructor, step or reset may take.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=0.01, help="How long each run lasts, at most.")] = 2.0,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps each run has, at most.")] = 200,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Check ENV alone and with every backend: its API, spaces, determinism, pickling, processes, and what steps cost.
+
+    Everything runs in worker processes: a crash or a hang is a finding. The exit code is 1 if there is a problem,
+    something that does not work here; 0 if there are remarks only, as where a test of PettingZoo fails, or nothing.
+
+    [bold]Example[/bold]:  marl-parallel check mpe2.simple_spread_v3 --env-kwargs '{"N": 5}'
+    """
+    with short_errors(debug):
+        job = Job("alone", env, env_kwargs, timeout=timeout, seconds=seconds, steps=steps)
+        names = names_in(backends, BACKENDS)
+        with progress(4 + len(names), "checking") as on_start:
+            found = checking.examine(job, names, on_start)
+        if as_json:
+            typer.echo(json.dumps(found.as_json(), indent=2))
+        else:
+            checking.show(found)
+    raise typer.Exit(0 if found.healthy else 1)
+
+
+@app.command()
+def tune(
+    env: EnvArgument,
+    env_kwargs: EnvKwargs = "{}",
+    memory: Annotated[
+        str, typer.Option(help="What all worker processes may use together, such as 2GB.", show_default="what is free")
+    ] = "",
+    workers: Annotated[
+        str, typer.Option(help="Numbers of workers, comma-separated.", show_default="up to twice the CPUs")
+    ] = "",
+    envs_per_worker: Annotated[
+        str, typer.Option(help="Numbers of environments in each, comma-separated.")
+    ] = "1,2,4,8,16",
+    max_envs: Annotated[
+        int, typer.Option(min=0, help="The most environments; 0: 16 for each CPU.", show_default="16 for each CPU")
+    ] = 0,
+    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 0.5,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Find the number of workers and of environments in each that step ENV fastest, by measuring.
+
+    Every setting is measured once, the better half of them twice more, the best quarter three times more. Of those
+    within 2 % of the best, tune proposes the one with the fewest environments. It then compares that one with a plain
+    loop and with backend="serial", and advises against workers where they do not pay off.
+
+    [bold]Example[/bold]:  marl-parallel tune mpe2.simple_spread_v3 --memory 2GB
+    """
+    with short_errors(debug):
+        cpus = usable_cpus()
+        usual = sorted({*(2**n for n in range(cpus.bit_length())), cpus, 2 * cpus})
+        settings = tuning.grid(
+            positive_numbers("--workers", workers) if workers else usual,
+            positive_numbers("--envs-per-worker", envs_per_worker),
+            max_envs or _ENVS_PER_CPU * cpus,
+        )
+        limit = parsed_size(memory) if memory else psutil.virtual_memory().available
+        with stdout_to_stderr(as_json):
+            constructor = constructor_of(env, env_kwargs)
+            with made(constructor, 1) as (one,):
+                traits = traits_of(one)
+            described = machine(distributions_of(env))
+            with progress(tuning.most_turns(settings) + tuning.ROUNDS, "tuning") as on_turn:
+
+                def measure_some(alike: Sequence[tuning.Setting]) -> tuple[list[float], int]:
+                    for one in alike:
+                        on_turn(f"{one.num_workers} workers x {one.envs_per_worker}, {one.way}")
+                    return tuning.measured(constructor, traits, seconds, alike)
+
+                best, trials = tuning.search(settings, measure_some, limit)
+                in_turns = tuning.compare(constructor, traits, seconds, best, measure_some)
+        found = tuning.conclusion(env, json.loads(env_kwargs), best, trials, in_turns)
+        found |= {"machine": described, "memory_limit": limit}
+        if as_json:
+            typer.echo(json.dumps(found, indent=2))
+        else:
+            tuning.show(found)

@@ -1,26 +1,84 @@
-"""What was measured, shown and saved: a table in the terminal, JSON, CSV, Markdown.
-
-Nothing is measured or judged here. The picture is in `plotting.py`.
-"""
+"""What was measured, and on which machine: as a table in the terminal, JSON, CSV, or a picture."""
 
 from __future__ import annotations
 
 import csv
+import datetime
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+import platform
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
-from marl_parallel.cli.machine import in_one_line
 from marl_parallel.cli.measure import LOOP, Measurement
+from marl_parallel.core.sharing import usable_cpus
+
+if TYPE_CHECKING:  # matplotlib takes half a second to import, which only pictures need
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {"process": "#2463a8", "thread": "#e08a1e", "serial": "#7a9a3a"}
+OTHER_COLOURS = ("#a23b72", "#5c5470", "#2a9d8f")
+GREY = "#555555"
+PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+COLUMNS = 4
+FORMATS = (".png", ".svg", ".pdf")
+_PATTERNS = ("", "////", "....", "xxxx")
+_LEGEND_ENTRY_IN = 1.5
+
+
+def machine(distributions: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Describe this machine, as far as it matters to a measurement.
+
+    Args:
+        distributions: Installed distributions whose versions matter too, such as the environment's.
+
+    Example:
+        >>> sorted(machine())
+        ['cpu', 'cpus', 'date', 'load', 'python', 'system', 'versions']
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] * cpuinfo.is_file()
+    return {
+        "cpu": models[0].partition(":")[2].strip() if models else platform.processor() or platform.machine(),
+        "cpus": usable_cpus(),
+        "load": round(psutil.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": {
+            name: _version(name)
+            for name in dict.fromkeys(("marl-parallel", "numpy", "gymnasium", "pettingzoo", *distributions))
+        },
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def in_one_line(described: dict[str, Any]) -> str:
+    """A machine's description as a line of text."""
+    versions = ", ".join(f"{name} {number}" for name, number in described["versions"].items() if number)
+    return (
+        f"{described['cpu']}, {described['cpus']} CPUs; {described['system']}; "
+        f"Python {described['python']}, {versions}; {described['date']}"
+    )
 
 
 @dataclass(frozen=True)
@@ -28,7 +86,7 @@ class Report:
     """Measurements, and under which circumstances they were taken.
 
     Attributes:
-        machine: What `marl_parallel.cli.machine.machine` says.
+        machine: As `machine` describes it.
         settings: How long each turn lasted and how many rounds there were.
         measurements: Those of one environment beside each other, its plain loop first.
     """
@@ -38,102 +96,58 @@ class Report:
     measurements: list[Measurement]
 
     def tables(self) -> list[list[Measurement]]:
-        """The measurements of each environment and number of copies, in their order."""
+        """The measurements of each environment and number of environments, in their order."""
         grouped = groupby(self.measurements, key=lambda one: (one.environment, one.num_envs))
         return [list(group) for _, group in grouped]
 
 
-@contextmanager
-def progress(total: int, description: str = "measuring") -> Iterator[Any]:
-    """A progress bar on standard error; gives the function to be called before each turn, with a text.
+# -- in the terminal ---------------------------------------------------------------------------------------------------
 
-    Where it becomes known only meanwhile how many turns there are, it takes their number, too.
+
+@contextmanager
+def progress(total: int, description: str = "measuring") -> Iterator[Callable[[str], None]]:
+    """A progress bar on standard error; yields the function to call before each turn, with a text.
 
     It is drawn between turns only: a thread that redraws it would take part in what is measured.
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[turn]}"),
-    )
     console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(description, total=total, turn="")
-        begun = 0
-
-        def on_turn(text: str, total: int | None = None) -> None:
-            nonlocal begun
-            bar.update(task, completed=begun, total=total, turn=text, refresh=True)
-            begun += 1
-
-        yield on_turn
-
-
-def table(measurements: Sequence[Measurement]) -> Table:
-    """One environment's measurements, for the terminal."""
-    first = measurements[0]
-    title = escape(f"{first.environment}, {first.num_envs} copies")
-    shown = Table(title=title, title_justify="left", title_style="bold")
-    shown.add_column("")
-    for heading in ("steps/s", "± %", "µs/step", "x loop", "efficiency"):
-        shown.add_column(heading, justify="right")
-    for one in measurements:
-        shown.add_row(
-            str(one.contender),
-            f"{one.steps_per_second:,.0f}",
-            f"{100 * one.spread:.0f}",
-            in_microseconds(one),
-            f"{one.speedup:.2f}",
-            "" if one.backend == LOOP else f"{one.efficiency:.2f}",
-            end_section=one.backend == LOOP,
+    with Progress(console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bar:
+        task, begun = bar.add_task(description, total=total), itertools.count()
+        yield lambda turn: bar.update(
+            task, completed=next(begun), description=f"{description} {escape(turn)}", refresh=True
         )
-    return shown
 
 
 def show(report: Report) -> None:
-    """Print all tables, and what they were measured on."""
+    """Print a table for each environment, and the machine."""
     console = Console()
     for measurements in report.tables():
-        console.print(table(measurements))
+        first = measurements[0]
+        title = escape(f"{first.environment}, {first.num_envs} environments")
+        table = Table("", title=title, title_justify="left", title_style="bold")
+        for heading in ("steps/s", "± %", "µs/step", "x loop", "efficiency"):
+            table.add_column(heading, justify="right")
+        for one in measurements:
+            table.add_row(
+                str(one.contender),
+                f"{one.steps_per_second:,.0f}",
+                f"{100 * one.spread:.0f}",
+                in_microseconds(one),
+                f"{one.speedup:.2f}",
+                "" if one.backend == LOOP else f"{one.efficiency:.2f}",
+                end_section=one.backend == LOOP,
+            )
+        console.print(table)
     console.print(f"[dim]{escape(in_one_line(report.machine))}", highlight=False)
-
-
-def markdown(report: Report) -> str:
-    """A table for a README: one row per environment, microseconds per environment step, times faster than the loop."""
-    columns = list(dict.fromkeys(m.contender for m in report.measurements if m.backend != LOOP))
-    lines = [
-        "| environment | copies | plain loop | " + " | ".join(map(str, columns)) + " |",
-        "|---|---:|---:|" + "---:|" * len(columns),
-    ]
-    for measurements in report.tables():
-        cells = {m.contender: _cell(m) for m in measurements}
-        loop = next(m for m in measurements if m.backend == LOOP)
-        row = [
-            loop.environment,
-            str(loop.num_envs),
-            in_microseconds(loop),
-            *(cells.get(column, "") for column in columns),
-        ]
-        lines.append(f"| {' | '.join(row)} |")
-    note = (
-        "Microseconds of wall time per environment step, and in brackets how many times the plain loop's throughput; "
-        f"medians of {report.settings['repeats']} rounds. {in_one_line(report.machine)}."
-    )
-    return "\n".join([*lines, "", note])
-
-
-def _cell(measurement: Measurement) -> str:
-    return f"{in_microseconds(measurement)} ({measurement.speedup:.2f}x)"
 
 
 def in_microseconds(measurement: Measurement) -> str:
     """Wall time per environment step, in as many digits as mean something."""
     microseconds = measurement.microseconds_per_step
     return f"{microseconds:,.0f}" if microseconds >= 100 else f"{microseconds:.1f}"
+
+
+# -- in files ----------------------------------------------------------------------------------------------------------
 
 
 def write_json(report: Any, path: Path) -> None:
@@ -143,7 +157,7 @@ def write_json(report: Any, path: Path) -> None:
 
 
 def read_json(path: Path) -> Report:
-    """What `write_json` saved."""
+    """Read what `write_json` saved."""
     saved = json.loads(path.read_text())
     return Report(saved["machine"], saved["settings"], [Measurement(**values) for values in saved["measurements"]])
 
@@ -161,8 +175,117 @@ def write_rows(measured: Sequence[Any], path: Path) -> None:
         writer = csv.writer(file)
         writer.writerow(names)
         for one in measured:
-            writer.writerow([_rounded(getattr(one, name)) for name in names])
+            values = [getattr(one, name) for name in names]
+            writer.writerow([float(f"{value:.6g}") if isinstance(value, float) else value for value in values])
 
 
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+# -- as a picture ------------------------------------------------------------------------------------------------------
+
+
+def save_plot(report: Report, path: Path) -> None:
+    """Draw throughput over the number of workers, one panel for each environment.
+
+    Args:
+        report: What was measured.
+        path: Where to save it; its suffix is one of `FORMATS`.
+    """
+    panels = report.tables()
+    columns = min(len(panels), COLUMNS)
+    rows = -(-len(panels) // columns)
+    kinds = [*dict.fromkeys(m.kind for m in report.measurements if m.backend != LOOP)]
+    backends, ways = ([*dict.fromkeys(kind.partition(", ")[part] for kind in kinds)] for part in (0, 2))
+    others = itertools.cycle(OTHER_COLOURS)
+    colours = {backend: COLOURS.get(backend) or next(others) for backend in backends}
+    patterns = dict(zip(ways, itertools.cycle(_PATTERNS)))
+    styles = {
+        kind: {"color": colours[backend], "hatch": patterns[way], "edgecolor": "white"}
+        for kind in kinds
+        for backend, _, way in [kind.partition(", ")]
+    }
+    width = max(3.2 * columns, 6.0)
+    figure = framed(width, 2.9 * rows + 0.8 + 0.2 * (-(-(len(styles) + 2) // _legend_columns(width))))
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel, measurements in zip(axes, panels, strict=False):
+        _draw(panel, measurements, report.machine["cpus"], styles)
+    for unused in axes[len(panels) :]:
+        unused.set_visible(False)
+    figure.supylabel("environment steps per second (small: µs per step)", fontsize=9)
+    finish(figure, report.machine, path)
+
+
+def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, styles: dict[str, dict[str, Any]]) -> None:
+    """Bars in groups, one group for each number of workers; the ideal is a dashed line over each group."""
+    loop = next(m for m in measurements if m.backend == LOOP)
+    counts = sorted({m.workers for m in measurements if m.backend != LOOP})
+    panel.axhline(loop.steps_per_second, color=GREY, linewidth=1, label="plain loop")
+    for position, count in enumerate(counts):
+        group = [m for m in measurements if m.backend != LOOP and m.workers == count]
+        width = 0.8 / max(len(styles), 2)
+        for place, one in enumerate(group):
+            bar = panel.bar(
+                position + (place - (len(group) - 1) / 2) * width,
+                one.steps_per_second,
+                0.92 * width,
+                yerr=one.spread * one.steps_per_second,
+                error_kw={"elinewidth": 0.8, "ecolor": GREY},
+                label=one.kind,
+                **styles[one.kind],
+            )
+            panel.bar_label(bar, [in_microseconds(one)], fontsize=6, padding=2, color=GREY, bbox=PATCH)
+        ideal, ends = loop.steps_per_second * min(count, cpus), (position - 0.46, position + 0.46)
+        panel.hlines(ideal, *ends, colors="black", linestyles="dashed", linewidth=1, label=f"ideal on {cpus} CPUs")
+    panel.set_xticks(range(len(counts)), [str(count) for count in counts])
+    panel.set_title(f"{loop.environment}\n{loop.num_envs} environments", fontsize=9)
+    panel.set_xlabel("workers", fontsize=8)
+    panel.yaxis.set_major_formatter(_short)
+    tidy(panel)
+
+
+def _short(value: float, _: object) -> str:
+    for unit, suffix in ((1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:g}{suffix}"
+    return f"{value:g}"
+
+
+def framed(width: float, height: float) -> Figure:
+    """An empty picture of so many inches, with room for what `finish` adds."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(rect=(0, 0.2 / height, 1, 1 - 0.2 / height)))
+
+
+def tidy(panel: Axes) -> None:
+    """Bars from zero, few lines."""
+    panel.set_ylim(bottom=0)
+    panel.tick_params(labelsize=8, length=0)
+    panel.grid(axis="y", linewidth=0.4, alpha=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+
+
+def finish(figure: Figure, machine: dict[str, Any], path: Path) -> None:
+    """Add the legend, one for all panels, and the machine at the foot; save the picture."""
+    entries: dict[str, Artist] = {}
+    for panel in figure.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    figure.legend(
+        list(entries.values()),
+        list(entries),
+        loc="outside upper center",
+        ncols=min(len(entries), _legend_columns(figure.get_figwidth())),
+        fontsize=8,
+        frameon=False,
+        handlelength=1.6,
+        columnspacing=1.2,
+    )
+    footer = {"ha": "right", "va": "bottom", "fontsize": 5, "color": GREY}
+    figure.text(0.995, 0.05 / figure.get_figheight(), in_one_line(machine), footer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _legend_columns(width: float) -> int:
+    return max(int(width / _LEGEND_ENTRY_IN), 1)

@@ -1,25 +1,157 @@
-"""Which environment a command is about: `module[:attribute]` or `path/to/file.py[:function]`, found and imported."""
+"""What is asked for on the command line: environments, lists and sizes; and how a command fails.
+
+`ENV` is `module[:attribute]` or `path/to/file.py[:function]`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import importlib
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
-from marl_parallel.cli.failures import CommandError
+from marl_parallel.backends import NAMES
 from marl_parallel.making import find_constructor
 
 FORMS = "ENV is module[:attribute] or path/to/file.py[:function]"
+_JSON_HINT = "single quotes around it, double quotes within: --env-kwargs '{\"N\": 5}'"
+_EXITS = "the simulator, or a module it imports, calls sys.exit"
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+class CommandError(Exception):
+    """A command cannot do what it was asked for.
+
+    Attributes:
+        hint: What to try instead.
+    """
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message, hint)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def in_brief(error: BaseException) -> str:
+    """The type of an error and the first line of its text; of a `CommandError`, the text only."""
+    text = next(filter(None, map(str.strip, str(error).splitlines())), "")
+    if isinstance(error, CommandError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextlib.contextmanager
+def short_errors(debug: bool) -> Iterator[None]:
+    """End the process with status 1 and two lines on standard error if the block raises or exits.
+
+    Args:
+        debug: Let the traceback through instead.
+
+    Example:
+        >>> with short_errors(debug=False):
+        ...     raise CommandError("no such file: a.py", "is it in another directory?")
+        Traceback (most recent call last):
+        SystemExit: 1
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if debug and isinstance(error, Exception):
+            raise
+        if debug:
+            raise RuntimeError(f"{in_brief(error)}: {_EXITS}") from error
+        hint = "--debug shows the whole traceback"
+        if isinstance(error, CommandError):
+            hint = error.hint
+        elif isinstance(error, SystemExit):
+            hint = f"{_EXITS}; {hint}"
+        print(f"error: {in_brief(error)}\nhint: {hint}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+@contextlib.contextmanager
+def stdout_to_stderr(wanted: bool = True) -> Iterator[None]:
+    """Send what simulators print, here and in new processes, to standard error, so that standard output is ours.
+
+    Args:
+        wanted: False changes nothing.
+    """
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if sys.platform != "win32":
+            ctypes.CDLL(None).fflush(None)  # what native code has printed is still in C's own buffer
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+# -- lists and sizes ---------------------------------------------------------------------------------------------------
+
+
+def names_in(text: str, known: Sequence[str] = NAMES, kind: str = "backend") -> list[str]:
+    """The names in a comma-separated list, each once; a `CommandError` if one of them is not known.
+
+    Example:
+        >>> names_in("serial, process")
+        ['serial', 'process']
+    """
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            here = " to choose here" if name in NAMES else ""
+            raise CommandError(f"there is no {kind} {name!r}{here}", f"there are {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def positive_numbers(option: str, text: str) -> list[int]:
+    """The numbers in the comma-separated list that an option was given; a `CommandError` if it is none.
+
+    Example:
+        >>> positive_numbers("--workers", "1,2,4")
+        [1, 2, 4]
+    """
+    if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", text):
+        raise CommandError(f"{option} {text} is no list of positive numbers", f"such as {option} 1,2,4")
+    return [int(number) for number in text.split(",")]
+
+
+def parsed_size(text: str) -> int:
+    """An amount of memory in bytes; a `CommandError` if it is none.
+
+    Example:
+        >>> parsed_size("2GB"), parsed_size("1.5 GiB"), parsed_size("800M")
+        (2000000000, 1610612736, 800000000)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", text.upper())
+    if match is None or (match[3] and not match[2]) or not float(match[1]):
+        raise CommandError(f"{text!r} is no amount of memory", "such as 800MB, 2GB or 1.5GiB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+
+
+# -- environments ------------------------------------------------------------------------------------------------------
 
 
 def constructor_of(target: str, env_kwargs: str = "{}") -> Callable[..., Any]:
-    """What makes one copy of the environment that was named on the command line.
+    """The constructor of the environment that is named on the command line.
 
     Args:
         target: `module[:attribute]` or `path/to/file.py[:function]`.
@@ -32,44 +164,38 @@ def constructor_of(target: str, env_kwargs: str = "{}") -> Callable[..., Any]:
         >>> constructor_of("mpe2.simple_spread_v3", '{"N": 5}')().possible_agents
         ['agent_0', 'agent_1', 'agent_2', 'agent_3', 'agent_4']
     """
-    keywords = _keywords(env_kwargs)
-    in_file = re.fullmatch(r"(?P<path>.+\.py)(?P<attribute>:.*)?", target)
-    if in_file:
-        name = _import_file(Path(in_file["path"])) + (in_file["attribute"] or "")
-    else:
-        name = target
-        sys.path.insert(0, str(Path.cwd()))  # a console script's path begins with its own directory instead
-    return functools.partial(_find(name), **keywords)
-
-
-def distributions_of(target: str) -> tuple[str, ...]:
-    """The installed distributions that the target's module comes from; none where it is a file or not installed.
-
-    Example:
-        >>> distributions_of("mpe2.simple_spread_v3:parallel_env")
-        ('mpe2',)
-    """
-    package = target.partition(":")[0].partition(".")[0]
-    return tuple(dict.fromkeys(packages_distributions().get(package, [])))
-
-
-def _keywords(env_kwargs: str) -> Mapping[str, Any]:
     try:
         keywords = json.loads(env_kwargs)
     except json.JSONDecodeError as error:
         raise CommandError(f"--env-kwargs is no JSON: {error}", _JSON_HINT) from error
     if not isinstance(keywords, dict):
         raise CommandError(f"--env-kwargs must be a JSON object, got {env_kwargs}", _JSON_HINT)
-    return keywords
-
-
-_JSON_HINT = "single quotes around it, double quotes within: --env-kwargs '{\"N\": 5}'"
+    in_file = re.fullmatch(r"(?P<path>.+\.py)(?P<attribute>:.*)?", target)
+    if in_file:
+        target = _import_file(Path(in_file["path"])) + (in_file["attribute"] or "")
+    else:
+        sys.path.insert(0, str(Path.cwd()))  # the path of a console script begins with the script's directory instead
+    module = target.partition(":")[0]
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # An import that fails inside the module is not the fault of the name.
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            raise CommandError(f"there is no module {error.name!r}", f"is it installed? {FORMS}") from error
+        raise
+    except (TypeError, ValueError) as error:
+        raise CommandError(f"{module!r} is no module's name: {error}", FORMS) from error
+    try:
+        return functools.partial(find_constructor(target), **keywords)
+    except AttributeError as error:
+        public = [k for k, v in vars(sys.modules[module]).items() if callable(v) and not k.startswith("_")]
+        raise CommandError(str(error), f"what can be called there: {', '.join(public) or 'nothing'}") from error
 
 
 def _import_file(path: Path) -> str:
-    """Import a file as Python runs a script, its directory on the path; returns the module's name.
+    """Import a file with its directory on `sys.path`, as Python runs a script; returns the module's name.
 
-    So its neighbours can be imported, by the workers as well: they are given this process's `sys.path`.
+    Workers get this process's `sys.path`, so they can import the file and its neighbours too.
     """
     path = path.resolve()
     if not path.is_file():
@@ -85,19 +211,12 @@ def _import_file(path: Path) -> str:
     return path.stem
 
 
-def _find(name: str) -> Callable[..., Any]:
-    module = name.partition(":")[0]
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        # An import inside the module that fails is the module's own trouble, and told as it is.
-        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-            raise CommandError(f"there is no module {error.name!r}", f"is it installed? {FORMS}") from error
-        raise
-    except (TypeError, ValueError) as error:
-        raise CommandError(f"{module!r} is no module's name: {error}", FORMS) from error
-    try:
-        return find_constructor(name)
-    except AttributeError as error:
-        public = [k for k, v in vars(sys.modules[module]).items() if callable(v) and not k.startswith("_")]
-        raise CommandError(str(error), f"what can be called there: {', '.join(public) or 'nothing'}") from error
+def distributions_of(target: str) -> tuple[str, ...]:
+    """The installed distributions that the target's module comes from; none for a file.
+
+    Example:
+        >>> distributions_of("mpe2.simple_spread_v3:parallel_env")
+        ('mpe2',)
+    """
+    package = target.partition(":")[0].partition(".")[0]
+    return tuple(dict.fromkeys(packages_distributions().get(package, [])))

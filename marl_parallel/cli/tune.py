@@ -1,157 +1,195 @@
-"""`marl-parallel tune`: finds the number of workers and of environments in each, and whether they pay off at all.
+"""`marl-parallel tune`: the number of workers, and of environments in each, that is fastest; and whether it pays off.
 
-Here live the command, the measurements and the report. `search.py` decides which settings are measured.
+A grid of settings is searched by successive halving: every setting is measured once, the better half twice more, the
+best quarter three times more, in rounds in each of which all of them have their turn. The best one then takes turns
+with a plain loop and with `backend="serial"`.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import itertools
+import math
+import operator
 import statistics
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple, TypeAlias
 
-import typer
+import psutil
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from marl_parallel.backends import descendants
-from marl_parallel.cli.failures import CommandError, told_briefly
-from marl_parallel.cli.isolation import ON_LINUX
-from marl_parallel.cli.machine import in_one_line, machine
-from marl_parallel.cli.measure import Traits, draw_actions, plain_loop, rate, spread, traits_of
-from marl_parallel.cli.memory import available, in_size, parsed_size, used_by
-from marl_parallel.cli.options import AsJson, Debug, EnvArgument, EnvKwargs, whole_numbers
-from marl_parallel.cli.output import reserved
-from marl_parallel.cli.report import progress
-from marl_parallel.cli.search import Axes, Search, Shape, Trial, Turn
-from marl_parallel.cli.target import constructor_of, distributions_of
-from marl_parallel.cli.ways import ASYNC, STEP, Constructor, Run, closed_after, repeatedly, run_of, stepping
-from marl_parallel.core.sharing import usable_cpus
-from marl_parallel.core.signatures import construct_one
-from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.cli.measure import (
+    ASYNC,
+    STEP,
+    Constructor,
+    Run,
+    Traits,
+    draw_actions,
+    made,
+    opened,
+    plain_loop,
+    rate,
+    repeatedly,
+    run_of,
+    spread,
+    stepping,
+)
+from marl_parallel.cli.report import in_one_line
+from marl_parallel.cli.target import CommandError
 
-ENVS_PER_WORKER = (1, 2, 4, 8)
-_ENVS_PER_CPU = 16
-
-
-def tune(
-    env: EnvArgument,
-    env_kwargs: EnvKwargs = "{}",
-    memory: Annotated[
-        str, typer.Option(help="What all worker processes may use together, such as 2GB.", show_default="what is free")
-    ] = "",
-    workers: Annotated[
-        str,
-        typer.Option(help="Numbers of workers, with commas between.", show_default="up to twice the CPUs, or more"),
-    ] = "",
-    envs_per_worker: Annotated[
-        str, typer.Option(help="Numbers of environments in each, with commas between.", show_default="1,2,4,8, or more")
-    ] = "",
-    max_envs: Annotated[
-        int,
-        typer.Option(
-            min=0, help="How many environments there may be; 0: 16 for each CPU.", show_default="16 for each CPU"
-        ),
-    ] = 0,
-    seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 0.5,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Find the number of workers and of environments in each that step ENV fastest, by measuring.
-
-    Every setting is measured once, the better half of them twice more, the best quarter three times more. Of those
-    within 2 % of the best, tune proposes the one with the fewest environments. It then compares that one with a plain
-    loop and with backend="serial", and advises against workers where they do not pay off.
-
-    [bold]Example[/bold]:  marl-parallel tune mpe2.simple_spread_v3 --memory 2GB
-    """
-    with told_briefly(debug):
-        axes = _axes(workers, envs_per_worker, max_envs or _ENVS_PER_CPU * usable_cpus())
-        limit = _limit(memory)
-        with reserved(as_json):
-            constructor = constructor_of(env, env_kwargs)
-            traits = _traits(constructor)
-            described = machine(distributions_of(env))
-            with progress(0, "tuning") as on_turn:
-                turns = Turns(constructor, traits, seconds, lambda turn: on_turn(turn, search.most_turns()))
-                search = Search(axes, turns, limit)
-                best = search.run()
-                in_turns = compare(constructor, traits, seconds, best, turns)
-        found = Tuning(env, json.loads(env_kwargs), described, limit, list(search.trials.values()), best, in_turns)
-        if as_json:
-            typer.echo(json.dumps(found.as_json(), indent=2))
-        else:
-            show(found)
+RUNGS = ((1.0, 1), (0.5, 2), (0.25, 3))
+"""For each rung, the share of all settings that is measured, and in how many rounds."""
+FINALISTS = 3
+"""The least number of settings in the last rungs."""
+AS_GOOD = 0.02
+"""A finalist that is slower than the fastest by at most this share is as good; the smallest of these is taken."""
+PLAIN_LOOP, SERIAL, WORKERS = "plain loop", "serial", "workers"
+ROUNDS = 3
 
 
-def _axes(workers: str, envs_per_worker: str, most_envs: int) -> Axes:
-    cpus = usable_cpus()
-    usual = sorted({*(2**n for n in range(cpus.bit_length())), cpus, 2 * cpus})
-    return Axes(
-        sorted(whole_numbers("--workers", workers)) if workers else usual,
-        sorted(whole_numbers("--envs-per-worker", envs_per_worker)) if envs_per_worker else ENVS_PER_WORKER,
-        most_envs=most_envs,
-        grow=not workers and not envs_per_worker,
-    )
+class Setting(NamedTuple):
+    """A number of workers, of environments in each, and the way they are stepped: `STEP` or `ASYNC`."""
+
+    num_workers: int
+    envs_per_worker: int
+    way: str = STEP
+
+    @property
+    def num_envs(self) -> int:
+        """All environments."""
+        return self.num_workers * self.envs_per_worker
+
+    def exceeds(self, other: Setting) -> bool:
+        """Whether it has as many workers and as many environments in each, and more of one."""
+        return self[:2] != other[:2] and self[0] >= other[0] and self[1] >= other[1]
 
 
-def _limit(memory: str) -> int | None:
-    if not memory:
-        return available()
-    if not ON_LINUX:
-        raise CommandError("--memory needs Linux, whose /proc tells what processes use", "leave it out")
-    return parsed_size(memory)
+Measure: TypeAlias = Callable[[Sequence[Setting]], tuple[list[float], int]]
+"""Measures settings: environment steps per second of each, and bytes of memory that all workers use."""
 
 
-def _traits(constructor: Constructor) -> Traits:
-    with closed_after(construct_one(constructor, seed=42, env_id=0)) as env:
-        return traits_of(env)
+@dataclass
+class Trial:
+    """What a setting achieved: environment steps per second in each round; the most memory in any; whether it fits."""
+
+    setting: Setting
+    rounds: list[float] = field(default_factory=list)
+    memory: int = 0
+    fits: bool = True
+
+    @property
+    def steps_per_second(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.rounds)
 
 
-class Turns:
-    """Measures shapes, each with processes of its own.
+def grid(workers: Sequence[int], envs_per_worker: Sequence[int], max_envs: int) -> list[Setting]:
+    """All settings with at most `max_envs` environments; a single environment is only stepped by `step`."""
+    settings = {Setting(*one) for one in itertools.product(workers, envs_per_worker, (STEP, ASYNC))}
+    return sorted(one for one in settings if one.num_envs <= max_envs and (one.way == STEP or one.num_envs > 1))
+
+
+def search(settings: Sequence[Setting], measure: Measure, limit: float = math.inf) -> tuple[Trial, list[Trial]]:
+    """Find the fastest setting within a limit of memory by successive halving.
 
     Args:
-        constructor: Makes one environment.
-        traits: Those of the environment.
-        seconds: How long each way is measured.
-        on_turn: Told who is up.
+        settings: What to try.
+        measure: Measures settings that differ in the way only, which share worker processes.
+        limit: Bytes of memory that all workers may use.
+
+    Returns:
+        The best trial, and all of them.
+
+    Raises:
+        CommandError: Nothing keeps within the limit, or there is nothing to try.
     """
+    if not settings:
+        raise CommandError("there is nothing to try", "allow more with --max-envs")
+    trials: dict[Setting, Trial] = {}
+    kept = list(settings)
+    for share, rounds in RUNGS:
+        kept = sorted(kept[: _survivors(share, settings)], key=lambda one: (one.num_envs, one))
+        groups = [[*group] for _, group in itertools.groupby(kept, key=operator.itemgetter(0, 1))]
+        for group in groups * rounds:
+            if any(group[0].exceeds(one.setting) for one in trials.values() if not one.fits):
+                continue
+            rates, memory = measure(group)
+            for setting, steps_per_second in zip(group, rates):
+                trial = trials.setdefault(setting, Trial(setting))
+                trial.rounds.append(steps_per_second)
+                trial.memory = max(trial.memory, memory)
+                trial.fits = trial.memory <= limit
+        fitting = sorted((one for one in trials.values() if one.fits), key=lambda one: -one.steps_per_second)
+        if not fitting:
+            least = min(trial.memory for trial in trials.values())
+            raise CommandError(
+                f"nothing keeps within --memory: the least that was tried uses {in_size(least)}",
+                "allow more, or try fewer environments with --workers and --envs-per-worker",
+            )
+        kept = [trial.setting for trial in fitting if trial.setting in kept] or [trial.setting for trial in fitting]
+    finalists = [trials[setting] for setting in kept]
+    enough = (1 - AS_GOOD) * max(trial.steps_per_second for trial in finalists)
+    as_good = [trial for trial in finalists if trial.steps_per_second >= enough]
+    best = min(as_good, key=lambda one: (one.setting.num_envs, one.setting[:2], one.setting.way != STEP))
+    return best, list(trials.values())
 
-    def __init__(
-        self, constructor: Constructor, traits: Traits, seconds: float, on_turn: Callable[[str], None]
-    ) -> None:
-        self._constructor, self._traits, self._seconds, self._on_turn = constructor, traits, seconds, on_turn
 
-    def __call__(self, shape: Shape, ways: Sequence[str]) -> Turn:
-        self._on_turn(f"{shape.workers} workers x {shape.envs_per_worker}")
-        others = {*descendants.below(os.getpid())} if ON_LINUX else set()
-        pool = draw_actions(self._traits.action_spaces, shape.num_envs)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs may be what is best
-            env = ParallelEnv([self._constructor] * shape.num_envs, num_workers=shape.workers)
-        with closed_after(env):
-            rates = {}
-            for way in ways:
-                run = run_of(env, pool, self._traits.rules, way)
-                rates[way] = _rate_once_warm(run, self._seconds)
-            memory = used_by({*descendants.below(os.getpid())} - others) if ON_LINUX else None
-        return Turn(rates, memory)
+def most_turns(settings: Sequence[Setting]) -> int:
+    """The most turns that `search` gives to settings."""
+    return sum(rounds * _survivors(share, settings) for share, rounds in RUNGS)
 
 
-PLAIN_LOOP, SERIAL, WORKERS = "plain loop", "serial", "workers"
-_ROUNDS = 3
+def _survivors(share: float, settings: Sequence[Setting]) -> int:
+    return min(max(FINALISTS, math.ceil(share * len(settings))), len(settings))
+
+
+def in_size(nbytes: float) -> str:
+    """Bytes in a unit that fits.
+
+    Example:
+        >>> in_size(83_400_000), in_size(2.25e9)
+        ('83 MB', '2.2 GB')
+    """
+    return f"{nbytes / 1e6:,.0f} MB" if nbytes < 1e9 else f"{nbytes / 1e9:,.1f} GB"
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def measured(
+    constructor: Constructor, traits: Traits, seconds: float, settings: Sequence[Setting]
+) -> tuple[list[float], int]:
+    """Measure settings that differ in the way only, with worker processes of their own; results as of `Measure`."""
+    num_workers, num_envs = settings[0].num_workers, settings[0].num_envs
+    before = {*psutil.Process().children(recursive=True)}
+    batches = draw_actions(traits.action_spaces, num_envs)
+    with opened([constructor] * num_envs, num_workers=num_workers) as env:
+        rates = [_rate_once_warm(run_of(env, batches, traits.rules, one.way), seconds) for one in settings]
+        return rates, memory_of({*psutil.Process().children(recursive=True)} - before)
+
+
+def memory_of(processes: set[psutil.Process]) -> int:
+    """Bytes of memory that processes use together; pages that they share are counted once where the system can tell."""
+    used = 0
+    for process in processes:
+        try:
+            memory = process.memory_full_info()
+        except psutil.NoSuchProcess:
+            continue
+        used += getattr(memory, "pss", memory.rss)
+    return used
 
 
 def compare(
-    constructor: Constructor, traits: Traits, seconds: float, best: Trial, turns: Turns
+    constructor: Constructor,
+    traits: Traits,
+    seconds: float,
+    best: Trial,
+    measure: Measure,
 ) -> dict[str, list[float]]:
     """Measure a plain loop, `backend="serial"` and the best setting in turns.
 
@@ -161,20 +199,16 @@ def compare(
     Returns:
         Environment steps per second in each round, by `PLAIN_LOOP`, `SERIAL` and `WORKERS`.
     """
-    shape, way = best.setting
-    num_envs = shape.envs_per_worker
-    pool = draw_actions(traits.action_spaces, num_envs)
+    num_envs = best.setting.envs_per_worker
+    batches = draw_actions(traits.action_spaces, num_envs)
     rounds: dict[str, list[float]] = {PLAIN_LOOP: [], SERIAL: [], WORKERS: []}
-    for _ in range(_ROUNDS):
-        with ExitStack() as stack:
-            envs = []
-            for env_id in range(num_envs):
-                envs.append(construct_one(constructor, seed=42 + env_id, env_id=env_id))
-                stack.enter_context(closed_after(envs[-1]))
-            rounds[PLAIN_LOOP].append(_rate_once_warm(repeatedly(plain_loop(envs, traits), pool, num_envs), seconds))
-        with stepping([constructor] * num_envs, pool, traits.rules, STEP, backend="serial") as run:
+    for _ in range(ROUNDS):
+        with made(constructor, num_envs) as envs:
+            run = repeatedly(plain_loop(envs, traits), batches, num_envs)
+            rounds[PLAIN_LOOP].append(_rate_once_warm(run, seconds))
+        with stepping([constructor] * num_envs, batches, traits.rules, STEP, backend="serial") as run:
             rounds[SERIAL].append(_rate_once_warm(run, seconds))
-        rounds[WORKERS].append(turns(shape, [way]).rates[way])
+        rounds[WORKERS].append(measure([best.setting])[0][0])
     return rounds
 
 
@@ -186,155 +220,71 @@ def _rate_once_warm(run: Run, seconds: float) -> float:
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """What was measured, and what is proposed.
-
-    Attributes:
-        environment: As it was named.
-        env_kwargs: Its keywords.
-        machine: What it was measured on.
-        limit: Bytes of memory for all processes; None for no limit.
-        trials: All that was measured.
-        best: The fastest setting within the limit.
-        in_turns: Environment steps per second of the plain loop, `backend="serial"` and the best setting, measured in
-            turns; see `compare`.
-    """
-
-    environment: str
-    env_kwargs: dict[str, Any]
-    machine: dict[str, Any]
-    limit: int | None
-    trials: list[Trial]
-    best: Trial
-    in_turns: dict[str, list[float]]
-
-    @property
-    def medians(self) -> dict[str, float]:
-        """Environment steps per second of the plain loop, `backend="serial"` and the best setting."""
-        return {name: statistics.median(rounds) for name, rounds in self.in_turns.items()}
-
-    @property
-    def pays_off(self) -> bool:
-        """Whether the best setting is faster than a plain loop."""
-        return self.medians[WORKERS] > self.medians[PLAIN_LOOP]
-
-    @property
-    def advice(self) -> str:
-        """One sentence: whether to use workers."""
-        rates = self.medians
-        if self.pays_off:
-            return f"{rates[WORKERS] / rates[PLAIN_LOOP]:.2f} times the speed of a plain loop."
-        faster = "a plain loop or backend='serial' is" if rates[SERIAL] > rates[WORKERS] else "a plain loop is"
-        return (
-            f"Do not parallelise this simulator: {faster} faster. A plain loop takes {rates[PLAIN_LOOP]:,.0f} steps/s, "
-            f"backend='serial' {rates[SERIAL]:,.0f}, the fastest number of workers {rates[WORKERS]:,.0f}."
+def conclusion(
+    environment: str, env_kwargs: dict[str, Any], best: Trial, trials: Sequence[Trial], in_turns: dict[str, list[float]]
+) -> dict[str, Any]:
+    """What was measured and what is proposed, in values that JSON knows; the fastest trials come first."""
+    loop, serial, workers = (statistics.median(in_turns[name]) for name in (PLAIN_LOOP, SERIAL, WORKERS))
+    pays_off, setting = workers > loop, best.setting
+    advice = f"{workers / loop:.2f} times the speed of a plain loop."
+    if not pays_off:
+        faster = "a plain loop or backend='serial' is" if serial > workers else "a plain loop is"
+        advice = (
+            f"Do not parallelise this simulator: {faster} faster. A plain loop takes {loop:,.0f} steps/s, "
+            f"backend='serial' {serial:,.0f}, the fastest number of workers {workers:,.0f}."
         )
-
-    @property
-    def ranked(self) -> list[Trial]:
-        """The fastest first, those that do not keep within the limit last."""
-        return sorted(self.trials, key=lambda trial: (not trial.fits, -trial.steps_per_second))
-
-    @property
-    def code(self) -> str:
-        """The line to paste, and how to step the environments it makes."""
-        shape, way = self.best.setting
-        how = f"num_workers={shape.workers}" if self.pays_off else 'backend="serial"'
-        arguments = [f'"{_importable(self.environment)}"', f"num_envs={shape.num_envs}", how]
-        if self.env_kwargs:
-            arguments.insert(2, f"env_kwargs={self.env_kwargs!r}")
-        line = f"env = marl_parallel.make({', '.join(arguments)})"
-        if self.pays_off and way == ASYNC:
-            some = max(1, shape.num_envs // 2)
-            line += f"\n# env.reset_async(); then again and again env.recv(min_envs={some}), and env.send to who came"
-        return line
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, in what JSON knows."""
-        return {
-            "environment": self.environment,
-            "env_kwargs": self.env_kwargs,
-            "machine": self.machine,
-            "memory_limit": self.limit,
-            "best": _as_json(self.best),
-            "plain_loop": self.medians[PLAIN_LOOP],
-            "serial": self.medians[SERIAL],
-            "pays_off": self.pays_off,
-            "advice": self.advice,
-            "code": self.code,
-            "trials": [_as_json(trial) for trial in self.ranked],
-        }
-
-
-def _as_json(trial: Trial) -> dict[str, Any]:
-    shape, way = trial.setting
+    path, colon, attribute = environment.partition(":")
+    # A file by its module's name: what is pasted is to run beside it.
+    name = f"{Path(path).stem}{colon}{attribute}" if path.endswith(".py") else environment
+    arguments = [f'"{name}"', f"num_envs={setting.num_envs}", *([f"env_kwargs={env_kwargs!r}"] if env_kwargs else [])]
+    how = f"num_workers={setting.num_workers}" if pays_off else 'backend="serial"'
+    code = f"env = marl_parallel.make({', '.join([*arguments, how])})"
+    if pays_off and setting.way == ASYNC:
+        half = max(1, setting.num_envs // 2)
+        code += f"\n# env.reset_async(); then repeat: env.recv(min_envs={half}), env.send actions to those it returned"
     return {
-        "num_workers": shape.workers,
-        "envs_per_worker": shape.envs_per_worker,
-        "num_envs": shape.num_envs,
-        "way": way,
-        "steps_per_second": trial.steps_per_second,
-        "memory": trial.memory,
-        "fits": trial.fits,
-        "rounds": trial.rounds,
+        "environment": environment,
+        "env_kwargs": env_kwargs,
+        "best": _as_json(best),
+        "plain_loop": loop,
+        "serial": serial,
+        "pays_off": pays_off,
+        "advice": advice,
+        "code": code,
+        "trials": [*map(_as_json, sorted(trials, key=lambda one: (not one.fits, -one.steps_per_second)))],
+        "in_turns": in_turns,
     }
 
 
-def _importable(target: str) -> str:
-    """A file by its module's name: what is pasted is to run beside it.
-
-    Example:
-        >>> _importable("path/to/simulators.py:make_env"), _importable("mpe2.simple_spread_v3")
-        ('simulators:make_env', 'mpe2.simple_spread_v3')
-    """
-    path, colon, attribute = target.partition(":")
-    return f"{Path(path).stem}{colon}{attribute}" if path.endswith(".py") else target
+def _as_json(trial: Trial) -> dict[str, Any]:
+    facts = {"num_envs": trial.setting.num_envs, "steps_per_second": trial.steps_per_second, **vars(trial)}
+    return {**trial.setting._asdict(), **{name: fact for name, fact in facts.items() if name != "setting"}}
 
 
-def show(found: Tuning) -> None:
+def show(found: dict[str, Any]) -> None:
     """Print the settings, the fastest first, the advice and the line to paste."""
-    console = Console()
+    console, best, pays_off = Console(), found["best"], found["pays_off"]
+    title = escape(found["environment"])
     table = Table(
-        title=escape(found.environment),
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
-    for heading in ("workers", "in each", "envs"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("by", no_wrap=True)
-    for heading in ("steps/s", "± %", "rounds", "memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for trial in found.ranked:
-        shape, way = trial.setting
-        table.add_row(
-            f"{shape.workers}",
-            f"{shape.envs_per_worker}",
-            f"{shape.num_envs}",
-            {STEP: "step", ASYNC: "send, recv"}[way],
-            f"{trial.steps_per_second:,.0f}",
-            f"{100 * spread(trial.rounds):.0f}" if len(trial.rounds) > 1 else "",
-            f"{len(trial.rounds)}",
-            "" if trial.memory is None else in_size(trial.memory),
-            _remark(found, trial),
-            style="bold green" if trial is found.best else None if trial.fits else "dim",
-        )
+    for heading in ("workers", "in each", "envs", "by", "steps/s", "± %", "rounds", "memory", ""):
+        table.add_column(heading, justify="left" if heading in ("by", "") else "right", no_wrap=True)
+    for trial in found["trials"]:
+        remark, style = ("", None) if trial["fits"] else ("too large", "dim")
+        if trial == best:
+            remark, style = "proposed" if pays_off else "fastest", "bold green"
+        counts = [str(trial[name]) for name in ("num_workers", "envs_per_worker", "num_envs")]
+        way = {STEP: "step", ASYNC: "send, recv"}[trial["way"]]
+        table.add_row(*counts, way, *_speed(trial["rounds"]), in_size(trial["memory"]), remark, style=style)
     for name in (SERIAL, PLAIN_LOOP):
-        rounds = found.in_turns[name]
-        num_envs = f"{found.best.setting.shape.envs_per_worker}"
-        speed = f"{found.medians[name]:,.0f}", f"{100 * spread(rounds):.0f}"
-        table.add_row("", "", num_envs, name, *speed, f"{len(rounds)}", "", "")
+        table.add_row("", "", str(best["envs_per_worker"]), name, *_speed(found["in_turns"][name]), "", "")
     console.print(table)
-    console.print(f"[dim]{escape(in_one_line(found.machine))}", highlight=False)
-    console.print(f"\n{found.advice}", style=None if found.pays_off else "bold yellow", markup=False, highlight=False)
-    console.print(f"{found.code}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"[dim]{escape(in_one_line(found['machine']))}", highlight=False)
+    console.print(f"\n{found['advice']}", style=None if pays_off else "bold yellow", markup=False, highlight=False)
+    console.print(found["code"], markup=False, highlight=False, soft_wrap=True)
 
 
-def _remark(found: Tuning, trial: Trial) -> str:
-    if trial is found.best:
-        return "proposed" if found.pays_off else "fastest"
-    return "" if trial.fits else "too large"
+def _speed(rounds: Sequence[float]) -> tuple[str, str, str]:
+    deviation = f"{100 * spread(rounds):.0f}" if len(rounds) > 1 else ""
+    return f"{statistics.median(rounds):,.0f}", deviation, f"{len(rounds)}"

@@ -17,10 +17,11 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
+from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.columns import Group as ColumnGroup
 from marl_parallel.core.header import BITS
-from marl_parallel.core.schema import Schema, alike
+from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, is_vector
 from marl_parallel.core.transition import ALL, is_empty_info
 

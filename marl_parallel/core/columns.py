@@ -22,8 +22,8 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
-from marl_parallel.adapters.protocol import AgentID
-from marl_parallel.core.schema import Schema, alike
+from marl_parallel.adapters.protocol import AgentID, Schema
+from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import (
     ARRAY_SPACES,
     DoesNotFit,

@@ -7,12 +7,12 @@ from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
 from gymnasium.vector import AutoresetMode
 
+from marl_parallel.adapters import Schema
 from marl_parallel.core.messages import Message, Request
-from marl_parallel.core.payloads import Built, Description, Plan, Refusal
-from marl_parallel.core.pickling import by_value, sendable, take_along
+from marl_parallel.core.payloads import Built, Plan, Refusal
+from marl_parallel.core.pickling import by_value, dumps_by_value, sendable, take_along
 from marl_parallel.core.pool import Pool
 from marl_parallel.core.registrations import dump_registrations
 
@@ -27,7 +27,7 @@ def construct(
     adapter: str | Callable[..., Any] | None,
     restarts: bool,
     only_here: list[ModuleType],
-) -> tuple[list[Description], Plan, dict[int, Built]]:
+) -> tuple[list[Schema], Plan, dict[int, Built]]:
     """Build all environments, each in its worker, and ask what they are.
 
     Args:
@@ -49,7 +49,7 @@ def construct(
         ParallelEnvError: A constructor raised, crashed or took too long.
     """
     pickled = _pickle(constructors, range(len(constructors)), only_here)
-    described: dict[int, Description] = {}
+    described: dict[int, Schema] = {}
     replies: dict[int, Built] = {}
     registrations = dump_registrations()
     first, first_id = b"", 0
@@ -96,7 +96,7 @@ def _pickle(constructors: Sequence[Constructor], env_ids: Any, only_here: Sequen
             constructor = constructors[env_id]
             if id(constructor) not in same:
                 try:
-                    same[id(constructor)] = cloudpickle.dumps(constructor)
+                    same[id(constructor)] = dumps_by_value(constructor)
                 except Exception as error:
                     raise TypeError(
                         f"the constructor of environment {env_id} cannot be pickled, so it cannot be sent to a "

@@ -1,8 +1,8 @@
-"""What `ParallelEnv` asks of whatever carries out its calls, and of the batch that is written for it and read of it.
+"""`Engine` and `BatchView`: what `BatchRunner` stands on.
 
-There are two of each. `Crew` and `Batch` have workers step one environment after the other, and meet in a block of
-memory; `NativeCrew` and `NativeBatch` have one simulator step all of them at once, and meet in its own arrays. What is
-handed from one half to the other, actions as they are written and what was told of them, only these two look into.
+There are two of each. `Pool` and `Batch` have workers step one environment after the other, through a block of shared
+memory. `NativeCrew` and `NativeBatch` have one simulator step all environments at once, through its own arrays. Written
+actions and the extras of results go from one half to the other; nobody else looks into them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from marl_parallel.types import EnvError, Stats
 
 
 class Engine(Protocol):
-    """Carries out what is asked of environments.
+    """Carries out requests to environments.
 
     Attributes:
         shares: The environments of each worker.
@@ -35,7 +35,7 @@ class Engine(Protocol):
         seeds_stale: Whether environments may use other seeds than when they were asked last.
         batch_size: How many results come together at the least.
         partial: Whether some environments can be stepped or reset without the others.
-        seeded_at_start: Whether a reset cannot seed.
+        seeded_at_start: Whether `reset` can take no seed.
     """
 
     closed: bool
@@ -105,12 +105,12 @@ class BatchView(Protocol):
 
     Attributes:
         mode: When episodes begin anew.
-        mode_is_fixed: Whether the simulators know no other.
+        mode_is_fixed: Whether the simulator knows no other mode.
         copies: Whether observations are handed out as arrays of the caller's own.
         env_ids: All environments.
         begun: For each environment, whether it has been reset at least once.
-        acting: For each environment, who should act next; lists that nobody may change.
-        alive: Likewise, who has been seen in this episode and is neither terminated nor truncated yet.
+        acting: For each environment, the agents that act next; lists that nobody may change.
+        alive: Likewise, the agents seen in this episode and neither terminated nor truncated yet.
         over: For each environment, whether its episode has ended and no reset has followed.
     """
 
@@ -140,17 +140,17 @@ class BatchView(Protocol):
 
     @property
     def write_actions(self) -> Callable[[Sequence[int], Sequence[Mapping[Any, Any]]], Any]:
-        """Writes one dict of actions for each environment; returns what is to be handed to the engine."""
+        """Writes one dict of actions for each environment; returns what the engine needs to carry them out."""
 
     @property
     def read(self) -> Callable[[Sequence[int], Any], Columns]:
-        """Reads the transitions of some environments, of what the engine tells: five tuples of dicts."""
+        """Reads the transitions of some environments, given the extras of their results: five tuples of dicts."""
 
     def masks(self, env_id: int) -> dict[AgentID, Any]:
         """By agent, the action masks of those who act next in one environment that is not in flight; new arrays."""
 
     def arrays(self, *, copy: bool) -> ArrayView:
-        """The other view of the same."""
+        """Writes and reads the same as arrays; `copy` says whether observations are arrays of the caller's own."""
 
     def begin(self, env_ids: Iterable[int]) -> None:
         """Note that these environments have been reset."""

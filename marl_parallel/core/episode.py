@@ -14,8 +14,7 @@ from typing import Any
 from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.adapters.agents import refuse_reserved
-from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules
+from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules, refuse_reserved
 from marl_parallel.core.header import UsualForm
 from marl_parallel.core.ledger import Activity, Ledger
 from marl_parallel.core.spaces import zeros

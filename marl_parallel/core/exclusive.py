@@ -81,7 +81,8 @@ def _named(ident: int) -> str:
 class Guarded(Protocol):
     """An object whose calls are guarded."""
 
-    _guard: CallGuard
+    @property
+    def _guard(self) -> CallGuard: ...
 
 
 G = TypeVar("G", bound=Guarded)

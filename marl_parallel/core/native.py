@@ -20,7 +20,8 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from marl_parallel.core.schema import Schema, alike
+from marl_parallel.adapters.protocol import Schema
+from marl_parallel.core.schema import alike
 from marl_parallel.core.stacking import each, together
 
 EnvIds = NDArray[np.int32]

@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import own_mask
 from marl_parallel.adapters import AgentID
+from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.batch import of_acting
 from marl_parallel.core.native import Received, action_groups
 from marl_parallel.core.native_arrays import InfoColumns, NativeArrays, by_row
 from marl_parallel.core.records import Columns
-from marl_parallel.core.schema import Schema, alike
+from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, zeros
 from marl_parallel.core.transition import ALL
 

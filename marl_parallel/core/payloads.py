@@ -5,13 +5,10 @@ When each of them is sent is said in `messages.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from gymnasium import Space
 from gymnasium.vector import AutoresetMode
-
-from marl_parallel.adapters import AgentID, Rules
 
 
 class Plan(NamedTuple):
@@ -25,7 +22,7 @@ class Plan(NamedTuple):
         restarts: Whether what fails is built anew, so that what was said before it must not be lost.
         traced: Whether the worker is to keep a trace, where it does not do so yet.
         counts: By environment, how often it has been built anew; None for never.
-        described: What all environments are like: a pickled `Description`, for those that are built anew.
+        described: What all environments are like: a pickled `Schema`, for those that are built anew.
         registrations: What is registered with Gymnasium and PettingZoo in the caller's process, as of
             `dump_registrations`; workers in that process ignore it.
     """
@@ -71,7 +68,7 @@ class Built(NamedTuple):
     """The reply to `ACCESS`.
 
     Attributes:
-        description: A `Description`, pickled.
+        description: A `Schema`, pickled.
         seeded: Whether its constructor got the seed, or had one bound.
         open: Whether its constructor has a bare `**kwargs`.
         declared_seed: The seed that the environment says it uses; None where it says none.
@@ -81,28 +78,6 @@ class Built(NamedTuple):
     seeded: bool = False
     open: bool = False
     declared_seed: int | None = None
-
-
-class Description(NamedTuple):
-    """What the parent must know of an environment; the fields are those of `MultiAgentEnv`.
-
-    Descriptions of equal environments mostly pickle to the same bytes, so that nothing else has to be compared. Sets,
-    which pickle in any order, are sorted tuples here.
-    """
-
-    rules: Rules
-    possible_agents: list[AgentID]
-    observation_spaces: Mapping[AgentID, Space[Any]]
-    action_spaces: Mapping[AgentID, Space[Any]]
-    state_space: Space[Any] | None
-    metadata: dict[str, Any]
-    render_mode: str | None
-    reset_keywords: tuple[str, ...]
-    check_options: Callable[[Any], None]
-    seeded_when_made: bool
-    options_last: bool
-    needs_all_actions: bool
-    reward_spaces: Mapping[AgentID, Space[Any]]
 
 
 class Answer(NamedTuple):

@@ -1,9 +1,9 @@
-"""What travels pickled: the one way it is pickled, and the order in which it joins what lay in the block.
+"""Pickling: one way for all messages, and the order in which pickled entries join those that lay in the block.
 
 Some modules exist in the caller's process only, such as a script, a notebook, or a test that was loaded from its file.
-What they define travels by value. That a worker cannot import one is found out by trying: it refuses, and names it.
-Such a class is made where it is not known yet, and left alone where it is: what its attributes are by now, and what
-its methods see, is the matter of those who use it.
+Their definitions travel by value. A worker that cannot import a module says so and names it. A class that
+travels by value is created where it is not known yet, and left alone where it is: later changes to its attributes, and
+what its methods see, are not undone.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import contextlib
 import io
 import pickle
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import cloudpickle
-from cloudpickle import cloudpickle as internals
 
 from marl_parallel.adapters.protocol import AgentID
 
@@ -32,56 +32,65 @@ def dumps(value: Any) -> bytes:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
         # Plain pickle is several times faster, but knows nothing that was defined in a script or a function.
-        return bytes(cloudpickle.dumps(value))
+        return dumps_by_value(value)
+
+
+def dumps_by_value(value: Any) -> bytes:
+    """Pickle with cloudpickle, which sends definitions by value that no other process can import."""
+    with io.BytesIO() as file:
+        ByValuePickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+        return file.getvalue()
 
 
 def loads(pickled: bytes) -> Any:
-    """Make again what `dumps` or `sendable` has pickled."""
-    if len(pickled) < _SHORT and _BY_VALUE not in pickled:
-        return pickle.loads(pickled)
-    return _Unpickler(io.BytesIO(pickled)).load()
+    """Unpickle what a function of this module has pickled."""
+    return pickle.loads(pickled)
 
 
-_BY_VALUE = internals.__name__.encode()
-_SHORT = 4000  # to look through more takes longer than to do without
+class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's pickler, with one difference: classes that the reader knows stay as they are there.
+
+    cloudpickle alone would set their attributes back to what they were when they were pickled.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if not isinstance(obj, type) or type(reduced) is not tuple or len(reduced) != 6:
+            return reduced
+        # A class by value: how to create it, its attributes, and how to set these (see `object.__reduce__`).
+        create, arguments, state, items, pairs, set_state = reduced
+        return _known_or_new, (_id_of(obj), create, arguments), (set_state, state), items, pairs, _set_state_of_new
 
 
-class _Unpickler(pickle.Unpickler):
-    """Leaves classes that travelled by value as they are where they are known: cloudpickle would set them back."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        if module != internals.__name__:
-            return found
-        if name in ("_make_skeleton_class", "_make_skeleton_enum"):
-            return _noting_new_ones(found)
-        return _filling_new_ones(found) if name == "_class_setstate" else found
+_classes: WeakValueDictionary[str, type] = WeakValueDictionary()
+"""Classes that have travelled by value, from here or to here."""
+_ids: WeakKeyDictionary[type, str] = WeakKeyDictionary()
+_incomplete: WeakSet[type] = WeakSet()
+"""Classes that have been created, but have no attributes yet; still so where that has failed."""
 
 
-_unfilled: WeakSet[type] = WeakSet()
-"""Classes that have been made, but have no attributes yet; still so after a failure half-way."""
+def _id_of(kind: type) -> str:
+    if kind not in _ids:
+        _ids[kind] = uuid.uuid4().hex
+        _classes[_ids[kind]] = kind
+    return _ids[kind]
 
 
-def _noting_new_ones(make: Callable[..., type]) -> Callable[..., type]:
-    def made(*given: Any) -> type:
-        *_, tracked_as, _ = given
-        known = tracked_as in internals._DYNAMIC_CLASS_TRACKER_BY_ID
-        kind = make(*given)
-        if not known:
-            _unfilled.add(kind)
-        return kind
-
-    return made
+def _known_or_new(class_id: str, create: Callable[..., type], arguments: tuple[Any, ...]) -> type:
+    kind = _classes.get(class_id)
+    if kind is None:
+        kind = create(*arguments)
+        _classes[class_id] = kind
+        _ids[kind] = class_id
+        _incomplete.add(kind)
+    return kind
 
 
-def _filling_new_ones(fill: Callable[[type, Any], type]) -> Callable[[type, Any], type]:
-    def filled(kind: type, state: Any) -> type:
-        if kind in _unfilled:
-            fill(kind, state)
-            _unfilled.discard(kind)
-        return kind
-
-    return filled
+def _set_state_of_new(kind: type, state: tuple[Callable[[type, Any], object], Any]) -> None:
+    if kind in _incomplete:
+        set_state, attributes = state
+        set_state(kind, attributes)
+        _incomplete.discard(kind)
 
 
 def sendable(value: Any, what: str, only_here: Sequence[ModuleType]) -> bytes:
@@ -100,7 +109,7 @@ def sendable(value: Any, what: str, only_here: Sequence[ModuleType]) -> bytes:
         # Plain pickle refers to the caller's script, of which workers know only what came with the constructors.
         if any(name.encode() in pickled for name in ("__main__", *(module.__name__ for module in only_here))):
             with by_value(only_here):
-                return bytes(cloudpickle.dumps(value))
+                return dumps_by_value(value)
         return pickled
     except Exception as error:
         raise TypeError(f"{what} cannot be pickled, so the workers cannot be told: {error}") from error

@@ -89,7 +89,7 @@ class Pool:
         self._plain = False  # whether every slot is idle, with nothing kept for a restart
         self._done = 0  # how many slots are done
         self._answers: dict[int, Any] = {}  # of `execute`, by environment
-        self._errors: list[ParallelEnvError] = []  # of faults that have been survived since `execute` began
+        self._errors: list[ParallelEnvError] | None = None  # of faults survived in the present `execute`
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
         self._lock = threading.RLock()
 
@@ -206,9 +206,10 @@ class Pool:
             ParallelEnvError: A fault. Everything has been closed, or the environments have been rebuilt.
             ClosedEnvironmentError: Another thread has closed everything.
         """
-        answers: dict[int, Any] = self._call(self._execute, requests)
-        if self._errors:
-            raise self._errors[0]  # its environments have been rebuilt
+        answers: dict[int, Any]
+        answers, errors = self._call(self._execute, requests)
+        if errors:
+            raise errors[0]  # its environments have been rebuilt
         return answers
 
     def execute_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
@@ -243,15 +244,16 @@ class Pool:
         extras: Mapping[int, Any] = results.extras
         return extras
 
-    def _execute(self, requests: Mapping[int, Request]) -> dict[int, Any]:
+    def _execute(self, requests: Mapping[int, Request]) -> tuple[dict[int, Any], list[ParallelEnvError]]:
         while self._rebuilding():
             self._wait_once(None, 1)
-        self._answers, self._errors = {}, []
+        errors: list[ParallelEnvError] = []
+        self._answers, self._errors = {}, errors
         self._post(requests, together=True)
         while (busy := sum(bool(queue.requests) for queue in self._queues)) or self._rebuilding():
             self._wait_once(None, busy or 1)
-        answers, self._answers = self._answers, {}
-        return {} if self._errors else {env_id: self.read(env_id, result) for env_id, result in answers.items()}
+        answers, self._answers, self._errors = self._answers, {}, None
+        return {} if errors else {env_id: self.read(env_id, result) for env_id, result in answers.items()}, errors
 
     def _plain_extras(self, replies: Sequence[tuple[int, Reply | Lost]]) -> dict[int, Any] | None:
         """The extras of a step of all environments; None where slots are needed to apply the replies."""
@@ -464,7 +466,8 @@ class Pool:
         self.recovery.count_fault([slot], error)
         self._begin_rebuild(slot, self.recovery.interrupted(slot, in_reset=in_reset), error, partially_written)
         logger.warning("%s; it is restarted", reports.first_line(error))
-        self._errors.append(error)
+        if self._errors is not None:
+            self._errors.append(error)
         self._rebuild(slot.worker, [slot])
 
     def _lost(self, worker: int, lost: Lost) -> None:
@@ -558,7 +561,8 @@ class Pool:
         queue.requests.clear()
         queue.past = self._stats_of(worker)
         queue.posted, queue.suspect = 0, None
-        self._errors.append(error)
+        if self._errors is not None:
+            self._errors.append(error)
         self.backend.replace(worker)
         if self.tracer is not None:
             self.tracer.mark(worker, "replaced")

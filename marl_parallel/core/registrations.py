@@ -13,12 +13,11 @@ import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-import cloudpickle
 import gymnasium
 import pettingzoo  # type: ignore[import-untyped]
 from gymnasium.envs.registration import EnvSpec
 
-from marl_parallel.core.pickling import by_value, loads
+from marl_parallel.core.pickling import by_value, dumps_by_value, loads
 
 _PETTINGZOO = ("aec_registry", "parallel_registry")  # older releases have none
 
@@ -76,7 +75,7 @@ def _pickled(registry: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
                 by_value([sys.modules[module]] if here_only and module in sys.modules else []),
                 contextlib.suppress(Exception),
             ):
-                yield env_id, bytes(cloudpickle.dumps(spec))
+                yield env_id, dumps_by_value(spec)
             continue
         yield env_id, pickled
 

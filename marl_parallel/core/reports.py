@@ -1,7 +1,7 @@
 """What went wrong, told to the user: from what a worker or its end has left behind to the error that is raised.
 
 Every text's first line says which environment, in which worker, doing what, where in whose code; that line goes to
-the log too. What to do next follows, then the stack. What then happens is decided in `supervision.py`.
+the log too. What to do next follows, then the stack. `pool.py` decides what happens then.
 """
 
 from __future__ import annotations

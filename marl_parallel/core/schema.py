@@ -10,49 +10,17 @@ import io
 import math
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
 import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
-from marl_parallel.adapters.protocol import AgentID
-from marl_parallel.core.payloads import Description
+from marl_parallel.adapters.protocol import AgentID, Schema
+from marl_parallel.core.pickling import ByValuePickler
 
 
-@dataclass(frozen=True)
-class Schema:
-    """What all environments of a batch have in common.
-
-    Attributes:
-        possible_agents: In the simulator's own order; empty where open-ended.
-        observation_spaces: Of the agents that declare one, by group where they are open-ended.
-        action_spaces: Likewise.
-        state_space: Of the global state, None where there is none.
-        reward_spaces: Of the agents whose rewards are vectors.
-    """
-
-    possible_agents: list[AgentID]
-    observation_spaces: Mapping[AgentID, Space[Any]]
-    action_spaces: Mapping[AgentID, Space[Any]]
-    state_space: Space[Any] | None
-    reward_spaces: Mapping[AgentID, Space[Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, env: Any) -> Schema:
-        """Take it from a `MultiAgentEnv`, or from anything that has its attributes."""
-        return cls(
-            list(env.possible_agents),
-            env.observation_spaces,
-            env.action_spaces,
-            env.state_space,
-            dict(env.reward_spaces),
-        )
-
-
-def common_schema(described: Sequence[Description]) -> Schema:
+def common_schema(described: Sequence[Schema]) -> Schema:
     """What all environments have in common.
 
     Raises:
@@ -74,7 +42,7 @@ def common_schema(described: Sequence[Description]) -> Schema:
                     _differ(env_id, what, theirs.get(agent), ours.get(agent))
         if not _travel_alike(first.state_space, other.state_space):
             _differ(env_id, "the state space", other.state_space, first.state_space)
-    return Schema.of(first)
+    return first
 
 
 def _differ(env_id: int, what: str, theirs: Any, ours: Any) -> None:
@@ -186,7 +154,7 @@ def dumps_compactly(value: Any) -> bytes:
         return file.getvalue()
 
 
-class _CompactPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _CompactPickler(ByValuePickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is np.ndarray and (pattern := _constant(obj)) is not None:
             return _filled, (obj.shape, obj.dtype, pattern)

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from marl_parallel.adapters import Misfit
-from marl_parallel.adapters.base import described
 from marl_parallel.adapters.protocol import ALL as ALL
 from marl_parallel.adapters.protocol import COMMON as COMMON
-from marl_parallel.adapters.protocol import AgentID, Dicts
+from marl_parallel.adapters.protocol import AgentID, Dicts, described
 from marl_parallel.core.pickling import dumps, loads
 
 FINAL_OBS, RESET_INFO = "final_obs", "reset_info"

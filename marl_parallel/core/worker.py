@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from marl_parallel.adapters import InvalidAgents, LookupFailed, Misfit, NotAnEnvironment, adapt
+from marl_parallel.adapters import InvalidAgents, LookupFailed, Misfit, NotAnEnvironment, Schema, adapt
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.core import tracing
 from marl_parallel.core.columns import Layout
@@ -27,11 +27,11 @@ from marl_parallel.core.episode import Episode
 from marl_parallel.core.forked import end_forked_copy
 from marl_parallel.core.ledger import Activity, Ledger
 from marl_parallel.core.messages import STEPPED, Failure, Message, Reply, Request
-from marl_parallel.core.payloads import Answer, Built, Description, Plan, Rebuild, Rebuilt, Refusal
+from marl_parallel.core.payloads import Answer, Built, Plan, Rebuild, Rebuilt, Refusal
 from marl_parallel.core.pickling import dump_extras, dumps, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
 from marl_parallel.core.registrations import install_registrations
-from marl_parallel.core.schema import Schema, common_schema, dumps_compactly
+from marl_parallel.core.schema import common_schema, dumps_compactly
 from marl_parallel.core.sharing import span_of
 from marl_parallel.core.signatures import call_constructor
 from marl_parallel.core.spaces import DoesNotFit, as_array
@@ -167,22 +167,7 @@ class Worker:
         self._episodes[env_id] = Episode(env, env_id, plan.mode, self._ledger)
         self._share = span_of([*self._seeds])
         self._restarts = plan.restarts
-        description = Description(
-            env.rules,
-            list(env.possible_agents),
-            env.observation_spaces,
-            env.action_spaces,
-            env.state_space,
-            dict(env.metadata),
-            env.render_mode,
-            tuple(sorted(env.reset_keywords)),
-            env.check_options,
-            env.seeded_when_made,
-            env.options_last,
-            env.needs_all_actions,
-            dict(env.reward_spaces),
-        )
-        return Built(dumps_compactly(description), seeded, is_open, lookup.declared_seed(env.source))
+        return Built(dumps_compactly(Schema.of(env)), seeded, is_open, lookup.declared_seed(env.source))
 
     def _lay_out(self, env_id: int, payload: tuple[int, bool]) -> None:
         if self._layout is not None:

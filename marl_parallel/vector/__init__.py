@@ -18,10 +18,16 @@ if TYPE_CHECKING:
     from marl_parallel.vector.rllib import ParallelMultiAgentEnvRunner as ParallelMultiAgentEnvRunner
     from marl_parallel.vector.rllib import RLlibVectorMultiAgentEnv as RLlibVectorMultiAgentEnv
     from marl_parallel.vector.sb3 import SB3VecEnv as SB3VecEnv
+    from marl_parallel.vector.stepper import Arrays as Arrays
+    from marl_parallel.vector.stepper import ArrayStepper as ArrayStepper
+    from marl_parallel.vector.stepper import Stacked as Stacked
     from marl_parallel.vector.torchrl import TorchRLEnv as TorchRLEnv
 
 # Where each is, and the libraries without which it cannot be imported; RLlib's own are not all there with Ray alone.
 _WHERE = {
+    "ArrayStepper": ("stepper", ()),
+    "Arrays": ("stepper", ()),
+    "Stacked": ("stepper", ()),
     "AgileRLVecEnv": ("agilerl", ("agilerl",)),
     "GymnasiumVectorEnv": ("gymnasium", ("gymnasium",)),
     "ParallelMultiAgentEnvRunner": ("rllib", ("ray", "tree")),

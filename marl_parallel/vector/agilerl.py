@@ -1,11 +1,9 @@
-"""`AgileRLVecEnv`: the batch by agent, with AgileRL's conventions for who is absent.
-
-When episodes begin and end is the core's business; that NaN stands for what is not there is said here.
-"""
+"""`AgileRLVecEnv`: the batch by agent, with NaN for absent agents, as AgileRL has it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +16,9 @@ from marl_parallel.core.arrays import Arrays
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.ends import handed_down, took_part
-from marl_parallel.vector.facade import Inquiries, Stepper
-from marl_parallel.vector.infos import about_copy, begun_anew, vector_infos, with_copys
-from marl_parallel.vector.scalarizing import Scalarize
+from marl_parallel.vector.infos import agent_infos, env_infos, next_episode_info, vector_infos
+from marl_parallel.vector.rows import handed_down, took_part
+from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls, Scalarize
 
 try:
     from agilerl.vector.pz_vec_env import PettingZooVecEnv
@@ -34,22 +31,22 @@ ByAgent = dict[Any, Any]
 _FORCED = "env_defined_actions"
 
 
-class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
+class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     """A vector environment that AgileRL's multi-agent training functions take as it is.
 
-    Everything is a dict by agent of arrays over all copies, for all possible agents at all times. Rewards are float64
-    and flags bool, `(num_envs,)`. Where an agent has no reward, it is NaN; so are its flags where it takes no part in a
-    copy and has none (they are float64 then), and its observation where that is of floats; integers have no NaN and
-    are zeros. Observations that are single numbers have the shape `(num_envs, 1)`. All arrays are the caller's own,
-    also where `env` was made with `copy=False`.
+    Everything is a dict by agent of arrays over all environments, for all possible agents at all times. Rewards are
+    float64 and flags bool, `(num_envs,)`. Where an agent has no reward, it is NaN; so are its flags where it takes no
+    part in an environment and has none (they are float64 then), and its observation where that is of floats; integers
+    have no NaN and are zeros. Observations that are single numbers have the shape `(num_envs, 1)`. All arrays are the
+    caller's own, also where `env` was made with `copy=False`.
 
     Episodes begin anew in the step in which they end. Then observations are the new episode's; an agent's flags are
-    its own, or those of its copy where it has none; and infos are the reset's, with the old episode's last as
+    its own, or those of its environment where it has none; and infos are the reset's, with the old episode's last as
     `final_obs` and `final_info`.
 
     `infos[agent]` is laid out as AgileRL's and Gymnasium's vector infos: an array for each key, and a mask under
-    `_key`. `env_defined_actions` is NaN where a copy defines none. What is about a copy rather than an agent, such as
-    the mark of a restart, `infos[agent]["__common__"]`, is in every agent's.
+    `_key`. `env_defined_actions` is NaN where an environment defines none. What is about an environment rather than an
+    agent, such as the mark of a restart, `infos[agent]["__common__"]`, is in every agent's.
 
     Args:
         env: Made with `auto_reset=True`. Nobody else may step it. Training functions close it in the end.
@@ -84,10 +81,10 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
     """
 
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
-        self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
-        self._guard = CallGuard(env._pool.check_open)
+        self._stepper = ArrayStepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
+        self._guard = CallGuard(self._stepper.runner.check_open)
         self.env = env
-        schema, agents = env._schema, [str(agent) for agent in env.possible_agents]
+        schema, agents = self._stepper.runner.schema, [str(agent) for agent in env.possible_agents]
         if agents != env.possible_agents:
             raise ValueError(f"AgileRL knows agents by strings, got {env.possible_agents}")
         for agent, space in schema.action_spaces.items():
@@ -114,8 +111,8 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
         """Begin new episodes.
 
         Args:
-            seed: Copy i gets `seed + i`; a sequence has one for each copy.
-            options: For each copy's own `reset`.
+            seed: Environment i gets `seed + i`; a sequence has one for each environment.
+            options: For each environment's own `reset`.
 
         Returns:
             Observations and infos, by agent.
@@ -127,11 +124,11 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
     def step(
         self, actions: Mapping[str, Any], *_: Any, **__: Any
     ) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
-        """Step all copies.
+        """Step all environments.
 
         Args:
             actions: By agent, arrays or tensors `(num_envs, ...)`. Rows of those who do not act are not looked at,
-                whoever acts in no copy may be left out, and a row that is NaN all over is no action.
+                whoever acts in no environment may be left out, and a row that is NaN all over is no action.
 
         Returns:
             Observations, rewards, terminations, truncations and infos, by agent.
@@ -147,10 +144,10 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
 
     @exclusive("step_async")
     def step_async(self, actions: Sequence[Mapping[str, Any]]) -> None:
-        """Begin to step all copies and return.
+        """Begin to step all environments and return.
 
         Args:
-            actions: For each copy, a dict by agent. Errors are as of `step`.
+            actions: For each environment, a dict by agent. Errors are as of `step`.
         """
         if isinstance(actions, Mapping):
             raise TypeError("step_async takes a list with a dict of actions for each copy; step takes arrays by agent")
@@ -190,9 +187,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
 
     def close_extras(self, *, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """Close the environment; arguments as of `ParallelEnv.close`. What is on its way is dropped."""
-        if timeout is not None:
-            kwargs["timeout"] = timeout
-        self._stepper.close(terminate=terminate, **kwargs)
+        self._stepper.close(terminate=terminate, **kwargs if timeout is None else {**kwargs, "timeout": timeout})
 
     # -- into the core ---------------------------------------------------------------------------------------------
 
@@ -210,7 +205,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
                     array = array.copy()
                     array[nan] = 0
             stacked[agent] = _formed(self._single_action_spaces.get(agent), array, self.num_envs)
-        acting = [{*agents} for agents in self.env._batch.acting] if absent else []
+        acting = self._stepper.runner.batch.acting if absent else []
         if not any(agent in acting[env_id] for agent, rows in absent.items() for env_id in np.flatnonzero(rows)):
             self._stepper.send(stacked)
             return
@@ -222,7 +217,7 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
         )
 
     def _formed(self, actions: Mapping[str, Any]) -> ByAgent:
-        """One copy's actions in the form of their spaces, as AgileRL's own squeezes them into."""
+        """One environment's actions in the form of their spaces, as AgileRL's own squeezes them into."""
         formed: ByAgent = {}
         for agent, given in actions.items():
             array = _array(given)
@@ -244,35 +239,41 @@ class AgileRLVecEnv(Inquiries, PettingZooVecEnv):
         return {agent: (flags if whom[:, place].all() else floats)[:, place] for place, agent in enumerate(self.agents)}
 
     def _seen(self, arrays: Arrays) -> ByAgent:
+        """Observations by agent, NaN where an agent was not observed, single numbers with an axis of their own."""
         self.present, self.acting = self._by_agent(arrays.present), self._by_agent(arrays.acting)
-        if not arrays.observed.all():
-            for group, (_, positions) in zip(arrays.observations, self._stepper.batch.groups):
-                _blank(group, ~arrays.observed[:, positions])
-        seen = self._stepper.batch.by_agent(arrays.observations)
-        return {agent: _with_axis(value) for agent, value in seen.items()}
+        unobserved = None if arrays.observed.all() else ~arrays.observed
+
+        def shown(positions: list[int], values: NDArray[Any]) -> NDArray[Any]:
+            if unobserved is not None and values.dtype.kind == "f":
+                values[unobserved[:, positions]] = np.nan
+            return values[..., None] if values.ndim == 2 and not values.dtype.hasobject else values
+
+        view = self._stepper.view
+        groups = zip(arrays.observations, view.groups)
+        return view.by_agent([stacking.each(partial(shown, at), seen) for seen, (_, at) in groups])
 
     def _infos(self, arrays: Arrays, over: NDArray[np.bool_] | None = None) -> ByAgent:
         infos: ByAgent = {}
-        told = {
-            env_id: self._told(env_id, own, over is not None and bool(over[env_id]))
+        by_env = {
+            env_id: self._agent_infos(env_id, own, over is not None and bool(over[env_id]))
             for env_id, own in arrays.infos.items()
         }
         for place, agent in enumerate(self.agents):
-            rows = ((env_id, of_agents[place]) for env_id, of_agents in told.items())
+            rows = ((env_id, of_agents[place]) for env_id, of_agents in by_env.items())
             infos[agent] = vector_infos(rows, self.num_envs)
             if _FORCED in infos[agent]:
                 infos[agent][_FORCED] = _forced(agent, infos[agent][_FORCED], infos[agent][f"_{_FORCED}"])
             infos[f"_{agent}"] = np.ones(self.num_envs, np.bool_)
         return infos
 
-    def _told(self, env_id: int, infos: Mapping[Any, Any], over: bool) -> list[dict[Any, Any]]:
-        """What one copy says of each agent, laid out anew where its next episode has begun."""
-        told = with_copys(env_id, infos, self.agents, self.agents)
+    def _agent_infos(self, env_id: int, infos: Mapping[Any, Any], over: bool) -> list[dict[Any, Any]]:
+        """The infos of each agent of one environment, laid out anew where its next episode has begun."""
+        by_agent = agent_infos(env_id, infos, self.agents, self.agents)
         if not over:
-            return told
-        of_copy = about_copy(infos, self.agents)
-        finals = [{FINAL_OBS: self._stepper.own(own[FINAL_OBS])} if FINAL_OBS in own else {} for own in told]
-        return [{**begun_anew(own, of_copy), **final} for own, final in zip(told, finals)]
+            return by_agent
+        of_env = env_infos(infos, self.agents)
+        finals = [{FINAL_OBS: self._stepper.own(own[FINAL_OBS])} if FINAL_OBS in own else {} for own in by_agent]
+        return [{**next_episode_info(own, of_env), **final} for own, final in zip(by_agent, finals)]
 
 
 # -- values --------------------------------------------------------------------------------------------------------
@@ -292,42 +293,23 @@ def _formed(space: Space[Any] | None, array: NDArray[Any], count: int) -> NDArra
     return array.reshape(count, *space.shape) if flat or alike else array
 
 
-def _blank(stacked: Any, absent: NDArray[np.bool_]) -> None:
-    """Put NaN where nobody is, in what is of floats."""
-    if isinstance(stacked, np.ndarray):
-        if stacked.dtype.kind == "f":
-            stacked[absent] = np.nan
-    else:
-        for child in stacked.values() if isinstance(stacked, dict) else stacked:
-            _blank(child, absent)
-
-
-def _with_axis(value: Any) -> Any:
-    """Single numbers with an axis of their own."""
-    if isinstance(value, dict):
-        return {key: _with_axis(child) for key, child in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_with_axis, value))
-    return value[:, None] if isinstance(value, np.ndarray) and value.ndim == 1 else value
-
-
-def _forced(agent: str, actions: Any, told: NDArray[np.bool_]) -> NDArray[np.float64]:
+def _forced(agent: str, actions: Any, said: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Actions that simulators have chosen themselves; NaN where they have not, or only say None.
 
     Raises:
         ValueError: They are of several shapes.
     """
-    rows = [
-        None if action is None or not there else np.asarray(action, np.float64) for action, there in zip(actions, told)
-    ]
-    shape = next((row.shape for row in rows if row is not None), ())
-    forced = np.full((len(rows), *shape), np.nan)
-    for number, row in enumerate(rows):
-        if row is None:
-            continue
-        if row.shape != shape:
+    rows = {
+        row: np.asarray(action, np.float64)
+        for row, (action, there) in enumerate(zip(actions, said))
+        if there and action is not None
+    }
+    shape = next((values.shape for values in rows.values()), ())
+    forced = np.full((len(said), *shape), np.nan)
+    for row, values in rows.items():
+        if values.shape != shape:
             raise ValueError(
-                f"environment {number}: the {_FORCED} of agent {agent!r} have shape {row.shape}, others {shape}"
+                f"environment {row}: the {_FORCED} of agent {agent!r} have shape {values.shape}, others {shape}"
             )
-        forced[number] = row
+        forced[row] = values
     return forced

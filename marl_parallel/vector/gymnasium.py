@@ -1,8 +1,8 @@
-"""`GymnasiumVectorEnv`: every agent of every copy as a row, as parameter sharing wants it."""
+"""`GymnasiumVectorEnv`: every agent of every environment as a row, as parameter sharing wants it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
@@ -19,24 +19,33 @@ from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.native_arrays import InfoColumns
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.ends import Deaths
-from marl_parallel.vector.facade import Stepper
-from marl_parallel.vector.infos import about_copy, begun_anew, infos_by_row, last_of, vector_infos, with_copys
-from marl_parallel.vector.rows import chosen, row_of, rows_of, shared_reward_space, stacked, still
+from marl_parallel.vector.infos import (
+    agent_infos,
+    env_infos,
+    infos_by_row,
+    next_episode_info,
+    vector_infos,
+    without_reset,
+)
+from marl_parallel.vector.rows import Deaths, chosen, row_of, rows_of, shared_reward_space, stacked, still
+from marl_parallel.vector.stepper import ArrayStepper
 
 Others = Callable[[AgentID, Any], Any]
-"""Acts for an agent that has no rows: takes it and its observations in all copies, gives its actions in all copies."""
+"""Acts for an agent that has no rows: takes it and its observations in all environments, and returns its actions."""
 
 
 class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
-    """A Gymnasium vector environment with `copies * agents` rows; row `i * agents + j` is agent j of copy i.
+    """A Gymnasium vector environment with a row for each agent of each environment.
+
+    Row `i * agents + j` is agent j of environment i.
 
     Observations and actions are in the form of the agents' space, batched; rewards are float64, flags bool. Rewards
     that are vectors are `(num_envs, num_objectives)`, in the dtype of `reward_space`, as in MO-Gymnasium. Where an
     agent is absent, its row is zeros; `infos["present"]` says which rows are data, `infos["acting"]` which want an
     action. No black-death wrapper is needed: a row's flag is True when its agent dies, and for all rows, the absent
-    ones too, when their copy's episode ends. So a wrapper that counts episodes counts, for an agent that died early, a
-    second one of nothing but zeros until its copy's end; and one that normalises takes zero rows into account.
+    ones too, when their environment's episode ends. So a wrapper that counts episodes counts, for an agent that died
+    early, a second one of nothing but zeros until its environment's end; and one that normalises takes zero rows into
+    account.
 
     With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos are laid out
     as Gymnasium does: `final_obs` and `final_info` for rows that are done, the reset's infos on top.
@@ -71,13 +80,13 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     """
 
     def __init__(self, env: ParallelEnv, agents: Sequence[AgentID] | None = None, others: Others | None = None) -> None:
-        self._stepper = Stepper(env, self, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, vectors=True)
-        self._guard = CallGuard(env._pool.check_open)
-        self._batch = self._stepper.batch
+        self._stepper = ArrayStepper(env, self, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, vectors=True)
+        self._guard = CallGuard(self._stepper.runner.check_open)
+        self._view = self._stepper.view
         self.parallel_env, self._copies = env, env.num_envs
-        schema = env._schema
+        schema = self._stepper.runner.schema
         self.agents = list(env.possible_agents if agents is None else agents)
-        self._group, self._members = chosen(self._batch.groups, env.possible_agents, self.agents, schema.action_spaces)
+        self._group, self._members = chosen(self._view.groups, env.possible_agents, self.agents, schema.action_spaces)
         self._row_agents = tuple(self.agents)
         place_of = {agent: place for place, agent in enumerate(env.possible_agents)}
         self._places = [place_of[agent] for agent in self.agents]
@@ -104,15 +113,15 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """Begin new episodes.
 
         Args:
-            seed: Copy i gets `seed + i`; a sequence has one for each copy, or for each row.
-            options: `"reset_mask"`, bool `(num_envs,)`, has only these rows reset, of each copy all or none; the rest
-                is for each copy's own `reset`.
+            seed: Environment i gets `seed + i`; a sequence has one for each environment, or for each row.
+            options: `"reset_mask"`, bool `(num_envs,)`, has only these rows reset, of each environment all or none; the
+                rest is for each environment's own `reset`.
 
         Returns:
             Observations of all rows, and infos of those that were reset.
 
         Raises:
-            ValueError: A mask or seeds of another length, that take a copy apart, or a mask of nothing.
+            ValueError: A mask or seeds of another length, that take an environment apart, or a mask of nothing.
             TypeError: A mask that is no array of bool.
         """
         options = dict(options or {})
@@ -124,7 +133,7 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     @exclusive("step")
     def step(self, actions: Any) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        """Step all copies.
+        """Step all environments.
 
         Args:
             actions: In the form of `action_space`; rows of those who do not act are not looked at.
@@ -138,41 +147,41 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
-        return self._told(self._stepper.step(self._by_agents(actions)))
+        return self._results(self._stepper.step(self._by_agents(actions)))
 
     @exclusive("step_async")
     def step_async(self, actions: Any) -> None:
-        """Begin to step all copies and return; `step_wait` has the results. Arguments and errors as of `step`."""
+        """Begin to step all environments and return; `step_wait` has the results. Arguments and errors as of `step`."""
         self._stepper.send(self._by_agents(actions))
 
     @exclusive("step_wait")
     def step_wait(self) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         """The results of `step_async`; raises `NoAsyncCallError` where nothing is on its way."""
-        return self._told(self._stepper.receive())
+        return self._results(self._stepper.receive())
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def render(self) -> tuple[Any, ...] | None:
-        """A frame for each row, which is its copy's; None where `render_mode` is None."""
+        """A frame for each row, which is its environment's; None where `render_mode` is None."""
         frames = self.parallel_env.render()
         return None if frames is None else tuple(frame for frame in frames for _ in self.agents)
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The seed of each row's copy."""
+        """The seed of each row's environment."""
         seeds = self.parallel_env.seed()
         return tuple(seed for seed in seeds for _ in self.agents)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each copy; one entry for each copy, as `ParallelEnv.call`."""
+        """Call a method of each environment; one entry for each environment, as `ParallelEnv.call`."""
         return self.parallel_env.call(name, *args, **kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of each copy; one entry for each copy, as `ParallelEnv.get_attr`."""
+        """An attribute of each environment; one entry for each environment, as `ParallelEnv.get_attr`."""
         return self.parallel_env.get_attr(name)
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of each copy; as `ParallelEnv.set_attr`."""
+        """Set an attribute of each environment; as `ParallelEnv.set_attr`."""
         self.parallel_env.set_attr(name, values)
 
     def close_extras(self, **kwargs: Any) -> None:
@@ -189,18 +198,18 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         by_agents = [Stacked(self._row_agents, of_rows)]
         if self._others:
             latest = self._stepper.latest
-            seen = self._batch.by_agent(latest.observations) if latest is not None else {}
+            seen = self._view.by_agent(latest.observations) if latest is not None else {}
             by_agents += [Stacked((agent,), self._of_other(agent, seen.get(agent))) for agent in self._others]
         return by_agents
 
     def _of_other(self, agent: AgentID, seen: Any) -> Any:
         try:
-            return stacked(self.parallel_env._schema.action_spaces[agent], self._act(agent, seen), self._copies, 1)
+            return stacked(self._stepper.runner.schema.action_spaces[agent], self._act(agent, seen), self._copies, 1)
         except ValueError as error:
             raise ValueError(f"others, for agent {agent!r}: {error}") from error
 
     def _stand_still(self, agent: AgentID, _: Any) -> Any:
-        return still(self.parallel_env._schema.action_spaces[agent], self._copies)
+        return still(self._stepper.runner.schema.action_spaces[agent], self._copies)
 
     def _masked(self, mask: Any) -> list[int]:
         if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
@@ -244,11 +253,11 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
     def _of_rows(self, array: NDArray[Any]) -> NDArray[Any]:
         return array if self._which is None else array[:, self._which]
 
-    def _told(self, arrays: Arrays) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
+    def _results(self, arrays: Arrays) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         flags = self._of_rows(arrays.terminations), self._of_rows(arrays.truncations)
         if not arrays.together or self._deaths.any:
             were_dead = self._deaths.dead if self._deaths.any else None
-            flags = self._deaths.told(flags, arrays)
+            flags = self._deaths.flags(flags, arrays)
             if were_dead is not None:
                 self._silence(arrays, were_dead)
         terminations, truncations = flags[0].ravel(), flags[1].ravel()
@@ -267,51 +276,36 @@ class GymnasiumVectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         silent[:, self._places] = dead
         arrays.rewards[silent] = 0.0
         for agent, vectors in arrays.vectors.items():
-            vectors[silent[:, self._batch.agents.index(agent)]] = 0
+            vectors[silent[:, self._view.agents.index(agent)]] = 0
         if self._same_step:  # where the next episode has begun, they are there again
             silent &= ~(arrays.terminated | arrays.truncated)[:, None]
         arrays.present[silent] = False
-        stacking.clear(arrays.observations[self._group], silent[:, self._batch.groups[self._group].positions])
+        stacking.clear(arrays.observations[self._group], silent[:, self._view.groups[self._group].positions])
 
     def _infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any = None) -> dict[str, Any]:
         infos: dict[str, Any] = {}
         if done is None and type(arrays.infos) is InfoColumns:
             infos = infos_by_row(arrays.infos, self._which, len(self.agents), self._copies)
         elif arrays.infos or (done is not None and done.any()):
-            infos = self._told_infos(arrays, done, observations)
+            infos = self._infos_of_rows(arrays, done, observations)
         infos["present"], infos["_present"] = self._flat(arrays.present), self._everywhere.copy()
         infos["acting"], infos["_acting"] = self._flat(arrays.acting), self._everywhere.copy()
         return infos
 
-    def _told_infos(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any) -> dict[str, Any]:
+    def _infos_of_rows(self, arrays: Arrays, done: NDArray[np.bool_] | None, observations: Any) -> dict[str, Any]:
+        """Infos by row; those of rows that are done have the last observation and info, as Gymnasium's SAME_STEP."""
         rows: dict[int, dict[Any, Any]] = {}
         for env_id, infos in arrays.infos.items():
-            told = with_copys(env_id, infos, self.agents, self._batch.agents)
-            rows |= enumerate(told, env_id * len(self.agents))
-        of_copies: dict[int, dict[Any, Any]] = {}  # once for each copy, not for each of its rows
-        for row in [] if done is None else np.flatnonzero(done).tolist():
-            env_id = row // len(self.agents)
-            if env_id not in of_copies:
-                of_copies[env_id] = about_copy(arrays.infos.get(env_id, {}), self._batch.agents)
-            self._lay_out(rows, row, of_copies[env_id], arrays, observations)
+            rows |= enumerate(agent_infos(env_id, infos, self.agents, self._view.agents), env_id * len(self.agents))
+        if done is not None:
+            space, over = self.single_observation_space, np.flatnonzero(arrays.terminated | arrays.truncated).tolist()
+            of_envs = {env_id: env_infos(arrays.infos.get(env_id, {}), self._view.agents) for env_id in over}
+            for row in np.flatnonzero(done).tolist():
+                own, env_id = rows.get(row, {}), row // len(self.agents)
+                if env_id in of_envs:
+                    final = own[FINAL_OBS] if FINAL_OBS in own else row_of(space, stacking.zeros(space, (1,)), 0)
+                    rows[row] = {**next_episode_info(own, of_envs[env_id]), FINAL_OBS: final}
+                else:  # the environment goes on without this agent
+                    last = without_reset(own)
+                    rows[row] = {**last, "final_info": last, FINAL_OBS: row_of(space, observations, row)}
         return vector_infos(sorted(rows.items()), self.num_envs)
-
-    def _lay_out(
-        self,
-        rows: dict[int, dict[Any, Any]],
-        row: int,
-        of_copy: Mapping[Any, Any],
-        arrays: Arrays,
-        observations: Any,
-    ) -> None:
-        """A row that is done: its last observation and info, as Gymnasium's SAME_STEP has them."""
-        told = rows.get(row, {})
-        env_id = row // len(self.agents)
-        if arrays.terminated[env_id] or arrays.truncated[env_id]:
-            nothing = stacking.zeros(self.single_observation_space, (1,))
-            final = told[FINAL_OBS] if FINAL_OBS in told else row_of(self.single_observation_space, nothing, 0)
-            laid_out = begun_anew(told, of_copy)
-        else:  # the copy goes on without this agent
-            final, last = row_of(self.single_observation_space, observations, row), last_of(told)
-            laid_out = {**last, "final_info": last}
-        rows[row] = {**laid_out, FINAL_OBS: final}

@@ -8,7 +8,6 @@ all, and what does not go into one array, an array of objects. Infos that come i
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ def vector_infos(infos: Iterable[tuple[int, Mapping[Any, Any]]], num_rows: int) 
 
     Args:
         infos: Rows that have an info, and theirs.
-        num_rows: How many rows there are.
+        num_rows: The number of rows.
 
     Example:
         >>> vector_infos([(0, {"hits": 1}), (2, {"hits": 2.5})], 3)
@@ -49,125 +48,111 @@ def vector_infos(infos: Iterable[tuple[int, Mapping[Any, Any]]], num_rows: int) 
 
 
 def own_infos(env_id: int, infos: Mapping[Any, Any], agent: AgentID) -> Mapping[Any, Any]:
-    """What an environment says of one agent; nothing where that is None.
-
-    Raises:
-        ValueError: It is no dict.
-    """
+    """The info of one agent; empty where it is missing or None. Raises `ValueError` where it is no dict."""
     own = infos.get(agent)
     if own is not None and not isinstance(own, Mapping):
         raise ValueError(f"environment {env_id}: the infos of agent {agent!r} must be a dict, got {own!r}")
     return own or {}
 
 
-def about_copy(infos: Mapping[Any, Any], agents: Sequence[AgentID]) -> dict[Any, Any]:
-    """What an environment says of itself: all that is under a key that is none of its agents."""
+def env_infos(infos: Mapping[Any, Any], agents: Sequence[AgentID]) -> dict[Any, Any]:
+    """The infos of an environment itself: the entries under keys that are no agents."""
     known = {*agents}
     return {key: info for key, info in infos.items() if key not in known}
 
 
-def with_copys(
+def agent_infos(
     env_id: int, infos: Mapping[Any, Any], agents: Sequence[AgentID], possible_agents: Sequence[AgentID]
 ) -> list[dict[Any, Any]]:
-    """What an environment says of each of some agents and, where that leaves a key free, of itself."""
-    of_copy = about_copy(infos, possible_agents)
+    """For each of some agents, the infos of its environment, copied, with its own on top."""
+    of_env = env_infos(infos, possible_agents)
     return [
-        {**{key: copy.copy(info) for key, info in of_copy.items()}, **own_infos(env_id, infos, agent)}
+        {**{key: copy.copy(info) for key, info in of_env.items()}, **own_infos(env_id, infos, agent)}
         for agent in agents
     ]
 
 
-def of_reset(told: Mapping[Any, Any], of_copy: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What the reset has said that followed in the same step, of an agent and of its copy.
+def reset_info(info: Mapping[Any, Any], of_env: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The info of the reset that followed in the same step.
 
     Args:
-        told: Of the agent, as of `with_copys`.
-        of_copy: As of `about_copy`.
+        info: One agent's, as of `agent_infos`.
+        of_env: Its environment's, as of `env_infos`.
     """
-    said = {k: i[RESET_INFO] for k, i in of_copy.items() if isinstance(i, Mapping) and RESET_INFO in i}
-    return {**said, **told.get(RESET_INFO, {})}
+    said = {key: own[RESET_INFO] for key, own in of_env.items() if isinstance(own, Mapping) and RESET_INFO in own}
+    return {**said, **info.get(RESET_INFO, {})}
 
 
-def begun_anew(told: Mapping[Any, Any], of_copy: Mapping[Any, Any]) -> dict[Any, Any]:
-    """An info of a step in which the next episode has begun: the reset's, with the last of the old one as `final_info`.
-
-    Args:
-        told: Of an agent, as of `with_copys`.
-        of_copy: As of `about_copy`; what the reset says nothing of stays.
-    """
-    return {**of_copy, **of_reset(told, of_copy), "final_info": last_of(told)}
+def next_episode_info(info: Mapping[Any, Any], of_env: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The info of a step that began the next episode: the reset's, with the old episode's last as `final_info`."""
+    return {**of_env, **reset_info(info, of_env), "final_info": without_reset(info)}
 
 
-def last_of(told: Mapping[Any, Any]) -> dict[Any, Any]:
+def without_reset(info: Mapping[Any, Any]) -> dict[Any, Any]:
     """An info without what an automatic reset has added to it."""
-    return {key: value for key, value in told.items() if key not in (FINAL_OBS, RESET_INFO)}
+    return {key: value for key, value in info.items() if key not in (FINAL_OBS, RESET_INFO)}
 
 
 def infos_by_agent(
     infos: Mapping[int, Mapping[Any, Any]], agents: Sequence[AgentID], num_envs: int
 ) -> dict[Any, dict[Any, Any]]:
-    """By agent, or under whatever other key there is, what all environments have to say.
+    """Infos of all environments, by agent and by the keys that are no agents.
 
-    What is no dict of an environment's own is an array under its key, with a mask beside it.
+    A value under such a key that is no dict becomes an array under the key, with a mask beside it.
 
     Args:
         infos: By environment and agent.
-        agents: Who is there in any case.
-        num_envs: How many environments there are.
+        agents: Agents that have an entry in any case.
+        num_envs: The number of environments.
     """
     if isinstance(infos, InfoColumns):
-        told = infos.received
-        rows = None if len(told.env_ids) == num_envs else told.env_ids
+        received = infos.received
+        rows = None if len(received.env_ids) == num_envs else received.env_ids
         by_agent: dict[Any, dict[Any, Any]] = {}
         for place, agent in enumerate(agents):
-            there = rows if told.present is None else told.env_ids[told.present[:, place]]
-            by_agent[agent] = _placed(stacking.column(told.infos, place), rows, there, num_envs)
-        return by_agent | ({COMMON: _placed(told.common, rows, rows, num_envs)} if told.common else {})
+            there = rows if received.present is None else received.env_ids[received.present[:, place]]
+            by_agent[agent] = _placed(stacking.column(received.infos, place), rows, there, num_envs)
+        return by_agent | ({COMMON: _placed(received.common, rows, rows, num_envs)} if received.common else {})
     if not infos:
         return {agent: {} for agent in agents}
-    told_of: dict[Any, dict[Any, Any]] = {
-        agent: vector_infos(((env_id, own_infos(env_id, of_env, agent)) for env_id, of_env in infos.items()), num_envs)
+    by_key: dict[Any, dict[Any, Any]] = {
+        agent: vector_infos([(env_id, own_infos(env_id, own, agent)) for env_id, own in infos.items()], num_envs)
         for agent in agents
     }
-    for key in dict.fromkeys([key for of_env in infos.values() for key in of_env if key not in told_of]):
-        of_key = {env_id: of_env[key] for env_id, of_env in infos.items() if key in of_env}
+    for key in dict.fromkeys([key for own in infos.values() for key in own if key not in by_key]):
+        of_key = {env_id: own[key] for env_id, own in infos.items() if key in own}
         if all(isinstance(value, Mapping) for value in of_key.values()):
-            told_of[key] = vector_infos(of_key.items(), num_envs)
+            by_key[key] = vector_infos(of_key.items(), num_envs)
         else:
-            told_of |= vector_infos([(env_id, {key: value}) for env_id, value in of_key.items()], num_envs)
-    return told_of
+            by_key |= vector_infos([(env_id, {key: value}) for env_id, value in of_key.items()], num_envs)
+    return by_key
 
 
 def infos_by_row(infos: InfoColumns, which: slice | list[int] | None, several: int, num_envs: int) -> dict[Any, Any]:
-    """What agents in rows have to say, of what comes in arrays: row `i * several + j` is agent j of environment i.
+    """Infos by row, of infos that come in arrays: row `i * several + j` is agent j of environment i.
 
     Args:
         infos: Of which environments they may be.
         which: The places of these agents among all; None where they are all, in order.
         several: How many they are.
-        num_envs: How many environments there are.
+        num_envs: The number of environments.
     """
 
     def of_rows(array: NDArray[Any]) -> NDArray[Any]:
         return stacking.flat(array if which is None else array[:, which])
 
-    told = infos.received
+    received = infos.received
     rows = there = None
-    if len(told.env_ids) < num_envs or told.present is not None:
-        rows = there = (told.env_ids[:, None] * several + np.arange(several)).ravel()
-    if rows is not None and told.present is not None:
-        there = rows[of_rows(told.present)]
+    if len(received.env_ids) < num_envs or received.present is not None:
+        rows = there = (received.env_ids[:, None] * several + np.arange(several)).ravel()
+    if rows is not None and received.present is not None:
+        there = rows[of_rows(received.present)]
 
-    result = _placed(stacking.each(of_rows, told.infos), rows, there, num_envs * several)
-    if told.common:
-        common = {COMMON: stacking.each(lambda array: np.repeat(array, several, axis=0), told.common)}
+    result = _placed(stacking.each(of_rows, received.infos), rows, there, num_envs * several)
+    if received.common:
+        common = {COMMON: stacking.each(lambda array: np.repeat(array, several, axis=0), received.common)}
         result |= _placed(common, rows, rows, num_envs * several)
     return result
-
-
-@functools.lru_cache
-def _everywhere(num_rows: int) -> NDArray[np.bool_]:
-    return np.ones(num_rows, np.bool_)
 
 
 def _placed(
@@ -179,12 +164,10 @@ def _placed(
         columns: With a value for each of `rows`.
         rows: Which these are; None for all, in order.
         there: Those of them that are data; None for all.
-        num_rows: How many rows there are.
+        num_rows: The number of rows.
     """
-    if there is None:
-        mask = _everywhere(num_rows)
-    else:
-        mask = np.zeros(num_rows, np.bool_)
+    mask = np.ones(num_rows, np.bool_) if there is None else np.zeros(num_rows, np.bool_)
+    if there is not None:
         mask[there] = True
     result: dict[str, Any] = {}
     for key, values in columns.items():

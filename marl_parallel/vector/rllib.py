@@ -1,12 +1,14 @@
 """`RLlibVectorMultiAgentEnv`: the batch as RLlib's multi-agent env runner steps it, and a runner that makes one.
 
-Here live the facade, the stand-ins that show RLlib the spaces of each copy, and the runner. What RLlib's episodes are
-told and what not is in `cast.py`.
+`EpisodeFilter` leaves out what RLlib's `MultiAgentEpisode` cannot take: it raises where a dead agent has an entry,
+takes every observation for a request to act, wants a last observation of each truncated agent, and ends once all agents
+it has seen are dead, whatever the environment says.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +18,13 @@ from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import AgentID
+from marl_parallel.adapters import Dicts as FiveDicts
+from marl_parallel.core.engine import BatchView
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.sharing import usable_cpus
+from marl_parallel.core.transition import ALL, COMMON
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.cast import Cast
-from marl_parallel.vector.facade import Holder, Inquiries
-from marl_parallel.vector.scalarizing import Scalarize, Scalarizer, check_numbers
+from marl_parallel.vector.stepper import ForwardedCalls, Scalarize, as_number, open_runner, reward_rules
 
 try:
     from ray.rllib.callbacks.utils import make_callback
@@ -44,12 +47,12 @@ OPTIONS = "parallel_env"
 
 _OURS = ("env_constructors", "auto_reset", "seed", "copy")
 
-Told = list[dict[Any, Any]]
-"""One dict for each copy."""
+EnvDicts = list[dict[Any, Any]]
+"""One dict for each environment."""
 
 
-class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[misc]
-    """Many copies of an environment as RLlib's `MultiAgentEnvRunner` steps them: lists of dicts in and out.
+class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ignore[misc]
+    """Many environments as RLlib's `MultiAgentEnvRunner` steps them: lists of dicts in and out.
 
     Usually made by `ParallelMultiAgentEnvRunner`. What the core's dicts say arrives unchanged, but for what RLlib's
     episodes cannot take: entries of agents that are dead, and observations of agents whose turn it is not, are left
@@ -65,12 +68,12 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
 
     Attributes:
         env: As given.
-        envs: A stand-in for each copy, a `MultiAgentEnv` with its spaces and agents. It cannot be stepped.
-        num_envs: How many copies.
+        envs: A stand-in for each environment, a `MultiAgentEnv` with its spaces and agents. It cannot be stepped.
+        num_envs: The number of environments.
         single_observation_spaces: Of each agent that declares one; `single_observation_space` is their `Dict`.
         single_action_spaces: Likewise, with `single_action_space`.
-        metadata: Of the first copy; `"autoreset_mode"` is there, too.
-        render_mode: Of the first copy.
+        metadata: Of the first environment; `"autoreset_mode"` is there, too.
+        render_mode: Of the first environment.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
@@ -84,7 +87,7 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
         >>> parallel = ParallelEnv([simple_spread_v3.parallel_env] * 4, auto_reset="NEXT_STEP", num_workers=2)
         >>> env = RLlibVectorMultiAgentEnv(parallel)
         >>> observations, infos = env.reset(seed=1)
-        >>> actions = [{agent: env.single_action_spaces[agent].sample() for agent in told} for told in observations]
+        >>> actions = [{agent: env.single_action_spaces[agent].sample() for agent in seen} for seen in observations]
         >>> observations, rewards, terminateds, truncateds, infos = env.step(actions)
         >>> len(observations), observations[0]["agent_0"].shape, truncateds[3]["__all__"]
         (4, (18,), False)
@@ -92,55 +95,53 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
     """
 
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
-        self._holder = Holder(env, self, AutoresetMode.NEXT_STEP)
-        self._guard = CallGuard(env._pool.check_open)
-        reward_spaces, name = env._schema.reward_spaces, type(self).__name__
-        self._scalarizer = None if scalarize is None else Scalarizer(scalarize, reward_spaces, name)
-        if self._scalarizer is None:
-            check_numbers(name, reward_spaces)
-        if not env._batch.copies:
+        name = type(self).__name__
+        self._runner = runner = open_runner(env, name, [AutoresetMode.NEXT_STEP])
+        self._guard, self._me = CallGuard(runner.check_open), weakref.ref(self)
+        self._rules = reward_rules(name, scalarize, runner.schema.reward_spaces)
+        if not runner.batch.copies:
             raise ValueError("RLlib keeps observations, so it wants a ParallelEnv with copy=True, got copy=False")
         self.env, self.num_envs = env, env.num_envs
         self.metadata, self.render_mode = env.metadata, env.render_mode
-        self.single_observation_spaces = {**env._schema.observation_spaces}
-        self.single_action_spaces = {**env._schema.action_spaces}
+        self.single_observation_spaces = {**runner.schema.observation_spaces}
+        self.single_action_spaces = {**runner.schema.action_spaces}
         self.single_observation_space = env.observation_space or spaces.Dict()
         self.single_action_space = env.action_space or spaces.Dict()
         self.envs = [StandIn(env, env_id) for env_id in range(env.num_envs)]
-        self._casts = [Cast(env._batch, env_id) for env_id in range(env.num_envs)]
+        self._filters = [EpisodeFilter(runner.batch, env_id) for env_id in range(env.num_envs)]
 
     @exclusive("reset")
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Told, Told]:
-        """Begin new episodes in all copies.
+    ) -> tuple[EnvDicts, EnvDicts]:
+        """Begin new episodes in all environments.
 
         Args:
-            seed: As of `ParallelEnv.reset`: copy i gets `seed + i`, or its own of a sequence.
-            options: For each copy's own `reset`.
+            seed: As of `ParallelEnv.reset`: environment i gets `seed + i`, or its own of a sequence.
+            options: For each environment's own `reset`.
 
         Returns:
-            Observations and infos, one dict by agent for each copy.
+            Observations and infos, one dict by agent for each environment.
 
         Raises:
             RuntimeError: Another facade steps this environment.
             ParallelEnvError: A fault, as in `ParallelEnv.reset`.
         """
-        self._holder.claim()
+        self._runner.claim(self._me)
         observations, infos = self.env.reset(seed=seed, options=options)
-        told = [cast.begin(*dicts) for cast, dicts in zip(self._casts, zip(observations, infos))]
-        return [dicts[0] for dicts in told], [dicts[1] for dicts in told]
+        results = [own.begin(*dicts) for own, dicts in zip(self._filters, zip(observations, infos))]
+        return [dicts[0] for dicts in results], [dicts[1] for dicts in results]
 
     @exclusive("step")
-    def step(self, actions: Sequence[Mapping[AgentID, Any]]) -> tuple[Told, Told, Told, Told, Told]:
-        """Step all copies; those whose episode is over begin the next one, and their actions are not looked at.
+    def step(self, actions: Sequence[Mapping[AgentID, Any]]) -> tuple[EnvDicts, EnvDicts, EnvDicts, EnvDicts, EnvDicts]:
+        """Step all environments; those whose episode is over begin the next one, and their actions are not looked at.
 
         Args:
-            actions: One dict by agent for each copy.
+            actions: One dict by agent for each environment.
 
         Returns:
-            Observations, rewards, terminateds, truncateds, infos, one dict by agent for each copy; rewards are 0.0 and
-            flags False where an episode has begun. The flags also have `"__all__"`.
+            Observations, rewards, terminateds, truncateds, infos, one dict by agent for each environment; rewards are
+            0.0 and flags False where an episode has begun. The flags also have `"__all__"`.
 
         Raises:
             RuntimeError: Another facade steps this environment.
@@ -148,29 +149,105 @@ class RLlibVectorMultiAgentEnv(Inquiries, VectorMultiAgentEnv):  # type: ignore[
             ResetNeeded: `reset` has not been called. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
-        self._holder.claim()
-        due = [*self.env._batch.over]
-        told = zip(*self.env.step(actions))
-        rows = [cast.step(was_over, dicts) for cast, was_over, dicts in zip(self._casts, due, told)]
+        self._runner.claim(self._me)
+        due = [*self._runner.batch.over]
+        results = zip(*self.env.step(actions))
+        rows = [own.step(was_over, dicts) for own, was_over, dicts in zip(self._filters, due, results)]
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
-        if self._scalarizer is not None:
-            number = self._scalarizer.number
-            rewards = [{agent: number(agent, reward) for agent, reward in of_env.items()} for of_env in rewards]
+        if self._rules:
+            rewards = [{a: as_number(self._rules, a, reward) for a, reward in of_env.items()} for of_env in rewards]
         return observations, rewards, terminateds, truncateds, infos
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environment; called by `close`, once. Keywords are those of `ParallelEnv.close`."""
-        self._holder.close(**kwargs)
+        self._runner.release()
+        self.env.close(**kwargs)
 
     def __del__(self) -> None:
         """Nothing: whoever holds the `ParallelEnv` may go on with it, and it closes when nobody does."""
 
 
-class StandIn(MultiAgentEnv):  # type: ignore[misc]
-    """What RLlib looks at of one copy: its agents and spaces. The copy itself lives in a worker.
+class EpisodeFilter:
+    """The agents of one environment, as RLlib's episode knows them.
 
     Args:
-        env: All copies.
+        batch: Says where each environment stands.
+        env_id: The environment.
+    """
+
+    def __init__(self, batch: BatchView, env_id: int) -> None:
+        self._batch, self._env_id = batch, env_id
+        self._forget()
+
+    def begin(self, observations: dict[AgentID, Any], infos: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        """Begin an episode; returns its observations and infos."""
+        self._forget()
+        observations = self._to_act(observations)
+        self._seen.update(observations)
+        self._begun = True
+        return observations, _with_common(infos, observations)
+
+    def step(self, was_over: bool, dicts: FiveDicts) -> FiveDicts:
+        """What the episode is given of a step.
+
+        Args:
+            was_over: Whether the environment's episode had ended before, so that the next one began in this step.
+            dicts: Observations, rewards, terminateds, truncateds, infos.
+        """
+        over = self._batch.over[self._env_id]
+        if was_over:
+            # Over again: it was restarted before it could begin. The last observations known are no beginning.
+            observations, infos = self.begin({} if over else dicts[0], dicts[4])
+            return observations, *dicts[1:4], infos
+        if not self._begun and over:  # no observation here either: RLlib's episode has ended before
+            return {}, *dicts[1:]
+        self._begun = True
+        observations, rewards, terminateds, truncateds, infos = (
+            {agent: value for agent, value in of_agents.items() if agent not in self._dead} if self._dead else of_agents
+            for of_agents in dicts
+        )
+        common = infos.get(COMMON)
+        if not over:
+            observations = self._to_act(observations)
+        elif isinstance(common, dict) and common.get("restarted"):
+            observations = {**{a: self._seen[a] for a in truncateds if a in self._seen}, **observations}
+        infos = _with_common(infos, observations)
+        if any(terminateds.values()) or any(truncateds.values()):
+            for flags in (terminateds, truncateds):
+                self._dead.update(agent for agent, flag in flags.items() if flag and agent != ALL)
+            if self._seen.keys() <= self._dead:
+                self._forget()
+                return observations, rewards, terminateds, truncateds, infos
+        self._seen.update(observations)
+        return observations, rewards, terminateds, truncateds, infos
+
+    def _forget(self) -> None:
+        self._seen: dict[AgentID, Any] = {}  # with the last observation of each agent
+        self._dead: set[AgentID] = set()
+        self._begun = False  # whether RLlib's episode has; it may end before the environment's
+
+    def _to_act(self, observations: dict[AgentID, Any]) -> dict[AgentID, Any]:
+        """The observations without those of agents who are alive and must wait."""
+        acting = self._batch.acting[self._env_id]
+        if len(acting) >= len(observations):
+            return observations
+        waiting = {*self._batch.alive[self._env_id]}.difference(acting)
+        return {agent: value for agent, value in observations.items() if agent not in waiting}
+
+
+def _with_common(infos: dict[Any, Any], observations: dict[AgentID, Any]) -> dict[Any, Any]:
+    """The infos with that of the environment in the info of each agent that observes."""
+    if COMMON not in infos:
+        return infos
+    own = {agent: infos.get(agent) or {} for agent in observations}
+    return {**infos, **{a: {COMMON: infos[COMMON], **info} for a, info in own.items() if isinstance(info, Mapping)}}
+
+
+class StandIn(MultiAgentEnv):  # type: ignore[misc]
+    """What RLlib looks at of one environment: its agents and spaces. The environment itself lives in a worker.
+
+    Args:
+        env: All environments.
         env_id: Which this one is.
     """
 
@@ -178,8 +255,8 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
         super().__init__()
         self._env, self._env_id = env, env_id
         self.possible_agents, self.agents = env.possible_agents, env.possible_agents
-        self.observation_spaces = {**env._schema.observation_spaces}
-        self.action_spaces = {**env._schema.action_spaces}
+        self.observation_spaces = {**env.runner.schema.observation_spaces}
+        self.action_spaces = {**env.runner.schema.action_spaces}
         self.observation_space, self.action_space = env.observation_space, env.action_space
         self.metadata, self.render_mode = env.metadata, env.render_mode
 
@@ -193,7 +270,7 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
 
     def render(self) -> Any:
         """A frame of this copy; None where `render_mode` is None."""
-        frames = self._env._frames([self._env_id])
+        frames = self._env.render(env_ids=[self._env_id])
         return None if frames is None else frames[0]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:

@@ -1,7 +1,4 @@
-"""`SB3VecEnv`: every agent of every copy as an environment of Stable-Baselines3's.
-
-When episodes begin and end is the core's business; what Stable-Baselines3 calls it is said here.
-"""
+"""`SB3VecEnv`: every agent of every environment as an environment of Stable-Baselines3's."""
 
 from __future__ import annotations
 
@@ -21,11 +18,9 @@ from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.spaces import fits_block, unfit_leaf, zeros
 from marl_parallel.core.transition import FINAL_OBS, RESET_INFO
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.ends import Deaths
-from marl_parallel.vector.facade import Stepper
-from marl_parallel.vector.infos import about_copy, of_reset, with_copys
-from marl_parallel.vector.rows import chosen, row_of, rows_of, stacked
-from marl_parallel.vector.scalarizing import Scalarize
+from marl_parallel.vector.infos import agent_infos, env_infos, reset_info
+from marl_parallel.vector.rows import Deaths, chosen, row_of, rows_of, stacked
+from marl_parallel.vector.stepper import ArrayStepper, Scalarize
 
 try:
     from stable_baselines3.common.vec_env import VecEnv
@@ -41,25 +36,26 @@ _ADVICE = "have their simulator wrapped so that they are, or use PettingZooVecEn
 
 
 class SB3VecEnv(VecEnv):
-    """A `VecEnv` with `copies * agents` rows, for parameter sharing; row `i * agents + j` is agent j of copy i.
+    """A `VecEnv` with a row for each agent of each environment, for parameter sharing.
 
-    Observations are in the form of the agents' space, batched: an array `(num_envs, ...)`, or a dict of them. Rewards
-    are float64 and dones bool, `(num_envs,)`, infos a list of dicts. All are the caller's own, also where `env` was
-    made with `copy=False`.
+    Row `i * agents + j` is agent j of environment i. Observations are in the form of the agents' space, batched: an
+    array `(num_envs, ...)`, or a dict of them. Rewards are float64 and dones bool, `(num_envs,)`, infos a list of
+    dicts. All are the caller's own, also where `env` was made with `copy=False`.
 
-    A row is done when its agent dies, and when its copy's episode ends. Then its info has the agent's last observation
-    as `terminal_observation`, and `TimeLimit.truncated` says whether it was cut off rather than ended; the observation
-    that is returned is the next one: the new episode's first, or, where the copy goes on without the agent, zeros.
-    `TimeLimit.truncated` is in every info, as in Stable-Baselines3's own.
+    A row is done when its agent dies, and when its environment's episode ends. Then its info has the agent's last
+    observation as `terminal_observation`, and `TimeLimit.truncated` says whether it was cut off rather than ended; the
+    observation that is returned is the next one: the new episode's first, or, where the environment goes on without the
+    agent, zeros. `TimeLimit.truncated` is in every info, as in Stable-Baselines3's own.
 
-    **Rows of absent agents are trained on.** From an agent's death until its copy's episode ends, its row is zeros: the
-    observations, rewards, and actions that nobody carries out. It is done once more when the copy's episode ends, with
-    zeros as its `terminal_observation` and never as truncated, so that returns do not run across episodes; statistics
-    of episodes count these as episodes of return 0. The same holds for agents that have not come yet. `present` and
-    `acting` tell these rows from others.
+    **Rows of absent agents are trained on.** From an agent's death until its environment's episode ends, its row is
+    zeros: the observations, rewards, and actions that nobody carries out. It is done once more when the environment's
+    episode ends, with zeros as its `terminal_observation` and never as truncated, so that returns do not run across
+    episodes; statistics of episodes count these as episodes of return 0. The same holds for agents that have not come
+    yet. `present` and `acting` tell these rows from others.
 
-    What is about a copy rather than an agent, such as the mark of a restart in `infos[row]["__common__"]`, is in the
-    info of each of the copy's rows; an agent's own key goes before. The infos of a reset are in `reset_infos`.
+    What is about an environment rather than an agent, such as the mark of a restart in `infos[row]["__common__"]`, is
+    in the info of each of the environment's rows; an agent's own key goes before. The infos of a reset are in
+    `reset_infos`.
 
     Args:
         env: Made with `auto_reset=True`. Nobody else may step it.
@@ -89,10 +85,10 @@ class SB3VecEnv(VecEnv):
     """
 
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
-        self._stepper = Stepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
-        self._guard = CallGuard(env._pool.check_open)
+        self._stepper = ArrayStepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
+        self._guard = CallGuard(self._stepper.runner.check_open)
         self.env, self.agents = env, env.possible_agents
-        schema = env._schema
+        schema = self._stepper.runner.schema
         without_form = [agent for agent in self.agents if not fits_block(schema.observation_spaces[agent])]
         if without_form:
             agent = without_form[0]
@@ -101,7 +97,7 @@ class SB3VecEnv(VecEnv):
                 f"part without a fixed size: {unfit_leaf(schema.observation_spaces[agent])}; {_ADVICE}"
             )
         self._group, self._members = chosen(
-            self._stepper.batch.groups, self.agents, self.agents, schema.action_spaces, _ADVICE
+            self._stepper.view.groups, self.agents, self.agents, schema.action_spaces, _ADVICE
         )
         self._per_copy = len(self.agents)
         self._first_seed: int | None = None
@@ -115,13 +111,13 @@ class SB3VecEnv(VecEnv):
 
     @exclusive("reset")
     def reset(self) -> Any:
-        """Begin new episodes, with what `seed` and `set_options` have been told; a step on its way is dropped.
+        """Begin new episodes, with the seed of `seed` and the options of `set_options`; a step on its way is dropped.
 
         Returns:
             Observations of all rows; infos are in `reset_infos`.
 
         Raises:
-            ValueError: Options for simulators whose `reset` takes none, or rows of one copy that do not agree.
+            ValueError: Options for simulators whose `reset` takes none, or rows of one environment that do not agree.
             ParallelEnvError: A fault, as in `ParallelEnv.reset`.
         """
         options = self._options_by_copy()
@@ -137,7 +133,7 @@ class SB3VecEnv(VecEnv):
 
     @exclusive("step_async")
     def step_async(self, actions: NDArray[Any]) -> None:
-        """Begin to step all copies and return.
+        """Begin to step all environments and return.
 
         Args:
             actions: `(num_envs, ...)`; rows of those who do not act are not looked at. Whole numbers may come as
@@ -185,17 +181,15 @@ class SB3VecEnv(VecEnv):
     def _end(self, arrays: Arrays, observations: Any, infos: list[dict[str, Any]]) -> NDArray[np.bool_]:
         """Where rows are done, say so in infos and put the next observation in place; returns who is."""
         over, were_dead = arrays.terminated | arrays.truncated, self._deaths.dead
-        terminations, truncations = self._deaths.told((arrays.terminations, arrays.truncations), arrays)
+        terminations, truncations = self._deaths.flags((arrays.terminations, arrays.truncations), arrays)
         dones, cut_off = terminations | truncations, truncations & ~terminations & ~were_dead
-        of_copies: dict[int, dict[Any, Any]] = {}  # once for each copy, not for each of its rows
+        of_envs = {e: env_infos(arrays.infos.get(e, {}), self.agents) for e in np.flatnonzero(over).tolist()}
         for row in np.flatnonzero(dones).tolist():
             place, info = divmod(row, self._per_copy), infos[row]
             last = None
-            if over[place[0]]:
+            if place[0] in of_envs:
                 last = info.pop(FINAL_OBS, None)
-                if place[0] not in of_copies:
-                    of_copies[place[0]] = about_copy(arrays.infos.get(place[0], {}), self.agents)
-                self.reset_infos[row] = of_reset(info, of_copies[place[0]])
+                self.reset_infos[row] = reset_info(info, of_envs[place[0]])
                 info.pop(RESET_INFO, None)
             elif arrays.observed[place]:
                 last = row_of(self.observation_space, observations, row)
@@ -210,20 +204,20 @@ class SB3VecEnv(VecEnv):
         self.present, self.acting = arrays.present.ravel(), arrays.acting.ravel()
 
     def _new_infos(self, arrays: Arrays) -> list[dict[str, Any]]:
-        """One for each row: its agent's, and what is about its copy."""
+        """One for each row: its agent's, and what is about its environment."""
         rows: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for env_id, infos in arrays.infos.items():
             first = env_id * self._per_copy
-            rows[first : first + self._per_copy] = with_copys(env_id, infos, self.agents, self.agents)
+            rows[first : first + self._per_copy] = agent_infos(env_id, infos, self.agents, self.agents)
         return rows
 
     # -- before a reset --------------------------------------------------------------------------------------------
 
     def seed(self, seed: int | None = None) -> Sequence[int | None]:
-        """Have the next reset give copy i the seed `seed + i`; None draws one, as Stable-Baselines3 does.
+        """Have the next reset give environment i the seed `seed + i`; None draws one, as Stable-Baselines3 does.
 
         Returns:
-            The seed of each row, which is its copy's.
+            The seed of each row, which is its environment's.
 
         Raises:
             TypeError: It is no integer.
@@ -238,13 +232,14 @@ class SB3VecEnv(VecEnv):
         self._first_seed = None
 
     def set_options(self, options: list[dict[str, Any]] | dict[str, Any] | None = None) -> None:
-        """Have the next reset give these to each copy's own.
+        """Have the next reset give these to each environment's own.
 
         Args:
-            options: For all copies; a list has one for each copy, or for each row, those of one copy equal.
+            options: For all environments; a list has one for each environment, or for each row, those of one
+                environment equal.
 
         Raises:
-            ValueError: A list of another length, or that takes a copy apart.
+            ValueError: A list of another length, or that takes an environment apart.
         """
         if isinstance(options, list) and len(options) == self.env.num_envs != self.num_envs:
             options = [own for own in options for _ in self.agents]
@@ -260,7 +255,7 @@ class SB3VecEnv(VecEnv):
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
-        """An attribute of each row's copy; as `ParallelEnv.get_attr`, which returns a method called."""
+        """An attribute of each row's environment; as `ParallelEnv.get_attr`, which returns a method called."""
         try:
             return self._called(indices, attr_name)
         except AttributeError:
@@ -269,11 +264,11 @@ class SB3VecEnv(VecEnv):
             return [self.env.render_mode for _ in self._rows(indices)]
 
     def has_attr(self, attr_name: str) -> bool:
-        """Whether all copies have an attribute, which may be a method; it is not called."""
-        return all(self.env._find_out(attributes.has, attr_name))
+        """Whether all environments have an attribute, which may be a method; it is not called."""
+        return all(self.env.call(attributes.has, attr_name))
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
-        """Set an attribute of each copy that one of the rows belongs to."""
+        """Set an attribute of each environment that one of the rows belongs to."""
         copies = self._copies_of(self._rows(indices))
         if copies:
             self.env.set_attr(attr_name, [value] * len(copies), env_ids=copies)
@@ -281,20 +276,20 @@ class SB3VecEnv(VecEnv):
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method once of each copy that one of the rows belongs to.
+        """Call a method once of each environment that one of the rows belongs to.
 
         Returns:
-            For each row, what its copy's returned.
+            For each row, what its environment's returned.
         """
         return self._called(indices, method_name, *method_args, **method_kwargs)
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
-        """Whether each row's copy is wrapped in such a wrapper."""
-        wrapped = self.env._find_out(attributes.is_wrapped, (wrapper_class.__module__, wrapper_class.__qualname__))
+        """Whether each row's environment is wrapped in such a wrapper."""
+        wrapped = self.env.call(attributes.is_wrapped, (wrapper_class.__module__, wrapper_class.__qualname__))
         return [wrapped[row // self._per_copy] for row in self._rows(indices)]
 
     def get_images(self) -> Sequence[NDArray[Any] | None]:
-        """A frame of each copy, whatever its number of agents; `render` tiles them. None where there are no frames."""
+        """A frame of each environment, which `render` tiles; None where there are no frames."""
         if self.render_mode != "rgb_array":
             warnings.warn(
                 f"there are images with render_mode='rgb_array' only, not with {self.render_mode!r}", stacklevel=2
@@ -307,11 +302,11 @@ class SB3VecEnv(VecEnv):
         self._stepper.close()
 
     def _called(self, indices: Indices, name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """What the copies of rows return, which are called once each."""
+        """What the environments of rows return, which are called once each."""
         rows = self._rows(indices)
         copies = self._copies_of(rows)
-        told = dict(zip(copies, self.env.call(name, *args, env_ids=copies, **kwargs))) if copies else {}
-        return [told[row // self._per_copy] for row in rows]
+        results = dict(zip(copies, self.env.call(name, *args, env_ids=copies, **kwargs))) if copies else {}
+        return [results[row // self._per_copy] for row in rows]
 
     def _rows(self, indices: Indices) -> list[int]:
         rows = [*self._get_indices(indices)]
@@ -324,5 +319,5 @@ class SB3VecEnv(VecEnv):
         return [*dict.fromkeys(row // self._per_copy for row in rows)]
 
     def _options_by_copy(self) -> list[dict[str, Any] | None] | None:
-        of_copies: list[dict[str, Any] | None] = [own or None for own in self._options[:: self._per_copy]]
-        return of_copies if any(of_copies) else None
+        of_envs: list[dict[str, Any] | None] = [own or None for own in self._options[:: self._per_copy]]
+        return of_envs if any(of_envs) else None

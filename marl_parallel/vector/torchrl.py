@@ -1,13 +1,12 @@
 """`TorchRLEnv`: the batch as one TorchRL environment, agents stacked in groups.
 
-Here are groups, and what TorchRL calls; specs and values of spaces are in `tensors.py`. When episodes end and begin is
-decided by the core and by TorchRL's own loops, which reset by `_reset`; what the arrays mean that tensors are made of
-is in `core/arrays.py`.
+TorchRL's own loops reset environments whose episodes are over, by `_reset`. What the arrays mean that tensors are made
+of is in `core/arrays.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,33 +14,23 @@ from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from marl_parallel.adapters import AgentID
+from marl_parallel.adapters import AgentID, Schema
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.schema import alike
+from marl_parallel.core.spaces import fits_block
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.facade import Stepper
 from marl_parallel.vector.rows import shared_reward_space
+from marl_parallel.vector.stepper import ArrayStepper
 
 try:
     import torch
     from tensordict import TensorDict, TensorDictBase
-    from torchrl.data import Composite, Unbounded
+    from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
     from torchrl.envs import EnvBase
     from torchrl.envs.utils import MarlGroupMapType, check_marl_grouping
-
-    from marl_parallel.vector.tensors import (
-        action_leaf,
-        arrays_of,
-        flag_spec,
-        has_tensors,
-        observation_leaf,
-        spec_of,
-        tensors_of,
-        without_tensors,
-    )
 except ImportError as error:
     raise ImportError(
         f'TorchRLEnv needs TorchRL: pip install "marl-parallel[torchrl]" ({error})', name=error.name
@@ -52,9 +41,10 @@ _FLAGS = ("done", "terminated", "truncated")
 
 
 class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
-    """Many copies of an environment as one TorchRL environment of batch size `[num_envs]`.
+    """Many environments as one TorchRL environment of batch size `[num_envs]`.
 
-    Agents are stacked in groups. With n copies and k agents in a group, its tensordict of batch size `[n, k]` holds:
+    Agents are stacked in groups. With n environments and k agents in a group, its tensordict of batch size `[n, k]`
+    holds:
 
     - `"action"`: `[n, k, ...]`. Rows of agents who do not act are not looked at.
     - `"observation"`: `[n, k, ...]`, in the dtype of its space; zeros for agents that are absent.
@@ -113,21 +103,15 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         device: torch.device | str | None = "cpu",
     ) -> None:
         # TorchRL keeps the tensors of all steps of a rollout: views would be of the last one.
-        stepper = Stepper(env, self, AutoresetMode.DISABLED, at_worst=AutoresetMode.NEXT_STEP, copy=True, vectors=True)
-        if not env._pool.partial:
-            raise ValueError(
-                f"TorchRLEnv steps all {env.num_envs} environments and resets some of them, but these come "
-                f"{env.batch_size} at a time"
-                + (f": make them with batch_size={env.num_envs}" if env.batch_size < env.num_envs else "")
-            )
+        stepper = ArrayStepper(env, self, AutoresetMode.DISABLED, copy=True, vectors=True, partial_resets=True)
         super().__init__(device=device, batch_size=[env.num_envs])
         self.is_closed = False
-        self._stepper, self.env = stepper, env
-        self._guard = CallGuard(env._pool.check_open)
+        self._stepper, self._runner, self.env = stepper, stepper.runner, env
+        self._guard = CallGuard(self._runner.check_open)
         self.infos: dict[int, dict[Any, Any]] = {}
-        self.group_map = _checked(group_map, env)
+        self.group_map = _checked(group_map, self._runner.schema)
         self._groups = {name: _Group.of(agents, stepper) for name, agents in self.group_map.items()}
-        self._says_restarted = env._pool.recovery is not None
+        self._says_restarted = self._runner.restarts
         self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)
@@ -138,19 +122,14 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         actions, observations, rewards, dones = (Composite(shape=(n,)) for _ in range(4))
         for name, group in self._groups.items():
             shape = n, len(group.agents)
-            action = {"action": spec_of(group.action_space, shape, action_leaf)}
-            observation = {"observation": spec_of(group.observation_space, shape, observation_leaf)}
-            masks = {key: flag_spec(shape) for key in ("mask", "present")}
             objectives = (1,) if group.reward_space is None else group.reward_space.shape or ()
-            reward = {"reward": Unbounded(shape=(*shape, *objectives), dtype=torch.float32)}
-            flags = {flag: flag_spec((*shape, 1)) for flag in _FLAGS}
-            for whole, leaves in (
-                (actions, action),
-                (observations, observation | masks),
-                (rewards, reward),
-                (dones, flags),
-            ):
-                whole[name] = Composite(leaves, shape=shape)
+            seen = {"observation": spec_of(group.observation_space, shape, observation_leaf)}
+            seen |= {key: flag_spec(shape) for key in ("mask", "present")}
+            actions[name] = Composite({"action": spec_of(group.action_space, shape, action_leaf)}, shape=shape)
+            observations[name] = Composite(seen, shape=shape)
+            reward = Unbounded(shape=(*shape, *objectives), dtype=torch.float32)
+            rewards[name] = Composite({"reward": reward}, shape=shape)
+            dones[name] = Composite({flag: flag_spec((*shape, 1)) for flag in _FLAGS}, shape=shape)
         for flag in _FLAGS:
             dones[flag] = flag_spec((n, 1))
         if self._says_restarted:
@@ -165,7 +144,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     # -- what TorchRL calls ----------------------------------------------------------------------------------------
 
     def _set_seed(self, seed: int | None) -> None:
-        self.env._check_seed(seed)
+        self._runner.check_seed(seed)
         self._seed = seed
         self._unseeded[:] = seed is not None
 
@@ -179,7 +158,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         mask = self._reset_mask(tensordict)
         ids = self._marked(mask)
         if ids is not None and not ids and self._stepper.latest is not None:
-            return self._told(self._stepper.latest, np.zeros_like(self._ended)).clone()
+            return self._tensors(self._stepper.latest, np.zeros_like(self._ended)).clone()
         chosen: Any = slice(None) if ids is None else ids
         if seed is None and self._seed is not None:
             seed = self._due_seed(range(self.env.num_envs) if ids is None else ids)
@@ -191,7 +170,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         else:
             for env_id, infos in arrays.infos.items():
                 self.infos[env_id] = _with_reset(self.infos.get(env_id, {}), infos)
-        return self._told(arrays, np.zeros_like(self._ended))
+        return self._tensors(arrays, np.zeros_like(self._ended))
 
     def _due_seed(self, ids: Sequence[int]) -> int | list[int | None] | None:
         """What these environments are to be reset with, of the seed that has been set."""
@@ -206,22 +185,22 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         ids = self._marked(tensordict.get("_step", None))
         actions = [group.action(name, tensordict.get((name, "action"), None)) for name, group in self._groups.items()]
-        if self.env._batch.mode is AutoresetMode.NEXT_STEP:
-            self._ended[np.array(self.env._batch.over)] = False  # a new episode begins, though nobody has reset it
+        if self._runner.mode is AutoresetMode.NEXT_STEP:
+            self._ended[np.array(self._runner.batch.over)] = False  # a new episode begins, though nobody has reset it
         arrays = self._stepper.step(actions, ids)
         self.infos = dict(arrays.infos)
-        told = self._told(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
+        result = self._tensors(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
         rewards = arrays.rewards.astype(np.float32)
         for name, group in self._groups.items():
-            told.get(name).set("reward", torch.from_numpy(group.rewards(arrays, rewards)))
+            result.get(name).set("reward", torch.from_numpy(group.rewards(arrays, rewards)))
         if ids is None:
-            return told
+            return result
         for name in self._groups:
             # `rollout(break_when_all_done=True)` leaves these behind, of some steps only, and cannot stack them then.
             tensordict.get(name).pop("_neg_step", None)
-        stepped = torch.zeros(self.env.num_envs, dtype=torch.bool, device=told.device)
+        stepped = torch.zeros(self.env.num_envs, dtype=torch.bool, device=result.device)
         stepped[ids] = True
-        return told.where(stepped, self._skip_tensordict(tensordict))
+        return result.where(stepped, self._skip_tensordict(tensordict))
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close the environment; idempotent."""
@@ -249,7 +228,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         chosen = mask.reshape(self.env.num_envs, -1).any(-1)
         return [int(env_id) for env_id in chosen.nonzero()]
 
-    def _told(self, arrays: Arrays, own: NDArray[np.bool_]) -> TensorDictBase:
+    def _tensors(self, arrays: Arrays, own: NDArray[np.bool_]) -> TensorDictBase:
         """Observations and flags.
 
         Args:
@@ -264,7 +243,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         if self._says_restarted:
             roots["restarted"] = np.zeros(self.env.num_envs, np.bool_)
             roots["restarted"][[env_id for env_id, infos in arrays.infos.items() if _is_mark(infos.get(COMMON))]] = True
-        told: dict[str, Any] = {name: torch.from_numpy(root[:, None]) for name, root in roots.items()}
+        result: dict[str, Any] = {name: torch.from_numpy(root[:, None]) for name, root in roots.items()}
         n = self.env.num_envs
         for name, group in self._groups.items():
             shape = n, len(group.agents)
@@ -275,8 +254,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             }
             for flag, flags in of_agents.items():
                 of_group[flag] = torch.from_numpy(flags[:, group.places, None])
-            told[name] = TensorDict(of_group, batch_size=shape, device=self.device)
-        return TensorDict(told, batch_size=(n,), device=self.device)
+            result[name] = TensorDict(of_group, batch_size=shape, device=self.device)
+        return TensorDict(result, batch_size=(n,), device=self.device)
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -304,9 +283,9 @@ class _Group(NamedTuple):
     reward_space: Space[Any] | None
 
     @classmethod
-    def of(cls, agents: Sequence[AgentID], stepper: Stepper) -> _Group:
+    def of(cls, agents: Sequence[AgentID], stepper: ArrayStepper) -> _Group:
         """Find them in the arrays."""
-        schema, batch = stepper.env._schema, stepper.batch
+        schema, batch = stepper.runner.schema, stepper.view
         place_of = {agent: place for place, agent in enumerate(batch.agents)}
         places = [place_of[agent] for agent in agents]
         block = next(i for i, of in enumerate(batch.groups) if places[0] in of.positions)
@@ -331,21 +310,20 @@ class _Group(NamedTuple):
 
 def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[Any, Any]:
     """The infos of a step, with those of the reset after it beside them; what says that one has failed goes on top."""
-    told = dict(infos)
+    result = dict(infos)
     for key, info in of_reset.items():
-        before = told.get(key) or {}
+        before = result.get(key) or {}
         if info is not None and not is_empty_info(info) and isinstance(before, Mapping):
-            told[key] = {**before, **(info if _is_mark(info) else {RESET_INFO: info})}
-    return told
+            result[key] = {**before, **(info if _is_mark(info) else {RESET_INFO: info})}
+    return result
 
 
-def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None, env: ParallelEnv) -> GroupMap:
+def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None, schema: Schema) -> GroupMap:
     """Who is in which group; raises `ValueError` where that cannot be."""
-    agents, schema = env.possible_agents, env._schema
+    agents = schema.possible_agents
     for kind, declared in (("observation", schema.observation_spaces), ("action", schema.action_spaces)):
         for agent in agents:
-            if not has_tensors(declared[agent]):
-                part = without_tensors(declared[agent])
+            if part := without_tensors(declared[agent]):
                 raise ValueError(
                     f"agent {agent!r}: the {kind} space {declared[agent]} has no form in tensors, because of {part}"
                 )
@@ -359,12 +337,12 @@ def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | Non
     for name, members in groups.items():
         kinds = alike(both, members)
         if len(kinds) > 1:
-            told = "; ".join(
+            result = "; ".join(
                 f"{[members[place] for place in of]} observe {schema.observation_spaces[members[of[0]]]} "
                 f"and act in {schema.action_spaces[members[of[0]]]}"
                 for _, of in kinds
             )
-            raise ValueError(f"the agents of the group {name!r} cannot be stacked: {told}")
+            raise ValueError(f"the agents of the group {name!r} cannot be stacked: {result}")
     return groups
 
 
@@ -383,3 +361,104 @@ def _by_name(agents: Sequence[AgentID], both: Mapping[AgentID, Space[Any]]) -> G
 
 def _is_mark(common: Any) -> bool:
     return isinstance(common, dict) and common.get("restarted") is True
+
+
+# -- spaces and their values in tensors --------------------------------------------------------------------------------
+
+_Leaf = Callable[[Any], TensorSpec]
+
+
+def _children(space: Space[Any]) -> list[tuple[str, Any, Space[Any]]] | None:
+    """The parts of a `Dict` or `Tuple`: names in tensordicts, keys in values, spaces; None for any other space."""
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        return None
+    items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+    return [(str(key), key, child) for key, child in items]
+
+
+def without_tensors(space: Space[Any], path: str = "") -> str:
+    """The first part of a space whose values have no form in tensors, with its place in the space; empty if none."""
+    children = _children(space)
+    if children:  # TorchRL loses those that are empty
+        found = next(filter(None, (without_tensors(child, f"{path}[{key!r}]") for _, key, child in children)), "")
+        if found or fits_block(space):
+            return found
+    # Torch knows larger unsigned integers by name only: it can neither compare nor draw them.
+    elif children is None and fits_block(space) and space.dtype not in (np.uint16, np.uint32, np.uint64):
+        return ""
+    return f"{path}, {space}" if path else str(space)
+
+
+def spec_of(space: Space[Any], shape: tuple[int, ...], leaf: _Leaf) -> TensorSpec:
+    """The spec of a space for environments and agents of this shape."""
+    children = _children(space)
+    if children is not None:
+        return Composite({name: spec_of(child, shape, leaf) for name, _, child in children}, shape=shape)
+    spec = leaf(space)
+    return spec.expand(*shape, *spec.shape)
+
+
+def flag_spec(shape: tuple[int, ...]) -> TensorSpec:
+    """The spec of flags and masks."""
+    return Categorical(2, shape=shape, dtype=torch.bool)
+
+
+def _bounded(low: Any, high: Any, dtype: Any) -> TensorSpec:
+    bounds = [torch.from_numpy(np.array(bound, dtype)) for bound in (low, high)]
+    limits = (-np.inf, np.inf) if np.dtype(dtype).kind == "f" else (0, 1)
+    if np.dtype(dtype).kind in "iu":
+        limits = np.iinfo(dtype).min, np.iinfo(dtype).max
+    shape, of_torch = bounds[0].shape, bounds[0].dtype
+    if (np.asarray(low) == limits[0]).all() and (np.asarray(high) == limits[1]).all() and of_torch != torch.bool:
+        return Unbounded(shape=shape, dtype=of_torch)
+    return Bounded(*bounds, shape=shape, dtype=of_torch)
+
+
+def action_leaf(space: Any) -> TensorSpec:
+    """The spec of a space of actions that has no parts; whole numbers count from 0."""
+    if isinstance(space, spaces.Discrete):
+        return Categorical(int(space.n), dtype=torch.int64)
+    if isinstance(space, spaces.MultiDiscrete):
+        if space.nvec.ndim == 1:
+            return MultiCategorical(space.nvec, dtype=torch.int64)
+        return _bounded(np.zeros_like(space.nvec), space.nvec - 1, np.int64)
+    if isinstance(space, spaces.MultiBinary):
+        return Binary(space.shape[-1], shape=space.shape, dtype=torch.int8)
+    return _bounded(space.low, space.high, space.dtype)
+
+
+def observation_leaf(space: Any) -> TensorSpec:
+    """The spec of a space of observations that has no parts, with zeros, which the rows of absent agents are."""
+    dtype: Any
+    if isinstance(space, spaces.MultiBinary):
+        return action_leaf(space)
+    if isinstance(space, spaces.Discrete):
+        if space.start == 0:
+            return action_leaf(space)
+        low, high, dtype = space.start, space.start + space.n - 1, np.int64
+    elif isinstance(space, spaces.MultiDiscrete):
+        low, high, dtype = space.start, space.start + space.nvec - 1, space.dtype
+    else:
+        low, high, dtype = space.low, space.high, space.dtype
+    return _bounded(np.minimum(low, 0), np.maximum(high, 0), dtype)
+
+
+def tensors_of(values: Any, rows: slice | list[int], shape: tuple[int, int]) -> Any:
+    """Some rows of stacked values; those of arrays share their memory where rows are a slice."""
+    if isinstance(values, np.ndarray):
+        return torch.from_numpy(values[:, rows])
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    return TensorDict({str(key): tensors_of(value, rows, shape) for key, value in items}, batch_size=shape)
+
+
+def arrays_of(space: Space[Any], value: Any) -> Any:
+    """Actions in tensors as arrays, in the form of their space; whole numbers from where it starts."""
+    children = _children(space)
+    if children is not None:
+        parts = {key: arrays_of(child, value.get(name)) for name, key, child in children}
+        return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
+    array = (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True)  # NumPy has no bfloat16
+    start = getattr(space, "start", None)
+    if start is None or not np.any(start) or array.dtype.kind not in "biu":
+        return array
+    return array.astype(np.int64) + start
