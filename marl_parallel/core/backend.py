@@ -1,7 +1,7 @@
-"""What the runtime asks of a backend: a place for workers to live, and a way for requests and replies.
+"""`Backend`: a place for workers to live, and a way for requests and replies.
 
 A backend carries; it never looks into what it carries, and knows nothing of environments. Whoever adds a place for
-workers to live (another machine, another runtime) writes one subclass.
+workers to live (another machine, another kind of process) writes one subclass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Has a native simulator do what `ParallelEnv` asks: in the place of the `Crew`, there are no workers.
+"""`NativeCrew`: carries out requests in a native simulator, in the place of a `Pool`; there are no workers.
 
 Here is what is in flight, what the simulator cannot be asked, and what it has done; not what its answers mean.
 """

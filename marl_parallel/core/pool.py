@@ -33,7 +33,7 @@ from marl_parallel.core.payloads import Refusal
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.reports import logger
-from marl_parallel.core.slots import Interrupted, Slot, WorkerQueue
+from marl_parallel.core.slots import Interrupted, Slot, State, WorkerQueue
 from marl_parallel.core.tracing import LAST_WORDS, Tracer
 from marl_parallel.types import EnvError, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
@@ -413,7 +413,7 @@ class Pool:
             env_ids = queue.share if request is None or request.env_ids is None else request.env_ids
         for env_id in env_ids:
             slot = self.slots[env_id]
-            if not slot.done and slot.fault is None and env_id not in failures and slot.request is not None:
+            if slot.state is State.BUSY and env_id not in failures:
                 self._apply_result(slot, reply.completed, results.get(env_id))
 
     def _apply_result(self, slot: Slot, completed: float, result: Any) -> None:
@@ -543,7 +543,7 @@ class Pool:
         logger.warning("%s; restarted: environments %s", reports.first_line(error), [*self.shares[worker]])
         for env_id in self._finished_before(worker, running):
             slot = self.slots[env_id]
-            if not slot.done and slot.fault is None:
+            if slot.state is State.BUSY:
                 self._apply_result(slot, time.monotonic(), None)
         for env_id in self.shares[worker]:
             slot = self.slots[env_id]
@@ -617,7 +617,7 @@ class Pool:
                 self._finish(slot, reply.completed, snapshot)
 
     def _rebuilding(self) -> bool:
-        return self.recovery is not None and any(slot.fault is not None for slot in self.slots)
+        return self.recovery is not None and any(slot.state is State.REBUILDING for slot in self.slots)
 
     @property
     def _advice(self) -> str:
@@ -638,7 +638,7 @@ class Pool:
     def acts_next(self, env_id: int) -> bool:
         """Whether the next action of an environment counts: it is not in flight, and not to report a restart."""
         slot = self.slots[env_id]
-        return slot.request is None and slot.fault is None and slot.mark is None
+        return slot.state is State.IDLE and slot.mark is None
 
     def ahead(self, worker: int) -> float:
         """Seconds that this clock is ahead of a worker's."""
