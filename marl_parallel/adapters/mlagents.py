@@ -25,6 +25,7 @@ from marl_parallel.adapters.protocol import ALL, Adapter, AgentID, Dicts, GroupS
 
 _SEPARATOR = "?agent_id="
 _RESTART_PORTS, _PORTS = 1000, 2**16
+_SERVER_ENDS_WITHIN = 5.0  # seconds
 
 
 class MLAgentsEnv(Adapter):
@@ -299,6 +300,8 @@ def _give_up(env: Any) -> None:
     atexit.unregister(env._close)
     if hasattr(env, "_communicator"):
         env._close(0)
+        # `_close` does not wait until the server has left the port, so a second try at once could find it in use.
+        env._communicator.server.stop(None).wait(_SERVER_ENDS_WITHIN)
 
 
 def _worker_id(env_id: int, restarts: int, base_port: int) -> int:
