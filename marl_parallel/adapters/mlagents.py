@@ -23,6 +23,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from marl_parallel.adapters.protocol import ALL, Adapter, AgentID, Dicts, GroupSpaces, Rules
 
+__doctest_requires__ = ["mlagents_envs"]
+
 _SEPARATOR = "?agent_id="
 _RESTART_PORTS, _PORTS = 1000, 2**16
 _SERVER_ENDS_WITHIN = 5.0  # seconds

@@ -23,6 +23,8 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.native import EnvIds, NativeSimulator, Received
 from marl_parallel.core.stacking import each
 
+__doctest_requires__ = ["envpool", "torchrl"]
+
 _INSTALL = 'pip install "marl-parallel[envpool]"'
 _KNOWN = re.compile(r"1\.[01]\.")
 _IDS = ("env_id", "players.env_id", "players.id")

@@ -48,6 +48,8 @@ from marl_parallel.core.reports import logger
 from marl_parallel.core.sharing import usable_cpus
 from marl_parallel.types import ParallelEnvError
 
+__doctest_requires__ = ["ray"]
+
 PLACEMENTS = ("SPREAD", "PACK")
 _POLL_S = 0.1  # how often `wait` sees whether it is interrupted
 _LOOK_AGAIN_S = 0.01

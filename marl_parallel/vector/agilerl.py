@@ -27,6 +27,8 @@ except ImportError as error:
         f'AgileRLVecEnv needs AgileRL: pip install "marl-parallel[agilerl]" ({error})', name=error.name
     ) from error
 
+__doctest_requires__ = ["agilerl"]
+
 ByAgent = dict[Any, Any]
 _FORCED = "env_defined_actions"
 

@@ -40,6 +40,8 @@ except ImportError as error:
         f'the facade for RLlib needs it: pip install "marl-parallel[rllib]" ({error})', name=error.name
     ) from error
 
+__doctest_requires__ = ["ray", "tree", "torch"]
+
 logger = logging.getLogger(__name__)
 
 OPTIONS = "parallel_env"

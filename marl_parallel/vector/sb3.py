@@ -29,6 +29,8 @@ except ImportError as error:
         f'SB3VecEnv needs Stable-Baselines3: pip install "marl-parallel[sb3]" ({error})', name=error.name
     ) from error
 
+__doctest_requires__ = ["stable_baselines3"]
+
 Indices = int | Iterable[int] | None
 """Of rows; None for all of them."""
 

@@ -36,6 +36,8 @@ except ImportError as error:
         f'TorchRLEnv needs TorchRL: pip install "marl-parallel[torchrl]" ({error})', name=error.name
     ) from error
 
+__doctest_requires__ = ["torchrl"]
+
 GroupMap = dict[str, list[AgentID]]
 _FLAGS = ("done", "terminated", "truncated")
 

@@ -1,0 +1,159 @@
+"""Environments that a script registers with Gymnasium and PettingZoo can be made in its workers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+
+import gymnasium
+import pettingzoo
+import pytest
+from gymnasium.envs.registration import EnvSpec
+from helpers import TESTS
+from simulators.deterministic import Hunt
+
+from marl_parallel import ParallelEnv
+from marl_parallel.core.registrations import dump_registrations, install_registrations
+
+SCRIPT = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    import gymnasium, threading
+    from gymnasium import spaces
+    from simulators import registered  # as `import rware` does: registers by its name in a module
+    import pettingzoo
+    from simulators.deterministic import Hunt
+    from marl_parallel import ParallelEnv
+    from marl_parallel.backends.spawn import PortableProcessBackend
+
+    class Lever(gymnasium.Env):
+        observation_space = action_space = spaces.Discrete(9)
+
+        def __init__(self, seed=0, pulls=1):
+            self.seed, self.pulls = seed, pulls
+
+        def reset(self, *, seed=None, options=None):
+            return self.pulls, {{}}
+
+        def step(self, action):
+            return self.pulls, 0.0, False, False, {{}}
+
+    gymnasium.register("script/Lever-v0", entry_point=Lever, kwargs={{"pulls": 3}})
+    gymnasium.register("script/Lambda-v0", entry_point=lambda seed: Lever(seed, 4))
+    gymnasium.register("script/Unpicklable-v0", entry_point=Lever, kwargs={{"pulls": threading.Lock()}})
+    if hasattr(pettingzoo, "register"):
+        pettingzoo.register("parallel", "script/Hunt-v0", entry_point="simulators.deterministic:Hunt")
+
+    def parallel(*constructors, backend="process", context=None):
+        return ParallelEnv(constructors, backend=backend, context=context, num_workers=2)
+
+    lever, other = "script/Lever-v0", "script/Lambda-v0"
+    ways = [{{"context": context}} for context in ("forkserver", "spawn", "fork")]
+    for way in [*ways, {{"backend": PortableProcessBackend()}}]:
+        with parallel(lambda: gymnasium.make(lever), lambda: gymnasium.make(other, seed=6), **way) as env:
+            assert [one["agent_0"] for one in env.reset()[0]] == [3, 4], way
+    with parallel(lambda seed: gymnasium.make("registered/Scenario-v1", seed=seed)) as env:
+        assert env.seed() == (42,)
+    if hasattr(pettingzoo, "make"):
+        with parallel(lambda: pettingzoo.make("parallel", "script/Hunt-v0")) as env:
+            env.reset()
+    print("made")
+"""
+
+
+def test_what_a_script_registers_is_known_in_its_workers(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT.format(tests=str(TESTS))))
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert "made" in done.stdout
+    # A worker that imports a module which registers the same once more has nothing to say.
+    assert "Overriding" not in done.stderr
+
+
+def test_a_class_of_a_module_that_workers_cannot_import(beside, build, monkeypatch):
+    """As of a test that pytest has loaded by its file."""
+    module = types.ModuleType("loaded_by_file")
+    exec(
+        "from simulators import deterministic\nclass Local(deterministic.Skirmish):\n    here = 'by value'\n",
+        vars(module),
+    )
+    monkeypatch.setitem(sys.modules, "loaded_by_file", module)
+    monkeypatch.setitem(gymnasium.registry, "test/Local-v0", EnvSpec("test/Local-v0", module.Local))
+    env = build([lambda: gymnasium.make("test/Local-v0", disable_env_checker=True)] * 2, beside)
+    assert env.get_attr("here") == ("by value",) * 2
+
+
+def test_restarted_workers_know_it_too(build, monkeypatch, killable):
+    monkeypatch.setitem(
+        gymnasium.registry, "test/Dying-v0", EnvSpec("test/Dying-v0", "simulators.deterministic:Skirmish")
+    )
+    env = build([lambda: gymnasium.make("test/Dying-v0", disable_env_checker=True)] * 2, killable, on_error="restart")
+    env.reset()
+    with pytest.raises(Exception, match="died"):
+        env.call(lambda simulator: os._exit(3))
+    env.reset()
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """A registry without what has been registered, as a worker's."""
+    mine = dict(gymnasium.registry)
+    yield lambda *env_ids: [gymnasium.registry.pop(env_id) for env_id in env_ids]
+    gymnasium.registry.clear()
+    gymnasium.registry.update(mine)
+
+
+def test_specs_are_unpickled_when_they_are_used(elsewhere):
+    """Which may import a simulator that this worker has nothing to do with; what does not pickle is left out."""
+    gymnasium.register("test/Here-v1", "simulators.deterministic:Skirmish", kwargs={"seed": 3}, max_episode_steps=5)
+    gymnasium.register("test/Lock-v0", "simulators.deterministic:Skirmish", kwargs={"seed": threading.Lock()})
+    gymnasium.register("test/Module-v0", "simulators.deterministic:Skirmish", kwargs={"seed": _Elsewhere()})
+    cartpole = gymnasium.registry["CartPole-v1"]
+    sent = dump_registrations()
+    elsewhere("test/Here-v1", "test/Lock-v0", "test/Module-v0")
+    install_registrations(sent)
+    assert gymnasium.registry["CartPole-v1"] is cartpole
+    assert "test/Lock-v0" not in gymnasium.registry
+    spec = gymnasium.spec("test/Here-v1")
+    assert type(spec) is not EnvSpec
+    assert (spec.namespace, spec.name, spec.version) == ("test", "Here", 1)
+    env = gymnasium.make("test/Here", disable_env_checker=True)
+    assert type(spec) is EnvSpec
+    assert spec == EnvSpec("test/Here-v1", "simulators.deterministic:Skirmish", kwargs={"seed": 3}, max_episode_steps=5)
+    assert env.unwrapped.received["seed"] == 3
+    with pytest.raises(ModuleNotFoundError, match="not_installed"):
+        gymnasium.make("test/Module-v0")
+    assert dump_registrations()  # what was never used is passed on
+
+
+class _Elsewhere:
+    """Can be pickled, but its module is missing where it is unpickled."""
+
+    def __reduce__(self):
+        return _import, ("not_installed",)
+
+
+def _import(name):
+    return __import__(name)
+
+
+def test_a_registration_that_was_replaced(elsewhere):
+    replaced = gymnasium.registry["CartPole-v1"]
+    gymnasium.registry["CartPole-v1"] = EnvSpec("CartPole-v1", "simulators.deterministic:Skirmish")
+    sent = dump_registrations()
+    gymnasium.registry["CartPole-v1"] = replaced
+    install_registrations(sent)
+    assert gymnasium.spec("CartPole-v1").entry_point == "simulators.deterministic:Skirmish"
+
+
+def test_an_older_pettingzoo_has_no_registry(monkeypatch):
+    monkeypatch.delattr(pettingzoo, "aec_registry", raising=False)
+    monkeypatch.delattr(pettingzoo, "parallel_registry", raising=False)
+    assert pickle.loads(dump_registrations()).keys() == {"gymnasium"}
+    with ParallelEnv([Hunt], backend="serial") as env:
+        env.reset()

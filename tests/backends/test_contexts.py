@@ -1,0 +1,309 @@
+"""Every way in which worker processes start: the same results, the same errors, nothing left behind.
+
+What becomes of workers whose parent is killed is tested in `test_parents`, what the launchers promise in detail in
+`test_launching`, the portable backend by itself in `test_portable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from gymnasium.error import ClosedEnvironmentError
+from gymnasium.vector import AutoresetMode
+from helpers import TESTS
+from helpers.comparison import assert_same
+from helpers.processes import gone, workers
+from helpers.scenarios import record, scenario
+from helpers.start_methods import arguments
+from simulators.failing import Fragile, SimulatorError, hang, hard_exit, killed_by, raising
+
+from marl_parallel import EnvError, ParallelEnv, WorkerCrashed, WorkerTimeout
+from marl_parallel.backends.spawn import PortableProcessBackend
+
+pytestmark = pytest.mark.release_independent
+
+
+@pytest.fixture
+def build(way: str) -> Iterator[Callable[..., ParallelEnv]]:
+    """Makes a `ParallelEnv` with two workers that start in this way."""
+    with contextlib.ExitStack() as stack:
+
+        def make(constructors: list[Any], mode: Any = True, **more: Any) -> ParallelEnv:
+            env = ParallelEnv(constructors, mode, **{"num_workers": 2, **arguments(way), **more})
+            stack.callback(env.close, terminate=True)
+            return env
+
+        yield make
+
+
+def fleet(notes: Path, count: int = 4, **faults: Any) -> list[Any]:
+    """Environments of which the third one breaks."""
+    return [functools.partial(Fragile, faults if index == 2 else {}, notes) for index in range(count)]
+
+
+def step(env: ParallelEnv) -> Any:
+    return env.step([{"a": 0, "b": 1}] * env.num_envs)
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_trajectory(shared_memory, build):
+    env = build(scenario("skirmish").constructors, shared_memory=shared_memory)
+    for index, event in enumerate(record("skirmish", AutoresetMode.SAME_STEP)):
+        result = getattr(env, event.method)(**copy.deepcopy(event.arguments))
+        assert_same(result, event.result, f"event {index}, {event.method}")
+
+
+def test_views_outlive_the_environment(build):
+    env = build(scenario("hunt").constructors, copy=False)
+    observations, _ = env.reset()
+    kept = copy.deepcopy(observations)
+    env.close()
+    assert_same(observations, kept)
+
+
+def test_stats_and_calls(build, tmp_path):
+    env = build(fleet(tmp_path))
+    env.reset()
+    step(env)
+    assert env.stats().steps == 4
+    assert env.stats().simulator_s > 0.0
+    assert len(set(env.call("pid"))) == 2
+    assert set(env.call("pid")) == workers(tmp_path)
+
+
+class Reporter(Fragile):
+    """Tells what its process is like."""
+
+    def setting(self) -> dict[str, Any]:
+        names = ("OMP_NUM_THREADS", "SET_LATER")
+        return {
+            "argv": sys.argv,
+            "path": sys.path,
+            "cwd": os.getcwd(),
+            "environ": {name: os.environ.get(name) for name in names},
+            "leads": os.getpid() == os.getpgrp() == os.getsid(0),
+            "stdin": os.read(0, 1),
+        }
+
+
+def test_setting(way, build, tmp_path, monkeypatch):
+    monkeypatch.setenv("SET_LATER", "\udcff")
+    monkeypatch.setattr(sys, "argv", ["script", "ü\udcff"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    backend = {"backend": PortableProcessBackend(threads=3)} if way == "portable" else {}
+    env = build([functools.partial(Reporter, {}, tmp_path)], num_workers=1, worker_threads=3, **backend)
+    (told,) = env.call("setting")
+    assert told["argv"] == ["script", "ü\udcff"]
+    assert told["path"] == sys.path
+    assert told["cwd"] == str(tmp_path)
+    assert told["environ"] == {"OMP_NUM_THREADS": "3", "SET_LATER": "\udcff"}
+    assert told["leads"]
+    assert told["stdin"] == b""
+
+
+# What goes wrong
+
+
+def test_exception(build, tmp_path):
+    env = build(fleet(tmp_path, step=raising(SimulatorError, "bad terrain")))
+    env.reset()
+    with pytest.raises(EnvError, match="bad terrain") as caught:
+        step(env)
+    assert (caught.value.env_ids, caught.value.worker, caught.value.method) == ((2,), 1, "step")
+    assert isinstance(caught.value.__cause__, SimulatorError)
+    assert len([*tmp_path.glob("closed-*")]) == 4
+    assert gone(workers(tmp_path))
+
+
+@pytest.mark.parametrize("place", ["constructor", "step"])
+def test_exit(place, build, tmp_path):
+    with pytest.raises(WorkerCrashed, match="exit code 7") as caught:  # noqa: PT012
+        env = build(fleet(tmp_path, **{place: hard_exit}))
+        env.reset()
+        step(env)
+    assert (caught.value.exitcode, caught.value.env_ids, caught.value.worker) == (7, (2,), 1)
+    assert gone(workers(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_signal(number, build, tmp_path):
+    env = build(fleet(tmp_path, step=killed_by(number)))
+    env.reset()
+    with pytest.raises(WorkerCrashed, match=number.name) as caught:
+        step(env)
+    assert caught.value.exitcode == -number
+    assert ("failing.py" in str(caught.value)) == (number == signal.SIGSEGV)
+    assert gone(workers(tmp_path))
+
+
+def die_beside_a_fork() -> None:
+    """Die while a child holds all that was open, the way back to the parent too."""
+    if os.fork():
+        os._exit(7)
+    time.sleep(60)
+
+
+def test_death_beside_a_fork(build, tmp_path):
+    env = build(fleet(tmp_path, step=die_beside_a_fork))
+    env.reset()
+    began = time.monotonic()
+    with pytest.raises(WorkerCrashed, match="exit code 7"):
+        step(env)
+    assert time.monotonic() - began < 3.0
+
+
+def test_hanging_constructor(build, tmp_path):
+    began = time.monotonic()
+    with pytest.raises(WorkerTimeout, match="start_timeout") as caught:
+        build(fleet(tmp_path, constructor=hang), start_timeout=2.0)
+    assert time.monotonic() - began < 30.0
+    assert caught.value.env_ids == (2,)
+    assert "in hang" in caught.value.stack
+    assert gone(workers(tmp_path))
+
+
+def test_close_from_another_thread(build, tmp_path):
+    env = build(fleet(tmp_path, step=hang))
+    env.reset()
+    timer = threading.Timer(0.2, functools.partial(env.close, terminate=True))
+    timer.start()
+    with pytest.raises(ClosedEnvironmentError):
+        step(env)
+    timer.join()
+    assert gone(workers(tmp_path))
+
+
+def test_close_takes_no_longer_than_it_may(build, tmp_path):
+    env = build(fleet(tmp_path, close=hang))
+    began = time.monotonic()
+    env.close(timeout=0.3)
+    assert time.monotonic() - began < 2.0
+    assert gone(workers(tmp_path))
+
+
+def test_forked_child_touches_nothing(build, tmp_path):
+    env = build(fleet(tmp_path))
+    env.reset()
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            env.close()
+            del env
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    step(env)
+
+
+# What is left
+
+
+def with_child(notes: Path) -> Callable[[], None]:
+    def start() -> None:
+        sleeper = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+        (notes / f"started-child-{os.getpid()}").write_text(str(sleeper.pid))
+        sleeper.returncode = 0  # it is the test that looks after it
+
+    return start
+
+
+@pytest.mark.parametrize("fault", [None, hard_exit])
+def test_children_of_simulators(fault, build, tmp_path):
+    faults = {"reset": with_child(tmp_path)} | ({} if fault is None else {"step": fault})
+    env = build(fleet(tmp_path, **faults))
+    env.reset()
+    assert len(workers(tmp_path)) == 3
+    if fault is None:
+        env.close()
+    else:
+        with pytest.raises(WorkerCrashed):
+            step(env)
+    assert gone(workers(tmp_path))
+
+
+def test_nothing_is_left(way, tmp_path):
+    def held() -> tuple[Any, ...]:
+        shown = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(("marl_parallel", "pymp"))]
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), os.listdir("/dev/shm"), shown
+
+    def cycle(number: int) -> None:
+        env = ParallelEnv(fleet(tmp_path), num_workers=2, **arguments(way))
+        env.reset()
+        if number % 2:
+            os.kill(env.call("pid")[0], signal.SIGKILL)
+            with pytest.raises(WorkerCrashed):
+                step(env)
+        env.close()
+
+    cycle(0)
+    before, children = held(), psutil.Process().children(recursive=True)
+    for number in range(4):
+        cycle(number)
+    assert held() == before
+    assert psutil.Process().children(recursive=True) == children
+
+
+# Which way it is
+
+
+@pytest.mark.parametrize("backend", ["process", "serial"])
+def test_unknown_context(backend, tmp_path):
+    with pytest.raises(ValueError, match="forkserver, spawn, fork"):
+        ParallelEnv(fleet(tmp_path), context="teleport", backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", PortableProcessBackend()])
+def test_contexts_are_for_processes(backend, tmp_path):
+    with pytest.raises(ValueError, match='backend="process" only'):
+        ParallelEnv(fleet(tmp_path), context="spawn", backend=backend)
+
+
+PRESSED = """
+import gc, os, signal, sys
+sys.path.append({tests!r})
+import psutil
+from simulators.deterministic import Hunt
+from marl_parallel import ParallelEnv
+
+forks, parent = [], os.getpid()
+
+def press():
+    forks.append(1)
+    who = "parent" if os.getpid() == parent else "server" if os.getppid() == parent else "keeper"
+    if who == {who!r} and len(forks) == 1:
+        os.kill(parent, signal.SIGINT)
+
+os.register_at_fork(after_in_parent=press)
+try:
+    ParallelEnv([Hunt] * 2, num_workers=2, context="fork")
+except KeyboardInterrupt:
+    gc.collect()
+    print("interrupted", psutil.Process().children())
+"""
+
+
+@pytest.mark.parametrize("who", ["parent", "server"])
+def test_ctrl_c_in_the_middle_of_a_fork(who):
+    """As where the parent is large, so that it takes a while: the parent knows of the child, or there is none."""
+    program = PRESSED.format(tests=str(TESTS), who=who)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted []\n", "")

@@ -1,0 +1,463 @@
+"""`ParallelEnv` over EnvPool beside the bare pool: the same seeds and actions, the same of everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import envpool
+import gymnasium
+import numpy as np
+import optree
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers.vector import NormalizeObservation, RecordEpisodeStatistics
+from helpers import ROOT
+from torchrl.envs.utils import check_env_specs
+
+from marl_parallel import EnvError, ParallelEnv
+from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, TorchRLEnv
+
+COPIES, SEED = 6, 7
+BENCHMARKS = ROOT / "benchmarks"
+TASKS = [
+    "CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0", "Acrobot-v1", "FrozenLake-v1", "Blackjack-v1", "Catch-v0",
+    "LunarLanderContinuous-v3", "MiniGrid-Empty-5x5-v0", "HalfCheetah-v4", "CheetahRun-v1",
+]  # fmt: skip
+"""Actions that are discrete, in a box or in several; observations that are numbers, arrays and dicts; with infos."""
+
+pytestmark = [
+    pytest.mark.needs("envpool", "torchrl"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]  # EnvPool's spaces lose precision
+
+
+def bare(task: str, **arguments: Any) -> Any:
+    return envpool.make_gymnasium(task, **{"num_envs": COPIES, "seed": SEED, **arguments})
+
+
+@pytest.fixture
+def pooled() -> Iterator[Callable[..., ParallelEnv]]:
+    """Makes a `ParallelEnv` over EnvPool."""
+    made: list[ParallelEnv] = []
+
+    def make(task: str = "CartPole-v1", **arguments: Any) -> ParallelEnv:
+        made.append(ParallelEnv.from_envpool(task, **{"num_envs": COPIES, "seed": SEED, **arguments}))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+def drawn(space: gymnasium.Space[Any], count: int = COPIES) -> np.ndarray:
+    return np.array([space.sample() for _ in range(count)])
+
+
+def actions_of(space: gymnasium.Space[Any], steps: int, count: int = COPIES) -> list[np.ndarray]:
+    space.seed(0)
+    return [drawn(space, count) for _ in range(steps)]
+
+
+def same(ours: Any, its: Any, row: int) -> None:
+    """Value and type of everything, of one row of the pool's."""
+    expected = optree.tree_map(lambda array: array[row], its)
+    assert optree.tree_structure(ours) == optree.tree_structure(expected)
+    for one, other in zip(optree.tree_leaves(ours), optree.tree_leaves(expected)):
+        assert type(one) is type(other)
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+def info_of(info: dict[str, Any]) -> dict[str, Any]:
+    """Without what says whose a row is."""
+    return {key: value for key, value in info.items() if key not in ("env_id", "players")}
+
+
+def without_firsts(its: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A step's arrays, but for rewards of first observations, which some tasks have: nobody has acted for them."""
+    its[1][its[-1]["elapsed_step"] == 0] = 0.0
+    return its
+
+
+def compare(told: tuple[Any, ...], its: tuple[Any, ...], rows: Any = None) -> None:
+    """A step's or reset's dicts beside the pool's arrays."""
+    for copy in range(len(told[0])):
+        row = copy if rows is None else rows[copy]
+        same(told[0][copy], {"agent_0": its[0]}, row)
+        same(told[-1][copy], {"agent_0": info_of(its[-1])}, row)
+        if len(its) == 5:
+            same(told[1][copy], {"agent_0": its[1]}, row)
+            for flags, of_pool in ((told[2], its[2]), (told[3], its[3])):
+                assert flags[copy] == {"agent_0": of_pool[row], "__all__": of_pool[row]}
+                assert type(flags[copy]["agent_0"]) is np.bool_
+                assert type(flags[copy]["__all__"]) is bool
+
+
+# -- beside the bare pool ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_dicts(task, pooled):
+    env, pool = pooled(task), bare(task)
+    space = env.action_space["agent_0"]
+    compare(env.reset(), pool.reset())
+    ends = 0
+    for actions in actions_of(space, 120):
+        told = env.step([{"agent_0": action} for action in actions])
+        compare(told, its := without_firsts(pool.step(actions)))
+        ends += int((its[2] | its[3]).sum())
+        assert env.acting == tuple([] if over else ["agent_0"] for over in its[2] | its[3])
+        assert all(env.observation_space["agent_0"].contains(seen["agent_0"]) for seen in told[0])
+    assert ends or task not in ("CartPole-v1", "FrozenLake-v1", "Blackjack-v1", "Catch-v0")
+    stats = env.stats()
+    assert (stats.resets >= COPIES, stats.steps + stats.resets) == (True, 121 * COPIES)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_arrays(task, pooled):
+    env, pool = PettingZooVecEnv(pooled(task)), bare(task)
+    observations, infos = env.reset()
+    its = pool.reset()
+    for actions in actions_of(env.single_action_space("agent_0"), 120):
+        for part, expected in zip((observations, infos), (its[0], info_of(its[-1]))):
+            told = {key: value for key, value in part["agent_0"].items() if key[0] != "_"} if part is infos else None
+            leaves = optree.tree_leaves(part["agent_0"] if told is None else told)
+            for one, other in zip(leaves, optree.tree_leaves(expected), strict=True):
+                np.testing.assert_array_equal(one, other)
+        observations, rewards, terminations, truncations, infos = env.step({"agent_0": actions})
+        its = without_firsts(pool.step(actions))
+        for one, other in zip((rewards, terminations, truncations), its[1:4]):
+            assert one["agent_0"].tolist() == other.tolist()
+        assert rewards["agent_0"].dtype == np.float64
+        assert env.over.tolist() == (its[2] | its[3]).tolist()
+        assert env.acting["agent_0"].tolist() == (~(its[2] | its[3])).tolist()
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1"])
+def test_batches(task, pooled):
+    """Copies come in another order from run to run; what each of them goes through does not."""
+    env, pool = pooled(task, batch_size=2), bare(task)
+    actions = actions_of(env.action_space["agent_0"], 300)
+    its = [pool.reset(), *(pool.step(batch) for batch in actions)]
+    moments = [0] * COPIES
+    env.reset_async()
+    while min(moments) < 40:
+        batch = env.recv(min_envs=env.batch_size)
+        assert len(batch.env_ids) == 2
+        for place, env_id in enumerate(batch.env_ids):
+            told = tuple(part[place : place + 1] for part in batch[1:])
+            expected = its[moments[env_id]]
+            compare((told[0], told[-1]) if moments[env_id] == 0 else told, expected, [env_id])
+            env.send({env_id: {"agent_0": actions[moments[env_id]][env_id]}})
+            moments[env_id] += 1
+    assert {*env.recv().env_ids} == {*range(COPIES)}
+
+
+def test_all_of_several_batches(pooled):
+    env, pool = pooled(batch_size=2), bare("CartPole-v1")
+    vec, its = PettingZooVecEnv(pooled(batch_size=3)), pool.reset()
+    compare(env.reset(), its)
+    np.testing.assert_array_equal(vec.reset()[0]["agent_0"], its[0])
+    for actions in actions_of(env.action_space["agent_0"], 60):
+        compare(env.step([{"agent_0": action} for action in actions]), its := pool.step(actions))
+        np.testing.assert_array_equal(vec.step({"agent_0": actions})[0]["agent_0"], its[0])
+
+
+def test_some_are_reset_and_stepped(pooled):
+    """Right after an end a reset cancels the pool's own; elsewhere it cuts an episode short."""
+    env, vec, pool = pooled(), PettingZooVecEnv(pooled()), bare("CartPole-v1")
+    compare(env.reset(), pool.reset())
+    vec.reset()
+    cancelled = 0
+    for moment, actions in enumerate(actions_of(env.action_space["agent_0"], 80)):
+        told, its = env.step([{"agent_0": action} for action in actions]), pool.step(actions)
+        compare(told, its)
+        observations = vec.step({"agent_0": actions})[0]["agent_0"]
+        ids = [*np.flatnonzero(its[2])] if moment % 3 else [4, 1]
+        if ids:
+            cancelled += moment % 3 > 0
+            compare(env.reset(env_ids=ids), its := pool.reset(np.array(ids, np.int32)))
+            observations = observations.copy()
+            observations[ids] = its[0]
+            np.testing.assert_array_equal(vec.reset(env_ids=ids)[0]["agent_0"], observations)
+            assert [env.acting[env_id] for env_id in ids] == [["agent_0"]] * len(ids)
+        some = np.array([5, 0, 2])
+        compare(env.step([{"agent_0": 1}] * 3, env_ids=some), pool.step(np.ones(3, np.int32), some))
+        vec._stepper.step({"agent_0": np.ones(COPIES, np.int64)}, [5, 0, 2])
+    assert cancelled
+
+
+def test_seeds(pooled):
+    """One for each copy: `seed + i`, or as given."""
+    first, apart = pooled(seed=3), pooled(seed=[3, 4, 5, 6, 7, 8])
+    assert first.seed() == apart.seed() == (3, 4, 5, 6, 7, 8)
+    for one, other in zip(first.reset()[0], apart.reset()[0]):
+        np.testing.assert_array_equal(one["agent_0"], other["agent_0"])
+    drawn_seeds = [pooled(seed=None).seed() for _ in range(2)]
+    assert drawn_seeds[0] != drawn_seeds[1]
+
+
+def test_frames(pooled):
+    env = pooled(render_mode="rgb_array")
+    env.reset()
+    frames = env.render()
+    assert (env.render_mode, len(frames), frames[0].ndim, frames[0].dtype) == ("rgb_array", COPIES, 3, np.uint8)
+    assert env.render(tile=True).ndim == 3
+    assert env.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+
+
+def test_what_cannot_be_drawn_closes_nothing(pooled):
+    env = pooled("Blackjack-v1", render_mode="rgb_array")
+    env.reset()
+    with pytest.raises(EnvError, match="EnvPool's Blackjack-v1 raised in render"):
+        env.render()
+    env.step([{"agent_0": 1}] * COPIES)
+    with pytest.raises(ValueError, match='render_mode="human" shows one copy, but num_envs=6: pass "rgb_array"'):
+        pooled("CartPole-v1", render_mode="human")
+
+
+def test_observations_within_observations(pooled):
+    """Some tasks part names with colons."""
+    env = pooled("FrankaKitchen-v1", num_envs=2)
+    seen = env.reset()[0][0]["agent_0"]
+    assert env.observation_space["agent_0"].contains(seen)
+    assert isinstance(seen["desired_goal"], dict)
+
+
+def test_actions_count_as_they_were_sent(pooled):
+    """Whatever is written into the caller's array while EnvPool's threads are at work."""
+    actions = np.ones((256, 6))
+    told = []
+    for after in (1.0, -1.0):
+        env = GymnasiumVectorEnv(pooled("HalfCheetah-v4", num_envs=256, num_threads=1))
+        env.reset()
+        actions[...] = 1.0
+        env.step_async(actions)
+        actions[...] = after
+        told.append(env.step_wait()[0])
+    np.testing.assert_array_equal(*told)
+
+
+def test_actions_that_are_not_to_be_written(pooled):
+    env, pool = GymnasiumVectorEnv(pooled("Pendulum-v1")), bare("Pendulum-v1")
+    env.reset()
+    pool.reset()
+    actions = np.ones((COPIES, 1), np.float32)
+    actions.flags.writeable = False
+    np.testing.assert_array_equal(env.step(actions)[0], pool.step(actions)[0])
+
+
+def test_whole_numbers_of_several_types(pooled):
+    env, other = pooled(), pooled()
+    env.reset()
+    other.reset()
+    mixed = [np.uint64(1), 0, np.int8(1), True, np.uint8(0), np.int64(1)]
+    one, two = (
+        e.step([{"agent_0": a} for a in mixed_or_not]) for e, mixed_or_not in ((env, mixed), (other, map(int, mixed)))
+    )
+    for seen, expected in zip(one[0], two[0]):
+        np.testing.assert_array_equal(seen["agent_0"], expected["agent_0"])
+
+
+# -- through facades ---------------------------------------------------------------------------------------------------
+
+
+def test_gymnasium(pooled):
+    env, pool = GymnasiumVectorEnv(pooled()), bare("CartPole-v1")
+    np.testing.assert_array_equal(env.reset()[0], pool.reset()[0])
+    for actions in actions_of(env.single_action_space, 60):
+        told, its = env.step(actions), pool.step(actions)
+        for one, other in zip(told[:4], its[:4]):
+            np.testing.assert_array_equal(one, other)
+        assert told[4]["elapsed_step"].tolist() == its[4]["elapsed_step"].tolist()
+        assert told[4]["_elapsed_step"].all()
+
+
+def test_gymnasium_wrappers(pooled):
+    env = RecordEpisodeStatistics(NormalizeObservation(GymnasiumVectorEnv(pooled(max_episode_steps=8))))
+    env.reset()
+    lengths: list[int] = []
+    for actions in actions_of(env.single_action_space, 30):
+        *_, infos = env.step(actions)
+        lengths += infos["episode"]["l"][infos["_episode"]].tolist() if "episode" in infos else []
+    assert len(lengths) >= 3 * COPIES
+    assert max(lengths) == 8
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_torchrl_specs(task, pooled):
+    check_env_specs(TorchRLEnv(pooled(task)))
+
+
+def test_torchrl_steps_all_and_cannot_seed(pooled):
+    with pytest.raises(ValueError, match="6 environments and resets some of them, but these come 3 at a time: make"):
+        TorchRLEnv(pooled(batch_size=3))
+    env = TorchRLEnv(pooled())
+    with pytest.raises(ValueError, match="seed=0, but these environments are seeded only once"):
+        env.set_seed(0)
+    env.reset()
+
+
+def test_torchrl_resets_what_is_over(pooled):
+    """TorchRL's own resets in the place of the pool's: no step is lost to a reset, as against the bare pool."""
+    env, pool = TorchRLEnv(pooled()), bare("CartPole-v1")
+    data = env.rollout(60, break_when_any_done=False)
+    seen, after = data["agent", "observation"][:, :, 0], data["next", "agent", "observation"][:, :, 0]
+    current = torch.from_numpy(pool.reset()[0])
+    ends = 0
+    for moment in range(60):
+        assert torch.equal(seen[:, moment], current)
+        observations, rewards, terminated, truncated, _ = pool.step(data["agent", "action"][:, moment, 0].numpy())
+        assert torch.equal(after[:, moment], torch.from_numpy(observations))
+        assert data["next", "agent", "reward"][:, moment, 0, 0].tolist() == rewards.tolist() == [1.0] * COPIES
+        assert data["next", "terminated"][:, moment, 0].tolist() == terminated.tolist()
+        assert data["next", "truncated"][:, moment, 0].tolist() == truncated.tolist()
+        over = np.flatnonzero(terminated | truncated).astype(np.int32)
+        current = torch.from_numpy(observations.copy())
+        if len(over):
+            current[over] = torch.from_numpy(pool.reset(over)[0])
+            ends += len(over)
+    assert ends > COPIES
+    assert data["agent", "mask"].all()
+
+
+# -- what it refuses ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"task": "CartPole-v9"}, ValueError, "EnvPool has no task 'CartPole-v9'; envpool.list_all_envs"),
+        ({"num_envs": 0}, ValueError, "num_envs must be at least 1, got 0"),
+        ({"num_envs": 2.0}, TypeError, "num_envs must be an integer"),
+        ({"batch_size": 7}, ValueError, "batch_size=7 is more than num_envs=6"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1"),
+        ({"num_threads": -1}, ValueError, "num_threads must be at least 1"),
+        ({"seed": [1, 2]}, ValueError, "expected one seed for each of 6 environments, got 2"),
+        ({"seed": 2**31 - 3}, ValueError, "a pool wants a seed from 0 to 2"),
+        ({"seed": [None] * 6}, ValueError, "a pool wants a seed from 0 to 2"),
+        (
+            {"on_error": "restart"},
+            TypeError,
+            "does not take these arguments .*'on_error'.*; it takes num_envs, batch_size",
+        ),
+        ({"max_num_players": 0}, ValueError, "EnvPool's CartPole-v1 refuses one of {.*'max_num_players': 0}"),
+    ],
+)
+def test_arguments(arguments, kind, text, pooled):
+    with pytest.raises(kind, match=text):
+        pooled(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("actions", "text"),
+    [
+        ({"agent_0": 0.5}, "environment 0: the action of agent 'agent_0': expected an array of shape"),
+        ({"agent_0": np.ones(1, int)}, r"environment 0: the action of agent 'agent_0': .* got shape \(1,\)"),
+        ({"agent_0": None}, "environment 0: the action of agent 'agent_0'"),
+        ({"agent_0": 2**70}, "environment 0: the action of agent 'agent_0'"),
+        ({}, "environment 0: no action for agent 'agent_0'"),
+    ],
+)
+def test_actions_that_would_end_the_process(actions, text, pooled):
+    """EnvPool aborts where an array is not what it wants; nothing of the kind gets there."""
+    env = pooled()
+    env.reset()
+    with pytest.raises(ValueError, match=text):
+        env.step([actions] * COPIES)
+    assert len(env.step([{"agent_0": 1}] * COPIES)[0]) == COPIES
+
+
+def test_arrays_that_would_end_the_process(pooled):
+    env = GymnasiumVectorEnv(pooled("Pendulum-v1"))
+    env.reset()
+    for actions in (np.zeros(COPIES), np.zeros((COPIES, 2)), np.zeros((2, 1)), np.full((COPIES, 1), "x")):
+        with pytest.raises(ValueError, match="expected"):
+            env.step(actions)
+    assert env.step(np.zeros((COPIES, 1)))[0].shape == (COPIES, 3)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("__version__ = '1.2.5'", "from_envpool is written for EnvPool 1.0 and 1.1, found 1.2.5: pip install"),
+        ("import nothing_of_this_name", "from_envpool needs EnvPool, which cannot be imported"),
+    ],
+)
+def test_another_version_or_none(source, text, tmp_path):
+    (tmp_path / "envpool.py").write_text(source)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = "from marl_parallel import ParallelEnv; ParallelEnv.from_envpool('CartPole-v1', num_envs=2)"
+    done = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(f"ImportError: {text}")
+    assert said.endswith('pip install "marl-parallel[envpool]"')
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def test_benchmark(tmp_path):
+    command = [sys.executable, BENCHMARKS / "envpool_overhead.py", "--output", tmp_path]
+    subprocess.run([*command, "--quick"], check=True, capture_output=True, timeout=100)
+    results = json.loads((tmp_path / "envpool_overhead.json").read_text())["results"]
+    assert {one["against"] for one in results} == {"EnvPool"}
+    assert {one["num_envs"] for one in results} == {64, 256}
+    assert len((tmp_path / "envpool_overhead.csv").read_text().splitlines()) == 1 + len(results) == 10
+    shown = subprocess.run([*command, "--markdown"], check=True, capture_output=True, text=True, timeout=100).stdout
+    assert shown.count("| CartPole-v1 |") == 6
+    refused = subprocess.run([*command, "--only", "chess"], capture_output=True, text=True, timeout=100)
+    assert "--only" in refused.stderr
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_with_work_in_flight(pooled):
+    env = pooled(batch_size=2)
+    env.reset_async()
+    env.close()
+    env.close()
+    assert env.pending == ()
+    with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+        env.recv()
+
+
+@pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit()"])
+def test_a_forked_child_leaves_it_alone(leave):
+    """A pool's threads are not in the child; who deletes the pool there waits for them, or crashes."""
+    script = """
+import os, sys, gc
+from marl_parallel import ParallelEnv
+env = ParallelEnv.from_envpool("CartPole-v1", num_envs=2)
+env.reset()
+child = os.fork()
+if child == 0:
+    env.close()
+    del env
+    gc.collect()
+    LEAVE
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert len(env.reset()[0]) == 2
+"""
+    script = script.replace("LEAVE", leave)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme():
+    readme = (BENCHMARKS.parent / "README.md").read_text()
+    blocks = re.findall(r"^```py\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    (block,) = (block for block in blocks if "from_envpool" in block)
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

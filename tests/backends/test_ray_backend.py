@@ -1,0 +1,433 @@
+"""Workers in Ray actors: where they are placed, what travels, how they die, who connects and who ends what.
+
+That their batches are those of all other backends is tested where those are: `pytest --setups=ray`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from gymnasium.vector import AutoresetMode
+from helpers.comparison import assert_same
+from helpers.processes import gone, wait_for
+from helpers.ray_clusters import CPUS_EACH, NODES, Grounds
+from helpers.reference import Copy, Reference
+from helpers.restart_comparison import actions_for, many, play
+from helpers.setups import Setup
+from simulators.crashing import Children, mortal
+from simulators.deterministic import Hunt, Skirmish
+from simulators.failing import Fragile, hard_exit, killed_by
+
+from marl_parallel import ParallelEnv, ParallelEnvError, RayBackend, WorkerCrashed
+from marl_parallel.backends import ray_backend, ray_worker
+from marl_parallel.backends.ray_worker import Result
+
+pytestmark = [pytest.mark.needs("ray"), pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")]
+
+
+@pytest.fixture
+def local(grounds: Grounds) -> None:
+    """A cluster of one node."""
+    grounds.one_node()
+
+
+@pytest.fixture
+def three_nodes(grounds: Grounds) -> Any:
+    """A cluster of three, with nobody on them."""
+    made = grounds.three_nodes()
+    assert all_free()
+    return made
+
+
+def all_free() -> bool:
+    return bool(wait_for(lambda: ray.available_resources().get("CPU") == NODES * CPUS_EACH))
+
+
+def node_of(_: Any) -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def pid_of(_: Any) -> int:
+    return os.getpid()
+
+
+def actor_of(env: ParallelEnv, worker: int) -> Any:
+    """The handle of a worker's actor."""
+    backend = env.runner.pool.backend
+    assert isinstance(backend, RayBackend)
+    return backend._actors[worker].handle
+
+
+def actions_of(make: Callable[..., Any], count: int, time_: int = 0) -> list[dict[Any, Any]]:
+    """Some for every agent of every environment."""
+    rng = np.random.default_rng(time_)
+    return [actions_for(make, rng) for _ in range(count)]
+
+
+# -- placement ---------------------------------------------------------------------------------------------------------
+
+
+def test_spread_is_on_all_nodes_and_pack_on_few(three_nodes):
+    with ParallelEnv([Skirmish] * 6, backend="ray", num_workers=3) as env:
+        nodes = env.call(node_of)
+        assert nodes[0::2] == nodes[1::2]  # two environments to an actor
+        assert {*nodes} == {node["NodeID"] for node in ray.nodes() if node["Resources"].get("CPU")}
+    assert all_free()
+    with ParallelEnv([Skirmish] * 4, backend=RayBackend(placement="PACK"), num_workers=2) as env:
+        assert len({*env.call(node_of)}) == 1
+    assert all_free()
+    with ParallelEnv([Skirmish] * 2, backend=RayBackend(num_cpus=2, placement="PACK"), num_workers=2) as env:
+        assert len({*env.call(node_of)}) == 2  # there is no room for both on one
+
+
+def test_by_default_as_many_workers_as_the_cluster_has_room_for(three_nodes):
+    with ParallelEnv([Skirmish] * 8, backend="ray") as env:
+        assert env.num_workers == 6
+    with ParallelEnv([Skirmish] * 8, backend=RayBackend(num_cpus=2)) as env:
+        assert env.num_workers == 3
+
+
+def test_a_node_is_removed(three_nodes):
+    """The batch goes on elsewhere; the others' trajectories are those of the reference, before and after."""
+    constructors = [Skirmish] * 3
+    with ParallelEnv(constructors, "SAME_STEP", backend="ray", num_workers=3, on_error="restart") as env:
+        nodes = env.call(node_of)
+        alone = [Copy(make, i, 42 + i, AutoresetMode.SAME_STEP) for i, make in enumerate(constructors)]
+        assert_same(env.reset(), tuple(zip(*(one.reset() for one in alone), strict=True)))
+        (doomed,) = (node for node in three_nodes.worker_nodes if node.node_id == nodes[1])
+        three_nodes.remove_node(doomed, allow_graceful=False)
+        marks, since, time_, deadline = 0, 0, 0, time.monotonic() + 60
+        while since < 10:  # steps after the mark; the node's processes do not end at once
+            assert time.monotonic() < deadline
+            since += marks
+            actions = actions_of(Skirmish, 3, time_)
+            batch = env.step(actions)
+            for i in (0, 2):
+                expected = alone[i].step(actions[i])
+                assert_same(tuple(dicts[i] for dicts in batch), expected, f"environment {i}, step {time_}")
+            marks += "error" in batch[4][1].get("__common__", {})
+            time_ += 1
+        assert marks == 1
+        fresh = env.call(node_of)
+        assert fresh[0::2] == nodes[0::2]
+        assert fresh[1] in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        assert env.stats().restarts == 1
+
+
+def test_a_node_is_removed_where_faults_are_raised(three_nodes):
+    with ParallelEnv([Skirmish] * 3, backend="ray", num_workers=3) as env:
+        env.reset()
+        nodes = env.call(node_of)
+        (doomed,) = (node for node in three_nodes.worker_nodes if node.node_id == nodes[2])
+        three_nodes.remove_node(doomed, allow_graceful=False)
+        with pytest.raises(WorkerCrashed, match=r"worker 2 \(environment 2\) died") as caught:
+            wait_for(lambda: env.step(actions_of(Skirmish, 3)) and False, timeout=60)
+        assert caught.value.env_ids == (2,)
+
+
+# -- what there is no room for, and what cannot be reached ------------------------------------------------------------
+
+
+def test_too_little_room(local):
+    backend = RayBackend(num_cpus=3, resources={"licence": 1}, placement_timeout=0.5)
+    with pytest.raises(ParallelEnvError) as caught:
+        ParallelEnv([Skirmish] * 4, backend=backend, num_workers=4)
+    said = str(caught.value)
+    assert "4 workers want 3 CPU, 1 licence each" in said
+    assert "8 CPU (8 free), 0 licence (0 free)" in said
+    with ParallelEnv([Skirmish] * 2, backend="ray", num_workers=2) as env:  # nothing has been kept
+        env.reset()
+
+
+def test_no_room_for_a_replacement(three_nodes):
+    """Each node has room for one worker; when one is gone, there is none left for what is to take its place."""
+    backend = RayBackend(num_cpus=2, placement_timeout=20)
+    with ParallelEnv([Skirmish] * 3, backend=backend, num_workers=3, on_error="restart") as env:
+        env.reset()
+        nodes = env.call(node_of)
+        (doomed,) = (node for node in three_nodes.worker_nodes if node.node_id == nodes[1])
+        three_nodes.remove_node(doomed, allow_graceful=False)
+        with pytest.raises(
+            ParallelEnvError, match=r"worker 1 could not be replaced within 20 s: it wants 2 CPU,"
+        ) as caught:
+            wait_for(lambda: env.step(actions_of(Skirmish, 3)) and False, timeout=90)
+        assert "nodes have 4 CPU (0 free) together. Add nodes" in str(caught.value)
+        assert (caught.value.worker, caught.value.env_ids) == (1, (1,))
+    assert not ray.util.placement_group_table() or {
+        one["state"] for one in ray.util.placement_group_table().values()
+    } == {"REMOVED"}
+
+
+def test_an_address_where_nobody_is(grounds):
+    grounds.nothing()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    before = time.monotonic()
+    with pytest.raises(ConnectionError, match=rf"no Ray cluster can be reached at {address}"):
+        ParallelEnv([Skirmish] * 2, backend=RayBackend(address))
+    assert time.monotonic() - before < 60
+    assert not ray.is_initialized()
+
+
+def test_an_address_in_the_environment_where_nobody_is(grounds, monkeypatch):
+    """Whoever names a cluster is not given one of this machine alone instead."""
+    grounds.nothing()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConnectionError, match=rf"no Ray cluster can be reached at {address}"):
+        ParallelEnv([Skirmish] * 2, backend="ray")
+    assert not ray.is_initialized()
+
+
+def test_an_address_left_behind(grounds, monkeypatch, tmp_path):
+    """By `ray start`, of a cluster that is not there any more: then one is started."""
+    grounds.nothing()
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1\n")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert ray_backend._announced() is None
+
+
+def test_another_cluster_than_the_one_connected_to(local):
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:1'.*is connected to the Ray cluster at .* already"):
+        ParallelEnv([Skirmish] * 2, backend=RayBackend("127.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"placement": "NEAR"}, "SPREAD, PACK"),
+        ({"num_cpus": 0}, "CPU"),
+        ({"num_cpus": "two"}, "CPU"),
+        ({"resources": {"GPU": -1}}, "GPU"),
+        ({"num_threads": 0}, "num_threads"),
+        ({"num_threads": 1.5}, "num_threads"),
+        ({"placement_timeout": "x"}, "placement_timeout"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments, word):
+    with pytest.raises(ValueError, match=word):
+        RayBackend(**arguments)
+
+
+def test_a_ray_client(grounds):
+    grounds.nothing()
+    with pytest.raises(ValueError, match="Ray Client"):
+        ParallelEnv([Skirmish] * 2, backend=RayBackend("ray://127.0.0.1:10001"))
+
+
+def test_a_runtime_env_that_cannot_be_made(local):
+    with pytest.raises(ParallelEnvError, match="worker 0 could not be started by Ray"):
+        ParallelEnv([Skirmish], backend=RayBackend(runtime_env={"working_dir": "s3://nowhere/nothing.zip"}))
+
+
+# -- who connects, and who ends what -----------------------------------------------------------------------------------
+
+
+def test_what_was_started_here_is_stopped(grounds):
+    grounds.nothing()
+    first = ParallelEnv([Skirmish] * 2, backend="ray", num_workers=2)
+    assert ray.is_initialized()
+    second = ParallelEnv([Skirmish] * 2, backend="ray", num_workers=1)
+    first.close()
+    second.reset()
+    second.close()
+    assert not ray.is_initialized()
+
+
+def test_what_was_there_before_stays(three_nodes):
+    ray.shutdown()
+    with ParallelEnv([Skirmish] * 2, backend=RayBackend(three_nodes.address)) as env:
+        env.reset()
+    assert not ray.is_initialized()
+    ray.init(address=three_nodes.address, log_to_driver=False)
+    with ParallelEnv([Skirmish] * 2, backend="ray") as env:
+        env.reset()
+    assert ray.is_initialized()
+    assert all_free()
+
+
+def test_workers_that_want_more_cpus_than_this_machine_has(grounds):
+    grounds.nothing()
+    with ParallelEnv([Skirmish] * 12, backend="ray", num_workers=12) as env:
+        assert len({*env.call(pid_of)}) == 12
+
+
+def test_runtime_env_reaches_the_workers(local):
+    backend = RayBackend(runtime_env={"env_vars": {"TRACK": "sand"}})
+    with ParallelEnv([Skirmish], backend=backend) as env:
+        assert env.call(lambda _: os.environ["TRACK"]) == ("sand",)
+
+
+def test_ray_is_shut_down_by_its_user(grounds):
+    grounds.one_node()
+    env = ParallelEnv([Skirmish] * 2, backend="ray", num_workers=2)
+    env.reset()
+    grounds.nothing()
+    with pytest.raises(WorkerCrashed, match="Ray has been shut down"):
+        env.step(actions_of(Skirmish, 2))
+    env.close()
+    assert not ray.is_initialized()
+
+
+# -- what travels ------------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """Counts what goes to the workers, and keeps what comes back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent = 0
+        self.results: list[Result] = []
+        send, unpack = RayBackend._send, ray_backend.unpack
+
+        def counting(backend: RayBackend, *arguments: Any) -> None:
+            self.sent += 1
+            send(backend, *arguments)
+
+        def keeping(packed: Any) -> Result:
+            self.results.append(unpack(packed))
+            return self.results[-1]
+
+        monkeypatch.setattr(RayBackend, "_send", counting)
+        monkeypatch.setattr(ray_backend, "unpack", keeping)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "restart"])
+def test_one_round_trip_for_an_actor_and_batch(on_error, local, monkeypatch, tmp_path):
+    """One call and one array for all environments of an actor; nothing beside it where infos are empty."""
+    constructors = [functools.partial(Fragile, {}, tmp_path, length=4)] * 8
+    with ParallelEnv(constructors, backend="ray", num_workers=2, on_error=on_error) as env:
+        env.reset()
+        counted = Counted(monkeypatch)
+        for _ in range(9):
+            env.step([{"a": 0, "b": 0}] * 8)
+        assert counted.sent == len(counted.results) == 2 * 9
+        for result in counted.results:
+            (reply,) = result.replies
+            assert not reply.results
+            assert result.records is not None
+            assert result.records.dtype == np.uint8
+            assert result.records.flags.c_contiguous
+            assert len(result.records) == 4
+        sizes = {result.records.nbytes for result in counted.results if result.records is not None}
+        assert len(sizes) == 2  # last observations travel with the steps that end an episode, and with no others
+
+
+# -- deaths ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_actor_is_killed(local):
+    with ParallelEnv([Skirmish] * 4, backend="ray", num_workers=2) as env:
+        env.reset()
+        ray.kill(actor_of(env, 1))
+        with pytest.raises(WorkerCrashed, match=r"worker 1 \(environments 2 to 3\) died: .*ray\.kill") as caught:
+            env.step(actions_of(Skirmish, 4))
+        assert caught.value.env_ids == (2, 3)
+
+
+def test_an_actor_is_killed_and_the_batch_goes_on(local):
+    reference = Reference([Skirmish] * 4, AutoresetMode.SAME_STEP, 42)
+    with ParallelEnv([Skirmish] * 4, backend="ray", num_workers=2, on_error="restart") as env:
+        assert_same(env.reset(), reference.reset())
+        ray.kill(actor_of(env, 1))
+        marks = []
+        for time_ in range(300):  # Ray does not kill at once
+            actions = actions_of(Skirmish, 4, time_)
+            batch, expected = env.step(actions), reference.step(actions)
+            for dicts, others in zip(batch, expected, strict=True):
+                assert_same(dicts[:2], others[:2])
+            marks.append(["restarted" in infos.get("__common__", {}) for infos in batch[4]])
+            if [False, False, True, True] in marks[:-10]:
+                break
+        assert [mark for mark in marks if any(mark)] == [[False, False, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("fault", "word"),
+    [(hard_exit, "exit code 7"), (killed_by(signal.SIGKILL), "SIGKILL"), (killed_by(signal.SIGSEGV), "SIGSEGV")],
+    ids=["exit", "SIGKILL", "SIGSEGV"],
+)
+def test_whoever_was_running_is_named(fault, word, local, tmp_path):
+    constructors = [functools.partial(Fragile, {"step": fault} if i == 2 else {}, tmp_path) for i in range(4)]
+    with ParallelEnv(constructors, backend="ray", num_workers=2) as env:
+        env.reset()
+        with pytest.raises(WorkerCrashed, match=rf"died in step of environment 2.*{word}") as caught:
+            env.step([{"a": 0, "b": 0}] * 4)
+        assert caught.value.env_ids == (2,)
+        assert ("test_ray_backend" in caught.value.stack or "failing.py" in caught.value.stack) == (word == "SIGSEGV")
+
+
+def test_exit_code_of_a_process_that_is_reaped_late():
+    """Ray, whose child a worker is, may be slow on a busy machine; until then the kernel does not tell."""
+    process = subprocess.Popen([sys.executable, "-c", "import os; os._exit(7)"])
+    worker = object.__new__(ray_worker._Watched)
+    worker.handle = os.pidfd_open(process.pid)
+    ray_worker._await_death(worker.handle)
+    threading.Timer(0.3, process.wait).start()
+    assert worker.exitcode() == 7
+    os.close(worker.handle)
+
+
+def test_what_was_done_before_a_death_is_told(local, tmp_path):
+    """Of an actor with four environments, the first two had stepped: their results come, infos and all."""
+
+    class Talking(Fragile):
+        def step(self, actions: dict) -> tuple:
+            *dicts, infos = super().step(actions)
+            return (*dicts, {**infos, "a": {"steps": self.steps, "env_id": self.env_id}})
+
+    def constructor(fault: Callable[[], Any] | None, **given: Any) -> Any:
+        return Talking({"step": fault} if fault else {}, tmp_path, 2, **given)
+
+    constructors = [
+        functools.partial(lambda seed, env_id, fault: constructor(fault, seed=seed, env_id=env_id), fault=fault)
+        for fault in (None, None, hard_exit, None)
+    ]
+    with ParallelEnv(constructors, backend="ray", num_workers=1, on_error="restart") as env:
+        env.reset()
+        for _ in range(2):
+            env.step([{"a": 0, "b": 0}] * 4)
+        _, _, _, truncateds, infos = env.step([{"a": 0, "b": 0}] * 4)
+        assert [one["__all__"] for one in truncateds] == [False, False, True, True]
+        assert [one.get("a") for one in infos[:2]] == [{"steps": 3, "env_id": i} for i in range(2)]
+        assert ["__common__" in one for one in infos] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("ways", [("SIGKILL", "os._exit"), ("raise", "SIGSEGV")], ids="-".join)
+def test_restarts_are_those_of_the_reference(ways, local):
+    """Whatever breaks, wherever: the same dicts, marks, seeds and counts as of processes."""
+
+    def build(constructors: list[Any], setup: Setup, mode: AutoresetMode, **more: Any) -> ParallelEnv:
+        return ParallelEnv(constructors, mode, **{**setup._asdict(), **more})
+
+    play(build, Setup("ray", True, 2), "skirmish", AutoresetMode.SAME_STEP, many(*ways))
+
+
+def test_children_end_with_their_simulator(local):
+    children = Children(os.getpid())
+    constructors = [mortal(Hunt, {}, started=children)] * 2
+    env = ParallelEnv(constructors, backend="ray", num_workers=2, on_error="restart")
+    env.reset()
+    assert wait_for(lambda: len(children.running()) == 4)
+    os.kill(env.call(pid_of)[0], signal.SIGKILL)
+    env.step(actions_of(Hunt, 2))
+    assert wait_for(lambda: len(children.running()) == 4)  # the dead one's are gone, its successor's are there
+    pids = env.call(pid_of)
+    env.close()
+    assert gone(pids)
+    assert wait_for(lambda: not children.running())

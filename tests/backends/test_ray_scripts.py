@@ -1,0 +1,97 @@
+"""Whole programs that have workers in Ray: how they end, the README's, an example, a benchmark."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+import ray
+from helpers import TESTS
+from helpers.processes import gone, wait_for
+from simulators.crashing import Children
+
+pytestmark = pytest.mark.needs("ray")
+
+ROOT = TESTS.parent
+
+SCRIPT = """
+import os, subprocess, sys, time
+sys.path.append({tests!r})
+from simulators.deterministic import Hunt
+from simulators.crashing import Children, mortal
+from marl_parallel import ParallelEnv
+
+def started(env_id):
+    children = Children({tag})
+    children(env_id)
+    subprocess.Popen(["sh", "-c", f"setsid sleep {{children.argument}} & sleep {{children.argument}}"])
+
+env = ParallelEnv([mortal(Hunt, {{}}, started=started)] * 2, backend="ray", num_workers=2)
+env.reset()
+print("pids", *env.call(lambda _: os.getpid()), flush=True)
+{ending}
+"""
+
+
+def child_reapers() -> set[int]:
+    """The processes that outlive a driver to end what its workers leave."""
+    return {process.pid for process in psutil.process_iter() if "marl_parallel-child-reaper" in _command(process)}
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # gone meanwhile
+        return []
+
+
+@pytest.mark.parametrize(
+    ("ending", "cluster"),
+    [
+        *itertools.product(["", "env.close()", "raise SystemExit(3)", "time.sleep(600)"], ["own"]),
+        ("time.sleep(600)", "another's"),
+    ],
+)
+def test_a_script_ends(ending, cluster, grounds):
+    """Without a close, with one, by exception and killed: its workers end, and what their simulators have started."""
+    if cluster == "own":
+        grounds.nothing()
+    else:
+        grounds.one_node()
+    before, children = child_reapers(), Children(os.getpid())
+    script = SCRIPT.format(ending=ending, tests=str(TESTS), tag=os.getpid())
+    address = "local" if cluster == "own" else ray.get_runtime_context().gcs_address
+    environ = {**os.environ, "RAY_ADDRESS": address}
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environ)
+    with process:
+        assert process.stdout is not None
+        pids = [*map(int, next(line for line in process.stdout if line.startswith("pids")).split()[1:])]
+        if "sleep" in ending:
+            assert wait_for(lambda: len(children.running()) == 8)
+            assert len(child_reapers() - before) == 1
+            process.kill()
+        assert process.wait(60) == {"raise SystemExit(3)": 3, "time.sleep(600)": -signal.SIGKILL}.get(ending, 0)
+    assert gone(pids, 30)
+    assert children.gone(30)
+    assert wait_for(lambda: child_reapers() <= before)
+
+
+def test_the_readme_and_the_example(grounds):
+    grounds.one_node()
+    blocks = re.findall(r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = (block for block in blocks if "RayBackend" in block)
+    address = ray.get_runtime_context().gcs_address
+    environ = {**os.environ, "RAY_ADDRESS": address}
+    example = [str(ROOT / "examples" / "ray_cluster.py"), "--steps", "20", "--copies", "8", "--actors", "2"]
+    benchmark = [str(ROOT / "benchmarks" / "ray_scaling.py"), "--quick"]
+    for arguments in (["-c", block], benchmark, example):
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100, env=environ)
+        assert done.returncode == 0, done.stderr
+    assert "4 copies were interrupted" in done.stdout
+    assert "4 restarts" in done.stdout

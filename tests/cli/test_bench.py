@@ -1,0 +1,326 @@
+"""The command line: what it prints, saves and refuses; and that what it measures are steps of environments."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import subprocess
+import sys
+import textwrap
+from typing import ClassVar
+
+import gymnasium
+import pytest
+from helpers import SIMULATORS
+from simulators.buggy import Healthy
+from simulators.deterministic import Hunt, Relay, Skirmish
+from typer.testing import CliRunner
+
+from marl_parallel import __version__
+from marl_parallel.adapters import Rules
+from marl_parallel.cli.app import app
+from marl_parallel.cli.measure import Contender, contenders, draw_actions, measure, stepping, turns
+from marl_parallel.cli.report import read_json
+from marl_parallel.cli.target import constructor_of
+from marl_parallel.core.sharing import usable_cpus
+
+SPREAD = "mpe2.simple_spread_v3"
+BRIEF = ["--num-envs", "2", "--workers", "1,2", "--seconds", "0.01", "--repeats", "2"]
+MIXED = f"{SIMULATORS / 'deterministic.py'}:Hunt"
+FILE = """
+    from mpe2 import simple_spread_v3
+    import helper
+
+    def crowd(agents=helper.AGENTS):
+        return simple_spread_v3.parallel_env(N=agents)
+
+    def broken():
+        raise OSError("no licence found\\nand much more to say about it")
+
+    NUMBER = 3
+"""
+
+
+@pytest.fixture
+def own_path(monkeypatch):
+    """Leaves `sys.path` as it was: what is found in the current folder is added to it."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
+@pytest.fixture
+def bench(own_path):
+    """Runs `marl-parallel bench`, at a width that breaks no lines."""
+    runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return lambda *arguments: runner.invoke(app, ["bench", *arguments])
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A user's file that imports its neighbour."""
+    (tmp_path / "helper.py").write_text("AGENTS = 4\n")
+    path = tmp_path / "simulators_of_mine.py"
+    path.write_text(textwrap.dedent(FILE))
+    yield str(path)
+    for name in ("helper", path.stem):
+        sys.modules.pop(name, None)
+
+
+def python(*arguments, **more):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, **more)
+
+
+def assert_refused(result, *words):
+    """Status 1, a line and a hint, nothing else."""
+    assert result.exit_code == 1, result.output
+    error, hint, *rest = result.stderr.strip().splitlines()
+    assert not rest
+    assert error.startswith("error: ")
+    assert hint.startswith("hint: ")
+    for word in words:
+        assert word in result.stderr
+
+
+def test_bench_shows_a_table(bench):
+    result = bench(SPREAD, *BRIEF)
+    assert result.exit_code == 0, result.output
+    for text in ("plain loop", "process x 1", "process x 2", "efficiency", f"marl-parallel {__version__}"):
+        assert text in result.stdout
+
+
+def test_bench_saves_what_it_measured(bench, tmp_path):
+    files = {suffix.lower(): tmp_path / "new" / f"result.{suffix}" for suffix in ("json", "csv", "PNG")}
+    result = bench(
+        SPREAD,
+        *BRIEF,
+        *("--backends", "serial,thread", "--env-kwargs", '{"N": 2}'),
+        *("--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["png"])),
+    )
+    assert result.exit_code == 0, result.output
+    who = [Contender("loop"), Contender("serial"), Contender("thread", 1), Contender("thread", 2)]
+    report = read_json(files["json"])
+    assert [one.contender for one in report.measurements] == who
+    assert all(len(one.rounds) == 2 and min(one.rounds) > 0 for one in report.measurements)
+    assert report.settings["env_kwargs"] == {"N": 2}
+    assert report.machine["versions"]["mpe2"]
+    rows = list(csv.DictReader(files["csv"].read_text().splitlines()))
+    assert [Contender(row["backend"], int(row["workers"]), row["way"]) for row in rows] == who
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_in_every_way(bench, tmp_path):
+    path = tmp_path / "result.json"
+    plot = tmp_path / "result.svg"
+    more = ("--async", "--facade", "pettingzoo,gymnasium", "--backends", "thread")
+    result = bench(SPREAD, *BRIEF, *more, "--json", str(path), "--plot", str(plot))
+    assert result.exit_code == 0, result.output
+    ways = ("step", "async", "pettingzoo", "gymnasium")
+    who = [Contender("loop"), *(Contender("thread", workers, way) for workers in (1, 2) for way in ways)]
+    assert [one.contender for one in read_json(path).measurements] == who
+    for name in ("thread x 2, async", "thread x 1, gymnasium"):
+        assert name in result.stdout
+    assert "thread, pettingzoo" in plot.read_text()
+
+
+def test_bench_of_a_function_in_a_file(bench, file):
+    result = bench(f"{file}:crowd", *BRIEF)
+    assert result.exit_code == 0, result.output
+
+
+def test_the_working_directory_is_on_the_path(file, tmp_path):
+    """As with `python -m`: a console script's own directory is of no use to anyone."""
+    arguments = [*BRIEF, "--backend", "serial"]
+    result = python(
+        "-P" if sys.version_info >= (3, 11) else "-B",
+        "-c",
+        "from marl_parallel.cli import main; main()",
+        "bench",
+        "simulators_of_mine:crowd",
+        *arguments,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["mpe2.simple_spred_v3"], ["mpe2.simple_spred_v3", "module[:attribute]"]),
+        (["no_such_package.at_all"], ["no_such_package"]),
+        ([":parallel_env"], ["module[:attribute]"]),
+        (["no/such/file.py:env"], ["no/such/file.py"]),
+        ([f"{SPREAD}:parallel_envs"], ["parallel_envs", "raw_env"]),
+        ([SPREAD, "--env-kwargs", "{N: 5}"], ["--env-kwargs", '{"N": 5}']),
+        ([SPREAD, "--env-kwargs", "[5]"], ["--env-kwargs", "JSON object"]),
+        ([SPREAD, "--env-kwargs", '{"agents": 5}'], ["TypeError", "agents", "--debug"]),
+        ([SPREAD, "--workers", "1,two"], ["--workers"]),
+        ([SPREAD, "--workers", "0"], ["--workers"]),
+        ([SPREAD, "--backends", "process,greenlet"], ["greenlet", "thread"]),
+        ([SPREAD, "--facade", "sb3"], ["sb3", "gymnasium"]),
+        ([MIXED, *BRIEF, "--facade", "gymnasium"], ["rows must be alike", "--facade pettingzoo"]),
+        ([SPREAD, "--plot", "plot.docx"], ["docx", ".png"]),
+        ([SPREAD, "--json", "."], ["directory"]),
+        ([SPREAD, "--csv", f"{__file__}/new/a.csv"], [f"{__file__} is no directory"]),
+        (["pettingzoo.classic.connect_four_v3"], ["turns", "parallel_env"]),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_what_cannot_be_done_is_told_in_a_line_and_a_hint(bench, arguments, words):
+    assert_refused(bench(*arguments), *words)
+
+
+def test_what_is_no_function_of_a_file(bench, file):
+    assert_refused(bench(f"{file}:NUMBER"), "NUMBER", "crowd")
+    assert_refused(bench(file), "'parallel_env', 'env', 'raw_env'", "crowd")
+
+
+def test_a_file_that_is_called_like_another_module(bench, tmp_path):
+    path = tmp_path / "json.py"
+    path.write_text("def env(): ...\n")
+    assert_refused(bench(f"{path}:env"), "another module is called 'json'", "rename")
+
+
+def test_an_import_that_fails_within_the_file_is_not_blamed_on_the_name(bench, tmp_path):
+    path = tmp_path / "needs_more.py"
+    path.write_text("import a_package_that_is_not_there\n")
+    assert_refused(bench(f"{path}:env"), "ModuleNotFoundError", "a_package_that_is_not_there")
+
+
+def test_a_simulator_that_raises(bench, file):
+    result = bench(f"{file}:broken")
+    assert_refused(result, "OSError: no licence found")
+    assert "much more" not in result.stderr
+    assert isinstance(bench(f"{file}:broken", "--debug").exception, OSError)
+
+
+def test_help_has_an_example(bench):
+    assert "marl-parallel bench mpe2.simple_spread_v3" in bench("--help").stdout
+
+
+@pytest.mark.parametrize("module", ["typer", "rich", "psutil"])
+def test_without_the_extra(module):
+    code = f"import sys; sys.modules[{module!r}] = None; from marl_parallel.cli import main; main()"
+    result = python("-c", code)
+    assert result.returncode == 1
+    assert result.stderr.strip() == f'error: the command line needs {module}: pip install "marl-parallel[cli]"'
+
+
+def test_a_missing_module_of_our_own_is_not_blamed_on_the_extra():
+    code = "import sys; sys.modules['cloudpickle'] = None; from marl_parallel.cli import main; main()"
+    assert "cloudpickle" in python("-c", code).stderr.splitlines()[-1]
+
+
+def test_the_module_runs_as_the_script_does():
+    for module in ("marl_parallel", "marl_parallel.cli"):
+        result = python("-m", module, "--help")
+        assert result.returncode == 0
+        assert "bench" in result.stdout
+    assert python("-m", "marl_parallel", "--version").stdout == f"marl-parallel {__version__}\n"
+
+
+# -- the measuring itself ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "constructor",
+    [Hunt, Skirmish, Relay, functools.partial(gymnasium.make, "CartPole-v1")],
+    ids=["Hunt", "Skirmish", "Relay", "CartPole"],
+)
+def test_every_kind_of_environment_can_be_measured(constructor):
+    """Long enough for many episodes, of agents that come and go."""
+    heard = []
+    against = [Contender("serial"), Contender("thread", 2)]
+    found = measure("it", constructor, 2, against, seconds=0.05, repeats=2, on_turn=heard.append)
+    assert [one.contender for one in found] == [Contender("loop"), *against]
+    assert len(heard) == turns(len(against), repeats=2)
+    assert found[0].speedup == found[0].efficiency == 1.0
+    for one in found:
+        assert one.microseconds_per_step == pytest.approx(1e6 / one.steps_per_second)
+        assert one.efficiency == pytest.approx(one.speedup / min(one.workers, usable_cpus()))
+
+
+class Unclosable(Hunt):
+    """Does not end well."""
+
+    def close(self):
+        raise RuntimeError("it is stuck")
+
+
+def test_what_cannot_be_closed_has_been_measured():
+    with pytest.warns(RuntimeWarning, match="it is stuck") as warned:
+        found = measure("it", Unclosable, 1, [Contender("serial")], seconds=1e-3, repeats=1)
+    assert len(found) == len(warned) == 2
+
+
+class Counted(Hunt):
+    """Keeps count of its steps, and of its copies."""
+
+    steps = 0
+
+    def step(self, actions):
+        Counted.steps += 1
+        return super().step(actions)
+
+
+def test_rates_count_steps_of_every_copy():
+    """As many steps as the environments have seen: no copy left out, none counted that was not taken."""
+    Counted.steps = 0
+    loop, serial = measure("it", Counted, 3, [Contender("serial")], seconds=0.2, repeats=1)
+    took = 0.2 * (1 + 1 / 4)  # one round and its quarter of a round to warm up
+    expected = took * (loop.steps_per_second + serial.steps_per_second)
+    assert Counted.steps == pytest.approx(expected, rel=0.3)
+
+
+class Logged(Hunt):
+    """Writes down what its copies are given."""
+
+    log: ClassVar[list[str]] = []
+
+    def reset(self, seed=None, options=None):
+        self.log.append(f"reset {seed}")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, actions):
+        self.log.append(str({agent: actions[agent] for agent in sorted(actions)}))
+        return super().step(actions)
+
+
+class Listed(Healthy):
+    """Keeps the actions that its copies are given."""
+
+    seen: ClassVar[list[dict]] = []
+
+    def step(self, actions):
+        self.seen.append(actions)
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("way", ["step", "async", "pettingzoo", "gymnasium"])
+def test_a_run_counts_the_steps_it_takes(way):
+    """Of a way: what it says it took is what the copies have seen, with everything that was sent received."""
+    pool = draw_actions(Listed().action_spaces, 3)
+    going = iter([True] * 20 + [False])
+    with stepping([Listed] * 3, pool, Rules.PETTINGZOO, way, backend="thread") as run:
+        Listed.seen.clear()
+        assert run(lambda: next(going)) == len(Listed.seen) >= 21
+    assert all(Listed().action_space(agent).contains(own) for acts in Listed.seen for agent, own in acts.items())
+
+
+def test_everyone_steps_copies_with_the_same_seeds_and_actions():
+    """One step to warm up and one that is measured; then the same from the loop's rival."""
+    Logged.log.clear()
+    measure("it", Logged, 2, [Contender("serial")], seconds=1e-9, repeats=1)
+    assert len(Logged.log) == 2 * (2 + 2 * 2)
+    assert {Logged.log.count(entry) for entry in ("reset 42", "reset 43")} == {2}
+    assert {Logged.log.count(entry) for entry in Logged.log if "wolf_0" in entry} == {4}
+
+
+def test_contenders_that_differ_in_name_only_are_measured_once():
+    assert contenders(["process", "process"], [4, 1, 8], num_envs=2) == [
+        Contender("process", 1),
+        Contender("process", 2),
+    ]
+
+
+def test_keywords_of_the_command_line_reach_the_constructor(own_path):
+    assert len(constructor_of(SPREAD, json.dumps({"N": 6}))().possible_agents) == 6

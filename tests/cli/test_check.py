@@ -1,0 +1,438 @@
+"""`marl-parallel check`: each bug has a simulator in `buggy`, and the report names it and says what to do about it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import threading
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from helpers import SIMULATORS
+from helpers.processes import gone
+from simulators.deterministic import Hunt
+from simulators.failing import LockedError, PickyError
+from typer.testing import CliRunner
+
+from marl_parallel.adapters import adapt
+from marl_parallel.backends import descendants
+from marl_parallel.cli.app import app
+from marl_parallel.cli.check import examine, run_probes
+from marl_parallel.cli.probes import (
+    Actor,
+    Examination,
+    Finding,
+    Job,
+    Question,
+    Severity,
+    fingerprint,
+    is_flag,
+    misfit,
+    odd_reward,
+    pickling_error,
+)
+
+SICK = SIMULATORS / "buggy.py"
+BRIEF = {"timeout": 8.0, "seconds": 0.05, "steps": 25}
+PROBLEM, REMARK = Severity.PROBLEM, Severity.REMARK
+
+
+def job(name: str) -> Job:
+    return Job("alone", f"{SICK}:{name}", "{}", **BRIEF)
+
+
+# By simulator: the question it fails, how badly, words of what is found, words of the advice.
+ALONE = {
+    "WrongShape": (Question.SPACES, PROBLEM, "has shape (3,), but its space says (4,)", "return arrays of shape"),
+    "WrongDtype": (Question.SPACES, REMARK, "dtype float64, but its space says float32", ".astype(np.float32)"),
+    "OutOfBounds": (Question.SPACES, REMARK, "its space says -1.0 to 1.0", "widen the space's bounds, or clip"),
+    "NotANumber": (Question.SPACES, PROBLEM, "contains NaN", "division by zero"),
+    "RewardOfNone": (Question.API, PROBLEM, "the reward of agent_0 is None", "return a float"),
+    "FlagsOfNone": (Question.API, PROBLEM, "the termination of agent_0 is of type NoneType", "True or False"),
+    "UnpicklableInfo": (Question.PICKLING, PROBLEM, "the info of agent_0 cannot be pickled", "plain numbers"),
+    "ArrayAsInfo": (Question.API, PROBLEM, "the info of agent 'agent_0' must be a dict", "let step return that"),
+    "UnpicklableException": (Question.PICKLING, REMARK, "CollisionError cannot be pickled and made again", "super()"),
+    "unpicklable_constructor": (Question.PICKLING, PROBLEM, "constructor cannot be pickled", "create what does not"),
+    "SeedIgnored": (Question.DETERMINISM, PROBLEM, "the seed is ignored", "make the generator anew in `reset`"),
+    "NoSeed": (Question.DETERMINISM, PROBLEM, "takes no seed", "let `reset` take a `seed`"),
+    "LeavesAProcess": (Question.PROCESSES, PROBLEM, "leaves 1 process behind: ", "end them in `close`"),
+    "CrashesInReset": (Question.RUNS, PROBLEM, "reset ends the process, at line", 'on_error="restart"'),
+    "ExitsInStep": (Question.RUNS, PROBLEM, "step ends the process: exit code 0", "os._exit"),
+    "AbortsAtNonsense": (Question.API, REMARK, "first reset ends the process, at line", "native code"),
+    "RaisesInStep": (Question.RUNS, PROBLEM, "CollisionError: agent_0 at 7.0", "fix that line"),
+    "HangsInStep": (Question.RUNS, PROBLEM, "step has not come to its end within 8 s; it is at line", "--timeout"),
+    "HangsInConstructor": (Question.RUNS, PROBLEM, "the constructor has not come to its end within", "--timeout"),
+    "FourValues": (Question.API, PROBLEM, "must return five dicts", "let step return that"),
+    "NoActionSpace": (Question.API, PROBLEM, "'agent_1' declares no action space", "a space for each of them"),
+    "nothing": (Question.API, PROBLEM, "returned None", "README"),
+    "Slow": (Question.API, REMARK, "lacks the key '__all__'", "set '__all__' in every step"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What is found of each of them by itself."""
+    outcomes = run_probes([job(name) for name in ["Healthy", *ALONE]], 4, lambda job: None)
+    return {done.environment.rpartition(":")[2]: outcome for done, outcome in outcomes}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_bug_is_named_with_what_to_do_about_it(name, alone):
+    question, severity, what, advice = ALONE[name]
+    found = [one for one in alone[name].findings if one.question is question]
+    assert [one.severity for one in found] == [severity]
+    assert what in found[0].what
+    assert advice in found[0].advice
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_has_one_bug_has_no_other(name, alone):
+    """But for an exception that is raised, which does not pickle either."""
+    others = {one.question for one in alone[name].findings} - {ALONE[name][0]}
+    assert others == ({Question.PICKLING} if name == "RaisesInStep" else set())
+
+
+def test_nothing_is_found_of_what_is_well(alone):
+    assert not alone["Healthy"].findings
+    assert (alone["Healthy"].facts["reward_types"], alone["Healthy"].facts["flag_types"]) == (["float"], ["bool"])
+    assert alone["Healthy"].checked >= {Question.RUNS, Question.SPACES, Question.PICKLING, Question.PROCESSES}
+
+
+def test_the_line_of_a_crash_and_of_a_hang_is_the_simulators(alone):
+    lines = SICK.read_text().splitlines()
+    for name, code in (
+        ("CrashesInReset", "signal.SIGSEGV"),
+        ("HangsInStep", "time.sleep(0.1)"),
+        ("RaisesInStep", "raise"),
+    ):
+        (found,) = (one.what for one in alone[name].findings if one.question is Question.RUNS)
+        number = re.search(rf"line (\d+) of {re.escape(str(SICK))}", found)
+        assert number is not None
+        assert code in lines[int(number[1]) - 1]
+
+
+def test_what_steps_and_resets_cost(alone):
+    facts = alone["Slow"].facts
+    assert facts["step"]["count"] >= 1
+    assert 2e-3 <= facts["step"]["median_s"] <= facts["step"]["p99_s"]
+    assert 20e-3 <= facts["reset"]["median_s"] <= facts["reset"]["p99_s"]
+
+
+def test_nothing_is_left_of_what_was_checked(alone):
+    """Not even what the simulator itself left."""
+    assert "LeavesAProcess" in alone
+    mine = [pid for pid in descendants.below(1) if b"sleep(611)" in _command(pid)]
+    assert gone(mine)
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+# -- what takes more than one run --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "what", "advice"),
+    [
+        ("NotDeterministic", Question.DETERMINISM, "two runs with the same seed and actions differ", "without a seed"),
+        ("GlobalGenerator", Question.DETERMINISM, "two runs with the same seed and actions differ", "`np.random`"),
+        (
+            "SharedState",
+            Question.SERIAL,
+            "beside others, environment 0 does not do what it does alone",
+            "share nothing",
+        ),
+    ],
+)
+def test_a_bug_that_only_comparing_shows(name, question, what, advice):
+    found = examine(job(name), ["serial"])
+    assert not found.healthy
+    assert found.answers()[question] == "no"
+    own = [one for one in found.findings if one.question is question and what in one.what]
+    assert len(own) == 1
+    assert advice in own[0].advice
+    remarks = [one for one in found.findings if one.question is Question.DETERMINISM and one.severity is REMARK]
+    assert all("parallel_seed_test fails" in one.what for one in remarks)
+
+
+def named(file: str, name: str) -> Job:
+    return Job("alone", f"{SICK.with_name(file)}:{name}", "{}", **BRIEF)
+
+
+@pytest.mark.parametrize("name", ["DrawsAnew", "SlowlyDrawsAnew", "DrawsAnewLater"])
+def test_a_reset_without_a_seed_that_draws_anew_is_told_from_the_rest(name):
+    """However slow the simulator is; episodes that begin with a seed are the same everywhere."""
+    found = examine(named("unseeded_resets.py", name), ["serial"])
+    (own,) = (one for one in found.findings if one.question is Question.DETERMINISM)
+    assert own.severity is PROBLEM
+    assert "an episode that begins with a seed can be repeated, but one that begins without" in own.what
+    assert "make a new generator only if a seed is given" in own.advice
+    assert found.answers()[Question.SERIAL] == "yes"
+    assert not found.healthy
+
+
+def test_a_reset_without_a_seed_that_draws_from_the_process():
+    found = examine(named("unseeded_resets.py", "DrawsFromGlobalGenerator"), [])
+    (own,) = (one for one in found.findings if one.question is Question.DETERMINISM)
+    assert own.severity is PROBLEM
+    assert "two runs with the same seed and actions differ" in own.what
+    assert "not from `random` or `np.random`" in own.advice
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("RaisesBesideAnother", "the constructor raises, at line"),
+        ("HangsBesideAnother", "the constructor has not come to its end within 8 s; it is at line"),
+        ("MixesUp", "step ends the process, at line"),
+    ],
+)
+def test_one_simulation_per_process(name, what):
+    """A remark: workers that are processes can have one each."""
+    found = examine(named("one_per_process.py", name), ["serial", "thread", "process"])
+    (remark,) = (one for one in found.findings if one.question is Question.RUNS)
+    assert remark.severity is REMARK
+    assert remark.what.startswith(f"with another environment open in the same process, {what}")
+    assert "one simulation per process: pass envs_per_worker=1" in remark.advice
+    answers = found.answers()
+    assert [answers[Question.of_backend(backend)] for backend in ("serial", "thread", "process")] == [
+        "not checked",
+        "not checked",
+        "yes",
+    ]
+    assert found.healthy
+    assert found.facts["tests"] == ["pettingzoo.test.parallel_api_test"]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("DeadAgentsStay", "parallel_api_test fails: AssertionError"),
+        ("DiesInApiTest", "pettingzoo.test.parallel_api_test ends the process, at line"),
+        ("HangsInApiTest", "pettingzoo.test.parallel_api_test has not come to its end"),
+    ],
+)
+def test_a_test_of_another_project_that_fails_breaks_nothing(name, what):
+    """The others run all the same."""
+    found = examine(replace(named("failing_api_tests.py", name), timeout=3.0), ["serial"])
+    (remark,) = (one for one in found.findings if one.question is Question.API)
+    assert (remark.severity, remark.what.startswith(what)) == (REMARK, True)
+    assert remark.advice.startswith("nothing breaks here")
+    assert found.healthy
+    assert found.answers()[Question.DETERMINISM] == "yes"
+    assert "pettingzoo.test.parallel_seed_test" in found.facts["tests"]
+
+
+def test_the_tests_of_others_are_those_of_its_kind():
+    probes = [Job("official", name, "{}", **BRIEF) for name in (f"{SICK}:Single", "pettingzoo.classic.tictactoe_v3")]
+    outcomes = {done.environment: outcome for done, outcome in run_probes(probes, 2, lambda job: None)}
+    single, turns = outcomes.values() if probes[0].environment == next(iter(outcomes)) else [*outcomes.values()][::-1]
+    assert single.facts["tests"] == ["gymnasium.utils.env_checker.check_env"]
+    assert "not within the observation space" in single.findings[0].what
+    assert turns.facts["tests"] == ["pettingzoo.test.api_test", "pettingzoo.test.seed_test"]
+    assert all(one.severity is REMARK for one in turns.findings)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def check(monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+    brief = [text for name, value in BRIEF.items() for text in (f"--{name}", str(value))]
+    return lambda *arguments: runner.invoke(app, ["check", *arguments, *brief])
+
+
+def test_a_healthy_one_passes(check):
+    result = check("mpe2.simple_spread_v3", "--env-kwargs", '{"N": 2}')
+    assert result.exit_code == 0, result.output
+    assert "2 agents" in result.stdout
+    for question in Question:
+        (line,) = (line for line in result.stdout.splitlines() if question.value in line)
+        assert " yes" in line, line
+    for text in (
+        "rewards float; flags bool",
+        "step",
+        "reset",
+        "(median)",
+        "(p99)",
+        "parallel_api_test",
+        "parallel_seed_test",
+    ):
+        assert text in result.stdout
+    assert "problem" not in result.stdout
+
+
+def test_a_sick_one_does_not(check):
+    result = check(f"{SICK}:WrongShape", "--backends", "serial,process")
+    assert result.exit_code == 1
+    assert "problem: the observation of agent_0 has shape (3,), but its space says (4,)" in result.stdout
+    assert "what to do: return arrays of shape (4,)" in result.stdout
+    assert "(backend: serial, process)" in result.stdout
+    (line,) = (line for line in result.stdout.splitlines() if Question.THREAD.value in line)
+    assert "not checked" in line
+
+
+def test_json_and_nothing_else(check):
+    result = check(f"{SICK}:RaisesInStep", "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["healthy"] is False
+    assert report["facts"]["agents"] == ["agent_0", "agent_1"]
+    assert [(one["question"], one["severity"]) for one in report["findings"]] == [
+        ("runs", "problem"),
+        ("pickling", "remark"),
+    ]
+    assert {one["name"]: one["answer"] for one in report["questions"]}["runs"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["mpe2.simple_spred_v3"], ["mpe2.simple_spred_v3", "module[:attribute]"]),
+        ([f"{SICK}:Helthy"], ["Helthy", "Healthy"]),
+        (["no/such/file.py:env"], ["no/such/file.py"]),
+        (["mpe2.simple_spread_v3", "--backends", "greenlet"], ["greenlet", "thread"]),
+        (["mpe2.simple_spread_v3", "--backends", "ray"], ["'ray' to choose here", "serial, thread, process"]),
+        (["mpe2.simple_spread_v3", "--env-kwargs", "[5]"], ["JSON object"]),
+    ],
+)
+def test_what_cannot_be_checked_is_told_in_a_line_and_a_hint(check, arguments, words):
+    result = check(*arguments)
+    assert result.exit_code == 1
+    assert not result.stdout
+    error, hint = result.stderr.strip().splitlines()
+    assert error.startswith("error: ")
+    assert hint.startswith("hint: ")
+    assert all(word in result.stderr for word in words)
+
+
+def test_help_has_an_example(check):
+    assert "marl-parallel check mpe2.simple_spread_v3" in check("--help").stdout
+
+
+# -- single values -----------------------------------------------------------------------------------------------------
+
+BOX = spaces.Box(0.0, 1.0, (2,), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("value", "space", "what"),
+    [
+        (np.zeros((2, 1), np.float32), BOX, "has shape (2, 1), but its space says (2,)"),
+        (np.zeros(2), BOX, "has dtype float64, but its space says float32"),
+        (np.array([0.0, 1.5], np.float32), BOX, "is 1.5 at [1], but its space says 0.0 to 1.0"),
+        (np.array(["a", "b"]), BOX, "has dtype <U1, but its space says float32"),
+        (["a", "b"], BOX, "is ['a', 'b'] (list), which is not of numbers"),
+        (None, BOX, "has shape (), but its space says (2,)"),
+        (np.array([0, 7]), spaces.MultiDiscrete([3, 3]), "is 7 at [1], but its space says 0 to 2"),
+        (np.array([0, 2], np.int8), spaces.MultiBinary(2), "is 2 at [1], but its space says 0 to 1"),
+        (5, spaces.Discrete(5), "is 5 (int), which is not in Discrete(5)"),
+        ({"a": 0}, spaces.Dict(b=spaces.Discrete(2)), "has the keys ['a'], but its space says ['b']"),
+        ({"a": {"b": 2}}, spaces.Dict(a=spaces.Dict(b=spaces.Discrete(2))), "['a']['b'] is 2 (int), which"),
+        ((0, np.zeros(2)), spaces.Tuple((spaces.Discrete(2), BOX)), "[1] has dtype float64"),
+        ((0,), spaces.Tuple((spaces.Discrete(2), BOX)), "is 1 values, but its space says a tuple of 2"),
+        (3, spaces.Text(4), "is 3 (int), which is not in Text"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(value, space, what):
+    found = misfit(value, space)
+    assert found is not None
+    assert found.what.startswith(what)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of casts
+        assert not space.contains(value)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_drawn_fits(seed):
+    space = spaces.Dict(
+        box=spaces.Box(-3, 3, (2, 3), np.int16),
+        discrete=spaces.Discrete(4, start=-2),
+        both=spaces.Tuple((spaces.MultiBinary((2, 2)), spaces.MultiDiscrete([3, 9], start=[-1, 5]))),
+        text=spaces.Text(5),
+        unbounded=spaces.Box(-np.inf, np.inf, (3,), np.float32),
+    )
+    space.seed(seed)
+    assert misfit(space.sample(), space) is None
+
+
+def test_rewards_and_flags():
+    assert [odd_reward(one) for one in (1, 0.5, np.float32(2), True, np.ones(3), [1, 2.0])] == [None] * 6
+    assert all(odd_reward(one) for one in (math.nan, math.inf, np.float64("-inf"), None, "1", {}))
+    assert [is_flag(one) for one in (True, np.bool_(False), 1, None)] == [True, True, False, False]
+
+
+def test_what_pickles():
+    assert pickling_error({"a": np.ones(3), "f": lambda: 1}) is None
+    assert "PickyError" in pickling_error(PickyError(3, "here"))
+    assert "lock" in pickling_error(LockedError("it"))
+    assert "lock" in pickling_error({"a": [threading.Lock()]})
+
+
+def test_what_is_equal_to_the_bit():
+    alike = [{"a": np.ones(3), "b": (1, {"c"})}, {"a": np.ones(3), "b": (1, {"c"})}]
+    assert fingerprint(alike[0]) == fingerprint(alike[1])
+    values = [1, 1.0, True, "1", np.float64(1), np.float32(1), np.ones(1), [1], (1,), None, {1: 1}, -0.0, 0.0, math.nan]
+    assert len({*map(fingerprint, values)}) == len(values)
+    assert fingerprint(math.nan) == fingerprint(math.nan)
+    parts = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
+    assert fingerprint({"a": 0, "b": 1}, parts) == fingerprint({"b": 1, "a": 0}, parts)
+    assert fingerprint({"a": 0, "b": 1}) != fingerprint({"b": 1, "a": 0})
+    loops: list[list] = [[], []]
+    for loop in loops:
+        loop.append(loop)
+    assert fingerprint(loops[0]) == fingerprint(loops[1]) != fingerprint([[]])
+    box = spaces.Box(0, 1, (1,), np.float32)
+    assert fingerprint(np.ones(1), box) == fingerprint(np.ones(1, np.float32), box)
+
+
+def test_an_actor_heeds_masks_and_who_acts():
+    act = Actor({"a": spaces.Discrete(5), "b": spaces.Discrete(5)}, seed=0)
+    for kind in (np.int8, np.bool_, np.int64) * 4:
+        mask = np.array([0, 0, 0, 1, 0], kind)
+        assert act(["a"], {"a": {"action_mask": mask}}, {}) == {"a": 3}
+        assert act(["b"], {}, {"b": {"action_mask": mask}}) == {"b": 3}
+    one, other = (Actor(adapt(Hunt()).action_spaces, 7) for _ in range(2))
+    agents = Hunt().possible_agents
+    for _ in range(5):
+        assert fingerprint(one(agents, {}, {})) == fingerprint(other(agents, {}, {}))
+
+
+def test_findings_come_problems_first_and_once():
+    remark = Finding(Question.RUNS, REMARK, "a", "b")
+    problem = Finding(Question.COST, PROBLEM, "c", "d")
+    found = Examination("it")
+    found.add([remark, problem])
+    found.add([remark])
+    assert found.findings == [problem, remark]
+    assert not found.healthy
+
+
+def test_masks_of_another_form_are_remarked_on():
+    """And nothing else is wrong with it."""
+    simulators = SIMULATORS / "masked_actions.py"
+    found = examine(Job("alone", f"{simulators}:mask_of_another_form", "{}", **BRIEF), ["serial"])
+    (remark,) = [one for one in found.findings if "mask" in one.what]
+    assert remark.severity is REMARK
+    assert "the action mask of agent_0 has another form than its action space, Box" in remark.what
+    assert Question.RUNS in found.checked
+    assert Question.SERIAL in found.checked
+    assert found.healthy
+
+
+def test_declared_vector_rewards_are_no_finding():
+    simulators = SIMULATORS / "vector_rewards.py"
+    ((_, outcome),) = run_probes([Job("alone", f"{simulators}:TreasureHunt", "{}", **BRIEF)], 1, lambda job: None)
+    assert not [one for one in outcome.findings if "reward" in one.what]

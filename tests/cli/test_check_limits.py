@@ -1,0 +1,82 @@
+"""`marl-parallel check` while it runs: how long simulators may take, and that nothing outlives the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers import SIMULATORS
+from helpers.processes import gone
+
+from marl_parallel.cli.check import examine, run_probes
+from marl_parallel.cli.probes import Job, Question
+
+pytestmark = pytest.mark.release_independent
+
+SICK = SIMULATORS / "buggy.py"
+
+
+def test_what_is_slow_is_not_taken_for_hanging():
+    """Thirty steps take longer than one call may, thirty constructors too; none of them does."""
+    job = Job("alone", f"{SICK}:Slowly", "{}", timeout=1.2, seconds=1.5, steps=30)
+    found = examine(job, ["serial"])
+    assert not [
+        one for one in found.findings if "has not come to its end" in one.what or "ends the process" in one.what
+    ]
+    assert found.facts["steps"] * 0.05 > job.timeout
+    assert found.facts["step"]["count"] >= 1
+    assert found.facts["tests"] == ["pettingzoo.test.parallel_api_test", "pettingzoo.test.parallel_seed_test"]
+    assert {Question.RUNS, Question.COST, Question.DETERMINISM, Question.SERIAL} <= found.checked
+
+
+@pytest.fixture
+def default_signals():
+    """Started with `nohup`, these tests and what they start would not be ended by a SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_outlives_the_command(number, tmp_path):
+    told = tmp_path / "child"
+    arguments = ["--env-kwargs", json.dumps({"file": str(told)}), "--seconds", "60", "--steps", "100000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "marl_parallel", "check", f"{SICK}:Starts", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+    ) as command:
+        deadline = time.monotonic() + 60
+        while not (told.exists() and told.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        command.send_signal(number)
+        assert command.wait(30) == -number
+        assert command.stderr.read() == b""
+    assert gone([int(told.read_text())])
+    while [*tmp_path.glob("marl*parallel*")]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ["Masked", "OddInfos", "Counts"])
+def test_what_is_allowed_is_no_finding(name):
+    ((_, outcome),) = run_probes([_brief(name)], 1, lambda job: None)
+    assert not [one for one in outcome.findings if "__all__" not in one.what]
+
+
+def test_a_step_that_takes_no_actions():
+    ((_, outcome),) = run_probes([_brief("StepTakesNothing")], 1, lambda job: None)
+    (found,) = outcome.findings
+    assert "step() takes 1 positional argument but 2 were given" in found.what
+    assert found.advice.startswith("let step take what its API says")
+
+
+def _brief(name):
+    return Job("alone", f"{SICK}:{name}", "{}", timeout=8.0, seconds=0.05, steps=25)

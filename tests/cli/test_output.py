@@ -1,0 +1,90 @@
+"""The command line and simulators that print, exit, or are called by names that a terminal makes something of."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.release_independent
+
+BENCH = ("--num-envs", "1", "--workers", "1", "--backend", "serial", "--seconds", "0.001", "--repeats", "1")
+TUNE = ("--workers", "1", "--envs-per-worker", "1", "--seconds", "0.001")
+FILE = """
+    import os
+    import sys
+
+    import gymnasium
+
+    class Talkative(gymnasium.Wrapper):
+        def __init__(self):
+            print("made")
+            super().__init__(gymnasium.make("CartPole-v1"))
+
+        def reset(self, **keywords):
+            os.write(1, b"reset\\n")
+            return super().reset(**keywords)
+
+    class Exits(Talkative):
+        def __init__(self):
+            sys.exit(0)
+
+    class ExitsInStep(Talkative):
+        def step(self, action):
+            sys.exit(0)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """With simulators in it, in a folder whose name looks like markup."""
+    inner = tmp_path / "v[" / "2]"
+    inner.mkdir(parents=True)
+    (inner / "wordy.py").write_text(textwrap.dedent(FILE))
+    (inner / "exits.py").write_text("raise SystemExit(0)\n")
+    return tmp_path
+
+
+def run(command, name, *arguments, folder, **environ):
+    return subprocess.run(
+        [sys.executable, "-m", "marl_parallel", command, f"v[/2]/{name}", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environ},
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "more"),
+    [
+        ("bench", "exits.py:it", ()),
+        ("bench", "wordy.py:Exits", ("--debug",)),
+        ("bench", "wordy.py:ExitsInStep", ()),
+        ("tune", "wordy.py:Exits", ()),
+    ],
+)
+def test_a_simulator_that_exits_is_an_error(command, name, more, folder):
+    done = run(command, name, *(BENCH if command == "bench" else TUNE), *more, folder=folder)
+    assert done.returncode == 1
+    assert "SystemExit: 0" in done.stderr
+    assert "sys.exit" in done.stderr
+
+
+def test_json_stands_alone_whatever_the_simulator_prints(folder):
+    done = run("tune", "wordy.py:Talkative", *TUNE, "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["best"]["num_workers"] == 1
+    assert {"made", "reset"} <= {*done.stderr.splitlines()}
+
+
+@pytest.mark.parametrize(("command", "arguments"), [("bench", BENCH), ("tune", TUNE)])
+def test_names_are_no_markup_and_terminals_may_know_ascii_only(command, arguments, folder):
+    done = run(command, "wordy.py:Talkative", *arguments, folder=folder, PYTHONIOENCODING="ascii", COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    assert "v[/2]/wordy.py:Talkative" in done.stdout

@@ -1,0 +1,245 @@
+"""`marl-parallel tune`: what it proposes is what is best, within the memory that is allowed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import sys
+
+import pytest
+from helpers import SIMULATORS
+from simulators.waiting import steps_per_second
+from typer.testing import CliRunner
+
+from marl_parallel.cli.app import app
+from marl_parallel.cli.measure import ASYNC, STEP
+from marl_parallel.cli.target import CommandError
+from marl_parallel.cli.tune import FINALISTS, RUNGS, Setting, grid, most_turns, search
+
+pytestmark = pytest.mark.release_independent
+
+TUNABLE = SIMULATORS / "waiting.py"
+
+
+@pytest.fixture
+def tune(monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return lambda *arguments: runner.invoke(app, ["tune", *arguments])
+
+
+def proposed(result):
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["best"]
+
+
+# -- the search, on landscapes that are known --------------------------------------------------------------------------
+
+
+class Landscape:
+    """Throughput and memory by formula; what is measured is off by a few per cent, as on a real machine."""
+
+    def __init__(self, seed: int, noise: float = 0.02) -> None:
+        self.rng, self.noise = random.Random(seed), noise
+        self.best_workers, self.best_envs = self.rng.choice([1, 2, 4, 8]), self.rng.choice([1, 2, 4, 8])
+        self.slopes = [self.rng.uniform(0.1, 0.6) for _ in range(2)]
+        self.gain = self.rng.choice([0.8, 1.2])
+        self.measured: list[Setting] = []
+
+    def rate(self, setting: Setting) -> float:
+        away = abs(setting.num_workers - self.best_workers), abs(setting.envs_per_worker - self.best_envs)
+        penalty = 1 + sum(slope * distance for slope, distance in zip(self.slopes, away))
+        return 1000 / penalty * (self.gain if setting.way == ASYNC else 1)
+
+    def __call__(self, settings):
+        self.measured += settings
+        rates = [self.rate(setting) * self.rng.gauss(1, self.noise) for setting in settings]
+        return rates, settings[0].num_envs * 10
+
+
+SETTINGS = grid((1, 2, 4, 8), (1, 2, 4, 8), 64)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_never_much_worse_than_the_best_of_an_exhaustive_sweep(seed):
+    landscape = Landscape(seed)
+    best, _ = search(SETTINGS, landscape)
+    most = max(landscape.rate(setting) for setting in SETTINGS)
+    assert landscape.rate(best.setting) >= 0.95 * most
+
+
+def test_of_those_that_are_as_good_the_smallest_is_taken():
+    def measure(settings):
+        return [100.0 + setting.num_envs / 4 + (setting.way == ASYNC) / 4 for setting in settings], 0
+
+    def best(envs, ways=(STEP,)):
+        return search([one for one in grid((1,), envs, 64) if one.way in ways], measure)[0].setting
+
+    assert best((1, 2, 4)) == Setting(1, 1, STEP)
+    assert best((1, 20)) == Setting(1, 20, STEP)
+    assert best((2,), (STEP, ASYNC)) == Setting(1, 2, STEP)
+
+
+def test_what_exceeds_the_limit_is_not_taken_and_nothing_larger_is_measured():
+    landscape = Landscape(0, noise=0.0)
+    landscape.rate = lambda setting: float(setting.num_envs)
+    best, trials = search(SETTINGS, landscape, limit=80)
+    assert best.setting.num_envs == 8
+    too_large = {trial.setting for trial in trials if not trial.fits}
+    assert {setting[:2] for setting in too_large} == {(2, 8), (4, 4), (8, 2)}
+    assert not any(setting.exceeds(large) for setting in landscape.measured for large in too_large)
+
+
+def test_a_limit_that_is_exceeded_in_the_last_round():
+    """The fastest of the others is taken."""
+    settings = [Setting(workers, 1, STEP) for workers in (1, 2, 4)]
+    count = {setting: itertools.count(1) for setting in settings}
+
+    def measure(alike):
+        (setting,) = alike
+        grows = setting.num_workers == 4 and next(count[setting]) == 6
+        return [float(setting.num_workers)], 100 if grows else 10
+
+    best, trials = search(settings, measure, limit=50)
+    assert [trial.fits for trial in trials] == [True, True, False]
+    assert best.setting == settings[1]
+
+
+def test_nothing_keeps_within_the_limit():
+    with pytest.raises(CommandError, match="the least that was tried uses 200 MB"):
+        search(SETTINGS, lambda settings: ([1.0] * len(settings), 200_000_000), limit=5)
+
+
+def test_there_is_nothing_to_try():
+    with pytest.raises(CommandError, match="nothing to try"):
+        search(grid((4,), (4,), max_envs=8), Landscape(0))
+
+
+def test_rounds_take_turns():
+    """Settings that are measured again are measured in rounds: none twice before all others of its rung."""
+    landscape = Landscape(3, noise=0.0)
+    search(SETTINGS, landscape)
+    rounds, left = [], landscape.measured
+    for share, count in RUNGS:
+        size = max(FINALISTS, math.ceil(share * len(SETTINGS)))
+        for _ in range(count):
+            rounds.append(left[:size])
+            left = left[size:]
+    assert not left
+    assert all(len({*one}) == len(one) for one in rounds)
+    assert [{*one} for one in rounds[1:3]] == [{*rounds[1]}] * 2
+    assert [{*one} for one in rounds[3:]] == [{*rounds[3]}] * 3
+    assert {*rounds[0]} > {*rounds[1]} > {*rounds[3]}
+    assert len(landscape.measured) < 3 * len(SETTINGS)
+
+
+@pytest.mark.parametrize("workers", [(1, 2, 4, 8), (1, 2), (1,)])
+@pytest.mark.parametrize("seed", range(3))
+def test_how_many_turns_there_are_is_known(workers, seed):
+    landscape = Landscape(seed)
+    settings = grid(workers, (1, 2), 64)
+    search(settings, landscape)
+    assert len(landscape.measured) == most_turns(settings)
+
+
+# -- the command, on simulators that wait ------------------------------------------------------------------------------
+
+
+def test_the_best_of_what_is_known(tune, tmp_path):
+    """Three workers, on however many CPUs, of four copies each."""
+    workers, envs = (1, 3, 6), (1, 4)
+    arguments = ["--workers", ",".join(map(str, workers)), "--envs-per-worker", ",".join(map(str, envs))]
+    kwargs = json.dumps({"folder": str(tmp_path)})
+    result = tune(
+        f"{TUNABLE}:Licensed", "--env-kwargs", kwargs, *arguments, "--max-envs", "48", "--seconds", "0.06", "--json"
+    )
+    best = proposed(result)
+    most = max(itertools.starmap(steps_per_second, itertools.product(workers, envs)))
+    assert steps_per_second(best["num_workers"], best["envs_per_worker"]) >= 0.95 * most
+    report = json.loads(result.stdout)
+    assert len(report["trials"]) == 2 * len(workers) * len(envs) - 1  # a single copy by `step` only
+    assert len(best["rounds"]) == 6
+    assert report["code"] == (
+        'env = marl_parallel.make("waiting:Licensed", num_envs=12, '
+        f"env_kwargs={{'folder': {str(tmp_path)!r}}}, num_workers=3)" + (report["code"].partition("num_workers=3)")[2])
+    )
+
+
+def test_workers_that_pay_off_are_proposed(tune):
+    result = tune(f"{TUNABLE}:Waiting", "--workers", "2", "--envs-per-worker", "2", "--seconds", "0.1", "--json")
+    assert proposed(result)["num_workers"] == 2
+    report = json.loads(result.stdout)
+    assert report["pays_off"]
+    assert "num_workers=2" in report["code"]
+    assert report["advice"].endswith("times the speed of a plain loop.")
+    # A step waits 5 ms, so a process that steps its environments one by one takes at most 200 a second.
+    assert 0 < report["plain_loop"] <= 200
+    assert 0 < report["serial"] <= 200
+
+
+def test_a_simulator_too_fast_for_workers_is_not_parallelised(tune):
+    arguments = ["--workers", "1,2", "--envs-per-worker", "2", "--seconds", "0.05"]
+    result = tune(f"{TUNABLE}:Instant", *arguments, "--json")
+    best = proposed(result)
+    report = json.loads(result.stdout)
+    assert not report["pays_off"]
+    assert report["plain_loop"] > best["steps_per_second"]
+    assert (
+        report["code"]
+        == f'env = marl_parallel.make("waiting:Instant", num_envs={best["num_envs"]}, backend="serial")'
+    )
+    assert report["advice"].startswith("Do not parallelise this simulator: a plain loop")
+    shown = tune(f"{TUNABLE}:Instant", *arguments).stdout
+    assert "Do not parallelise this simulator" in shown
+    assert "proposed" not in shown
+    assert {"plain", "serial"} <= {*shown.split()}
+
+
+def test_send_and_recv_where_steps_are_uneven(tune):
+    result = tune(f"{TUNABLE}:Uneven", "--workers", "2", "--envs-per-worker", "1", "--seconds", "0.2")
+    assert result.exit_code == 0, result.output
+    (line,) = (line for line in result.stdout.splitlines() if "proposed" in line)
+    assert "send, recv" in line
+    *_, code, how = result.stdout.strip().splitlines()
+    assert code == 'env = marl_parallel.make("waiting:Uneven", num_envs=2, num_workers=2)'
+    assert "env.recv(min_envs=1)" in how
+
+
+def test_memory_is_measured_and_kept_within(tune):
+    arguments = ["--workers", "1,2", "--envs-per-worker", "1,2,4", "--seconds", "0.05", "--json"]
+    result = tune(f"{TUNABLE}:Heavy", *arguments, "--memory", "190MB")
+    best = proposed(result)
+    assert best["num_workers"] == 2
+    trials = json.loads(result.stdout)["trials"]
+    for trial in trials:
+        assert trial["memory"] >= 50_000_000 * trial["num_envs"]
+        assert trial["fits"] == (trial["memory"] <= 190_000_000)
+    assert best["memory"] <= 190_000_000 < max(trial["memory"] for trial in trials)
+    assert 8 not in {trial["num_envs"] for trial in trials}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["mpe2.simple_spred_v3"], ["mpe2.simple_spred_v3"]),
+        (["mpe2.simple_spread_v3", "--memory", "much"], ["'much'", "2GB"]),
+        (["mpe2.simple_spread_v3", "--workers", "0"], ["--workers"]),
+        (["mpe2.simple_spread_v3", "--envs-per-worker", "a"], ["--envs-per-worker"]),
+        (["mpe2.simple_spread_v3", "--workers", "2", "--max-envs", "1"], ["nothing to try", "--max-envs"]),
+        (["mpe2.simple_spread_v3", "--workers", "1", "--memory", "1MB", "--seconds", "0.01"], ["1 MB", "--workers"]),
+    ],
+    ids=lambda value: " ".join(value)[-20:] if isinstance(value, list) else None,
+)
+def test_what_cannot_be_done_is_told_in_a_line_and_a_hint(tune, arguments, words):
+    result = tune(*arguments)
+    assert result.exit_code == 1
+    error, hint = result.stderr.strip().splitlines()
+    assert error.startswith("error: ")
+    assert hint.startswith("hint: ")
+    assert any(word in result.stderr for word in words)
+
+
+def test_help_has_an_example(tune):
+    assert "marl-parallel tune mpe2.simple_spread_v3" in tune("--help").stdout

@@ -1,0 +1,439 @@
+"""The scripts in `benchmarks/` run, and the synthetic environment is what it says."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from helpers import ROOT
+from pettingzoo.test import parallel_api_test, parallel_seed_test
+
+from marl_parallel.cli.report import read_json
+
+pytestmark = pytest.mark.release_independent
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def synthetic(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import synthetic
+
+    return synthetic
+
+
+@pytest.fixture
+def async_stepping(synthetic):
+    import async_stepping
+
+    return async_stepping
+
+
+@pytest.fixture
+def compare_facades(synthetic):
+    import compare_facades
+
+    return compare_facades
+
+
+def run(script, *arguments):
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+
+
+def test_compare_workers(tmp_path):
+    result = run("compare_workers.py", "--quick", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    report = read_json(tmp_path / "compare_workers.json")
+    environments = {one.environment for one in report.measurements}
+    assert {"simple_spread_v3", "multiwalker_v9", "pistonball_v6", "synthetic 50 µs, 3 x 18"} <= environments
+    assert all(one.steps_per_second > 0 for one in report.measurements)
+    assert (tmp_path / "compare_workers.png").read_bytes().startswith(b"\x89PNG")
+    lines = (tmp_path / "compare_workers.csv").read_text().splitlines()
+    assert len(lines) == 1 + len(report.measurements)
+
+    table = run("compare_workers.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert "| multiwalker_v9 | 8 |" in table
+    assert report.machine["cpu"] in table
+
+
+@pytest.fixture
+def versions(synthetic):
+    import versions
+
+    return versions
+
+
+def checkout(folder, *, step_s=None):
+    """A copy of the package, whose `ParallelEnv.step` takes so much longer."""
+    package = BENCHMARKS.parent / "marl_parallel"
+    shutil.copytree(package, folder / "marl_parallel", ignore=shutil.ignore_patterns("__pycache__"))
+    if step_s is not None:
+        slow = f"""
+import time
+original_step = ParallelEnv.step
+def step(self, *args, **kwargs):
+    time.sleep({step_s})
+    return original_step(self, *args, **kwargs)
+ParallelEnv.step = step
+"""
+        with (folder / "marl_parallel" / "__init__.py").open("a") as file:
+            file.write(slow)
+    return folder
+
+
+def test_compare_workers_with_a_baseline(tmp_path):
+    baseline = checkout(tmp_path / "before")
+    options = ["--only", "0 µs, 20", "--baseline", str(baseline), "--output", str(tmp_path)]
+    result = run("compare_workers.py", "--quick", *options)
+    saved = json.loads((tmp_path / "compare_workers_baseline.json").read_text())["comparisons"]
+    assert [(one["backend"], one["workers"]) for one in saved] == [("process", 1), ("process", 2)]
+    assert all(one["low"] <= one["ratio"] <= one["high"] for one in saved)
+    assert all(one["baseline_us"] > 0 and one["this_us"] > 0 for one in saved)
+    assert result.returncode == int(any(one["slower"] for one in saved)), result.stderr
+    assert f"{saved[0]['low']:.3f} to {saved[0]['high']:.3f}" in result.stdout
+    assert result.stdout.count("slower") >= 3
+
+
+@pytest.mark.parametrize(("slow", "status"), [("this", 1), ("baseline", 0)])
+def test_a_slower_version_is_found(versions, monkeypatch, tmp_path, capsys, slow, status):
+    import compare_workers
+    import typer
+
+    folders = {name: checkout(tmp_path / name, step_s=0.005 if name == slow else None) for name in ("this", "baseline")}
+    monkeypatch.setattr(versions, "HERE", folders["this"])
+    options = {"backends": "serial", "only": "0 µs, 20", "seconds": 0.05, "repeats": 3}
+    with pytest.raises(typer.Exit) as raised:
+        compare_workers.main(baseline=folders["baseline"], **options)
+    assert raised.value.exit_code == status
+    row, verdict = capsys.readouterr().out.splitlines()[-3::2]
+    assert ("not slower" in row) == (slow == "baseline")
+    assert ("1 of 1 rows" in verdict) == (slow == "this")
+
+
+def test_the_interval_of_a_ratio(versions):
+    rng = np.random.default_rng(0)
+    noise = np.exp(rng.normal(0.0, 0.02, (8, 9)))
+    ratio, low, high = versions.interval(1.1 * noise)
+    assert 1.05 < low < ratio < high < 1.15
+    assert low <= 1.1 <= high
+    between_launches = np.exp(rng.normal(0.0, 0.1, (8, 1)))
+    _, wider_low, wider_high = versions.interval(1.1 * noise * between_launches)
+    assert wider_high - wider_low > 3 * (high - low)
+
+
+def test_a_baseline_that_is_no_checkout_is_refused(tmp_path):
+    result = run("compare_workers.py", "--quick", "--baseline", str(tmp_path))
+    assert "Invalid value for --baseline" in result.stderr
+
+
+def test_a_baseline_that_fails_is_reported(tmp_path):
+    (tmp_path / "marl_parallel").mkdir()
+    (tmp_path / "marl_parallel" / "__init__.py").write_text("raise ImportError('broken checkout')")
+    result = run("compare_workers.py", "--quick", "--only", "0 µs, 20", "--baseline", str(tmp_path))
+    assert result.returncode == 1
+    assert "broken checkout" in result.stderr
+    assert str(tmp_path) in result.stderr
+
+
+def test_async_stepping(tmp_path):
+    result = run("async_stepping.py", "--quick", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "async_stepping.json").read_text())["results"]
+    assert {(one["workers"], one["way"]) for one in results} >= {(1, "sync"), (1, "async"), (2, "sync"), (2, "async")}
+    assert all(one["steps_per_second"] > 0 and 0 < one["utilisation"] <= 1.05 for one in results)
+    assert (tmp_path / "async_stepping.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "async_stepping.csv").read_text().splitlines()) == 1 + len(results)
+
+    shown = run("async_stepping.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert "| 1 step in 10 takes 20 times as long | sync |" in shown
+    assert "| simulators compute | 1 |" in shown
+
+
+def test_recovery(tmp_path):
+    result = run("recovery.py", "--quick", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "recovery.json").read_text())["results"]
+    assert {(one["fault"], one["per_worker"]) for one in results} == {
+        ("killed", 1), ("killed", 4), ("raises", 1), ("hangs", 1)
+    }  # fmt: skip
+    assert all(one["recovery_ms"] > 0 and one["construction_ms"] > 0 for one in results)
+    assert len((tmp_path / "recovery.csv").read_text().splitlines()) == 1 + len(results)
+
+    shown = run("recovery.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert "| simple_spread_v3 | its worker is killed | 4 |" in shown
+
+
+def test_many_agents(tmp_path):
+    result = run("many_agents.py", "--quick", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "many_agents.json").read_text())["results"]
+    assert {one["agents"] for one in results} == {10, 100}
+    assert {one["profile"] for one in results} == {
+        "everybody", "infos", "half observed", "dying", "ending", "turns"
+    }  # fmt: skip
+    assert {one["how"] for one in results} == {"dicts", "GymnasiumVectorEnv", "PettingZooVecEnv"}
+    assert all(one["microseconds"] >= 0 and one["simulator"] > 0 for one in results)
+    assert len((tmp_path / "many_agents.csv").read_text().splitlines()) == 1 + len(results)
+
+    shown = run("many_agents.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert "| pettingzoo | half observed | SAME_STEP | dicts |" in shown
+
+
+def test_compare_facades(tmp_path):
+    result = run("compare_facades.py", "--quick", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "compare_facades.json").read_text())
+    results, missing = report["results"], report["missing"]
+    measured = {(one["environment"], one["ours"], one["against"]) for one in results}
+    assert measured >= {
+        (environment, ours, "ParallelEnv")
+        for environment in ("synthetic 0 µs, 3 x 18", "synthetic 0 µs, 20 x 128")
+        for ours in ("PettingZooVecEnv", "GymnasiumVectorEnv")
+    }
+    assert measured >= {
+        ("simple_spread_v3", "PettingZooVecEnv", "plain loop"),
+        ("simple_spread_v3", "GymnasiumVectorEnv", "plain loop"),
+        ("simple_spread_v3", "GymnasiumVectorEnv", "Gymnasium AsyncVectorEnv"),
+    }
+    assert all(one["steps_per_second"] > 0 and one["gain"] > 0 and one["run"] in report["runs"] for one in results)
+    who = {name for _, *both in measured for name in both}
+    assert {"SB3VecEnv", "TorchRLEnv", "RLlibVectorMultiAgentEnv", "AgileRLVecEnv", "SuperSuit"} <= who | {*missing}
+    assert not who & {*missing}
+    assert all(missing.values())
+    assert (tmp_path / "compare_facades.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "compare_facades.csv").read_text().splitlines()) == 1 + len(results)
+
+    shown = run("compare_facades.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert "| PettingZooVecEnv |" in shown
+    assert "| GymnasiumVectorEnv | Gymnasium AsyncVectorEnv |" in shown
+    assert all(name in shown for name in missing)
+    assert report["runs"]["a"]["machine"]["cpu"] in shown
+
+
+def test_results_of_several_environments(compare_facades, tmp_path):
+    """What has been measured again is replaced; all else stays, with its own run."""
+    import merged
+
+    everything = compare_facades.pairs()
+    made = {(pair.ours.name, pair.against.name): pair for pair in everything}
+
+    def measured(*names, rate, missing=()):
+        results = [merged.result(made[both], [rate, rate], [100.0, 100.0]) for both in names]
+        run = merged.Run({"day": rate}, 1.0, 2)
+        return merged.Report({"a": run}, results, dict.fromkeys(missing, "not installed"))
+
+    def told(report):
+        return {(one.ours, one.against): (one.gain, report.runs[one.run].machine["day"]) for one in report.results}
+
+    loop, agile = ("PettingZooVecEnv", "plain loop"), ("AgileRLVecEnv", "AgileRL AsyncPettingZooVecEnv")
+    first = merged.Report().updated(measured(loop, rate=200.0, missing=agile), everything)
+    assert told(first) == {loop: (2.0, 200.0)}
+    assert first.missing == dict.fromkeys(agile, "not installed")
+    second = first.updated(measured(agile, rate=300.0, missing=["SB3VecEnv"]), everything)
+    assert told(second) == {loop: (2.0, 200.0), agile: (3.0, 300.0)}
+    assert [*second.missing] == ["SB3VecEnv"]
+    third = second.updated(measured(loop, rate=400.0, missing=agile), everything)
+    assert told(third) == {loop: (4.0, 400.0), agile: (3.0, 300.0)}
+    assert len(third.runs) == 2
+    compare_facades.write_json(third, tmp_path / "saved.json")
+    assert merged.read_json(tmp_path / "saved.json") == third
+
+
+def test_resets_that_take_a_call_are_no_steps(compare_facades):
+    """Of a contender that resets in the next step; one of another mode has as many steps as calls."""
+    pair = next(pair for pair in compare_facades.pairs() if "GymnasiumVectorEnv / Gymnasium" in str(pair))
+    assert pair.case.episode_steps == 25
+    assert pair.ours.counted(pair.case) == pair.against.counted(pair.case) == pytest.approx(8 * 25 / 26)
+    assert compare_facades.peers.SUPERSUIT.counted(pair.case) == 8
+
+
+def test_who_cannot_be_started_is_left_out_with_the_reason(compare_facades):
+    def fails(case):
+        raise TypeError("no such argument\nand more")
+
+    import contest
+
+    case = compare_facades.synthetic(2, 3)
+    contenders = [compare_facades.peers.LOOP, contest.Contender("stranger", fails)]
+    rounds, missing = contest.measure(case, contenders, 0.001, 3, lambda text: None)
+    assert [*rounds] == ["plain loop"]
+    assert len(rounds["plain loop"]) == 3
+    assert missing == {"stranger": "TypeError: no such argument"}
+    gone = ImportError("cannot import name 'Env' from 'library' (/home/me/lib/library.py)")
+    assert contest.reason(gone) == "cannot import name 'Env' from 'library'"
+    with pytest.raises(TypeError, match="no such argument"):
+        contest.measure(case, [contest.Contender("ours", fails, ours=True)], 0.001, 1, lambda text: None)
+
+
+def test_compare_peers(tmp_path):
+    """Whoever is not installed is listed; the others are measured on each simulator."""
+    run("compare_peers.py", "--quick", "--output", str(tmp_path))
+    report = json.loads((tmp_path / "compare_peers.json").read_text())
+    measured = {(one["environment"], one["against"]) for one in report["results"]}
+    assert measured >= {("simple_spread_v3", "plain loop"), ("synthetic 0 µs", "plain loop")}
+    everybody = {"SMARTS ParallelEnv", "SuperSuit", "PufferLib Multiprocessing", "Tianshou SubprocVectorEnv"}
+    assert everybody <= {name for _, name in measured} | {*report["missing"]}
+    assert (tmp_path / "compare_peers.png").read_bytes().startswith(b"\x89PNG")
+    shown = run("compare_peers.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert "| marl_parallel, dicts |" in shown
+    assert all(name in shown for name in report["missing"])
+
+
+def test_who_fails_on_one_simulator_only_is_said_so(compare_facades):
+    import contest
+    import merged
+
+    def fails(case):
+        if "2 x" in case.name:
+            raise TypeError("no such space")
+        return compare_facades.peers.plain_loop(case)
+
+    ours, moody = compare_facades.peers.LOOP, contest.Contender("moody", fails)
+    chosen = [merged.Pair("part", compare_facades.synthetic(n, 3), ours, moody) for n in (2, 3)]
+    report = merged.Report().updated(merged.run(chosen, 0.001, 2), chosen)
+    assert report.missing == {"moody on synthetic 0 µs, 2 x 3": "TypeError: no such space"}
+    assert [one.environment for one in report.results] == ["synthetic 0 µs, 3 x 3"]
+
+
+SCRIPTS = [
+    "compare_workers.py", "async_stepping.py", "recovery.py", "compare_facades.py", "compare_peers.py", "many_agents.py"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_is_not_known_is_refused(script):
+    assert "--only" in run(script, "--quick", "--only", "chess").stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "option", "value"),
+    [
+        ("compare_workers.py", "--workers", "1,a"),
+        ("compare_workers.py", "--backends", "greenlet"),
+        ("async_stepping.py", "--workers", "0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(script, option, value):
+    result = run(script, option, value, "--seconds", "0.001", "--repeats", "1", "--output", "/dev/null/nowhere")
+    assert f"Invalid value for {option}" in result.stderr
+
+
+def test_a_part_does_not_take_the_place_of_the_whole(synthetic, monkeypatch, tmp_path):
+    import compare_workers
+    import options
+
+    assert options.folder_for(None, tmp_path, whole=True) == options.folder_for(tmp_path, BENCHMARKS, whole=False)
+    saved = []
+    monkeypatch.setattr(compare_workers, "run", lambda *_: None)
+    monkeypatch.setattr(compare_workers, "show", lambda _: None)
+    for write in ("write_json", "write_csv", "save_plot"):
+        monkeypatch.setattr(compare_workers, write, lambda _, path: saved.append(path.parent))
+    for part in ({"only": "0 µs"}, {"workers": "2"}, {"backends": "thread"}, {"quick": True}):
+        compare_workers.main(**part)
+        assert not saved
+    compare_workers.main(only="0 µs", output=tmp_path)
+    compare_workers.main()
+    assert saved == [tmp_path] * 3 + [compare_workers.RESULTS] * 3
+
+
+@pytest.mark.parametrize(
+    ("computes", "workers", "cpus", "limit"),
+    [
+        (True, 1, 2, 2.0),
+        (True, 2, 2, 4 / 3),
+        (True, 4, 2, 4 / 3),
+        (True, 1, 1, 1.0),
+        (False, 2, 2, 2.0),
+        (True, 3, 4, 2.0),
+    ],
+)
+def test_what_the_cpus_allow(async_stepping, computes, workers, cpus, limit):
+    case = async_stepping.Case(async_stepping.OVERLAP, "", {}, 4, computes)
+    assert case.limit(workers, cpus) == pytest.approx(limit)
+
+
+@pytest.mark.filterwarnings("error")
+def test_synthetic_is_a_pettingzoo_environment(synthetic):
+    parallel_api_test(synthetic.Synthetic(num_agents=4, observation_size=7, episode_steps=30), num_cycles=100)
+    parallel_seed_test(functools.partial(synthetic.Synthetic, episode_steps=10))
+
+
+def test_synthetic_values(synthetic):
+    env = synthetic.parallel_env(num_agents=2, observation_size=5, episode_steps=3)
+    observations, infos = env.reset(seed=1)
+    assert infos == {"agent_0": {}, "agent_1": {}}
+    for _ in range(3):
+        assert env.agents == ["agent_0", "agent_1"]
+        observations, rewards, _, truncations, infos = env.step({})
+        for agent in env.possible_agents:
+            assert env.observation_space(agent).contains(observations[agent])
+            assert observations[agent].dtype == np.float32
+            assert type(rewards[agent]) is float
+            assert type(truncations[agent]) is bool
+        observations.clear()  # the dicts are the caller's own
+    assert truncations == {"agent_0": True, "agent_1": True}
+    assert env.agents == []
+    assert len(env.reset()[0]) == 2
+
+
+def test_synthetic_work_is_of_the_chosen_length(synthetic):
+    """Work, not time: its rounds are what is fixed, and the average stays where some steps take longer."""
+    env = synthetic.Synthetic(step_us=100, rounds_per_us=10.0)
+    costs = [next(env._costs) for _ in range(1000)]
+    assert costs == [1000] * 1000
+    env = synthetic.Synthetic(step_us=100, rounds_per_us=10.0, tail=(0.1, 20.0))
+    costs = [next(env._costs) for _ in range(1000)]
+    assert len(set(costs)) == 2
+    assert max(costs) / min(costs) == pytest.approx(20, rel=0.01)
+    assert np.mean(costs) == pytest.approx(1000, rel=0.25)
+
+
+def test_synthetic_resets_of_a_chosen_length(synthetic, monkeypatch):
+    spent = []
+    monkeypatch.setattr(synthetic, "work", spent.append)
+    env = synthetic.Synthetic(reset_us=50, rounds_per_us=10.0)
+    env.reset()
+    env.step({})
+    assert spent == [500, 0]
+
+
+def test_synthetic_episodes_of_uneven_length(synthetic):
+    env = synthetic.Synthetic(episode_steps=(3, 6))
+    env.reset(seed=1)
+    lengths = []
+    for _ in range(synthetic.PREPARED):
+        lengths.append(0)
+        while env.agents:
+            env.step({})
+            lengths[-1] += 1
+        env.reset()
+    assert set(lengths) == {3, 4, 5, 6}
+
+
+def test_synthetic_that_waits(synthetic, monkeypatch):
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    env = synthetic.Synthetic(step_us=300, reset_us=2000, waits=True)
+    env.reset()
+    env.step({})
+    assert slept == [0.002, 0.0003]
+
+
+def test_a_microsecond_is_about_a_microsecond(synthetic):
+    """The median of some, since other processes want the CPU as well."""
+    env = synthetic.Synthetic(step_us=1000)
+    env.reset()
+    took = []
+    for _ in range(21):
+        begun = time.perf_counter()
+        env.step({})
+        took.append(time.perf_counter() - begun)
+    assert 0.5e-3 < np.median(took) < 2e-3

@@ -1,0 +1,90 @@
+"""The examples that train with PyTorch alone run, leave what they say, and do the same for the same seed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+pytestmark = pytest.mark.needs("torch", "tyro")
+
+OF_TIME = {"seconds", "steps_per_second", "collecting"}
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, "-W", "ignore", str(ROOT / script), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def curve(file: Path) -> list[dict[str, str]]:
+    """A log without what depends on the clock."""
+    with file.open(newline="") as lines:
+        return [{key: row[key] for key in row.keys() - OF_TIME} for row in csv.DictReader(lines)]
+
+
+@pytest.mark.parametrize(
+    ("script", "video"),
+    [("ippo_simple_spread.py", "spread.gif"), ("mappo_simple_spread.py", None), ("agents_that_die.py", "zombies.mp4")],
+)
+def test_same_seed_same_curve(script, video, tmp_path):
+    logs = []
+    for number, seed in enumerate(("3", "3", "4")):
+        output = tmp_path / str(number)
+        filmed = ["--video", str(tmp_path / video)] if video and number == 0 else []
+        run(f"examples/{script}", "--smoke", "--seed", seed, "--output", str(output), *filmed)
+        assert {path.name for path in output.iterdir()} == {f"seed_{seed}.csv", "learning_curve.png"}
+        assert (output / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+        logs.append(curve(output / f"seed_{seed}.csv"))
+    assert len(logs[0]) >= 2
+    assert logs[0] == logs[1]
+    assert logs[0] != logs[2]
+    assert video is None or (tmp_path / video).stat().st_size > 10_000
+
+
+def test_the_number_of_workers_makes_no_difference_to_the_curve(tmp_path):
+    logs = []
+    for workers in ("1", "2"):
+        run("examples/ippo_simple_spread.py", "--smoke", "--num-workers", workers, "--output", str(tmp_path / workers))
+        logs.append(curve(tmp_path / workers / "seed_1.csv"))
+    assert logs[0] == logs[1]
+
+
+def test_a_check_that_fails_says_so(tmp_path):
+    """In seconds, nothing is learned."""
+    command = [sys.executable, "examples/ippo_simple_spread.py", "--smoke", "--check", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1
+    assert "on average; expected" in done.stderr
+    assert {path.stem for path in tmp_path.glob("*.csv")} == {"seed_1", "seed_2", "seed_3"}
+
+
+def test_in_turns_and_in_halves(tmp_path):
+    said = run("examples/async_ippo.py", "--smoke", "--output", str(tmp_path))
+    assert "in turns: " in said
+    assert "in halves: " in said
+    turns, halves = (curve(tmp_path / f"{way}.csv") for way in ("turns", "halves"))
+    assert [row["steps"] for row in turns] == [row["steps"] for row in halves]
+    assert (tmp_path / "return_over_time.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_time_to_a_return(tmp_path):
+    quick = ["--quick", "--workers", "0,2", "--output", str(tmp_path)]
+    assert "none: serial" in run("benchmarks/time_to_return.py", *quick)
+    results = json.loads((tmp_path / "time_to_return.json").read_text())["results"]
+    assert [one["workers"] for one in results] == [0, 2]
+    assert all(one["seconds"] > 0 for one in results)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
+    assert "| 2 workers |" in run("benchmarks/time_to_return.py", "--markdown", "--output", str(tmp_path))
+
+
+def test_time_to_a_return_of_what_is_no_number():
+    command = [sys.executable, "benchmarks/time_to_return.py", "--workers", "two"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "expected numbers with commas between, got 'two'" in " ".join(done.stderr.split())

@@ -1,0 +1,137 @@
+"""What the README says is so: its code runs, its table is the measured one, its arguments are the real ones.
+
+The code of the pages in `docs/` runs, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+from marl_parallel import ParallelEnv
+
+pytestmark = pytest.mark.release_independent
+
+README = (ROOT / "README.md").read_text()
+PAGES = {page.name: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def python_blocks() -> list[object]:
+    """Every Python block of every page, named after its page and line."""
+    return [
+        pytest.param(block, id=f"{name} line {text[: text.index(block)].count(chr(10)) + 1}")
+        for name, text in PAGES.items()
+        for block in blocks("python", text)
+    ]
+
+
+def run(*command: str, text: str = "", cwd: Path = ROOT) -> str:
+    done = subprocess.run([sys.executable, *command], input=text, capture_output=True, text=True, timeout=100, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", python_blocks())
+def test_python_blocks_run_by_themselves(block, tmp_path):
+    run("-", text=block, cwd=tmp_path)
+
+
+def test_the_simulator_of_the_readme_passes_check(tmp_path):
+    (block,) = (block for block in blocks("python") if "class Foragers" in block)
+    (tmp_path / "foragers.py").write_text(block[: block.index("with ParallelEnv(")])
+    report = json.loads(run("-m", "marl_parallel", "check", "foragers.py:Foragers", "--json", cwd=tmp_path))
+    assert [one for one in report["findings"] if one["question"] != "cost"] == []
+
+
+def test_the_example_shows_its_throughput():
+    said = run("examples/quickstart.py", "--steps", "60")
+    assert "8 copies on" in said
+    assert "16 episodes" in said
+    assert len(re.findall(r"[1-9][\d,]* environment steps per second", said)) == 2
+
+
+def test_the_example_of_halves_shows_what_is_gained():
+    said = run("examples/async_rollout.py", "--num-envs", "4", "--steps", "10")
+    assert len(re.findall(r"[1-9][\d,]* environment steps per second", said)) == 2
+    assert re.search(r"\d\.\d\d times as many", said)
+
+
+def test_the_example_of_evolution_counts_its_steps():
+    said = run("examples/gymnasium_evolution.py", "--generations", "2", "--num-envs", "4")
+    assert "200 environment steps" in said
+    assert re.search(r"generation 2: mean return -\d+", said)
+
+
+def test_the_example_of_pettingzoos_loop_tells_of_every_agent():
+    said = run("examples/pettingzoo_episodes.py", "--episodes", "1", "--num-envs", "2")
+    assert len(re.findall(r"episode 0 (archer|knight)_[01]: return \d+\.\d+, lived [1-9]\d* to", said)) == 4
+
+
+def test_the_example_of_a_simulator_that_crashes_goes_on_and_leaves_nothing():
+    said = run("examples/crashing_simulator.py", "--steps", "460")
+    for word in ("RuntimeError", "SIGSEGV", "has not finished its step within 1 s"):
+        assert len(re.findall(rf"WARNING .*{word}", said)) == 1
+    assert "9 restarts, [5, 4] by worker" in said
+    assert "closed: 0 processes are left" in said
+
+
+def test_the_two_commands_set_everything_up():
+    commands = blocks("bash")
+    assert len(commands) == 2
+    assert all(command.startswith("python3 -m venv .venv && ") and command.count("\n") == 1 for command in commands)
+
+
+def between_markers(name: str) -> str:
+    """What the README shows of a benchmark; print it with `--markdown` and put it there."""
+    (shown,) = re.findall(
+        rf"^<!-- [a-z ]+: benchmarks/{name}\.py --markdown -->$(.*?)^<!-- end -->$", README, re.S | re.M
+    )
+    return shown.strip()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "compare_workers",
+        "compare_peers",
+        "compare_facades",
+        "async_stepping",
+        "recovery",
+        "ray_scaling",
+        "time_to_return",
+        "envpool_overhead",
+    ],
+)
+def test_the_tables_are_what_was_measured(name):
+    assert (RESULTS / f"{name}.json").exists()
+    assert between_markers(name) == run(f"benchmarks/{name}.py", "--markdown").strip()
+
+
+def test_the_pictures_are_there():
+    pictures = re.findall(r"!\[.+\]\((.+)\)", README)
+    assert pictures
+    assert all((ROOT / picture).is_file() for picture in pictures)
+
+
+def test_the_arguments_are_those_of_the_class():
+    section = README[README.index("The arguments of `ParallelEnv`") :]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)
+    parameters = inspect.signature(ParallelEnv).parameters
+    shown = dict(rows[: len(parameters)])
+    assert list(shown) == list(parameters)
+    for name, default in shown.items():
+        if parameters[name].default is not inspect.Parameter.empty and parameters[name].default is not None:
+            assert default == f"`{parameters[name].default!r}`".replace("'", '"'), name

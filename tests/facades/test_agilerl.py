@@ -1,0 +1,407 @@
+"""`AgileRLVecEnv`: the core's dicts with AgileRL's conventions. Training on it is tested in `test_agilerl_training`."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agilerl.vector import AsyncPettingZooVecEnv, PettingZooVecEnv
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.vector.utils import batch_space
+from helpers import ROOT
+from helpers.batches import as_dicts, assert_noted, at, same
+from mpe2 import simple_spread_v3, simple_tag_v3
+from simulators.array_agents import Flock, Slow
+from simulators.crashing import Fate, mortal
+from simulators.dict_rules import Odd
+from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, Herd, HerdOfDicts
+
+from marl_parallel import ParallelEnv
+from marl_parallel.vector import AgileRLVecEnv
+
+pytestmark = pytest.mark.needs("agilerl")
+
+COPIES = 3
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=8),
+    "tag": functools.partial(simple_tag_v3.parallel_env, max_cycles=8, continuous_actions=True),
+    "flock": Flock,
+    "plain herd": functools.partial(Herd, plain=True),
+    "plain herd of dicts": functools.partial(HerdOfDicts, plain=True),
+}
+HOWS: dict[str, dict[str, Any]] = {
+    "serial": {"backend": "serial"},
+    "process": {"num_workers": 2},
+    "views": {"num_workers": 2, "copy": False},
+    "pickled": {"num_workers": 2, "shared_memory": False},
+}
+
+
+def made(make: Callable[..., Any] = Flock, copies: int = COPIES, **how: Any) -> AgileRLVecEnv:
+    return AgileRLVecEnv(ParallelEnv([make] * copies, **{"backend": "serial", **how}))
+
+
+def drawn(env: AgileRLVecEnv) -> dict[str, Any]:
+    return {agent: env.action_space(agent).sample() for agent in env.agents}
+
+
+def blank(value: Any) -> bool:
+    """NaN where it is of floats, zeros elsewhere."""
+    if isinstance(value, dict | tuple):
+        return all(map(blank, value.values() if isinstance(value, dict) else value))
+    return bool(np.isnan(value).all()) if value.dtype.kind == "f" else not value.any()
+
+
+def with_axis(value: Any) -> Any:
+    """An observation in AgileRL's shape."""
+    if isinstance(value, dict):
+        return {key: with_axis(child) for key, child in value.items()}
+    return np.atleast_1d(value)
+
+
+class Story:
+    """What must be told by agent, worked out from the core's dicts."""
+
+    def __init__(self, facade: AgileRLVecEnv, plain: ParallelEnv) -> None:
+        self.facade, self.plain, self.agents = facade, plain, plain.possible_agents
+        self.absent = 0
+
+    def assert_reset(self, told: tuple[Any, Any], dicts: tuple[Any, Any]) -> None:
+        for i, agent in self.places():
+            self.assert_seen(told[0][agent], i, dicts[0][i].get(agent))
+            self.assert_infos(told[1], agent, i, dicts[1][i], None)
+        self.assert_who(dicts[0], dicts[0])
+
+    def assert_step(self, told: tuple[Any, ...], dicts: tuple[Any, ...]) -> None:
+        observations, rewards, terminations, truncations, infos = told
+        assert [*observations] == [*rewards] == [*terminations] == [*truncations] == self.agents
+        for i, agent in self.places():
+            seen, paid, terminateds, truncateds, notes = (column[i] for column in dicts)
+            over = terminateds["__all__"] or truncateds["__all__"]
+            self.assert_seen(observations[agent], i, seen.get(agent))
+            flags = terminateds.get(agent, False), truncateds.get(agent, False)
+            given = terminations[agent][i], truncations[agent][i]
+            if agent in paid:
+                assert rewards[agent][i] == paid[agent]
+                assert given == ((terminateds["__all__"], truncateds["__all__"]) if over and not any(flags) else flags)
+            else:
+                assert np.isnan([rewards[agent][i], *given]).all()
+                self.absent += 1
+            self.assert_infos(infos, agent, i, notes, over)
+        for agent in self.agents:
+            everywhere = all(agent in paid for paid in dicts[1])
+            assert rewards[agent].dtype == np.float64
+            assert {terminations[agent].dtype, truncations[agent].dtype} == {np.dtype(bool if everywhere else float)}
+        self.assert_who(dicts[0], dicts[1])
+
+    def places(self) -> list[tuple[int, str]]:
+        return [(i, agent) for i in range(self.plain.num_envs) for agent in self.agents]
+
+    def assert_seen(self, stacked: Any, i: int, expected: Any) -> None:
+        actual = at(stacked, i)
+        assert blank(actual) if expected is None else same(actual, with_axis(expected))
+
+    def assert_infos(self, infos: Any, agent: str, i: int, notes: dict[str, Any], over: bool | None) -> None:
+        assert infos[f"_{agent}"][i]
+        common = {key: note for key, note in notes.items() if key not in self.agents}
+        note = dict(notes.get(agent, {}))
+        if over:
+            final = {"final_obs": note.pop("final_obs")} if "final_obs" in note else {}
+            note = {**note.pop("reset_info", {}), **final, "final_info": {**common, **note}}
+            common = {key: said.get("reset_info", said) for key, said in common.items()}
+        assert_noted(infos[agent], {**common, **note}, i)
+
+    def assert_who(self, seen: Any, paid: Any) -> None:
+        for i, agent in self.places():
+            assert self.facade.present[agent][i] == (agent in seen[i] or agent in paid[i])
+            assert self.facade.acting[agent][i] == (agent in self.plain.acting[i])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("how", HOWS)
+def test_rows_are_the_dicts_of_the_core(how, name):
+    facade = made(MAKERS[name], **HOWS[how])
+    with ParallelEnv([MAKERS[name]] * COPIES, backend="serial") as plain:
+        story = Story(facade, plain)
+        story.assert_reset(facade.reset(seed=5), plain.reset(seed=5))
+        for step in range(4 * LENGTH):
+            actions = drawn(facade)
+            given = as_dicts(actions, plain.acting)
+            if step % 3:
+                told = facade.step(actions)
+            else:
+                facade.step_async(given)
+                told = facade.step_wait()
+            story.assert_step(told, plain.step(given))
+            if step == 2 * LENGTH + 6:
+                story.assert_reset(facade.reset(), plain.reset())
+        if "herd" in name or name == "flock":
+            assert story.absent > 20
+        facade.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
+@pytest.mark.parametrize("way", ["raise", "SIGKILL"])
+def test_a_restart_in_the_middle(way):
+    """Each agent is told, as AgileRL has no place for what is about a copy."""
+    constructors = [mortal(Flock, {(1, 0): Fate(way, "step", 6)})] * COPIES
+    how: dict[str, Any] = {"num_workers": 3, "on_error": "restart"}
+    facade = AgileRLVecEnv(ParallelEnv(constructors, **how))
+    with ParallelEnv(constructors, **how) as plain:
+        story, marks = Story(facade, plain), {agent: np.zeros(COPIES, int) for agent in AGENTS}
+        story.assert_reset(facade.reset(), plain.reset())
+        for _ in range(2 * LENGTH):
+            actions = drawn(facade)
+            told, dicts = facade.step(actions), plain.step(as_dicts(actions, plain.acting))
+            for agent in AGENTS:
+                marks[agent] += told[4][agent].get("__common__", {}).get("restarted", np.zeros(COPIES, bool))
+                for infos in told[4][agent], told[4][agent].get("final_info", {}):
+                    common = infos.get("__common__", {})
+                    assert "environment 1" in common.pop("error", [None, "environment 1"])[1]
+                    common.pop("_error", None)  # it says which process it was, too
+            for notes in dicts[4]:
+                notes.get("__common__", {}).pop("error", None)
+            story.assert_step(told, dicts)
+        assert {agent: mark.tolist() for agent, mark in marks.items()} == {agent: [0, 1, 0] for agent in AGENTS}
+        facade.close()
+
+
+# AgileRL's own
+
+
+@pytest.mark.parametrize("name", ["spread", "tag", "flock", "plain herd"])
+def test_it_is_told_as_by_agilerls_own(name):
+    """The same numbers in the same forms, agents that have died included."""
+    facade = made(MAKERS[name])
+    own = AsyncPettingZooVecEnv([MAKERS[name]] * COPIES, context="fork")
+    try:
+        assert_alike(facade.reset(seed=5)[0], own.reset(seed=5)[0])
+        for _ in range(3 * LENGTH):
+            actions = drawn(facade)
+            for agent, acting in facade.acting.items():
+                if facade.action_space(agent).dtype.kind == "f":
+                    actions[agent][~acting] = np.nan
+                elif not acting.all():
+                    actions[agent] = np.where(acting, actions[agent].astype(float), np.nan)
+            mine, theirs = facade.step(actions), own.step(actions)
+            for one, other in zip(mine[:4], theirs[:4], strict=True):
+                assert_alike(one, other)
+            assert mine[4].keys() == theirs[4].keys()
+            for agent in facade.agents:
+                assert {"final_obs", "final_info", *theirs[4][agent]} >= {
+                    key.removeprefix("_") if "final" in key else key for key in mine[4][agent]
+                }
+    finally:
+        own.close()
+        facade.close()
+
+
+def assert_alike(mine: Any, theirs: Any) -> None:
+    assert [*mine] == [*theirs]
+    for key, value in theirs.items():
+        if isinstance(value, dict):
+            assert_alike(mine[key], value)
+            continue
+        assert (mine[key].shape, mine[key].dtype) == (value.shape, value.dtype)
+        if value.dtype == np.int64:
+            value = np.where(value == np.iinfo(np.int64).min, 0, value)  # what NaN has become there
+        assert np.array_equal(mine[key], value, equal_nan=value.dtype.kind == "f")
+
+
+# What it is
+
+
+@pytest.fixture
+def env():
+    facade = made()
+    yield facade
+    facade.close()
+
+
+def test_spaces_and_names(env):
+    assert isinstance(env, PettingZooVecEnv)
+    assert (env.num_envs, env.num_agents, env.agents, env.possible_agents) == (COPIES, 3, AGENTS, AGENTS)
+    assert env.single_observation_space("a") == Flock().observation_space("a")
+    assert env.single_action_space("b") == ACTION["move"]
+    assert env.action_space("b") == batch_space(ACTION["move"], COPIES)
+    assert (env.render_mode, env.metadata["name"], env.unwrapped) == ("rgb_array", "herd", env)
+
+
+def test_agents_are_constant(env):
+    env.reset(seed=1)
+    for _ in range(LENGTH - 1):
+        env.step(drawn(env))
+        assert env.agents == AGENTS
+    assert not env.acting["a"].any()
+
+
+def test_attributes_calls_frames(env):
+    env.reset(options={"hill": 3})
+    assert env.get_attr("options") == ({"hill": 3},) * COPIES
+    env.set_attr("total", [1.0, 2.0, 4.0])
+    assert env.call("scale", 2.0) == (2.0, 4.0, 8.0)
+    assert [frame[0, 0, 0] for frame in env.render()] == [0, 10, 20]
+
+
+def test_arrays_are_ones_own():
+    """AgileRL's wrapper changes the dicts, and rollouts keep the arrays, also where the environment hands out views."""
+    env = made(MAKERS["plain herd"], copy=False)
+    observations, _ = env.reset(seed=1)
+    kept = [observations["c"]]
+    del observations["a"]
+    copies = [kept[0].copy()]
+    for _ in range(LENGTH):
+        kept.append(env.step(drawn(env))[0]["c"])
+        copies.append(kept[-1].copy())
+    assert all(map(same, kept, copies))
+    assert len({array.tobytes() for array in kept}) == LENGTH + 1
+    env.close()
+
+
+def test_single_numbers_with_an_axis_and_tensors(env):
+    """AgileRL squeezes actions, and takes tensors and whole floats."""
+    env.reset(seed=1)
+    loose = {"a": torch.tensor([[1], [2], [0]]), "b": torch.zeros(3, 1, 2), "c": np.array([0.0, 1.0, 2.0])}
+    rewards = env.step(loose)[1]
+    env.reset(seed=1)
+    strict = {"a": np.array([1, 2, 0]), "b": np.zeros((3, 2), np.float32), "c": np.array([0, 1, 2])}
+    assert all(map(same, rewards.values(), env.step(strict)[1].values()))
+
+
+def test_an_action_that_is_partly_nan_stays_it():
+    env = made(functools.partial(Odd, acts=spaces.Box(-1, 1, (2,))), 2)
+    env.reset()
+    for second in ([0.5, 0.5], [np.nan, np.nan]):
+        env.step({"a": np.array([[0.5, np.nan], second]), "b": np.zeros((2, 2))})
+        first, other = env.get_attr("actions")
+        assert np.array_equal(first["a"], [0.5, np.nan], equal_nan=True)
+        assert ("a" in other) is not np.isnan(second).all()
+    env.close()
+
+
+def test_actions_that_are_nan_are_none():
+    """By dict rules, an agent may leave out its turn; by PettingZoo's it may not."""
+    env, plain = made(MAKERS["plain herd of dicts"]), ParallelEnv([MAKERS["plain herd of dicts"]] * COPIES)
+    env.reset(seed=1)
+    plain.reset(seed=1)
+    actions = {"a": np.array([1.0, np.nan, 2.0]), "b": np.array([0, 1, 2])}
+    rewards = env.step(actions)[1]
+    _, paid, *_ = plain.step([{"a": 1, "b": 0}, {"b": 1}, {"a": 2, "b": 2}])
+    assert [rewards["b"][i] for i in range(COPIES)] == [paid[i]["b"] for i in range(COPIES)]
+    env.step_async([{"a": np.nan, "b": 1}] * COPIES)
+    rewards = env.step_wait()[1]
+    _, paid, *_ = plain.step([{"b": 1}] * COPIES)
+    assert [rewards["b"][i] for i in range(COPIES)] == [paid[i]["b"] for i in range(COPIES)]
+    env.close()
+    plain.close()
+
+
+# Wrong use
+
+
+def test_it_says_what_to_install():
+    program = "import sys; sys.modules['agilerl'] = None; from marl_parallel import vector; vector.AgileRLVecEnv"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "ImportError: AgileRLVecEnv needs" in done.stderr
+    assert 'pip install "marl-parallel[agilerl]" (No module named' in done.stderr
+
+
+@pytest.mark.parametrize(("mode", "got"), [(False, "auto_reset=False"), ("NEXT_STEP", 'auto_reset="NEXT_STEP"')])
+def test_another_mode(mode, got):
+    parallel = ParallelEnv([Herd], mode, backend="serial")
+    with (
+        parallel,
+        pytest.raises(ValueError, match=f"AgileRLVecEnv wants a ParallelEnv with auto_reset=True, got {got}"),
+    ):
+        AgileRLVecEnv(parallel)
+
+
+def test_no_parallel_env():
+    with pytest.raises(TypeError, match="made of a ParallelEnv, got Herd"):
+        AgileRLVecEnv(Herd())  # type: ignore[arg-type]
+
+
+class Numbered(HerdOfDicts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.possible_agents = [0, 1, 2]  # type: ignore[list-item]
+        self.observation_space = spaces.Dict(dict.fromkeys(range(3), SPACE))
+        self.action_space = spaces.Dict(dict.fromkeys(range(3), ACTION))
+
+
+def test_agents_are_strings():
+    with ParallelEnv([Numbered], backend="serial") as parallel, pytest.raises(ValueError, match=r"strings, got \[0, 1"):
+        AgileRLVecEnv(parallel)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "copies": ({"a": np.zeros(2, int)}, "actions of agent 'a' for 3 copies"),
+    "shape": ({"b": np.zeros((3, 3), np.float32)}, "agent 'b': expected"),
+    "half": ({"a": np.full(3, 0.5)}, "agent 'a': expected 3 integers"),
+    "nan": ({"a": np.full(3, np.nan)}, "no action for agent 'a'"),
+    "unknown": ({"z": np.zeros(3, int)}, "'z', which is none of the agents"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_actions(wrong, env):
+    env.reset()
+    with pytest.raises(ValueError, match=WRONG[wrong][1]):
+        env.step({**drawn(env), **WRONG[wrong][0]})
+    with pytest.raises(ValueError, match="no action for agent 'b'"):
+        env.step({"a": np.zeros(3, int), "c": np.zeros(3, int)})
+    with pytest.raises(ValueError, match="3"):
+        env.step_async([{"a": 0, "b": np.zeros(2), "c": 0}] * 2)
+    with pytest.raises(TypeError, match="list with a dict"):
+        env.step_async(drawn(env))
+    assert env.get_attr("time") == (0,) * COPIES
+
+
+def test_a_timeout_loses_nothing(tmp_path):
+    env = made(functools.partial(Slow, plain=True), backend="process", num_workers=1)
+    env.reset()
+    env.set_attr("gate", str(tmp_path / "open"))
+    env.step_async([dict.fromkeys(AGENTS, 0)] * COPIES)
+    for timeout in (0.0, 0.05):
+        with pytest.raises(TimeoutError):
+            env.step_wait(timeout=timeout)
+    (tmp_path / "open").touch()
+    assert env.step_wait(timeout=60.0)[1]["a"].shape == (COPIES,)
+    env.close()
+
+
+def test_out_of_order(env):
+    actions = drawn(env)
+    given = as_dicts(actions, (AGENTS,) * COPIES)
+    with pytest.raises(ResetNeeded):
+        env.step(actions)
+    with pytest.raises(NoAsyncCallError):
+        env.step_wait()
+    env.reset()
+    env.step_async(given)
+    with pytest.raises(AlreadyPendingCallError):
+        env.step(actions)
+    with pytest.raises(AlreadyPendingCallError):
+        env.reset()
+    env.close(terminate=True, timeout=1.0)
+    env.close()
+    for call in (env.reset, env.step_wait, lambda: env.step(actions), lambda: env.get_attr("time")):
+        with pytest.raises(ClosedEnvironmentError):
+            call()
+    with pytest.raises(ClosedEnvironmentError):
+        AgileRLVecEnv(env.env)
+
+
+def test_two_facades_step_one_environment(env):
+    other = AgileRLVecEnv(env.env)
+    env.reset()
+    with pytest.raises(RuntimeError, match="stepped by a AgileRLVecEnv already"):
+        other.reset()

@@ -1,0 +1,417 @@
+"""`GymnasiumVectorEnv`: rows are the agents of all copies, and Gymnasium's wrappers take it as it is."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from gymnasium.vector.utils import batch_space
+from gymnasium.wrappers import vector as wrappers
+from helpers.batches import assert_noted, at, nothing, same
+from mpe2 import simple_spread_v3, simple_tag_v3
+from simulators.crashing import Fate, mortal
+from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, Herd, HerdOfDicts
+
+from marl_parallel import ParallelEnv
+from marl_parallel.vector import GymnasiumVectorEnv
+
+COPIES = 3
+MODES = pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
+MAKERS: dict[str, Callable[..., Any]] = {
+    "spread": simple_spread_v3.parallel_env,
+    "herd": Herd,
+    "plain herd": functools.partial(Herd, plain=True),
+    "herd of dicts": HerdOfDicts,
+}
+HOWS: dict[str, dict[str, Any]] = {
+    "serial": {"backend": "serial"},
+    "process": {"num_workers": 2},
+    "pickled": {"num_workers": 2, "shared_memory": False},
+}
+
+
+def both(make: Callable[..., Any], mode: str, **how: Any) -> tuple[GymnasiumVectorEnv, ParallelEnv]:
+    """The facade, and a plain environment that says the same in dicts."""
+    facade = GymnasiumVectorEnv(ParallelEnv([make] * COPIES, mode, **how))
+    return facade, ParallelEnv([make] * COPIES, mode, backend="serial")
+
+
+class Rows:
+    """What the core's dicts must look like in rows."""
+
+    def __init__(self, plain: ParallelEnv, agents: list[str], mode: str) -> None:
+        self.plain, self.agents, self.same_step = plain, agents, mode == "SAME_STEP"
+
+    def assert_reset(self, told: tuple[Any, Any], dicts: tuple[Any, ...]) -> None:
+        observations, infos = told
+        for row, (env_id, agent) in enumerate(self.all()):
+            self.assert_seen(at(observations, row), dicts[0][env_id], agent)
+            self.assert_infos(infos, row, {**dicts[1][env_id].get(agent, {}), **self.common(dicts[1][env_id])})
+            self.assert_who(infos, row, env_id, agent, agent in dicts[0][env_id])
+
+    def assert_step(self, told: tuple[Any, ...], dicts: tuple[Any, ...]) -> None:
+        observations, rewards, terminations, truncations, infos = told
+        for row, (env_id, agent) in enumerate(self.all()):
+            seen, paid, terminated, truncated, notes = (column[env_id] for column in dicts)
+            flags = terminated.get(agent, False), truncated.get(agent, False)
+            died, over = any(flags), terminated["__all__"] or truncated["__all__"]
+            if over and not died:
+                flags = terminated["__all__"], truncated["__all__"]
+            self.assert_seen(at(observations, row), seen, agent)
+            assert rewards[row] == paid.get(agent, 0.0)
+            assert (terminations[row], truncations[row]) == flags
+            self.assert_who(infos, row, env_id, agent, agent in seen or agent in paid)
+            note, common = dict(notes.get(agent, {})), self.common(notes)
+            if self.same_step and (over or died):
+                final, reset_info = note.pop("final_obs", None), note.pop("reset_info", {})
+                if not over:
+                    final = seen.get(agent)
+                given = infos["final_obs"][row]
+                assert nothing(given) if final is None else same(given, final)
+                assert_noted(infos["final_info"], {**note, **common}, row)
+                note = reset_info if over else note
+            self.assert_infos(infos, row, {**note, **common})
+        assert (rewards.dtype, terminations.dtype, truncations.dtype) == (np.float64, np.bool_, np.bool_)
+
+    def all(self) -> list[tuple[int, str]]:
+        return [(env_id, agent) for env_id in range(COPIES) for agent in self.agents]
+
+    def common(self, notes: dict[str, Any]) -> dict[str, Any]:
+        return {key: note for key, note in notes.items() if key not in self.plain.possible_agents}
+
+    def assert_seen(self, actual: Any, seen: dict[str, Any], agent: str) -> None:
+        assert same(actual, seen[agent]) if agent in seen else nothing(actual)
+
+    def assert_who(self, infos: dict[str, Any], row: int, env_id: int, agent: str, present: bool) -> None:
+        assert infos["present"][row] == present
+        assert infos["acting"][row] == (agent in self.plain.acting[env_id])
+
+    def assert_infos(self, infos: dict[str, Any], row: int, expected: dict[str, Any]) -> None:
+        ours = {"present", "acting", "final_obs", "final_info"}
+        told = {k: v for k, v in infos.items() if k.removeprefix("_") not in ours}
+        assert_noted(told, expected, row)
+
+
+def as_dicts(actions: Any, agents: list[str], acting: tuple[list[str], ...]) -> list[dict[str, Any]]:
+    return [
+        {agent: at(actions, env_id * len(agents) + agents.index(agent)) for agent in able}
+        for env_id, able in enumerate(acting)
+    ]
+
+
+@MODES
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("how", HOWS)
+def test_rows_are_the_dicts_of_the_core(how, name, mode):
+    facade, plain = both(MAKERS[name], mode, **HOWS[how])
+    facade.action_space.seed(7)
+    rows = Rows(plain, facade.agents, mode)
+    with plain:
+        rows.assert_reset(facade.reset(seed=5), plain.reset(seed=5))
+        for step in range(3 * LENGTH):
+            actions = facade.action_space.sample()
+            if step % 3:
+                facade.step_async(actions)
+                told = facade.step_wait()
+            else:
+                told = facade.step(actions)
+            rows.assert_step(told, plain.step(as_dicts(actions, facade.agents, plain.acting)))
+            if step == 2 * LENGTH:
+                assert_partial_reset(facade, plain, rows, told[0])
+        facade.close()
+
+
+def assert_partial_reset(facade: GymnasiumVectorEnv, plain: ParallelEnv, rows: Rows, before: Any) -> None:
+    per_copy = len(facade.agents)
+    mask = np.repeat([False, True, False], per_copy)
+    options = {"reset_mask": mask}
+    observations, infos = facade.reset(seed=77, options=options)
+    assert options == {"reset_mask": mask}  # Gymnasium's wrappers look at it afterwards
+    seen, notes = plain.reset(seed=[78], env_ids=[1])
+    for row, (env_id, agent) in enumerate(rows.all()):
+        if env_id == 1:
+            rows.assert_seen(at(observations, row), seen[0], agent)
+            rows.assert_infos(infos, row, {**notes[0].get(agent, {}), **rows.common(notes[0])})
+        else:
+            assert same(at(observations, row), at(before, row))
+            rows.assert_infos(infos, row, {})
+
+
+@MODES
+@pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
+@pytest.mark.parametrize("way", ["raise", "SIGKILL"])
+def test_a_restart_in_the_middle(way, mode):
+    constructors = [mortal(HerdOfDicts, {(1, 0): Fate(way, "step", 3)})] * COPIES
+    facade = GymnasiumVectorEnv(ParallelEnv(constructors, mode, num_workers=3, on_error="restart"))
+    plain = ParallelEnv(constructors, mode, num_workers=3, on_error="restart")
+    rows = Rows(plain, facade.agents, mode)
+    with plain:
+        facade.reset()
+        plain.reset()
+        marks = np.zeros(facade.num_envs, int)
+        for _ in range(8):
+            actions = facade.action_space.sample()
+            told = facade.step(actions)
+            dicts = plain.step(as_dicts(actions, facade.agents, plain.acting))
+            for common in [told[4].get("__common__", {}), told[4].get("final_info", {}).get("__common__", {})]:
+                common.pop("error", None)  # says which process it was
+                common.pop("_error", None)
+            for notes in dicts[4]:
+                notes.get("__common__", {}).pop("error", None)
+            rows.assert_step(told, dicts)
+            marks += told[4].get("__common__", {}).get("restarted", np.zeros(facade.num_envs, int))
+        assert marks.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
+        facade.close()
+
+
+# What it is
+
+
+@pytest.fixture(params=["NEXT_STEP", "SAME_STEP"])
+def env(request):
+    made = GymnasiumVectorEnv(ParallelEnv([Herd] * COPIES, request.param, backend="serial"))
+    yield made
+    made.close()
+
+
+def test_spaces_and_names(env):
+    assert isinstance(env, gymnasium.vector.VectorEnv)
+    assert env.num_envs == COPIES * len(AGENTS)
+    assert (env.single_observation_space, env.single_action_space) == (SPACE, ACTION)
+    assert env.observation_space == batch_space(SPACE, env.num_envs)
+    assert env.action_space == batch_space(ACTION, env.num_envs)
+    assert env.metadata["autoreset_mode"] is env.parallel_env.metadata["autoreset_mode"]
+    assert env.observation_space.contains(env.reset()[0])
+    assert env.unwrapped is env
+
+
+def test_frames_calls_attributes(env):
+    env.reset(options={"hill": 3})
+    assert env.get_attr("options") == ({"hill": 3},) * COPIES
+    env.set_attr("total", [1.0, 2.0, 4.0])
+    assert env.call("scale", 2.0) == (2.0, 4.0, 8.0)
+    assert [frame[0, 0, 0] for frame in env.render()] == [0, 0, 0, 10, 10, 10, 20, 20, 20]
+
+
+def test_observations_are_a_view_of_one_copy():
+    """No second one for all the rows."""
+    env = GymnasiumVectorEnv(ParallelEnv([simple_spread_v3.parallel_env] * COPIES, "NEXT_STEP", num_workers=2))
+    observations, _ = env.reset()
+    assert observations.base is not None
+    assert observations.base.shape == (COPIES, 3, 18)
+    env.close()
+
+
+def test_seeds_are_told_by_row(env):
+    env.reset(seed=4)
+    rows = env.num_envs // env.parallel_env.num_envs
+    assert env.np_random_seed == tuple(np.repeat(env.parallel_env.seed(), rows).tolist())
+    assert env.np_random_seed[0] == 4
+
+
+@pytest.mark.parametrize("seeds", [[4, 9, 2], [4, 4, 4, 9, 9, 9, 2, 2, 2]])
+def test_seeds_of_copies_and_of_rows(seeds, env):
+    with ParallelEnv([Herd] * COPIES, backend="serial") as plain:
+        Rows(plain, AGENTS, "NEXT_STEP").assert_reset(env.reset(seed=seeds), plain.reset(seed=[4, 9, 2]))
+
+
+# Gymnasium's wrappers
+
+
+def spread(mode: str = "NEXT_STEP", **how: Any) -> GymnasiumVectorEnv:
+    return GymnasiumVectorEnv(ParallelEnv([simple_spread_v3.parallel_env] * COPIES, mode, backend="serial", **how))
+
+
+@MODES
+def test_episode_statistics(mode):
+    env = wrappers.RecordEpisodeStatistics(spread(mode))
+    env.reset(seed=3)
+    returns = np.zeros(9)
+    for _ in range(25):
+        _, rewards, _, truncations, infos = env.step(env.action_space.sample())
+        returns += rewards
+    assert truncations.all()
+    assert infos["episode"]["l"].tolist() == [25] * 9
+    assert np.allclose(infos["episode"]["r"], returns)
+    env.close()
+
+
+def test_normalisers_and_others():
+    env: Any = wrappers.NormalizeReward(wrappers.NormalizeObservation(spread()))
+    env = wrappers.DictInfoToList(env)
+    env.reset(seed=3)
+    seen = []
+    for _ in range(60):
+        observations, _, _, _, infos = env.step(env.action_space.sample())
+        seen.append(observations)
+    assert isinstance(infos, list)
+    assert len(infos) == 9
+    assert infos[0]["present"] == True  # noqa: E712
+    assert abs(np.mean(seen)) < 0.3
+    env.close()
+
+
+def test_partial_resets_through_a_wrapper():
+    env = wrappers.RecordEpisodeStatistics(spread())
+    env.reset(seed=3)
+    for _ in range(5):
+        env.step(env.action_space.sample())
+    env.reset(options={"reset_mask": np.repeat([True, False, False], 3)})
+    assert env.episode_lengths.tolist() == [0] * 3 + [5] * 6
+    env.close()
+
+
+# Agents that differ
+
+
+def test_agents_that_differ_are_named():
+    parallel = ParallelEnv([simple_tag_v3.parallel_env] * 2, backend="serial")
+    with parallel, pytest.raises(ValueError, match=r"space of 'agent_0' is Box.*'adversary_0' Box.*agents=\[\.\.\.\]"):
+        GymnasiumVectorEnv(parallel)
+
+
+def test_some_agents_act_and_others_stand_still():
+    chosen = ["adversary_2", "adversary_0"]
+    facade = GymnasiumVectorEnv(ParallelEnv([simple_tag_v3.parallel_env] * 2, backend="serial"), agents=chosen)
+    with ParallelEnv([simple_tag_v3.parallel_env] * 2, backend="serial") as plain:
+        observations, _ = facade.reset(seed=3)
+        seen, _ = plain.reset(seed=3)
+        for _ in range(30):
+            for row in range(4):
+                assert same(observations[row], seen[row // 2][chosen[row % 2]])
+            actions = facade.action_space.sample()
+            observations, rewards, *_ = facade.step(actions)
+            dicts = [
+                {
+                    **dict.fromkeys(plain.possible_agents, 0),
+                    **dict(zip(chosen, actions[2 * i : 2 * i + 2], strict=True)),
+                }
+                for i in range(2)
+            ]
+            seen, paid, *_ = plain.step(dicts)
+            assert rewards.tolist() == [paid[row // 2][chosen[row % 2]] for row in range(4)]
+        facade.close()
+
+
+@MODES
+def test_all_agents_in_another_order(mode):
+    parallel = ParallelEnv([Herd] * COPIES, mode, backend="serial")
+    facade = GymnasiumVectorEnv(parallel, agents=[*reversed(AGENTS)])
+    rows = Rows(ParallelEnv([Herd] * COPIES, mode, backend="serial"), facade.agents, mode)
+    with rows.plain as plain:
+        rows.assert_reset(facade.reset(seed=5), plain.reset(seed=5))
+        for _ in range(2 * LENGTH):
+            actions = facade.action_space.sample()
+            rows.assert_step(facade.step(actions), plain.step(as_dicts(actions, facade.agents, plain.acting)))
+        facade.close()
+
+
+def test_others_act_by_what_they_see():
+    asked = []
+
+    def others(agent: str, seen: Any) -> Any:
+        asked.append((agent, seen.shape))
+        return np.full(2, 3)
+
+    parallel = ParallelEnv([simple_tag_v3.parallel_env] * 2, backend="serial")
+    env = GymnasiumVectorEnv(parallel, agents=["agent_0"], others=others)
+    env.reset(seed=1)
+    env.step(env.action_space.sample())
+    assert asked == [(f"adversary_{index}", (2, 16)) for index in range(3)]
+    env.close()
+
+
+# Wrong use
+
+
+@pytest.mark.parametrize("agents", [["z"], ["a", "a"], []])
+def test_no_such_agents(agents):
+    with ParallelEnv([Herd], backend="serial") as parallel, pytest.raises(ValueError, match="must be some of"):
+        GymnasiumVectorEnv(parallel, agents=agents)
+
+
+def test_another_mode():
+    parallel = ParallelEnv([Herd], False, backend="serial")
+    with parallel, pytest.raises(ValueError, match='auto_reset="NEXT_STEP" or auto_reset=True, got auto_reset=False'):
+        GymnasiumVectorEnv(parallel)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "word"),
+    [
+        ([True] * 9, TypeError, "numpy array of bool, got list"),
+        (np.ones(9), TypeError, "numpy array of bool"),
+        (np.ones(3, np.bool_), ValueError, r"shape \(9,\), got \(3,\)"),
+        (np.zeros(9, np.bool_), ValueError, "at least one"),
+        (np.arange(9) < 4, ValueError, r"of copy 1 it has \[True, False, False\]"),
+    ],
+)
+def test_masks(mask, error, word, env):
+    env.reset()
+    with pytest.raises(error, match=word):
+        env.reset(options={"reset_mask": mask})
+
+
+@pytest.mark.parametrize("seeds", [[1, 2], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
+def test_seeds(seeds, env):
+    with pytest.raises(ValueError, match="seeds"):
+        env.reset(seed=seeds)
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        {"move": np.zeros((9, 2), np.float32)},
+        {"move": np.zeros((8, 2), np.float32), "jump": np.zeros(8, np.int64)},
+        {"move": np.zeros((9, 3), np.float32), "jump": np.zeros(9, np.int64)},
+        {"move": np.zeros((9, 2), np.float32), "jump": np.zeros(9)},
+        np.zeros(9),
+    ],
+    ids=["key", "rows", "shape", "dtype", "form"],
+)
+def test_actions(actions, env):
+    env.reset()
+    with pytest.raises(ValueError, match="expected"):
+        env.step(actions)
+    assert env.get_attr("time") == (0,) * COPIES
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_failed_to_be_made_is_collected_in_silence():
+    with pytest.raises(TypeError):
+        GymnasiumVectorEnv(Herd())
+    gc.collect()
+
+
+def test_the_environment_outlives_the_facade():
+    with ParallelEnv([Herd], backend="serial") as parallel:
+        GymnasiumVectorEnv(parallel).reset()
+        gc.collect()
+        assert len(parallel.reset()) == 2
+
+
+def test_out_of_order(env):
+    with pytest.raises(ResetNeeded):
+        env.step(env.action_space.sample())
+    env.close()
+    with pytest.raises(ClosedEnvironmentError):
+        env.reset()
+
+
+def test_others_that_cannot_stand_still():
+    class Talkers(Herd):
+        def action_space(self, agent: str) -> spaces.Space:
+            return spaces.Text(3) if agent == "b" else super().action_space(agent)
+
+    env = GymnasiumVectorEnv(ParallelEnv([Talkers], backend="serial"), agents=["a", "c"])
+    env.reset()
+    with pytest.raises(ValueError, match="pass others= to act"):
+        env.step(env.action_space.sample())
+    env.close()

@@ -1,0 +1,115 @@
+"""Facades that users write with `ArrayStepper`, and the interface below it."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.vector import AutoresetMode
+from helpers import ROOT
+from mpe2 import simple_spread_v3
+
+from marl_parallel import ParallelEnv
+from marl_parallel.vector import Arrays, ArrayStepper, PettingZooVecEnv, Stacked
+
+PACKAGE = ROOT / "marl_parallel"
+NUM_ENVS = 3
+
+
+class JointVecEnv:
+    """One learner that observes all agents at once and is paid the sum of their rewards."""
+
+    def __init__(self, env: ParallelEnv, *modes: AutoresetMode, **keywords: Any) -> None:
+        self.stepper = ArrayStepper(env, self, *modes, **keywords)
+        self.agents = tuple(self.stepper.view.agents)
+
+    def reset(self, seed: int | None = None) -> Any:
+        return self.joint(self.stepper.reset(seed))
+
+    def step(self, actions: Any) -> Any:
+        arrays = self.stepper.step([Stacked(self.agents, actions)])
+        return self.joint(arrays), arrays.rewards.sum(axis=1), arrays.terminated | arrays.truncated
+
+    def joint(self, arrays: Arrays) -> Any:
+        (observations,) = arrays.observations
+        return observations.reshape(len(observations), -1)
+
+
+@pytest.fixture
+def spread():
+    envs = []
+
+    def make(*args: Any, **keywords: Any) -> ParallelEnv:
+        env = ParallelEnv([simple_spread_v3.parallel_env] * NUM_ENVS, *args, **keywords, backend="serial")
+        envs.append(env)
+        return env
+
+    yield make
+    for env in envs:
+        env.close()
+
+
+def test_arrays_equal_the_dicts(spread):
+    """Over an automatic reset, which comes after 25 steps."""
+    facade, plain = JointVecEnv(spread(), AutoresetMode.SAME_STEP), spread()
+    rng = np.random.default_rng(0)
+    observations, (due, _) = facade.reset(7), plain.reset(seed=7)
+    for step in range(30):
+        assert np.array_equal(observations, [np.concatenate([*seen.values()]) for seen in due])
+        actions = rng.integers(0, 5, (NUM_ENVS, 3))
+        observations, rewards, done = facade.step(actions)
+        due, paid, _, truncateds, _ = plain.step([dict(zip(plain.possible_agents, row)) for row in actions.tolist()])
+        assert np.allclose(rewards, [sum(one.values()) for one in paid])
+        assert done.tolist() == [flags["__all__"] for flags in truncateds] == [step == 24] * NUM_ENVS
+
+
+def test_send_and_receive(spread):
+    stepper = JointVecEnv(spread()).stepper
+    stepper.reset()
+    with pytest.raises(NoAsyncCallError):
+        stepper.receive()
+    stepper.send_dicts([dict.fromkeys(stepper.view.agents, 1)] * NUM_ENVS)
+    with pytest.raises(AlreadyPendingCallError):
+        stepper.step({})
+    for timeout, error in ((-1, ValueError), ("soon", TypeError)):  # the step can still be received
+        with pytest.raises(error):
+            stepper.receive(timeout)
+    assert stepper.receive().rewards.shape == (NUM_ENVS, 3)
+
+
+def test_the_checks_of_every_facade(spread):
+    env = spread("NEXT_STEP")
+    with pytest.raises(ValueError, match='JointVecEnv wants a ParallelEnv with auto_reset=True, got auto_reset="NEXT'):
+        JointVecEnv(env, AutoresetMode.SAME_STEP)
+    with pytest.raises(TypeError, match="JointVecEnv is made of a ParallelEnv, got str"):
+        JointVecEnv("simple_spread")  # type: ignore[arg-type]
+    first, second = JointVecEnv(env), PettingZooVecEnv(env)
+    with pytest.raises(ResetNeeded):
+        first.step(np.zeros((NUM_ENVS, 3), np.int64))
+    first.reset()
+    with pytest.raises(RuntimeError, match="stepped by a JointVecEnv already"):
+        second.reset()
+    first.stepper.close()
+    with pytest.raises(ClosedEnvironmentError):
+        JointVecEnv(env)
+
+
+def test_a_facade_that_is_gone_lets_another_one_step(spread):
+    env = spread()
+    JointVecEnv(env).reset()
+    assert JointVecEnv(env).reset().shape == (NUM_ENVS, 54)
+
+
+@pytest.mark.parametrize("path", sorted([*(PACKAGE / "vector").glob("*.py"), PACKAGE / "recording.py"]), ids=str)
+def test_facades_use_no_private_attribute_of_another_object(path):
+    """Of `self`, of what a function calls `super()`, and of modules only."""
+    private = {
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if ast.unparse(node.value) not in ("self", "super()")
+    }
+    assert not private

@@ -1,0 +1,440 @@
+"""`PettingZooVecEnv`: its arrays are the dicts of the core, row by row, and it is what PettingZoo's users expect."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.vector.utils import batch_space
+from helpers.batches import as_dicts, assert_noted, at, nothing, same
+from mpe2 import simple_spread_v3, simple_tag_v3
+from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
+from simulators.crashing import Fate, mortal
+from simulators.deterministic import Scripted
+from simulators.variable_agents import AGENTS, LENGTH, Herd, HerdOfDicts
+
+from marl_parallel import ParallelEnv
+from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
+
+COPIES = 3
+MODES = pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
+MAKERS: dict[str, Callable[..., Any]] = {
+    "spread": simple_spread_v3.parallel_env,
+    "tag": simple_tag_v3.parallel_env,
+    "knights": knights_archers_zombies.parallel_env,
+    "herd": Herd,
+    "plain herd": functools.partial(Herd, plain=True),
+    "herd of dicts": HerdOfDicts,
+}
+HOWS: dict[str, dict[str, Any]] = {
+    "serial": {"backend": "serial"},
+    "process": {"num_workers": 2},
+    "pickled": {"num_workers": 2, "shared_memory": False},
+    "checked": {"backend": "serial", "check_actions": True},
+    "views": {"num_workers": 2, "copy": False},
+}
+
+
+def both(make: Callable[..., Any], mode: str, **how: Any) -> tuple[PettingZooVecEnv, ParallelEnv]:
+    """The facade, and a plain environment that says the same in dicts."""
+    facade = PettingZooVecEnv(ParallelEnv([make] * COPIES, mode, **how))
+    return facade, ParallelEnv([make] * COPIES, mode, backend="serial")
+
+
+def assert_rows(told: tuple[Any, ...], dicts: tuple[Any, ...], facade: PettingZooVecEnv, plain: ParallelEnv) -> None:
+    """Everything in the facade's five dicts is in the core's, and the other way round."""
+    observations, rewards, terminations, truncations, infos = told
+    for env_id in range(COPIES):
+        seen, paid, terminated, truncated, notes = (column[env_id] for column in dicts)
+        for agent in facade.possible_agents:
+            if agent in seen:
+                assert same(at(observations[agent], env_id), seen[agent])
+            else:
+                assert nothing(at(observations[agent], env_id))
+            assert rewards[agent][env_id] == paid.get(agent, 0.0)
+            flags = terminated.get(agent, False), truncated.get(agent, False)
+            began = plain.metadata["autoreset_mode"].name == "SAME_STEP" and (
+                terminated["__all__"] or truncated["__all__"]
+            )
+            took_part = agent in paid or "final_obs" in notes.get(agent, {}) or (agent in seen and not began)
+            if took_part and not any(flags):
+                flags = terminated["__all__"], truncated["__all__"]
+            assert (terminations[agent][env_id], truncations[agent][env_id]) == flags
+            assert facade.present[agent][env_id] == (agent in seen or agent in paid)
+            assert facade.acting[agent][env_id] == (agent in plain.acting[env_id])
+        assert facade.over[env_id] == (
+            plain.metadata["autoreset_mode"].name != "SAME_STEP" and (terminated["__all__"] or truncated["__all__"])
+        )
+        for key in {*infos, *notes}:
+            assert_noted(infos.get(key, {}), notes.get(key, {}), env_id)
+    for array in rewards.values():
+        assert array.dtype == np.float64
+    for array in [*terminations.values(), *truncations.values()]:
+        assert (array.dtype, array.shape) == (np.bool_, (COPIES,))
+
+
+FLAGS = [{"__all__": False}] * COPIES
+
+
+def as_of_a_step(observations: Any, infos: Any, agents: list[str]) -> tuple[Any, ...]:
+    rewards = {agent: np.zeros(COPIES) for agent in agents}
+    flags = {agent: np.zeros(COPIES, np.bool_) for agent in agents}
+    return observations, rewards, flags, flags, infos
+
+
+def drawn(facade: PettingZooVecEnv, agents: list[str]) -> dict[str, Any]:
+    return {agent: facade.action_space(agent).sample() for agent in agents}
+
+
+@MODES
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("how", HOWS)
+def test_rows_are_the_dicts_of_the_core(how, name, mode):
+    facade, plain = both(MAKERS[name], mode, **HOWS[how])
+    for agent in facade.possible_agents:
+        facade.action_space(agent).seed(hash(agent) % 1000)
+    steps = 2 * LENGTH + 10
+    with facade, plain:
+        told = as_of_a_step(*facade.reset(seed=5), facade.possible_agents)
+        seen, notes = plain.reset(seed=5)
+        assert_rows(told, (seen, [{}] * COPIES, FLAGS, FLAGS, notes), facade, plain)
+        for step in range(steps):
+            actions = drawn(facade, facade.possible_agents if step % 2 else facade.agents)
+            if step % 3:
+                facade.step_async(actions)
+                told = facade.step_wait()
+            else:
+                told = facade.step(actions)
+            dicts = plain.step(as_dicts(actions, plain.acting))
+            assert_rows(told, dicts, facade, plain)
+            if mode == "DISABLED" and facade.over.any():
+                env_ids = np.flatnonzero(facade.over).tolist()[:1]
+                before = facade.present
+                observations, _ = facade.reset(env_ids=env_ids)
+                plain.reset(env_ids=env_ids)
+                for env_id in range(COPIES):
+                    if env_id not in env_ids:
+                        assert all(facade.present[a][env_id] == before[a][env_id] for a in before)
+                        assert all(same(at(observations[a], env_id), at(told[0][a], env_id)) for a in before)
+
+
+SEEN = {agent: np.array([place, -place], np.float32) for place, agent in enumerate(AGENTS, 1)}
+PAID = {"a": 1.0, "b": 0.5, "c": 0.0}
+STAY, LEAVE = ({**dict.fromkeys(AGENTS, flag), "__all__": flag} for flag in (False, True))
+NO_NEWS: dict[str, dict[str, Any]] = {agent: {} for agent in AGENTS}
+ENDS: list[tuple[dict, ...]] = [
+    (SEEN, PAID, STAY, LEAVE, NO_NEWS),
+    (SEEN, PAID, LEAVE, STAY, NO_NEWS),
+    ({"a": SEEN["a"]}, PAID, STAY, LEAVE, NO_NEWS),
+    ({}, {}, LEAVE, STAY, {}),
+    (SEEN, {"c": 2}, STAY, LEAVE, NO_NEWS),
+    (SEEN, PAID, {"b": True, "__all__": True}, {"__all__": False}, {"b": {}}),
+    (SEEN, PAID, STAY, {**LEAVE, "a": np.True_, "b": 1}, {"b": {"last": 1}}),
+    (SEEN, {**PAID, "b": 2**60}, LEAVE, STAY, {**NO_NEWS, "c": {"last": np.arange(3)}, "__common__": {"x": "y"}}),
+    ({agent: SEEN[agent] for agent in "cab"}, {agent: PAID[agent] for agent in "bca"}, LEAVE, LEAVE, NO_NEWS),
+]
+
+
+def ending(env_id: int) -> Any:
+    """Ends with every other step, in all of these ways; each copy begins with another."""
+    views = spaces.Dict({agent: spaces.Box(-9, 9, (2,), np.float32) for agent in AGENTS})
+    acts = spaces.Dict(dict.fromkeys(AGENTS, spaces.Discrete(2)))
+    stay = dict.fromkeys(STAY, np.False_) if env_id == 0 else STAY
+    between = ({"b": SEEN["b"]} if env_id == 1 else SEEN, PAID, stay, stay, NO_NEWS)
+    steps = [step for end in [*ENDS[env_id:], *ENDS[:env_id]] for step in (between, end)]
+    return Scripted(views, acts, (SEEN, {"a": {"first": env_id}} if env_id == 2 else NO_NEWS), steps, AGENTS)
+
+
+@MODES
+@pytest.mark.parametrize("how", HOWS)
+def test_ends_of_every_kind(how, mode):
+    facade, plain = both(ending, mode, **HOWS[how])
+    with facade, plain:
+        facade.reset()
+        plain.reset()
+        for _ in range(4 * len(ENDS)):
+            actions = drawn(facade, facade.possible_agents)
+            dicts = plain.step(as_dicts(actions, plain.acting))
+            assert_rows(facade.step(actions), dicts, facade, plain)
+
+
+@MODES
+@pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
+@pytest.mark.parametrize("name", ["spread", "herd"])
+@pytest.mark.parametrize("way", ["raise", "SIGKILL"])
+def test_a_restart_in_the_middle(way, name, mode):
+    def constructors() -> list[Any]:
+        return [mortal(MAKERS[name], {(1, 0): Fate(way, "step", 3)})] * COPIES
+
+    how = {"num_workers": 3, "on_error": "restart"}
+    facade = PettingZooVecEnv(ParallelEnv(constructors(), mode, **how))
+    plain = ParallelEnv(constructors(), mode, **how)
+    with facade, plain:
+        facade.reset()
+        plain.reset()
+        marks = 0
+        for _ in range(6):
+            actions = drawn(facade, facade.possible_agents)
+            told = facade.step(actions)
+            dicts = plain.step(as_dicts(actions, plain.acting))
+            for side in (told[4].get("__common__", {}), *(d.get("__common__", {}) for d in dicts[4])):
+                side.pop("error", None)  # says which process it was
+            told[4].get("__common__", {}).pop("_error", None)
+            assert_rows(told, dicts, facade, plain)
+            marks += int(told[4].get("__common__", {}).get("restarted", np.zeros(COPIES)).sum())
+        assert marks == 1
+
+
+# What it is
+
+
+def test_spaces_and_names():
+    parallel = ParallelEnv([simple_tag_v3.parallel_env] * COPIES, "DISABLED", backend="serial")
+    with PettingZooVecEnv(parallel) as env:
+        assert env.possible_agents == parallel.possible_agents
+        assert env.num_envs == COPIES
+        assert env.agents == []
+        for agent in env.possible_agents:
+            assert env.single_observation_space(agent) == parallel.observation_space[agent]
+            assert env.observation_space(agent) == batch_space(parallel.observation_space[agent], COPIES)
+            assert env.observation_space(agent) is env.observation_space(agent)
+            assert env.single_action_space(agent) == spaces.Discrete(5)
+            assert env.action_space(agent) == spaces.MultiDiscrete([5] * COPIES)
+        observations, _ = env.reset()
+        assert env.agents == env.possible_agents
+        assert env.num_agents == env.max_num_agents == len(env.possible_agents)
+        assert all(env.observation_space(agent).contains(seen) for agent, seen in observations.items())
+
+
+def test_the_loop_of_the_documentation():
+    """As it stands there, with an environment that ends, agents that die, and a policy of one's own."""
+    parallel_env = PettingZooVecEnv(ParallelEnv([Herd] * COPIES, False, num_workers=2))
+    observations, _ = parallel_env.reset(seed=42)
+    cycles, counted = 0, []
+    while parallel_env.agents:
+        actions = {agent: parallel_env.action_space(agent).sample() for agent in parallel_env.agents}
+        counted.append(len(actions))
+        observations, rewards, terminations, truncations, infos = parallel_env.step(actions)
+        cycles += 1
+    parallel_env.close()
+    assert cycles == LENGTH
+    assert counted[0] == 3 > counted[-1]
+    assert observations.keys() == rewards.keys() == terminations.keys() == truncations.keys() == infos.keys()
+
+
+def test_views_are_written_again():
+    with PettingZooVecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 2, copy=False, backend="serial")) as env:
+        first, _ = env.reset()
+        kept = first["agent_0"].copy()
+        second = env.step(drawn(env, env.agents))[0]
+        assert np.shares_memory(first["agent_0"], second["agent_0"])
+        assert not np.array_equal(kept, first["agent_0"])
+
+
+def test_arrays_are_ones_own():
+    with PettingZooVecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 2, backend="serial")) as env:
+        first, _ = env.reset()
+        kept = first["agent_0"].copy()
+        env.step(drawn(env, env.agents))
+        assert np.array_equal(kept, first["agent_0"])
+
+
+def test_attributes_calls_frames_state():
+    with PettingZooVecEnv(ParallelEnv([Herd] * COPIES, num_workers=2)) as env:
+        env.reset(seed=1, options={"hill": 3})
+        assert env.get_attr("options") == ({"hill": 3},) * COPIES
+        env.set_attr("total", [1.0, 2.0, 4.0])
+        assert env.call("scale", 2.0) == (2.0, 4.0, 8.0)
+        assert env.state().tolist() == [[1.0, 0.0], [2.0, 0.0], [4.0, 0.0]]
+        assert [frame[0, 0, 0] for frame in env.render()] == [0, 10, 20]
+        assert env.render_mode == "rgb_array"
+
+
+@pytest.mark.parametrize("how", [{}, {"shared_memory": False}, {"check_actions": True}])
+def test_discrete_actions_are_of_one_type(how):
+    """Whatever they come in and however they travel: `action - 1` in a simulator must not wrap round."""
+    with PettingZooVecEnv(ParallelEnv([functools.partial(Herd, plain=True)] * 2, backend="serial", **how)) as env:
+        for kinds in (np.int32, np.longlong, np.uint8), (np.bool_, np.int64, np.uint64):
+            env.reset()
+            env.step({agent: np.ones(2, kind) for agent, kind in zip("abc", kinds)})
+            for received in env.get_attr("received"):
+                assert [type(action) for action in received.values()] == [np.int64] * 3
+        env.reset()
+        with pytest.raises(ValueError, match=r"agent 'a': expected .* int64, got uint64 values that int64 cannot hold"):
+            env.step({"a": np.full(2, 2**63, np.uint64), "b": np.ones(2, int), "c": np.ones(2, int)})
+
+
+def test_infos_are_vectors():
+    with PettingZooVecEnv(ParallelEnv([Herd] * COPIES, backend="serial")) as env:
+        env.reset()
+        for _ in range(3):
+            infos = env.step(drawn(env, env.possible_agents))[4]
+        assert infos["c"]["time"].tolist() == [3] * COPIES
+        assert infos["c"]["time"].dtype == np.int64
+        assert infos["c"]["word"].tolist() == ["ccc"] * COPIES
+        assert infos["c"]["deep"]["total"].shape == (COPIES,)
+        assert infos["c"]["_deep"].tolist() == [True] * COPIES
+
+
+# Wrong use
+
+
+@pytest.fixture
+def env():
+    with PettingZooVecEnv(ParallelEnv([Herd] * 2, False, backend="serial")) as made:
+        yield made
+
+
+def test_no_parallel_env():
+    with pytest.raises(TypeError, match="PettingZooVecEnv is made of a ParallelEnv, got Herd"):
+        PettingZooVecEnv(Herd())
+
+
+def test_step_before_reset(env):
+    with pytest.raises(ResetNeeded):
+        env.step(drawn(env, AGENTS))
+    with pytest.raises(ResetNeeded):
+        env.reset(env_ids=[0])
+
+
+def test_an_action_is_missing(env):
+    env.reset()
+    with pytest.raises(ValueError, match="environment 0: no action for agent 'b'"):
+        env.step(drawn(env, ["a", "c"]))
+    assert env.get_attr("time") == (0, 0)
+
+
+def test_an_unknown_agent_acts(env):
+    env.reset()
+    with pytest.raises(ValueError, match="'z', which is none of the agents"):
+        env.step({**drawn(env, AGENTS), "z": 1})
+    assert env.get_attr("time") == (0, 0)
+
+
+@pytest.mark.parametrize("actions", [[np.zeros(2)] * 3, np.zeros((2, 3)), None], ids=["list", "array", "nothing"])
+def test_actions_are_no_dict(actions, env):
+    env.reset()
+    for step in (env.step, env.step_async):
+        with pytest.raises(TypeError, match=f"expected a dict of actions by agent, got {type(actions).__name__}"):
+            step(actions)
+    assert env.get_attr("time") == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"move": np.zeros((3, 2), np.float32), "jump": np.zeros(2, np.int64)},
+        {"move": np.zeros((2, 2), np.complex64), "jump": np.zeros(2, np.int64)},
+        {"move": np.zeros((2, 2), np.float32), "jump": np.zeros(2)},
+        {"move": np.zeros((2, 2), np.float32)},
+        np.zeros(2),
+    ],
+    ids=["rows", "dtype", "floats", "key", "form"],
+)
+def test_actions_of_another_form(wrong, env):
+    env.reset()
+    with pytest.raises(ValueError, match="agent 'b'"):
+        env.step({**drawn(env, AGENTS), "b": wrong})
+    assert env.get_attr("time") == (0, 0)
+
+
+def test_steps_on_the_way(env):
+    env.reset()
+    with pytest.raises(NoAsyncCallError):
+        env.step_wait()
+    env.step_async(drawn(env, AGENTS))
+    with pytest.raises(AlreadyPendingCallError):
+        env.step(drawn(env, AGENTS))
+    with pytest.raises(AlreadyPendingCallError):
+        env.reset()
+    env.step_wait()
+    assert env.get_attr("time") == (1, 1)
+
+
+def test_closed():
+    parallel = ParallelEnv([Herd] * 2, False, backend="serial")
+    env = PettingZooVecEnv(parallel)
+    env.reset()
+    env.close()
+    env.close()
+    with pytest.raises(ClosedEnvironmentError):
+        env.step({})
+    with pytest.raises(ClosedEnvironmentError):
+        PettingZooVecEnv(parallel)
+
+
+def test_two_facades_step_one_environment():
+    parallel = ParallelEnv([functools.partial(Herd, plain=True)] * 2, backend="serial")
+    first, second = PettingZooVecEnv(parallel), GymnasiumVectorEnv(parallel)
+    first.reset()
+    with pytest.raises(RuntimeError, match="is stepped by a PettingZooVecEnv already"):
+        second.reset()
+    with pytest.raises(RuntimeError, match="make a ParallelEnv for each facade"):
+        second.step(second.action_space.sample())
+    first.step(drawn(first, AGENTS))
+    del first
+    second.reset()
+    second.close()
+
+
+class Open(gymnasium.Env):
+    """Who comes is not known beforehand."""
+
+    possible_agents: list[str] = []  # noqa: RUF012
+    observation_space = action_space = None  # type: ignore[assignment]
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        return {"car": 0}, {}
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        return {"car": 0}, {"car": 0.0}, {"__all__": False}, {"__all__": False}, {}
+
+
+class Spaceless(Open):
+    possible_agents = ["car"]  # noqa: RUF012
+
+
+@pytest.mark.parametrize(("make", "word"), [(Open, "possible_agents is empty"), (Spaceless, "'car' declares no")])
+def test_agents_and_spaces_must_be_known(make, word):
+    parallel = ParallelEnv([make], backend="serial", adapter="dict")
+    with parallel, pytest.raises(ValueError, match=word):
+        PettingZooVecEnv(parallel)
+
+
+class Vectors(HerdOfDicts):
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        observations, rewards, *rest = super().step(actions)
+        return observations, {**rewards, "a": [1.0, 2.0]}, *rest
+
+
+class Stranger(HerdOfDicts):
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        observations, *rest = super().step(actions)
+        return {**observations, "z": 1}, *rest
+
+
+class Nobody(HerdOfDicts):
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        observations, *rest = super().step(actions)
+        return {**observations, "a": None}, *rest
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (Vectors, "the reward of agent 'a' is"),
+        (Stranger, "agent 'z' is none of"),
+        (Nobody, "the observation of agent 'a': expected a dict with the keys .*, got None"),
+    ],
+)
+def test_what_has_no_place_in_an_array(make, word):
+    with PettingZooVecEnv(ParallelEnv([make], backend="serial")) as env:
+        env.reset()
+        with pytest.raises(ValueError, match=rf"environment 0: {word}"):
+            env.step(drawn(env, AGENTS))

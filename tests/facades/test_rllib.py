@@ -1,0 +1,266 @@
+"""RLlib's facade: what it says against the core's dicts, and wrong use. Environments are in `rllib_envs`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import subprocess
+import sys
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from helpers import ROOT
+from helpers.comparison import assert_same
+from helpers.restart_comparison import OFTEN
+from helpers.setups import Setup
+from mpe2 import simple_spread_v3
+from ray.rllib.env.multi_agent_env import MultiAgentEnv
+from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
+from simulators.crashing import Fate, mortal
+from simulators.deterministic import Hunt, Skirmish
+from simulators.dying_agents import POINT, Fades, Haunts
+from simulators.every_space import draw
+from simulators.rllib_envs import Drawn, Fading
+from simulators.vector_rewards import Couriers
+
+from marl_parallel import ParallelEnv
+from marl_parallel.vector import PettingZooVecEnv, RLlibVectorMultiAgentEnv
+
+pytestmark = pytest.mark.needs("ray", "tree", "torch")
+
+SETUPS = [Setup("serial", True, 2), Setup("process", True, 2), Setup("process", False, 2)]
+SIMULATORS = {
+    "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=7),
+    "hunt": Hunt,
+    "skirmish": Skirmish,
+    "fades": Fades,
+    "haunts": Haunts,
+}
+each_setup = pytest.mark.parametrize("setup", SETUPS, ids=str)
+Five = tuple[list[dict], list[dict], list[dict], list[dict], list[dict]]
+
+
+class Wanted:
+    """What RLlib is to be told where the core says something: the dead left out, what is common in every info."""
+
+    def __init__(self, count: int) -> None:
+        self.over, self.dead = [False] * count, [set() for _ in range(count)]
+        self.last: list[dict] = [{} for _ in range(count)]
+        self.left_out = self.deaths = self.restarts = self.never_begun = 0
+
+    def reset(self, told: tuple[Any, ...]) -> tuple[list[dict], list[dict]]:
+        observations, infos = told
+        pairs = [self.one(i, (observations[i], {}, {}, {}, infos[i])) for i in range(len(observations))]
+        return [pair[0] for pair in pairs], [pair[4] for pair in pairs]
+
+    def step(self, told: tuple[Any, ...]) -> Five:
+        rows = [self.one(env_id, five) for env_id, five in enumerate(zip(*told, strict=True))]
+        return tuple(map(list, zip(*rows, strict=True)))
+
+    def one(self, env_id: int, told: tuple[dict, ...]) -> tuple[dict, ...]:
+        if begins := self.over[env_id]:
+            self.dead[env_id], self.last[env_id] = set(), {}
+        dead, last = self.dead[env_id], self.last[env_id]
+        five = [{agent: value for agent, value in dicts.items() if agent not in dead} for dicts in told]
+        self.left_out += sum(map(len, told)) - sum(map(len, five))
+        flags = [(agent, flag) for dicts in five[2:4] for agent, flag in dicts.items()]
+        self.over[env_id] = any(flag for agent, flag in flags if agent == "__all__")
+        common = five[4].get("__common__", {})
+        if common.get("restarted"):
+            self.restarts += 1
+            self.never_begun += begins and self.over[env_id]
+            if self.over[env_id]:  # what had begun is cut off, and what had not has nothing to say
+                five[0] = {} if begins else {a: last[a] for a in last if a not in dead} | five[0]
+        last.update(five[0])
+        if "__common__" in five[4]:
+            five[4] |= {agent: {"__common__": common} | five[4].get(agent, {}) for agent in five[0]}
+        died = {agent for agent, flag in flags if flag} - {"__all__"}
+        self.deaths += bool(died) and not self.over[env_id]
+        dead |= died
+        return tuple(five)
+
+
+def actions_for(env: ParallelEnv, rng: np.random.Generator) -> list[dict]:
+    spaces = env.action_space
+    return [{a: draw(spaces[a], rng) for a in acting if a in spaces.spaces} for acting in env.acting]
+
+
+def compared(env: RLlibVectorMultiAgentEnv, core: ParallelEnv, steps: int, seed: int | None = 3) -> Wanted:
+    """Facade and core side by side, with the same seeds and actions."""
+    rng, wanted = np.random.default_rng(8), Wanted(len(core))
+    assert_alike(env.reset(seed=seed), wanted.reset(core.reset(seed=seed)))
+    for _ in range(steps):
+        actions = actions_for(core, rng)
+        assert_alike(env.step(copy.deepcopy(actions)), wanted.step(core.step(copy.deepcopy(actions))))
+    return wanted
+
+
+def assert_alike(told: Any, expected: Any) -> None:
+    """The same but for reports of faults, which name processes."""
+    assert_same(without_reports(list(told)), without_reports(list(expected)))
+
+
+def without_reports(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: v.splitlines()[0][:15] if k == "error" else without_reports(v) for k, v in value.items()}
+    return [without_reports(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# -- the facade against the core ---------------------------------------------------------------------------------------
+
+
+@each_setup
+@pytest.mark.parametrize("name", SIMULATORS)
+def test_what_the_core_says(name, setup, build):
+    make = SIMULATORS[name]
+    env = RLlibVectorMultiAgentEnv(build([make] * 4, setup, "NEXT_STEP"))
+    wanted = compared(env, build([make] * 4, setup, "NEXT_STEP"), 40)
+    assert (wanted.deaths > 0) is (name != "spread")
+    assert (wanted.left_out > 0) is (name == "haunts")
+    env.close()
+
+
+@each_setup
+@pytest.mark.parametrize("name", ["skirmish", "hunt", "haunts"])
+def test_restarts(name, setup, build):
+    """In a step, at a due reset, in the constructor; where processes die, those beside are idle or in flight."""
+    ways = ("raise", "raise") if setup.backend == "serial" else ("os._exit", "raise")
+    fates = {
+        (1, 0): Fate(ways[0], "step", 5),
+        (1, 1): Fate(ways[1], "constructor"),
+        (1, 2): Fate(ways[0], "reset", 1),
+        (2, 0): Fate(ways[0], "step", 2),
+        (2, 1): Fate(ways[0], "reset"),
+        (3, 0): Fate(ways[1], "step", 5),
+        (3, 1): Fate(ways[0], "step", 0),
+        (3, 2): Fate(ways[0], "reset"),
+    }
+    made = [
+        build([mortal(SIMULATORS[name], fates)] * 4, setup, "NEXT_STEP", on_error="restart", restart_policy=OFTEN)
+        for _ in range(2)
+    ]
+    wanted = compared(RLlibVectorMultiAgentEnv(made[0]), made[1], 40, seed=None)
+    assert wanted.restarts >= 4
+    assert (wanted.never_begun > 0) is (setup.backend == "process")
+    assert made[0].stats().restarts == made[1].stats().restarts >= 6
+
+
+def test_a_sequence_of_seeds(build):
+    made = [build([Fading] * 3, SETUPS[0], "NEXT_STEP") for _ in range(2)]
+    env = RLlibVectorMultiAgentEnv(made[0])
+    assert_same(env.reset(seed=[7, 1, 7])[0], [*made[1].reset(seed=[7, 1, 7])[0]])
+    assert env.get_attr("seeds") == ([7], [1], [7])
+
+
+def test_what_rllib_asks_it_for(build):
+    core = build([Drawn] * 2, SETUPS[0], "NEXT_STEP")
+    env = RLlibVectorMultiAgentEnv(core)
+    assert isinstance(env, VectorMultiAgentEnv)
+    assert env.unwrapped is env
+    assert (env.num_envs, env.render_mode, env.metadata["render_modes"]) == (2, "rgb_array", ["rgb_array"])
+    assert env.single_observation_space == core.observation_space
+    assert env.single_observation_spaces == dict(core.observation_space)
+    assert env.single_action_space == core.action_space
+    assert env.single_action_spaces == dict(core.action_space)
+    env.reset()
+    env.step([{"x": 0}, {"x": 0}])
+    assert [int(frame[0, 0, 0]) for frame in env.render()] == [1, 1]
+    env.set_attr("time", [0, 9])
+    assert env.get_attr("time") == (0, 9)
+    assert env.call("told") == (["x", "y", "z"], ["z"])
+    stand_in = env.envs[1]
+    assert len(env.envs) == 2
+    assert isinstance(stand_in.unwrapped, MultiAgentEnv)
+    assert stand_in.possible_agents == ["x", "y", "z"]
+    assert stand_in.get_observation_space("z") == POINT
+    assert stand_in.get_action_space("z") == gymnasium.spaces.Discrete(3)
+    assert stand_in.get_action_space("nobody") is None
+    assert int(stand_in.render()[0, 0, 0]) == 9
+    with pytest.raises(AttributeError, match=r"get_attr\('time'\)"):
+        stand_in.time  # noqa: B018
+    with pytest.raises(RuntimeError, match="cannot be stepped"):
+        stand_in.step({})
+    with pytest.raises(RuntimeError, match="cannot be reset"):
+        stand_in.reset(seed=1)
+
+
+# -- wrong use ---------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_use(build):
+    with pytest.raises(TypeError, match="made of a ParallelEnv, got Fading"):
+        RLlibVectorMultiAgentEnv(Fading())
+    for mode in (True, False):
+        with pytest.raises(ValueError, match='wants a ParallelEnv with auto_reset="NEXT_STEP", got'):
+            RLlibVectorMultiAgentEnv(build([Fading], SETUPS[0], mode))
+    with pytest.raises(ValueError, match="copy=True"):
+        RLlibVectorMultiAgentEnv(build([Fading], SETUPS[0], "NEXT_STEP", copy=False))
+    core = build([Hunt] * 2, SETUPS[0], "NEXT_STEP")
+    env, other = RLlibVectorMultiAgentEnv(core), PettingZooVecEnv(core)
+    with pytest.raises(ResetNeeded):
+        env.step([{}, {}])
+    env.reset()
+    with pytest.raises(RuntimeError, match="stepped by a RLlibVectorMultiAgentEnv already"):
+        other.reset()
+    with pytest.raises(ValueError, match="no action for agent 'wolf_0'"):
+        env.step([{}, {}])
+    with pytest.raises(ValueError, match="2 action dicts"):
+        env.step([{}])
+    env.close()
+    assert env.closed
+    env.close()
+    with pytest.raises(ClosedEnvironmentError):
+        env.step([{}, {}])
+    with pytest.raises(ClosedEnvironmentError):
+        RLlibVectorMultiAgentEnv(core)
+
+
+def test_what_is_dropped_closes_nothing(build):
+    core = build([Fading], SETUPS[0], "NEXT_STEP")
+    env = RLlibVectorMultiAgentEnv(core)
+    env.reset()
+    del env
+    gc.collect()
+    assert PettingZooVecEnv(build([Hunt], SETUPS[0], "NEXT_STEP")).num_envs == 1
+    env, other = RLlibVectorMultiAgentEnv(core), RLlibVectorMultiAgentEnv(core)
+    assert env.reset()[0][0].keys() == {"x", "y", "z"}
+    for method in (other.reset, lambda: other.step([{}])):
+        with pytest.raises(RuntimeError, match="stepped by a RLlibVectorMultiAgentEnv already"):
+            method()
+
+
+def test_without_rllib():
+    program = """
+import sys
+import marl_parallel.vector
+assert "ray" not in sys.modules
+sys.modules["ray"] = None
+try:
+    marl_parallel.vector.RLlibVectorMultiAgentEnv
+except ImportError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert 'pip install "marl-parallel[rllib]"' in said.stdout, said.stderr
+
+
+def test_vector_rewards_become_numbers():
+    with pytest.raises(ValueError, match=r"takes rewards that are numbers, but agent 'van'.*scalarize="):
+        RLlibVectorMultiAgentEnv(ParallelEnv([Couriers], "NEXT_STEP", backend="serial"))
+    plain = ParallelEnv([Couriers] * 2, "NEXT_STEP", backend="serial")
+    env = RLlibVectorMultiAgentEnv(ParallelEnv([Couriers] * 2, "NEXT_STEP", backend="serial"), scalarize=[2.0, 0.5])
+    plain.reset()
+    env.reset()
+    for _ in range(9):
+        actions = [dict.fromkeys(acting, 1) for acting in plain.acting]
+        _, due, *_ = plain.step(actions)
+        _, rewards, *_ = env.step(actions)
+        for told, vectors in zip(rewards, due):
+            assert told == {agent: pytest.approx(float(vectors[agent] @ [2.0, 0.5])) for agent in told}
+            assert all(isinstance(reward, float) for reward in told.values())
+    plain.close()
+    env.close()

@@ -1,0 +1,319 @@
+"""RLlib's facade as RLlib uses it: the runner, its episodes, and training. Environments are in `rllib_envs`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import gymnasium
+import numpy as np
+import psutil
+import pytest
+import ray
+from gymnasium.error import ClosedEnvironmentError
+from helpers import ROOT
+from helpers.comparison import assert_same
+from helpers.restart_comparison import OFTEN
+from pettingzoo.classic import tictactoe_v3
+from ray.rllib.env.env_context import EnvContext
+from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
+from ray.rllib.utils.error import EnvError as RLlibEnvError
+from ray.tune import register_env
+from simulators import rllib_envs
+from simulators.rllib_envs import Duel, Fading, Haunted, Reborn, Relay, Silent, Spread, at_random, config_for, story
+
+from marl_parallel import EnvError
+from marl_parallel.vector import ParallelMultiAgentEnvRunner
+
+pytestmark = pytest.mark.needs("ray", "tree", "torch")
+
+
+@pytest.fixture
+def runner_of():
+    """Makes a runner of a config, and stops it after the test."""
+    made = []
+
+    def make(config: Any, kind: type = ParallelMultiAgentEnvRunner, **keywords: Any) -> Any:
+        made.append(kind(config=config, **keywords))
+        return made[-1]
+
+    yield make
+    for runner in made:
+        runner.stop()
+
+
+def one_more_each(runner: Any) -> list[int]:
+    """The seeds that RLlib's own runner uses."""
+    return [runner._seed + env_id for env_id in range(runner.config.num_envs_per_env_runner)]
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Fading, {"num_workers": 2}),
+        (Reborn, {"backend": "serial"}),
+        (Spread, {"backend": "serial"}),
+    ],
+    ids=["fading", "reborn", "spread"],
+)
+def test_the_episodes_of_rllibs_own_runner(make, options, runner_of, monkeypatch):
+    """Seeded alike, both runners give the same episodes to the bit; only what RLlib loses is there in addition."""
+    monkeypatch.setattr(ParallelMultiAgentEnvRunner, "_env_seeds", one_more_each)
+    config = config_for(make, parallel_env=options)
+    stories = []
+    for kind in (MultiAgentEnvRunner, ParallelMultiAgentEnvRunner):
+        runner = runner_of(config, kind)
+        sampled = [runner.sample(num_timesteps=steps, explore=False) for steps in (30, 50)]
+        sampled.append(runner.sample(num_episodes=3, explore=False))
+        stories.append([story(episode) for episodes in sampled for episode in episodes])
+    theirs, ours = stories
+    assert len(theirs) > 12
+    for told in ours:
+        for info in (info for agent in told.values() if isinstance(agent, dict) for info in agent["infos"]):
+            assert (make is Fading and info.get("time", 0) % 3 == 0 and "time" in info) is ("__common__" in info)
+            info.pop("__common__", None)
+    assert_same(ours, theirs)
+
+
+def test_the_dead_that_are_mentioned(runner_of):
+    """RLlib's own runner raises; with what is left out, all episodes end as they should."""
+    config = at_random(config_for(Haunted), "xyz")
+    with pytest.raises(Exception, match=r"already had its `SingleAgentEpisode.is_done`"):
+        runner_of(config, MultiAgentEnvRunner).sample(num_episodes=4)
+    for episode in runner_of(config).sample(num_episodes=8):
+        lengths = {agent: len(one) for agent, one in episode.agent_episodes.items()}
+        assert lengths["x"] <= 4 < lengths["z"] == 9
+        assert all(one.is_done for one in episode.agent_episodes.values())
+        assert episode.agent_episodes["z"].get_infos(3)["__common__"].keys() == {"total"}
+        assert episode.agent_episodes["y"].get_observations(0).keys() == {"at", "kind"}
+
+
+@pytest.mark.parametrize("random_actions", [True, False])
+def test_turns(random_actions, runner_of):
+    """PettingZoo's turn-based games as they are: only the one whose turn it is observes, and so acts."""
+    config = at_random(config_for(lambda context: tictactoe_v3.env()), ["player_1", "player_2"])
+    for episode in runner_of(config).sample(num_episodes=12, random_actions=random_actions):
+        one, two = (len(episode.agent_episodes.get(agent, ())) for agent in ("player_1", "player_2"))
+        assert one + two == len(episode)
+        assert one - two in (0, 1)
+
+
+def test_an_end_after_all_have_died(runner_of):
+    """RLlib's next episode has not begun where its first observations would be the last ones of the copy's."""
+    options = {"backend": "serial", "on_error": "restart", "restart_policy": OFTEN}
+    config = at_random(config_for(Relay, num_envs=1, parallel_env=options), "xy")
+    for episode in runner_of(config.environment(disable_env_checking=True)).sample(num_timesteps=12):
+        assert [*episode.agent_episodes] in ([], ["x"])
+
+
+@pytest.mark.parametrize("make", [Fading, Haunted, Duel])
+def test_restarts_in_episodes(make, runner_of):
+    """Cut off with a last observation of everyone, the mark in each info, and the others' episodes are not touched."""
+
+    def mortal_one(context: Any) -> Any:
+        env = make(context)
+        well = env.step
+
+        def step(actions: dict) -> Any:
+            if context.vector_index == 1 and env.time == 3:
+                raise ValueError("bad terrain")
+            return well(actions)
+
+        env.step = step
+        return env
+
+    config = at_random(
+        config_for(mortal_one, parallel_env={"backend": "serial", "on_error": "restart", "restart_policy": OFTEN}),
+        "xyz" if make is not Duel else "xy",
+    )
+    runner = runner_of(config)
+    episodes = [e for e in runner.sample(num_timesteps=4 * 30) if e.is_done]
+    cut_off = [episode for episode in episodes if episode.is_truncated]
+    assert len(cut_off) >= 5
+    assert {len(episode) for episode in cut_off} == {4}
+    assert {len(episode) for episode in episodes if not episode.is_truncated} == {9}
+    assert len(episodes) - len(cut_off) == 9
+    for episode in cut_off:
+        interrupted = [one for one in episode.agent_episodes.values() if "__common__" in one.get_infos(-1)]
+        assert any(one.is_truncated and one.get_rewards(-1) == 0.0 for one in interrupted)
+        marks = [one.get_infos(-1)["__common__"] for one in interrupted if one.is_truncated]
+        assert all("bad terrain" in mark["error"] for mark in marks if mark.get("restarted"))
+        assert any(mark.get("restarted") for mark in marks)
+        assert all(one.is_done for one in episode.agent_episodes.values())
+    assert runner.env.env.stats().restarts >= len(cut_off)
+
+
+def test_seeds(runner_of):
+    runner = runner_of(config_for(Fading), worker_index=1)
+
+    def seeds(seed: int | None = 5, worker_index: int = 1, in_evaluation: bool = False) -> list[int]:
+        runner.worker_index, runner.config.seed, runner.config.in_evaluation = worker_index, seed, in_evaluation
+        runner.make_env()
+        runner.sample(num_timesteps=80)
+        given = runner.env.get_attr("seeds")
+        # The first is that of RLlib's check; later episodes go on with the same generator.
+        assert all(own[0] == 42 and own[2:] == [None] * (len(own) - 2) and len(own) > 3 for own in given)
+        return [own[1] for own in given]
+
+    expected = [int(np.random.SeedSequence((5, 1, env_id)).generate_state(1)[0] >> 1) for env_id in range(4)]
+    assert seeds() == seeds() == expected
+    others = [seeds(worker_index=2), seeds(worker_index=0), seeds(seed=6), seeds(in_evaluation=True), seeds(seed=None)]
+    assert len({*expected, *(seed for other in others for seed in other)}) == 24
+
+
+def test_make_env(runner_of):
+    """It closes the old one, sets what RLlib looks at and tells the callback; the options are for ParallelEnv alone."""
+    created = []
+    config = config_for(Fading, level=3).callbacks(on_environment_created=lambda **given: created.append(given))
+    runner = runner_of(config, worker_index=7)
+    first = runner.env
+    runner.sample(num_timesteps=8)
+    assert runner._needs_initial_reset is False
+    runner.config.env_runners(num_envs_per_env_runner=2)
+    runner.make_env()
+    assert first.closed
+    assert first is not runner.env
+    assert (runner.num_envs, runner.env.num_envs, runner._needs_initial_reset) == (2, 2, True)
+    assert runner.env.get_attr("config") == ({"level": 3}, {"level": 3})
+    assert runner.env.get_attr("context") == ((7, 0), (7, 1))
+    assert [given["env"] for given in created] == [first, runner.env]
+    assert created[1]["env_runner"] is runner
+    assert isinstance(created[1]["env_context"], EnvContext)
+    assert runner.sample(num_episodes=2)
+    assert runner.config.env_config.keys() == {"level", "parallel_env"}
+
+
+def test_options(runner_of):
+    for name in ("auto_reset", "seed", "copy"):
+        with pytest.raises(ValueError, match=rf"env_config\['parallel_env'\] may not have {name}"):
+            ParallelMultiAgentEnvRunner(config=config_for(Fading, parallel_env={name: False}))
+    with pytest.raises(TypeError, match="workers"):
+        ParallelMultiAgentEnvRunner(config=config_for(Fading, parallel_env={"workers": 3}))
+    runner = runner_of(config_for(Fading, parallel_env={"backend": "thread", "num_workers": 1}))
+    assert runner.env.env.num_workers == 1
+
+
+@pytest.mark.parametrize("cpus", [1, 8])
+def test_workers_by_default(cpus, runner_of, monkeypatch):
+    """All CPUs for a local runner; remote ones share them, or use what was reserved."""
+    monkeypatch.setattr("marl_parallel.vector.rllib.usable_cpus", lambda: cpus)
+    config = config_for(Fading, num_envs=6)
+    runner = runner_of(config)
+    numbers = []
+    for index, runners, reserved in [(0, 0, 1), (1, 2, 1), (2, 20, 1), (1, 20, 3), (1, 1, 1), (1, 20, 0.5)]:
+        runner.worker_index = index
+        runner.config.env_runners(num_env_runners=runners, num_cpus_per_env_runner=reserved)
+        numbers.append(runner._num_workers())
+    assert numbers == ([1, 1, 1, 3, 1, 1] if cpus == 1 else [6, 4, 1, 3, 6, 1])
+
+
+def test_however_the_environment_is_named(runner_of):
+    register_env("marl_parallel-fading", Fading)
+    for name, make in (("Fading", Fading), ("Wrapped", lambda config: rllib_envs.Wrapped(Fading(config)))):
+        entry_point = functools.partial(lambda make, **config: make(config), make)
+        gymnasium.register(f"marl_parallel/{name}-v0", entry_point=entry_point, disable_env_checker=True)
+    serial, process = {"backend": "serial"}, {"num_workers": 1}
+    named = [("marl_parallel-fading", serial), (Fading, serial), (lambda context: Fading(context), serial)]
+    named += [("marl_parallel/Wrapped-v0", serial), ("marl_parallel/Fading-v0", process)]
+    told = []
+    for env, options in named:
+        runner = runner_of(config_for(env, num_envs=2, parallel_env=options, level=4))
+        assert runner.env.get_attr("config") == ({"level": 4},) * 2
+        told.append([story(episode) for episode in runner.sample(num_timesteps=30, explore=False)])
+    for other in told[1:]:
+        assert_same(other, told[0])
+    with pytest.raises(RLlibEnvError, match="nobody-v0"):
+        ParallelMultiAgentEnvRunner(config=config_for("nobody-v0"))
+    with pytest.raises(ValueError, match=r"config\.env is not set"):
+        ParallelMultiAgentEnvRunner(config=config_for(None))
+
+
+def test_rllibs_check_of_each_environment(runner_of):
+    with pytest.raises(EnvError, match="rewards that are integer or float"):
+        ParallelMultiAgentEnvRunner(config=config_for(Silent))
+    runner = runner_of(config_for(Silent).environment(disable_env_checking=True))
+    assert runner.env.get_attr("seeds") == ([], [], [], [])
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_faults_that_are_raised(again, runner_of, tmp_path):
+    """RLlib makes all environments anew where its config says so, and raises where it does not."""
+    flag = tmp_path / "broken"
+
+    def once(context: Any) -> Any:
+        env = Fading(context)
+        well = env.step
+
+        def step(actions: dict) -> Any:
+            if env.time == 4 and context.vector_index == 2 and not flag.exists():
+                flag.touch()
+                raise ValueError("bad terrain")
+            return well(actions)
+
+        env.step = step
+        return env
+
+    config = config_for(once).fault_tolerance(restart_failed_sub_environments=again)
+    runner = runner_of(config)
+    first = runner.env
+    if again:
+        assert len(runner.sample(num_episodes=4)) == 4
+        assert first.closed
+        assert runner.env is not first
+    else:
+        with pytest.raises(RuntimeError) as raised:
+            runner.sample(num_episodes=4)
+        assert EnvError in {type(raised.value), type(raised.value.__cause__)}  # older releases do not wrap it
+    with pytest.raises(ClosedEnvironmentError):
+        first.step([{}] * 4)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}}
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("remote", [0, 1])
+def test_ppo(remote, cluster):
+    """Unchanged but for `env_runner_cls`; environments are in processes of their own, and go with the algorithm."""
+    config = (
+        config_for(Fading, num_envs=8, parallel_env={"num_workers": 2})
+        .env_runners(num_env_runners=remote)
+        .training(train_batch_size_per_learner=160, minibatch_size=80, num_epochs=1)
+    )
+    algorithm = config.build_algo()
+    sampled = algorithm.train()["env_runners"]
+    assert sampled["num_env_steps_sampled"] >= 160
+    assert sampled["episode_len_max"] == 9
+    (told,) = algorithm.env_runner_group.foreach_env_runner(
+        lambda runner: (os.getpid(), type(runner).__name__, runner.env.call("pid")), local_env_runner=not remote
+    )
+    runner_pid, name, pids = told
+    assert name == "ParallelMultiAgentEnvRunner"
+    assert (runner_pid == os.getpid()) is not bool(remote)
+    assert len(pids) == 8
+    assert len({*pids}) == 2
+    workers = [psutil.Process(pid) for pid in {*pids}]
+    assert runner_pid not in pids
+    algorithm.stop()
+    assert not psutil.wait_procs(workers, timeout=20)[1]
+
+
+def test_the_example():
+    said = subprocess.run(
+        [sys.executable, "examples/rllib_ppo.py", "--smoke"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "return" in said.stdout, said.stderr

@@ -1,0 +1,451 @@
+"""`SB3VecEnv`: rows are the agents of all copies, and it is what a `VecEnv` has to be; wrong use is refused."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from helpers import ROOT
+from helpers.batches import at, drawn_for, nothing, same
+from mpe2 import simple_spread_v3, simple_tag_v3
+from simulators.crashing import Fate, mortal
+from simulators.dict_rules import Odd
+from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, Herd, HerdOfDicts
+from simulators.vector_rewards import Couriers
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import (
+    VecEnv,
+)
+
+from marl_parallel import ParallelEnv
+from marl_parallel.vector import SB3VecEnv
+
+pytestmark = pytest.mark.needs("stable_baselines3")
+
+COPIES = 3
+MAKERS: dict[str, Callable[..., Any]] = {
+    "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=8),
+    "herd": Herd,
+    "plain herd": functools.partial(Herd, plain=True),
+    "herd of dicts": HerdOfDicts,
+}
+HOWS: dict[str, dict[str, Any]] = {
+    "serial": {"backend": "serial"},
+    "process": {"num_workers": 2},
+    "views": {"num_workers": 2, "copy": False},
+    "pickled": {"num_workers": 2, "shared_memory": False},
+}
+
+
+def made(make: Callable[..., Any] = Herd, copies: int = COPIES, **how: Any) -> SB3VecEnv:
+    return SB3VecEnv(ParallelEnv([make] * copies, **{"backend": "serial", **how}))
+
+
+class Story:
+    """What rows must be told, worked out from the core's dicts."""
+
+    def __init__(self, plain: ParallelEnv) -> None:
+        self.plain, self.agents = plain, plain.possible_agents
+        self.rows = [(i, agent) for i in range(plain.num_envs) for agent in self.agents]
+        self.dead: set[tuple[int, str]] = set()
+        self.reset_infos: list[dict[str, Any]] = [{} for _ in self.rows]
+        self.deaths = self.zero_rows = 0
+
+    def of_copy(self, infos: dict[str, Any]) -> dict[str, Any]:
+        return {key: info for key, info in infos.items() if key not in self.agents}
+
+    def assert_reset(self, facade: SB3VecEnv, told: Any, dicts: tuple[Any, Any]) -> None:
+        self.dead.clear()
+        for row, (i, agent) in enumerate(self.rows):
+            self.assert_seen(at(told, row), dicts[0][i].get(agent))
+            self.reset_infos[row] = {**self.of_copy(dicts[1][i]), **dicts[1][i].get(agent, {})}
+        assert facade.reset_infos == self.reset_infos
+        self.assert_who(facade, dicts[0], [{}] * len(dicts[0]))
+
+    def assert_step(self, facade: SB3VecEnv, told: tuple[Any, ...], dicts: tuple[Any, ...]) -> None:
+        observations, rewards, dones, infos = told
+        assert isinstance(infos, list)
+        assert (rewards.dtype, dones.dtype, len(infos)) == (np.float64, np.bool_, len(self.rows))
+        for row, (i, agent) in enumerate(self.rows):
+            seen, paid, terminateds, truncateds, notes = (column[i] for column in dicts)
+            over = terminateds["__all__"] or truncateds["__all__"]
+            was_dead = (i, agent) in self.dead
+            died = not was_dead and (terminateds.get(agent, False) or truncateds.get(agent, False))
+            note = {**self.of_copy(notes), **notes.get(agent, {})}
+            final = note.pop("final_obs", None) if over else seen.get(agent)
+            reset_info = note.pop("reset_info", {}) if over else None
+            assert dones[row] == (died or over)
+            assert rewards[row] == (0.0 if was_dead else paid.get(agent, 0.0))
+            self.assert_seen(at(observations, row), None if (was_dead or died) and not over else seen.get(agent))
+            by = agent if died else "__all__"
+            cut_off = over | died and truncateds[by] and not terminateds[by] and not was_dead and final is not None
+            assert infos[row].pop("TimeLimit.truncated") is bool(cut_off)
+            if died or over:
+                self.assert_seen(infos[row].pop("terminal_observation"), None if was_dead else final)
+            assert same_infos(infos[row], note)
+            if over:
+                self.reset_infos[row] = reset_info
+                self.dead.discard((i, agent))
+            elif died:
+                self.dead.add((i, agent))
+            self.deaths += bool(died and not over)
+            self.zero_rows += bool(was_dead)
+        assert all(map(same_infos, facade.reset_infos, self.reset_infos))
+        self.assert_who(facade, dicts[0], dicts[1])
+
+    def assert_seen(self, actual: Any, expected: Any) -> None:
+        assert nothing(actual) if expected is None else same(actual, expected)
+
+    def assert_who(self, facade: SB3VecEnv, seen: Any, paid: Any) -> None:
+        assert facade.present.tolist() == [agent in seen[i] or agent in paid[i] for i, agent in self.rows]
+        assert facade.acting.tolist() == [agent in self.plain.acting[i] for i, agent in self.rows]
+
+    def as_dicts(self, actions: Any) -> list[dict[str, Any]]:
+        count = len(self.agents)
+        return [
+            {agent: at(actions, i * count + self.agents.index(agent)) for agent in acting}
+            for i, acting in enumerate(self.plain.acting)
+        ]
+
+
+def same_infos(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return actual.keys() == expected.keys() and all(same_infos(actual[key], expected[key]) for key in expected)
+    return type(actual) is type(expected) and same(actual, expected)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("how", HOWS)
+def test_rows_are_the_dicts_of_the_core(how, name):
+    facade = made(MAKERS[name], **HOWS[how])
+    facade.action_space.seed(7)
+    with ParallelEnv([MAKERS[name]] * COPIES, backend="serial") as plain:
+        story = Story(plain)
+        assert facade.seed(5) == [5, 5, 5, 6, 6, 6, 7, 7, 7]
+        story.assert_reset(facade, facade.reset(), plain.reset(seed=5))
+        for step in range(4 * LENGTH):
+            actions = drawn_for(facade.action_space, facade.num_envs)
+            story.assert_step(facade, facade.step(actions), plain.step(story.as_dicts(actions)))
+            if step == 2 * LENGTH + 6:  # somebody is dead
+                story.assert_reset(facade, facade.reset(), plain.reset())
+        if name != "spread":
+            assert story.deaths > 5
+            assert story.zero_rows > 20
+        facade.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
+@pytest.mark.parametrize("way", ["raise", "SIGKILL"])
+def test_a_restart_in_the_middle(way):
+    """It cuts off those who were alive; each row of that copy is told."""
+    constructors = [mortal(HerdOfDicts, {(1, 0): Fate(way, "step", 6)})] * COPIES
+    how: dict[str, Any] = {"num_workers": 3, "on_error": "restart"}
+    facade = SB3VecEnv(ParallelEnv(constructors, **how))
+    with ParallelEnv(constructors, **how) as plain:
+        story, marks = Story(plain), np.zeros(9, int)
+        story.assert_reset(facade, facade.reset(), plain.reset())
+        for _ in range(2 * LENGTH):
+            actions = drawn_for(facade.action_space, 9)
+            told, dicts = facade.step(actions), plain.step(story.as_dicts(actions))
+            for row, info in enumerate(told[3]):
+                common = info.get("__common__", {})
+                if "restarted" in common:
+                    marks[row] += 1
+                    assert "environment 1" in common.pop("error")  # it says which process it was, too
+            for notes in dicts[4]:
+                notes.get("__common__", {}).pop("error", None)
+            story.assert_step(facade, told, dicts)
+        assert marks.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
+        assert story.deaths > 0
+        facade.close()
+
+
+class Haunted(HerdOfDicts):
+    """Goes on observing, paying and flagging agents that have died."""
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        observations, rewards, terminateds, truncateds, infos = super().step(actions)
+        for agent in {"a", "b"} - rewards.keys():
+            observations[agent], rewards[agent], terminateds[agent] = self.own.seen(), 100.0, True
+            truncateds[agent] = False
+        return observations, rewards, terminateds, truncateds, infos
+
+
+def test_the_dead_are_zeros_whatever_is_said_of_them():
+    facade = made(Haunted)
+    with ParallelEnv([Haunted] * COPIES, backend="serial") as plain:
+        story = Story(plain)
+        story.assert_reset(facade, facade.reset(), plain.reset())
+        for _ in range(3 * LENGTH):
+            actions = drawn_for(facade.action_space, 9)
+            told = facade.step(actions)
+            assert told[1].max() < 100.0
+            story.assert_step(facade, told, plain.step(story.as_dicts(actions)))
+        assert story.zero_rows > 20
+        facade.close()
+
+
+def test_what_is_handed_out_is_ones_own():
+    """Stable-Baselines3 keeps observations over the next step, also where the environment hands out views."""
+    env = made(functools.partial(Herd, plain=True), copy=False)
+    kept, copies = [], []
+    env.reset()
+    for _ in range(2 * LENGTH):
+        observations, rewards, dones, infos = env.step(drawn_for(env.action_space, 9))
+        last = [info["terminal_observation"] for info in infos if "terminal_observation" in info]
+        kept.append((observations, rewards, dones, *last))
+        copies.append(tuple(np.copy(one) for one in kept[-1]))
+    assert all(map(same, kept, copies))
+    assert max(map(len, kept)) > 5
+    env.close()
+
+
+def test_observations_are_a_view_of_one_copy():
+    env = made(simple_spread_v3.parallel_env)
+    observations = env.reset()
+    assert observations.base.shape == (COPIES, 3, 18)
+    env.close()
+
+
+# What it is
+
+
+@pytest.fixture
+def env():
+    facade = made()
+    yield facade
+    facade.close()
+
+
+def test_spaces_and_names(env):
+    assert isinstance(env, VecEnv)
+    assert (env.num_envs, env.observation_space, env.action_space) == (9, SPACE, ACTION)
+    assert env.agents == AGENTS
+    assert (env.render_mode, env.unwrapped) == ("rgb_array", env)
+
+
+def test_attributes_and_methods_of_the_copies_of_rows(env):
+    env.reset()
+    env.set_attr("total", 4.0, indices=[0, 1, 8])
+    assert env.get_attr("total") == [4.0] * 3 + [0.0] * 3 + [4.0] * 3
+    assert env.get_attr("total", 4) == [0.0]
+    assert env.get_attr("total", [5, -1]) == [0.0, 4.0]
+    env.set_attr("options", [1, 2])
+    assert env.get_attr("options", range(2)) == [[1, 2]] * 2
+    assert env.env_method("scale", 2.0, indices=[7, 3]) == [8.0, 0.0]
+    assert env.env_method("scale", factor=3.0) == [12.0] * 3 + [0.0] * 3 + [12.0] * 3
+    with pytest.raises(IndexError, match="no row 9"):
+        env.get_attr("total", 9)
+    with pytest.raises(AttributeError, match="colour"):
+        env.get_attr("colour")
+
+
+class Counting(Herd):
+    calls = 0
+
+    def shout(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+def test_a_method_is_called_once_of_each_copy():
+    env = made(Counting)
+    assert env.env_method("shout", indices=[0, 1, 2, 3]) == [1, 1, 1, 1]
+    assert env.get_attr("calls") == [1, 1, 1, 1, 1, 1, 0, 0, 0]
+    assert env.has_attr("shout")
+    assert env.get_attr("calls")[0] == 1  # which is not to call it
+    assert not env.has_attr("whisper")
+    env.close()
+
+
+def test_render_mode():
+    env = made(functools.partial(simple_spread_v3.parallel_env, render_mode="rgb_array"))
+    assert env.get_attr("render_mode") == ["rgb_array"] * 9
+    env.close()
+    env = made(HerdOfDicts)  # which declares none of its own
+    assert env.get_attr("render_mode", [4, 5]) == [None, None]
+    with pytest.warns(UserWarning, match="rgb_array"):
+        assert env.get_images() == [None] * COPIES
+    env.close()
+
+
+def test_frames(env):
+    env.reset()
+    images = env.get_images()
+    assert [image[0, 0, 0] for image in images] == [0, 10, 20]
+    assert env.render().shape == (8, 12, 3)
+
+
+class Padding(gymnasium.Wrapper):
+    pass
+
+
+class ThinPadding(Padding):
+    pass
+
+
+@pytest.mark.parametrize("how", ["serial", "process"])
+def test_wrappers_of_copies_are_known(how):
+    constructors = [HerdOfDicts, lambda: ThinPadding(HerdOfDicts()), lambda: Padding(Padding(HerdOfDicts()))]
+    env = SB3VecEnv(ParallelEnv(constructors, **HOWS[how]))
+    assert env.env_is_wrapped(Padding) == [False] * 3 + [True] * 6
+    assert env.env_is_wrapped(ThinPadding, [3, 8]) == [True, False]
+    assert env.env_is_wrapped(Monitor) == [False] * 9
+    env.close()
+
+
+def test_seeds_and_options_are_for_the_next_reset_alone(env):
+    env.seed(3)
+    env.set_options({"hill": 1})
+    first = env.reset()
+    assert env.get_attr("options") == [{"hill": 1}] * 9
+    second = env.reset()
+    assert env.get_attr("options") == [None] * 9
+    assert not same(first, second)
+    env.seed(3)
+    assert same(env.reset(), first)
+    drawn = env.seed()
+    assert drawn[0] == drawn[2] == drawn[3] - 1
+    assert env.env.seed()[0] == 3
+    env.reset()
+    assert list(env.env.seed()) == drawn[::3]
+
+
+@pytest.mark.parametrize("per", [1, 3])
+def test_options_of_copies_and_of_rows(per, env):
+    env.set_options([own for own in [{"hill": 1}, {}, {"hill": 2}] for _ in range(per)])
+    env.reset()
+    assert env.get_attr("options", [0, 3, 6]) == [{"hill": 1}, None, {"hill": 2}]
+
+
+def test_one_draws_seeds_as_numpy_is_seeded(env):
+    drawn = []
+    for _ in range(2):
+        np.random.seed(5)
+        drawn.append(env.seed())
+    assert drawn[0] == drawn[1]
+
+
+# Wrong use
+
+
+def test_agents_that_differ_are_named():
+    parallel = ParallelEnv([simple_tag_v3.parallel_env] * 2, backend="serial")
+    with parallel, pytest.raises(ValueError, match=r"space of 'agent_0' is Box.*'adversary_0' Box.*PettingZooVecEnv"):
+        SB3VecEnv(parallel)
+
+
+class Talkers(Herd):
+    def observation_space(self, agent: str) -> spaces.Space:
+        return spaces.Text(5)
+
+    def seen(self) -> str:
+        return "hello"
+
+
+def test_observations_must_be_arrays():
+    with ParallelEnv([Talkers], backend="serial") as parallel, pytest.raises(ValueError, match="'a' observes Text"):
+        SB3VecEnv(parallel)
+
+
+def test_it_says_what_to_install():
+    program = "import sys; sys.modules['stable_baselines3'] = None; from marl_parallel import vector; vector.SB3VecEnv"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "ImportError: SB3VecEnv needs" in done.stderr
+    assert 'pip install "marl-parallel[sb3]" (No module named' in done.stderr
+
+
+@pytest.mark.parametrize(("mode", "got"), [(False, "auto_reset=False"), ("NEXT_STEP", 'auto_reset="NEXT_STEP"')])
+def test_another_mode(mode, got):
+    parallel = ParallelEnv([Herd], mode, backend="serial")
+    with parallel, pytest.raises(ValueError, match=f"SB3VecEnv wants a ParallelEnv with auto_reset=True, got {got}"):
+        SB3VecEnv(parallel)
+
+
+def test_no_parallel_env():
+    with pytest.raises(TypeError, match="made of a ParallelEnv, got Herd"):
+        SB3VecEnv(Herd())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options", [[{}], [{}] * 8, [{"hill": 1}] + [{}] * 8], ids=["one", "too few", "a copy taken apart"]
+)
+def test_options(options, env):
+    with pytest.raises(ValueError, match="3 copies, or for each of 9 rows"):
+        env.set_options(options)
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [np.zeros(8, np.int64), np.zeros((3, 3), np.int64), np.full(9, 0.5), np.zeros((9, 2), np.int64), np.full(9, "x")],
+    ids=["rows", "copies", "half", "shape", "text"],
+)
+def test_actions(actions):
+    env = made(functools.partial(Herd, plain=True))
+    env.reset()
+    with pytest.raises(ValueError, match="expected"):
+        env.step(actions)
+    assert env.get_attr("time") == [0] * 9
+    env.close()
+
+
+def test_out_of_order(env):
+    actions = drawn_for(env.action_space, 9)
+    with pytest.raises(ResetNeeded):
+        env.step(actions)
+    with pytest.raises(NoAsyncCallError):
+        env.step_wait()
+    env.reset()
+    env.step_async(actions)
+    with pytest.raises(AlreadyPendingCallError):
+        env.step_async(actions)
+    env.reset()  # drops the step
+    assert env.get_attr("time") == [0] * 9
+    env.step(actions)
+    env.step_async(actions)
+    env.close()
+    env.close()
+    for call in (env.reset, env.step_wait, lambda: env.step(actions), lambda: env.get_attr("time")):
+        with pytest.raises(ClosedEnvironmentError):
+            call()
+    with pytest.raises(ClosedEnvironmentError):
+        SB3VecEnv(env.env)
+
+
+def test_two_facades_step_one_environment(env):
+    other = SB3VecEnv(env.env)
+    env.reset()
+    with pytest.raises(RuntimeError, match="stepped by a SB3VecEnv already"):
+        other.reset()
+
+
+def test_vector_rewards_become_numbers():
+    with pytest.raises(ValueError, match=r"SB3VecEnv takes rewards that are numbers, but agent 'van'.*scalarize="):
+        SB3VecEnv(ParallelEnv([Couriers], backend="serial"))
+    plain = ParallelEnv([Couriers] * COPIES, backend="serial")
+    env = SB3VecEnv(ParallelEnv([Couriers] * COPIES, backend="serial"), scalarize=[2.0, 0.5])
+    plain.reset()
+    env.reset()
+    for _ in range(9):
+        _, due, *_ = plain.step([dict.fromkeys(acting, 1) for acting in plain.acting])
+        _, rewards, *_ = env.step(np.ones(env.num_envs, np.int64))
+        paid = [float(of_env.get(a, np.zeros(2)) @ np.array([2.0, 0.5])) for of_env in due for a in env.agents]
+        assert np.allclose(rewards, paid)
+    plain.close()
+    env.close()
+
+
+def test_a_refused_observation_names_its_part():
+    seen = spaces.Dict(image=spaces.Box(0, 1, (2,)), more=spaces.Tuple((spaces.Text(3), spaces.Discrete(2))))
+    parallel = ParallelEnv([functools.partial(Odd, seen)], backend="serial")
+    with pytest.raises(ValueError, match=r"agent 'a' observes Dict.* has a part without .*: \['more'\]\[0\], Text"):
+        SB3VecEnv(parallel)
+    parallel.close()

@@ -1,0 +1,490 @@
+"""`TorchRLEnv`: its tensors are the core's dicts, TorchRL's own loops and checks run on it, wrong use is refused."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from helpers import ROOT
+from helpers.comparison import assert_same
+from helpers.tensors import Beside
+from mpe2 import simple_spread_v3, simple_tag_v3
+from simulators.crashing import WAYS, Fate, mortal
+from simulators.deterministic import Hunt, Relay
+from simulators.dict_rules import Odd
+from simulators.every_space import Zoo
+from simulators.stackable import NO_TENSORS, DeclaredSkirmish, Herd, TensorZoo, spread
+from simulators.vector_rewards import Couriers
+from torchrl.envs import PettingZooWrapper
+from torchrl.envs.utils import MarlGroupMapType, check_env_specs
+
+from marl_parallel import ParallelEnv
+from marl_parallel.core.columns import ArrayColumn, NumberColumn
+from marl_parallel.vector import PettingZooVecEnv, TorchRLEnv
+
+pytestmark = pytest.mark.needs("torchrl")
+
+SETUPS = {
+    "serial": {"backend": "serial", "num_workers": 2},
+    "process": {"backend": "process", "num_workers": 2},
+    "pickled": {"backend": "process", "num_workers": 2, "shared_memory": False},
+    "checked": {"backend": "serial", "num_workers": 2, "check_actions": True},
+}
+
+
+SCENARIOS: dict[str, Callable[..., Any]] = {
+    "spread": spread,
+    "images and deaths": Hunt,
+    "dicts, deaths and births": DeclaredSkirmish,
+    "all spaces": TensorZoo,
+    "flags told again": Herd,
+}
+
+
+# -- the core's dicts against tensors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_tensors_are_the_core_s_dicts(name, setup, parallel):
+    env, core = (parallel(SCENARIOS[name], **SETUPS[setup]) for _ in range(2))
+    beside = Beside(TorchRLEnv(env), core)
+    beside.reset()
+    for _ in range(14):
+        beside.step()
+    assert beside.ends >= 3
+    assert bool(beside.deaths) is (name not in ("spread", "all spaces"))
+
+
+@pytest.mark.parametrize(
+    "group_map",
+    [
+        MarlGroupMapType.ONE_GROUP_PER_AGENT,
+        MarlGroupMapType.ALL_IN_ONE_GROUP,
+        {"back": ["cow_4", "cow_2"], "even": ["cow_0", "cow_3", "cow_1"]},
+        {"odd": ["cow_1", "cow_3"], "even": ["cow_0", "cow_2", "cow_4"]},
+    ],
+    ids=["each", "all", "disorderly", "evenly spaced"],
+)
+def test_tensors_in_groups_of_all_kinds(group_map, parallel):
+    env, core = (parallel(lambda: Herd(5)) for _ in range(2))
+    beside = Beside(TorchRLEnv(env, group_map), core)
+    beside.reset()
+    for _ in range(20):
+        beside.step()
+    assert beside.ends >= 3
+    assert beside.deaths
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_tensors_are_not_written_again(copy, parallel):
+    """A rollout keeps those of every step until it stacks them."""
+    env = TorchRLEnv(parallel(Herd, copy=copy))
+    data = env.reset()
+    kept = []
+    for _ in range(4):
+        data = env.rand_action(data)
+        data, following = env.step_and_maybe_reset(data)
+        kept.append((data["next"], data["next"].clone()))
+        data = following
+    assert all((now == before).all() for now, before in kept)
+
+
+def test_observations_are_not_copied_again(parallel):
+    env = TorchRLEnv(parallel(lambda: Herd(4)), {"odd": ["cow_1", "cow_3"], "even": ["cow_0", "cow_2"]})
+    data = env.step(env.rand_action(env.reset()))["next"]
+    (array,) = env._stepper.latest.observations
+    for group in env.group_map:
+        assert np.shares_memory(data[group, "observation"].numpy(), array)
+
+
+@pytest.mark.parametrize("size", [3, 20])
+def test_agents_are_written_together(size, parallel, monkeypatch):
+    written = []
+    for column in (ArrayColumn, NumberColumn):
+        method = column.write_stacked
+        monkeypatch.setattr(column, "write_stacked", lambda *args, m=method: (written.append(args[1]), m(*args))[1])
+    env = TorchRLEnv(parallel(lambda: Herd(size)))
+    env.step(env.rand_action(env.reset()))
+    assert written == [slice(0, size, 1)]
+
+
+# -- episodes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("setup", "way"), [("serial", "raise"), ("process", "sys.exit"), ("process", "SIGKILL")])
+@pytest.mark.parametrize("make", [Hunt, DeclaredSkirmish])
+def test_restarts(make, setup, way, parallel):
+    """In steps and in resets: what is interrupted ends, and the report is among the infos."""
+    fates = {(0, 0): Fate(way, after=3), (0, 1): Fate(way, after=2), (1, 0): Fate(way, "reset", 1)}
+    envs = [parallel(mortal(make, fates), 4, on_error="restart", **SETUPS[setup]) for _ in range(2)]
+    beside = Beside(TorchRLEnv(envs[0]), envs[1])
+    beside.reset()
+    reported = 0
+    for _ in range(20):
+        beside.step()
+        for infos in beside.env.infos.values():
+            if "__common__" in infos and "error" in infos["__common__"]:
+                assert WAYS[way].word in infos["__common__"]["error"]
+                reported += 1
+    assert envs[0].stats().restarts == envs[1].stats().restarts == reported >= 3
+
+
+def test_the_mark_of_a_restart(parallel):
+    env = TorchRLEnv(parallel(mortal(Herd, {(1, 0): Fate("raise", after=1)}), on_error="restart"))
+    data = env.reset()
+    for _ in range(30):
+        data, following = env.step_and_maybe_reset(env.rand_action(data))
+        if data["next", "restarted"].any():
+            break
+        data = following
+    assert data["next", "restarted"].tolist() == [[False], [True], [False]]
+    assert data["next", "truncated"][1].item()
+    assert data["next", "cow", "truncated"][1].all()
+    assert not data["next", "cow", "terminated"][1].any()
+    assert not following["restarted"].any()
+    assert following["cow", "mask"][1].all()
+    assert "bad terrain" in env.infos[1]["__common__"]["error"]  # though it has been reset since then
+    check_env_specs(env)
+
+
+def test_no_mark_where_errors_raise(parallel):
+    assert "restarted" not in TorchRLEnv(parallel(Herd)).reset()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_check_env_specs(name, parallel):
+    env = TorchRLEnv(parallel(SCENARIOS[name]))
+    check_env_specs(env, break_when_any_done="both")
+    check_env_specs(env, seed=0)
+    # Absent agents are within the specs, too.
+    rollout = env.rollout(12, break_when_any_done=False)
+    assert (~torch.cat([rollout["next", group, "present"].flatten() for group in env.group_map])).any() or (
+        name == "spread"
+    )
+    for step in rollout["next"].unbind(1):
+        assert env.observation_spec.contains(step.select(*env.observation_spec.keys(True, True)))
+
+
+def test_resets_of_some(parallel):
+    env, core = (parallel(Herd) for _ in range(2))
+    torch_env = TorchRLEnv(env)
+    data, (seen, _) = torch_env.reset(), core.reset()
+    data["_reset"] = torch.tensor([[False], [True], [False]])
+    following = torch_env.reset(data)
+    ((fresh,), _) = core.reset(env_ids=[1])
+    for i, expected in enumerate([seen[0], fresh, seen[2]]):
+        assert_same(following["cow", "observation"][i].numpy(), np.stack([*expected.values()]))
+    assert env.stats().resets == core.stats().resets == 4
+
+
+def test_resets_by_the_masks_of_groups(parallel):
+    env = TorchRLEnv(parallel(Herd))
+    data = env.reset()
+    data["cow", "_reset"] = torch.tensor([False, True, False])[:, None, None].expand(3, 3, 1)
+    env.reset(data)
+    assert env.env.stats().resets == 4
+
+
+def test_infos_of_a_last_step_and_of_the_reset_after_it(parallel):
+    class Telling(Odd):
+        def __init__(self) -> None:
+            first = {"a": {"level": 7}, "b": {}}
+            super().__init__(infos=lambda time: {"a": {"won": time}, "b": {"won": time}}, first=first, length=2)
+
+    env = TorchRLEnv(parallel(Telling, 1))
+    data = env.reset()
+    assert env.infos == {0: {"a": {"level": 7}, "b": {}}}
+    for _ in range(2):
+        _, data = env.step_and_maybe_reset(env.rand_action(data))
+    assert env.infos == {0: {"a": {"won": 2, "reset_info": {"level": 7}}, "b": {"won": 2}}}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool])
+@pytest.mark.parametrize("start", [-3, 200])
+def test_narrow_actions_of_spaces_that_start_elsewhere(start, dtype, parallel):
+    class Started(Herd):
+        def action_space(self, agent: str) -> spaces.Space:
+            return spaces.Discrete(3, start=start)
+
+        def step(self, actions: dict) -> tuple[dict, ...]:
+            self.got = [int(action) for action in actions.values()]
+            return super().step(dict.fromkeys(actions, 5))
+
+    env = TorchRLEnv(parallel(Started, 2))
+    data = env.reset()
+    data["cow", "action"] = torch.tensor([[0, 1, 1], [1, 0, 1]], dtype=dtype)
+    env.step(data)
+    assert env.env.get_attr("got") == ([start, start + 1, start + 1], [start + 1, start, start + 1])
+
+
+def test_resets_of_none(parallel):
+    env = TorchRLEnv(parallel(Herd))
+    data = env.reset()
+    before = data.clone()
+    data["_reset"] = torch.zeros(3, 1, dtype=torch.bool)
+    assert (env.reset(data) == before).all()
+    assert env.env.stats().resets == 3
+
+
+def test_steps_of_some(parallel):
+    env, core = (parallel(Hunt) for _ in range(2))
+    beside = Beside(TorchRLEnv(env), core)
+    beside.reset()
+    beside.step()
+    data = beside.env.rand_action(beside.data)
+    told = core.step(beside.actions([0, 2]), env_ids=[0, 2])
+    data["_step"] = torch.tensor([[True], [False], [True]])
+    following = beside.env.step(data)["next"]
+    assert env.get_attr("steps_ever") == core.get_attr("steps_ever") == (2, 1, 2)
+    beside.seen = [told[0][0], beside.seen[1], told[0][1]]
+    beside.check_observations(following)
+    beside.check_flags(following, [0, 2], told)
+    assert not following["wolf_0", "reward"][1].any()
+    assert not following["done"][1].any()
+
+
+def test_rollouts_until_all_have_ended(parallel):
+    env = TorchRLEnv(parallel(DeclaredSkirmish))
+    rollout = env.rollout(40, break_when_any_done=False, break_when_all_done=True)
+    done = rollout["next", "done"].squeeze(-1)
+    lengths = (~done).sum(1) + 1
+    assert tuple(lengths.tolist()) == env.env.get_attr("time")
+    assert len({*lengths.tolist()}) > 1
+    assert rollout.shape[1] == lengths.max()
+
+
+def test_seeds(parallel):
+    env, core = TorchRLEnv(parallel(Herd)), parallel(Herd)
+
+    def seen_by_core(seed: int | None) -> np.ndarray:
+        return np.stack([np.stack([*seen.values()]) for seen in core.reset(seed=seed)[0]])
+
+    assert env.set_seed(11) != 11
+    for seed in (11, None):
+        assert_same(env.reset()["cow", "observation"].numpy(), seen_by_core(seed))
+    assert_same(env.reset(seed=5)["cow", "observation"].numpy(), seen_by_core(5))
+    assert env.set_seed(8, static_seed=True) == 8
+    fresh = seen_by_core(8)
+    data = env.reset(seed=5)  # what is said last counts
+    env.set_seed(8)
+    for chosen in ([1], [0, 1, 2]):
+        data["_reset"] = torch.tensor([[i in chosen] for i in range(3)])
+        data = env.reset(data)
+        assert_same(data["cow", "observation"][chosen[0]].numpy(), fresh[chosen[0]])
+    assert_same(data["cow", "observation"][[0, 2]].numpy(), fresh[[0, 2]])
+    assert not np.array_equal(data["cow", "observation"][1].numpy(), fresh[1])  # it has had its seed
+    assert env.env.seed() == (8, 9, 10)
+
+
+def test_options(parallel):
+    env = TorchRLEnv(parallel(Hunt))
+    env.reset(options={"map": 3})
+    assert env.infos[0]["wolf_0"]["options"] == {"map": 3}
+
+
+def test_a_rollout_twice(parallel):
+    rollouts = []
+    for _ in range(2):
+        env = TorchRLEnv(parallel(Herd, num_workers=1))
+        torch.manual_seed(1)
+        env.set_seed(4)
+        rollouts.append(env.rollout(25, break_when_any_done=False))
+    assert (rollouts[0] == rollouts[1]).all()
+    assert rollouts[0]["next", "done"].any()
+
+
+def test_device(parallel):
+    """Torch's device for tensors without data stands for a GPU, as far as that goes."""
+    env = TorchRLEnv(parallel(Relay), device="meta")
+    devices = {tensor.device.type for tensor in env._reset().values(True, True)}
+    devices |= {spec.device.type for spec in env.specs.values(True, True)}
+    other = TorchRLEnv(parallel(Relay))
+    on_cpu = other.rand_action(other.reset())
+    following = env._step(on_cpu)
+    devices |= {tensor.device.type for tensor in following.values(True, True)}
+    assert devices == {"meta"}
+    assert following.device.type == following["mike"].device.type == "meta"
+    env = env.to("cpu")
+    assert env.device.type == "cpu"
+    rollout = env.rollout(3)
+    assert rollout.device.type == on_cpu.device.type == on_cpu["mike"].device.type == "cpu"
+    assert {tensor.device.type for tensor in rollout.values(True, True)} == {"cpu"}
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_by_default(parallel):
+    cases = {
+        Hunt: {"wolf_0": ["wolf_0", "wolf_1", "wolf_3"], "wolf_2": ["wolf_2"]},
+        Herd: {"cow": ["cow_0", "cow_1", "cow_2"]},
+        DeclaredSkirmish: {name: [name] for name in ("tank", "scout", "medic", "sniper")},
+    }
+    for make, groups in cases.items():
+        env = TorchRLEnv(parallel(make))
+        assert env.group_map == groups
+        for name, agents in groups.items():
+            assert env.reset()[name].batch_size == (3, len(agents))
+
+
+@pytest.mark.parametrize("task", [simple_spread_v3, simple_tag_v3])
+def test_groups_are_those_of_torchrl_s_own_wrapper(task, parallel):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about PettingZoo's version
+        own = PettingZooWrapper(task.parallel_env())
+    env = TorchRLEnv(parallel(task.parallel_env))
+    assert env.group_map == own.group_map
+    for key, spec in own.specs.items(True, True):
+        if key[-1] != "action":
+            assert env.specs[key].shape == (3, *spec.shape)
+            assert env.specs[key].dtype == spec.dtype
+    assert env.full_action_spec.rand().shape == (3,)
+    assert {env.specs[key].dtype for key in own.specs.keys(True, True) if key[-1] == "action"} == {torch.int64}
+
+
+def test_groups_that_cannot_be(parallel):
+    env = parallel(Hunt)
+    with pytest.raises(ValueError, match=r"'wolf_1', 'wolf_3'\] observe Box.*Discrete\(5\); \['wolf_2'\] .*Box\(-1\.0"):
+        TorchRLEnv(env, MarlGroupMapType.ALL_IN_ONE_GROUP)
+    with pytest.raises(ValueError, match="wolf_3 wasn't found in any group"):
+        TorchRLEnv(env, {"some": ["wolf_0", "wolf_1"], "other": ["wolf_2"]})
+
+
+@pytest.mark.parametrize("agent", NO_TENSORS)
+def test_spaces_that_tensors_have_no_form_for(agent, parallel):
+    with pytest.raises(ValueError, match=rf"'{agent}': the observation space .* has no form in tensors"):
+        TorchRLEnv(parallel(one_of_the_zoo(agent)))
+
+
+def one_of_the_zoo(agent: str) -> Callable[[int], Zoo]:
+    def make(seed: int) -> Zoo:
+        zoo = Zoo(seed, "shared")
+        zoo.possible_agents = [agent]
+        zoo.observation_space = zoo.action_space = spaces.Dict([(agent, zoo.observation_space[agent])])  # type: ignore[index]
+        return zoo
+
+    return make
+
+
+# -- wrong use ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [True, "NEXT_STEP"])
+def test_modes_that_are_not_served(mode, parallel):
+    with pytest.raises(ValueError, match="TorchRLEnv wants a ParallelEnv with auto_reset=False, got auto_reset="):
+        TorchRLEnv(parallel(Herd, auto_reset=mode))
+
+
+def test_no_parallel_env():
+    with pytest.raises(TypeError, match="TorchRLEnv is made of a ParallelEnv, got Herd"):
+        TorchRLEnv(Herd())
+
+
+def test_before_the_first_reset(parallel):
+    env = TorchRLEnv(parallel(Herd))
+    with pytest.raises(ResetNeeded):
+        env.step(env.rand_action(env.fake_tensordict().exclude("next")))
+    data = env.fake_tensordict().exclude("next")
+    data["_reset"] = torch.tensor([[True], [False], [False]])
+    with pytest.raises(ResetNeeded):
+        env.reset(data)
+
+
+def test_actions_that_are_not_there(parallel):
+    env = TorchRLEnv(parallel(Herd))
+    data = env.reset()
+    with pytest.raises(ValueError, match="no actions for the group 'cow'"):
+        env.step(data)
+    data["cow", "action"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"agents \['cow_0', 'cow_1', 'cow_2'\]: expected 3 x 3 integers.*float32"):
+        env.step(data)
+    data["cow", "action"] = torch.zeros(3, 3, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"expected 3 x 3 integers, got shape \(3, 3, 1\)"):
+        env.step(data)
+
+
+def test_two_facades(parallel):
+    core = parallel(Herd)
+    env, other = TorchRLEnv(core), PettingZooVecEnv(core)
+    other.reset()
+    with pytest.raises(RuntimeError, match="stepped by a PettingZooVecEnv already"):
+        env.reset()
+
+
+def test_closed(parallel):
+    env = TorchRLEnv(parallel(Herd))
+    data = env.rand_action(env.reset())
+    assert not env.is_closed
+    env.close()
+    env.close()
+    assert env.is_closed
+    with pytest.raises(ClosedEnvironmentError):
+        env.step(data)
+    with pytest.raises(ClosedEnvironmentError):
+        env.reset()
+    with pytest.raises(ClosedEnvironmentError):
+        TorchRLEnv(env.env)
+
+
+def test_nobody_s_facade_closes_nothing(parallel):
+    core = parallel(Herd)
+    TorchRLEnv(core).reset()
+    gc.collect()
+    assert len(core.step([dict.fromkeys(acting, 5) for acting in core.acting])[0]) == 3
+
+
+def test_without_the_library():
+    program = "import sys; sys.modules['torch'] = None; from marl_parallel.vector import TorchRLEnv"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert 'ImportError: TorchRLEnv needs TorchRL: pip install "marl-parallel[torchrl]"' in done.stderr
+
+
+def test_the_example():
+    command = [sys.executable, "examples/torchrl_mappo.py", "--smoke"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "100 steps" in done.stdout
+
+
+def test_vector_rewards_are_in_tensors():
+    group = {"all": ["van", "bike", "drone"]}
+    env = TorchRLEnv(ParallelEnv([Couriers] * 3, False, backend="serial"), group)
+    check_env_specs(env)
+    assert env.reward_spec["all", "reward"].shape == (3, 3, 2)
+    plain = ParallelEnv([Couriers] * 3, False, backend="serial")
+    plain.reset(seed=5)
+    data = env._reset(seed=5)
+    for _ in range(3):
+        _, due, *_ = plain.step([dict.fromkeys(acting, 1) for acting in plain.acting])
+        data["all", "action"] = torch.ones(3, 3, dtype=torch.int64)
+        data = env.step(data)["next"]
+        paid = [[of_env.get(agent, np.zeros(2, np.float32)) for agent in group["all"]] for of_env in due]
+        assert np.array_equal(data["all", "reward"].numpy(), np.array(paid))
+    plain.close()
+    env.close()
+
+
+def test_vector_rewards_of_a_group_must_be_alike():
+    parallel = ParallelEnv([functools.partial(Couriers, one_by_one=True)], False, backend="serial")
+    with pytest.raises(ValueError, match=r"the reward_space of 'bike' is .* that of 'van'"):
+        TorchRLEnv(parallel, {"all": ["van", "bike", "drone"]})
+    parallel.close()
+
+
+def test_a_refused_space_names_its_part():
+    seen = spaces.Dict(image=spaces.Box(0, 1, (2,)), mission=spaces.Text(3))
+    parallel = ParallelEnv([functools.partial(Odd, seen)], False, backend="serial")
+    with pytest.raises(ValueError, match=r"agent 'a': the observation space Dict.* has no form .* \['mission'\], Text"):
+        TorchRLEnv(parallel)
+    parallel.close()

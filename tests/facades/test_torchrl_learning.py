@@ -1,0 +1,115 @@
+"""TorchRL's losses, collectors and policies on a `TorchRLEnv`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gymnasium.error import ClosedEnvironmentError
+from simulators.stackable import Herd, spread
+from tensordict.nn import TensorDictModule
+from torchrl.collectors import Collector
+from torchrl.envs import RewardSum, TransformedEnv
+from torchrl.modules import MultiAgentMLP, ProbabilisticActor
+from torchrl.objectives import ClipPPOLoss, ValueEstimators
+from torchrl.objectives.value.functional import generalized_advantage_estimate
+
+from marl_parallel.vector import TorchRLEnv
+
+pytestmark = pytest.mark.needs("torchrl")
+
+
+@pytest.fixture
+def herd_rollout(parallel):
+    torch.manual_seed(3)
+    return TorchRLEnv(parallel(Herd)).rollout(40, break_when_any_done=False)
+
+
+def test_advantages_do_not_leak(herd_rollout):
+    """What comes after an agent's death, or a reset, has no say in what was before."""
+    of_group = herd_rollout["next", "cow"]
+    generator = torch.Generator().manual_seed(1)
+    done, terminated = of_group["done"], of_group["terminated"]
+    shape = of_group["reward"].shape
+
+    def advantages(value: torch.Tensor, reward: torch.Tensor) -> torch.Tensor:
+        following = torch.cat([value[:, 1:], value[:, :1]], 1)
+        return generalized_advantage_estimate(0.9, 0.9, value, following, reward, done, terminated, time_dim=1)[0]
+
+    value, reward = torch.rand(shape, generator=generator), of_group["reward"]
+    before = advantages(value, reward)
+    ends = done.squeeze(-1).nonzero().tolist()
+    assert any(not herd_rollout["next", "done"][i, t].item() for i, t, _ in ends)
+    assert done[herd_rollout["next", "done"].squeeze(-1)].all()
+    for i, t, k in ends:
+        if t + 2 >= shape[1]:
+            continue
+        other_value, other_reward = value.clone(), reward.clone()
+        other_value[i, t + 2 :, k] += 10  # the next one's is what a truncated episode goes on with
+        other_reward[i, t + 1 :, k] += 10
+        after = advantages(other_value, other_reward)
+        assert torch.equal(after[i, : t + 1, k], before[i, : t + 1, k])
+        assert not torch.equal(after[i, t + 1 :, k], before[i, t + 1 :, k])
+
+
+def mappo(env: TorchRLEnv | TransformedEnv, group: str, actions: int) -> tuple[Any, ClipPPOLoss]:
+    width, count = env.observation_spec[group, "observation"].shape[-1], len(env.group_map[group])
+    shared = {"n_agents": count, "share_params": True, "depth": 1, "num_cells": 16}
+    net = MultiAgentMLP(n_agent_inputs=width, n_agent_outputs=actions, centralized=False, **shared)
+    actor = ProbabilisticActor(
+        TensorDictModule(net, in_keys=[(group, "observation")], out_keys=[(group, "logits")]),
+        in_keys=[(group, "logits")],
+        out_keys=[(group, "action")],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+        log_prob_key=(group, "log_prob"),
+    )
+    critic = TensorDictModule(
+        MultiAgentMLP(n_agent_inputs=width, n_agent_outputs=1, centralized=True, **shared),
+        in_keys=[(group, "observation")],
+        out_keys=[(group, "state_value")],
+    )
+    loss = ClipPPOLoss(actor, critic)
+    loss.set_keys(
+        reward=(group, "reward"),
+        action=(group, "action"),
+        sample_log_prob=(group, "log_prob"),
+        value=(group, "state_value"),
+        done=(group, "done"),
+        terminated=(group, "terminated"),
+    )
+    loss.loss_mask_key = (group, "mask")
+    loss.make_value_estimator(ValueEstimators.GAE, gamma=0.9, lmbda=0.9)
+    return actor, loss
+
+
+@pytest.mark.parametrize(("make", "group", "actions"), [(spread, "agent", 5), (Herd, "cow", 3)])
+def test_a_collector_and_a_mappo_loss(make, group, actions, parallel):
+    torch.manual_seed(0)
+    env = TransformedEnv(
+        TorchRLEnv(parallel(make, 4, num_workers=2, backend="process")),
+        RewardSum(in_keys=[(group, "reward")], out_keys=[(group, "episode_reward")], reset_keys=["_reset"]),
+    )
+    actor, loss = mappo(env, group, actions)
+    collector = Collector(env, actor, frames_per_batch=80, total_frames=160)
+    batches = 0
+    for data in collector:
+        batches += 1
+        assert data.shape == (4, 20)
+        assert data["next", "done"].any()
+        assert (data["collector", "traj_ids"].unique().numel()) > 4
+        loss.value_estimator(data, params=loss.critic_network_params, target_params=loss.target_critic_network_params)
+        told = loss(data)
+        total = told["loss_objective"] + told["loss_critic"] + told["loss_entropy"]
+        assert total.isfinite()
+        total.backward()
+        assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in loss.parameters())
+        mask = data[group, "mask"]
+        assert mask.all().item() is (group == "agent")
+        data["advantage"][~mask] = torch.nan  # masked rows have no say
+        assert torch.equal(loss(data)["loss_objective"], told["loss_objective"])
+    collector.shutdown()
+    assert batches == 2
+    with pytest.raises(ClosedEnvironmentError):
+        env.base_env.env.step([{}] * 4)

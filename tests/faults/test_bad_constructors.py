@@ -1,0 +1,215 @@
+"""Constructors that are none, return no environment, or differ: a clear error, and nothing is left."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from helpers.processes import gone, workers
+from simulators.deterministic import Hunt, Relay, Scripted
+from simulators.failing import Fragile, SimulatorError, raising
+
+from marl_parallel import ParallelEnv
+from marl_parallel.adapters.pettingzoo_env import PettingZooEnv
+
+
+def test_no_constructors(each, build):
+    with pytest.raises(ValueError, match=r"env_constructors|constructor|environment"):
+        build([], each)
+
+
+@pytest.mark.parametrize("thing", [None, "mpe2.simple_spread_v3", 3], ids=repr)
+def test_not_callable(thing, each, build):
+    with pytest.raises(TypeError, match="2"):
+        build([Hunt, Hunt, thing], each)
+
+
+def test_an_environment_where_a_constructor_was_wanted(each, build):
+    with pytest.raises(TypeError, match="0"):
+        build([Hunt()], each)
+
+
+@pytest.mark.parametrize("arguments", [{"num_workers": 0}, {"num_workers": -1}, {"backend": "fast"}], ids=str)
+def test_bad_arguments(arguments):
+    with pytest.raises(ValueError, match=rf"{next(iter(arguments))}.*{next(iter(arguments.values()))}"):
+        ParallelEnv([Hunt] * 2, **arguments)
+
+
+@pytest.mark.parametrize("mode", ["SOMETIMES", "same step"])
+def test_an_unknown_mode(mode, each, build):
+    with pytest.raises(ValueError, match=mode):
+        build([Hunt] * 2, each, mode)
+
+
+def test_an_unpicklable_constructor_is_named(killable, build):
+    lock = threading.Lock()
+
+    def locked() -> Any:
+        with lock:
+            return Hunt()
+
+    with pytest.raises(Exception, match="2") as caught:
+        build([Hunt, Hunt, locked, Hunt], killable)
+    assert isinstance(caught.value, TypeError | ValueError) or "Pickling" in type(caught.value).__name__
+
+
+class Odd(Relay):
+    """Whose spaces can be chosen."""
+
+    def __init__(self, observed: Any, acted: Any, names: tuple[str, ...] = ("alpha", "beta")) -> None:
+        self.observation_space = spaces.Dict([(name, observed) for name in names])
+        self.action_space = spaces.Dict([(names[0], spaces.Discrete(2)), *((name, acted) for name in names[1:])])
+
+
+PLAIN = spaces.Box(-1.0, 1.0, (2,), np.float32)
+OTHERS = [
+    (spaces.Box(-1.0, 1.0, (3,), np.float32), spaces.Discrete(2), "alpha"),
+    (spaces.Box(-1.0, 2.0, (2,), np.float32), spaces.Discrete(2), "alpha"),
+    (spaces.Box(-1.0, 1.0, (2,), np.float64), spaces.Discrete(2), "alpha"),
+    (PLAIN, spaces.Discrete(3), "beta"),
+    (PLAIN, spaces.Discrete(2, start=1), "beta"),
+]
+
+
+@pytest.mark.parametrize(("observed", "acted", "agent"), OTHERS, ids=str)
+def test_spaces_that_differ(observed, acted, agent, packed, build):
+    """Which environment, which agent, what against what."""
+    usual = functools.partial(Odd, PLAIN, spaces.Discrete(2))
+    other = functools.partial(Odd, observed, acted)
+    with pytest.raises(ValueError, match=agent) as caught:
+        build([usual, usual, other, usual], packed)
+    differing = (PLAIN, observed) if agent == "alpha" else (spaces.Discrete(2), acted)
+    for part in ("2", *map(str, differing)):
+        assert part in str(caught.value)
+
+
+class Own(spaces.Box):
+    """Equal to the Box that it is derived from, but its values are its own business."""
+
+
+@pytest.mark.parametrize("kinds", [(spaces.Box, Own), (Own, spaces.Box)], ids=["usual first", "own first"])
+@pytest.mark.parametrize("below", [lambda space: space, lambda space: spaces.Dict(x=space)], ids=["alone", "below"])
+def test_spaces_of_kinds_that_differ(below, kinds, packed, build):
+    declared = [below(kind(-1.0, 1.0, (2,), np.float32)) for kind in kinds]
+    with pytest.raises(ValueError, match=r"environment 1 differs .* agent 'alpha'.* against .* another class"):
+        build([functools.partial(Odd, one, spaces.Discrete(2)) for one in declared], packed)
+
+
+class Bare(spaces.Space[int]):
+    """A space that does not say what it is equal to, as Gymnasium allows."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+
+def test_spaces_without_equality_do_not_differ(packed, build):
+    declared = spaces.Dict([("a", Bare()), ("b", spaces.Tuple([Bare(), spaces.Discrete(2)]))])
+    env = build([functools.partial(Scripted, declared, None, ({"a": 1}, {}), (), ("a", "b"))] * 2, packed)
+    assert env.reset()[0] == ({"a": 1}, {"a": 1})
+
+
+def test_agents_that_differ(packed, build):
+    usual = functools.partial(Odd, PLAIN, spaces.Discrete(2))
+    other = functools.partial(Odd, PLAIN, spaces.Discrete(2), ("alpha", "gamma"))
+    with pytest.raises(ValueError, match=r"(?s)1.*(beta|gamma)|(beta|gamma).*1"):
+        build([usual, other], packed)
+
+
+class Half:
+    """Can be reset and closed, but not stepped."""
+
+    def __init__(self, notes: Path, fault: Callable[[], Any] = int) -> None:
+        self.notes, self.fault = notes, fault
+
+    def reset(self) -> None:
+        """Is never called."""
+
+    def close(self) -> None:
+        (self.notes / "closed-half").touch()
+        self.fault()
+
+
+NO_ENVIRONMENTS = {
+    "a number": (lambda notes: 3, "builtins.int without `reset` and `step`"),
+    "a dict": (lambda notes: {}, "builtins.dict without `reset` and `step`"),
+    "nothing": (lambda notes: None, "returned None; does it lack a `return`"),
+    "a class": (lambda notes: Hunt, "returned the class Hunt, not an instance"),
+    "a constructor": (lambda notes: lambda: Hunt(), "did a constructor return another constructor"),
+    "a module": (lambda notes: os, "builtins.module without `reset` and `step`"),  # its `close` wants an argument
+    "half of one": (Half, "Half without `step`"),
+    "half of one that breaks": (functools.partial(Half, fault=raising(SimulatorError)), "Half without `step`"),
+}
+
+
+def refused(env_id: int, make: Any, notes: Path, setup: Any, build: Any, **more: Any) -> str:
+    """What is said of a constructor among others that returns no environment, everything having been freed."""
+    before = {*threading.enumerate()}
+    constructors = [functools.partial(Fragile, {}, notes)] * 4
+    constructors[env_id] = functools.partial(make, notes)
+    with pytest.raises(TypeError, match=f"^environment {env_id}: ") as caught:
+        build(constructors, setup, **more)
+    assert type(caught.value) is TypeError
+    built, closed = ({path.name.rpartition("-")[2] for path in notes.glob(f"{what}-*")} for what in ("built", "closed"))
+    assert closed - {"half"} == built == {"0", "1", "2", "3"} - {str(env_id)}
+    assert gone(workers(notes))
+    assert {*threading.enumerate()} <= before
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("env_id", [0, 3])
+@pytest.mark.parametrize("thing", NO_ENVIRONMENTS)
+def test_no_environment_at_all(thing, env_id, each, build, tmp_path):
+    """What the constructor returned is none of the kinds that are known; what can be closed is."""
+    make, said = NO_ENVIRONMENTS[thing]
+    assert said in refused(env_id, make, tmp_path, each, build)
+    assert (tmp_path / "closed-half").exists() == thing.startswith("half")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ("pettingzoo", "A PettingZoo parallel environment has no method `step`: "),
+        ("dict", "A dict environment has no method `step`: "),
+        (
+            lambda env: PettingZooEnv(env) if isinstance(env, Fragile) else env,
+            "must return a MultiAgentEnv; it returned",
+        ),
+    ],
+    ids=["pettingzoo", "dict", "own"],
+)
+def test_no_environment_of_the_kind_that_was_named(adapter, said, each, build, tmp_path):
+    assert said in refused(2, Half, tmp_path, each, build, adapter=adapter)
+    assert (tmp_path / "closed-half").exists()
+
+
+def test_the_first_of_several_that_are_none_is_named(each, build):
+    for _ in range(3):
+        with pytest.raises(TypeError, match=r"^environment 1: "):
+            build([Hunt, dict, dict, dict], each)
+
+
+class Elsewhere:
+    """What it is made of cannot be had without its module, not even by value."""
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, ("only_here",)
+
+
+def test_a_module_that_workers_cannot_have(each, build, monkeypatch):
+    monkeypatch.setitem(sys.modules, "only_here", types.ModuleType("only_here"))
+    constructor = functools.partial(lambda _: Hunt(), Elsewhere())
+    if each.backend in ("serial", "thread"):
+        build([constructor] * 2, each).reset()
+        return
+    with pytest.raises(ModuleNotFoundError, match=r"environment 0 needs the module 'only_here'"):
+        build([constructor] * 2, each)

@@ -1,0 +1,113 @@
+"""Nothing is left after many batches have come and gone: no process, thread, file descriptor, memory or file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import psutil
+import pytest
+from helpers.leaks import Held
+from helpers.processes import alive, gone, wait_for
+from helpers.start_methods import CONTEXTS
+from simulators.counting import ACTIONS, Counting
+from simulators.crashing import Children, Fate, mortal
+from simulators.deterministic import Hunt
+from simulators.failing import Fragile, SimulatorError, raising
+
+from marl_parallel import EnvError, ParallelEnv, WorkerCrashed
+
+pytestmark = pytest.mark.release_independent
+
+CYCLES = 50
+
+
+@pytest.fixture(autouse=True)
+def own_folder_for_temporary_files(tmp_path, monkeypatch):
+    """What others on this machine put into the usual one is not ours."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def use(env: ParallelEnv) -> None:
+    env.reset()
+    env.step([{agent: env.action_space[agent].sample() for agent in acting} for acting in env.acting])
+    env.state()
+    env.call("pid")
+
+
+@pytest.mark.parametrize(("context", "cycles"), [("forkserver", CYCLES), ("fork", CYCLES), ("spawn", 10)])
+def test_closed_worker_processes_leave_nothing(context, cycles):
+    check(lambda: closed(backend="process", context=context), cycles)
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread"])
+def test_closed_workers_leave_nothing(backend):
+    check(lambda: closed(backend=backend))
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_collected_workers_leave_nothing(backend):
+    check(lambda: use(ParallelEnv([Hunt] * 2, backend=backend, num_workers=2)), cycles=10)
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+@pytest.mark.parametrize("place", ["constructor", "step"])
+def test_environments_that_raise_leave_nothing(place, backend, tmp_path):
+    fault = raising(SimulatorError, "bad terrain")
+    check(lambda: failing(tmp_path, place, fault, EnvError, backend=backend), cycles=10)
+
+
+@pytest.mark.parametrize("place", ["constructor", "step"])
+def test_workers_that_die_leave_nothing(place, tmp_path):
+    check(lambda: failing(tmp_path, place, os.abort, WorkerCrashed, backend="process"), cycles=10)
+
+
+def closed(**arguments) -> None:
+    with ParallelEnv([Hunt] * 2, num_workers=2, **arguments) as env:
+        use(env)
+
+
+def failing(notes, place, fault, error, **arguments) -> None:
+    def constructor(env_id: int, seed: int) -> Fragile:
+        return Fragile({place: fault} if env_id == 1 else {}, notes, env_id=env_id, seed=seed)
+
+    with pytest.raises(error), ParallelEnv([constructor] * 2, num_workers=2, **arguments) as env:  # noqa: PT012
+        env.reset()
+        env.step([{"a": 0, "b": 0}] * 2)
+
+
+def check(cycle, cycles: int = CYCLES) -> None:
+    cycle()  # what is loaded at first use may stay
+    before = Held.now()
+    for _ in range(cycles):
+        cycle()
+    assert Held.now() == before
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_restarted_workers_leave_nothing(context):
+    """Not even until they are closed: nothing lives but the children of simulators that do, wherever they went."""
+    children = Children(os.getpid() * 10_000 + CONTEXTS.index(context))
+    fates = {(1, life): Fate("SIGKILL", "step", 1) for life in range(3)}
+    make = mortal(Counting, fates, started=children)
+    with ParallelEnv([make] * 3, num_workers=1, context=context, on_error="restart") as env:
+        env.reset()
+        process, others = env.call("pid")[0], len(helpers(children, env))
+        for restarts in (3, 6, 9):
+            seen = children.running()
+            assert len(seen) == 6
+            while env.stats().restarts < restarts:
+                env.step([ACTIONS] * 3)
+            now = env.call("pid")
+            assert {*now} != {process}
+            (process,) = {*now}
+            assert gone(seen, 2.0)
+            assert len(children.running()) == 6
+            wait_for(lambda: len(helpers(children, env)) == others)  # a keeper ends a moment after its worker
+    assert children.gone()
+
+
+def helpers(children: Children, env: ParallelEnv) -> set[int]:
+    """All descendants of this process but the worker and its simulators' children."""
+    found = {child.pid for child in psutil.Process().children(recursive=True) if alive(child.pid)}
+    return found - children.running() - {*env.call("pid")}

@@ -1,0 +1,391 @@
+"""Restarts at moments that are rare: what is told is of the episode it is told of, once, and never half of it.
+
+Each simulator's observation is a hundred for each time it was built, ten for each episode, and one for each step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from helpers.setups import Setup
+
+from marl_parallel import EnvError, ParallelEnv, WorkerCrashed, WorkerTimeout
+
+SETUPS = [Setup("serial", True, 1), Setup("thread", True, 1), Setup("process", True, 1), Setup("process", False, 1)]
+KILLABLE = [Setup("process", True, 1), Setup("process", False, 1), Setup("portable", True, 1)]
+each_killable = pytest.mark.parametrize("setup", KILLABLE, ids=str)
+each_setup = pytest.mark.parametrize("setup", SETUPS, ids=str)
+ACTIONS = {"a": 0, "b": 0}
+
+
+class Clock:
+    """Two agents in episodes of three steps; breaks or says odd things where `at` of a class beneath says so."""
+
+    possible_agents = ("a", "b")
+    observation_space = spaces.Dict({agent: spaces.Box(-999, 999, (1,), np.float32) for agent in "ab"})
+    action_space = spaces.Dict({agent: spaces.Discrete(2) for agent in "ab"})
+    length = 3
+
+    def __init__(self, restarts: int = 0) -> None:
+        self.restarts, self.episode, self.time = restarts, 0, 0
+        self.got: list[dict] = []
+
+    def now(self) -> np.ndarray:
+        return np.full(1, 100 * self.restarts + 10 * self.episode + self.time, np.float32)
+
+    def seen(self) -> dict[str, Any]:
+        return {"a": self.now(), "b": self.now()}
+
+    def infos(self) -> dict[str, Any]:
+        return {"a": {}, "b": {}}
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.episode, self.time = self.episode + 1, 0
+        return self.seen(), {"a": {}, "b": {}}
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        self.got.append(actions)
+        self.time += 1
+        over = {"__all__": self.time == self.length}
+        return self.seen(), {"a": 1.0, "b": 1.0}, over, {"__all__": False}, self.infos()
+
+    def state(self) -> np.ndarray:
+        if not self.episode:
+            raise RuntimeError("reset() needs to be called before state")
+        return self.now()
+
+    @property
+    def state_space(self) -> spaces.Space:
+        return spaces.Box(-999, 999, (1,), np.float32)
+
+    def broken(self) -> None:
+        raise RuntimeError("broken in a call")
+
+
+def alone(build: Callable[..., ParallelEnv], make: type, setup: Setup, mode: Any = True) -> ParallelEnv:
+    return build([make], setup, mode, on_error="restart")
+
+
+def step(env: ParallelEnv) -> tuple[Any, ...]:
+    return tuple(dicts[0] for dicts in env.step([ACTIONS]))
+
+
+class FailsToBegin(Clock):
+    """The second copy breaks in its first reset."""
+
+    episodes = 0
+
+    def reset(self, **keywords: Any) -> tuple[dict, dict]:
+        if (self.restarts, self.episode) == (1, self.episodes):
+            raise RuntimeError("broken in a reset")
+        return super().reset(**keywords)
+
+
+class FailsToBeginAgain(FailsToBegin):
+    """The second copy breaks in its second reset."""
+
+    episodes = 1
+
+
+@each_setup
+@pytest.mark.parametrize("mode", [True, "NEXT_STEP", False])
+def test_a_mark_goes_with_its_episode(mode, setup, build):
+    """Broken while it was idle, and again in the caller's own reset: that one is told of, and nothing after it."""
+    # With auto-reset in the same step, a fresh copy has been reset before anybody asks for it.
+    env = alone(build, FailsToBeginAgain if mode is True else FailsToBegin, setup, mode)
+    env.reset()
+    step(env)
+    with pytest.raises(EnvError):
+        env.call("broken")
+    (observations,), (infos,) = env.reset()
+    assert observations["a"] == 210
+    assert infos["__common__"]["restarted"]
+    for moment in (1, 2):
+        observations, rewards, terminateds, truncateds, infos = step(env)
+        assert observations["a"] == 210 + moment
+        assert rewards == {"a": 1.0, "b": 1.0}
+        assert not terminateds["__all__"]
+        assert not truncateds["__all__"]
+        assert "__common__" not in infos
+    assert env.get_attr("got") == ([ACTIONS] * 2,)
+
+
+class SaysWhoWon(Clock):
+    """The first episode's end says something; the third reset fails."""
+
+    length = 1
+
+    def infos(self) -> dict[str, Any]:
+        return {"a": {"winner": "red"} if self.episode == 1 else {}, "b": {}}
+
+    def reset(self, **keywords: Any) -> tuple[dict, dict]:
+        if (self.restarts, self.episode) == (0, 2):
+            raise RuntimeError("broken in a reset")
+        return super().reset(**keywords)
+
+
+@each_setup
+def test_a_last_step_says_what_it_said_itself(setup, build):
+    env = alone(build, SaysWhoWon, setup)
+    env.reset()
+    assert step(env)[4]["a"]["winner"] == "red"
+    infos = step(env)[4]
+    assert infos["__common__"]["restarted"]
+    assert infos["a"].keys() == {"final_obs"}
+    assert infos["a"]["final_obs"] == 21
+
+
+class SeesTooMuch(Clock):
+    """The first copy's agent b sees too many numbers at one moment."""
+
+    at = (1, 2)
+
+    def seen(self) -> dict[str, Any]:
+        wrong = not self.restarts and (self.episode, self.time) == self.at
+        return {"a": self.now(), "b": np.zeros(7, np.float32) if wrong else self.now()}
+
+
+class SeesTooMuchAtFirst(SeesTooMuch):
+    at = (2, 0)
+
+
+class TellsTooMuch(Clock):
+    """The first copy's last info does not pickle, and says that agent b has terminated."""
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        observations, rewards, terminateds, truncateds, infos = super().step(actions)
+        if not self.restarts and self.time == 2:
+            infos["a"]["generator"] = (number for number in range(3))
+            terminateds["b"] = True
+        return observations, rewards, terminateds, truncateds, infos
+
+
+@each_setup
+@pytest.mark.parametrize("make", [SeesTooMuch, TellsTooMuch])
+def test_a_step_that_is_refused_is_told_as_interrupted(make, setup, build):
+    env = alone(build, make, setup)
+    env.reset()
+    step(env)
+    observations, rewards, terminateds, truncateds, infos = step(env)
+    assert observations == {"a": 110, "b": 110}
+    assert rewards == {"a": 0.0, "b": 0.0}
+    assert terminateds == {"a": False, "b": False, "__all__": False}
+    assert truncateds == {"a": True, "b": True, "__all__": True}
+    assert {agent: infos[agent]["final_obs"][0] for agent in "ab"} in ({"a": 0, "b": 0}, {"a": 11, "b": 11})
+
+
+@each_setup
+def test_a_first_observation_that_is_refused_spoils_no_last_one(setup, build):
+    env = alone(build, SeesTooMuchAtFirst, setup)
+    env.reset()
+    for _ in range(3):
+        observations, rewards, terminateds, _, infos = step(env)
+    assert observations == {"a": 110, "b": 110}
+    assert rewards == {"a": 1.0, "b": 1.0}
+    assert terminateds["__all__"]
+    assert {agent: infos[agent]["final_obs"][0] for agent in "ab"} == {"a": 13, "b": 13}
+
+
+class Breaks(Clock):
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        if not self.restarts:
+            raise RuntimeError("broken in a step")
+        return super().step(actions)
+
+
+@each_setup
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "DISABLED"])
+def test_who_looks_at_it_early_changes_nothing(mode, setup, build):
+    """A fresh simulator whose reset is not due yet has a state all the same."""
+    env, other = (alone(build, Breaks, setup, mode) for _ in range(2))
+    for one in (env, other):
+        one.reset()
+        assert step(one)[3]["__all__"]
+    assert env.state().tolist() == [[110]]
+    assert env.state().tolist() == [[110]]
+    if mode == "NEXT_STEP":
+        assert step(env)[0] == step(other)[0] == {"a": 110, "b": 110}
+    else:
+        assert env.reset()[0][0]["a"] == 120  # it has been reset before
+        other.reset()
+    assert step(env)[2]["__all__"] is False
+    assert env.stats().restarts == 1
+    assert env.state()[0] == env.call("now")[0]
+
+
+class UsesItsArraysAgain(Clock):
+    """Writes into the arrays it has given, and says what `copy.deepcopy` refuses."""
+
+    def __init__(self, restarts: int = 0) -> None:
+        super().__init__(restarts)
+        self.array, self.near = np.zeros(1, np.float32), {"b": 1}
+
+    def seen(self) -> dict[str, Any]:
+        self.array[...] = self.now()
+        return {"a": self.array, "b": self.array}
+
+    def infos(self) -> dict[str, Any]:
+        return {"a": {"near": self.near.keys()}, "b": {}}
+
+
+@each_setup
+def test_a_last_observation_is_kept_whatever_is_beside_it(setup, build):
+    env = build([UsesItsArraysAgain], setup)
+    env.reset()
+    for _ in range(3):
+        observations, *_, infos = step(env)
+    assert observations["a"] == 20
+    assert infos["a"]["final_obs"] == 13
+    assert [*infos["a"]["near"]] == ["b"]
+
+
+class Fickle(Clock):
+    """The first copy dies in its first step, and the first to be built anew has other spaces."""
+
+    def __init__(self, env_id: int, restarts: int) -> None:
+        super().__init__(restarts)
+        self.dies = env_id == 0 and restarts == 0
+        if env_id == 0 and restarts == 1:
+            self.observation_space = spaces.Dict({agent: spaces.Box(-999, 999, (64,), np.float64) for agent in "ab"})
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        if self.dies:
+            os._exit(1)
+        return super().step(actions)
+
+
+@each_killable
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+def test_another_simulator_for_once(mode, setup, build):
+    """It is refused, before it has had a say in how anybody's records lie in the block."""
+    env = build([Fickle] * 2, setup, mode, on_error="restart")
+    env.reset()
+    for _ in range(4):
+        observations = env.step([ACTIONS] * 2)[0]
+    assert env.stats().restarts == 3
+    now = env.call("now")
+    assert [seen["b"] for seen in observations] == list(now)
+    assert [int(own[0]) // 100 for own in now] == [2, 1]
+
+
+class SlowToBegin(Clock):
+    """Breaks in its first step, and what takes its place hangs in its first reset."""
+
+    render_mode = "ansi"
+
+    def reset(self, **keywords: Any) -> tuple[dict, dict]:
+        if self.restarts == 1:
+            time.sleep(600)
+        return super().reset(**keywords)
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        raise RuntimeError("broken")
+
+    def render(self) -> str:
+        return str(self.now())
+
+
+@pytest.mark.parametrize("ask", [ParallelEnv.state, ParallelEnv.render], ids=lambda ask: ask.__name__)
+def test_a_reset_that_somebody_looks_in_on_has_its_limit(ask, build):
+    setup = Setup("process", True, 1)
+    env = build([SlowToBegin], setup, "NEXT_STEP", on_error="restart", reset_timeout=0.5)
+    env.reset()
+    step(env)
+    with pytest.raises(WorkerTimeout, match=r"has not finished its reset within 0\.5 s"):
+        ask(env)
+
+
+class Seeded(Clock):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seeds = [seed]
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.seeds.append(seed)
+        return super().reset()
+
+
+def pid_of(_: Any) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+def test_a_copy_that_died_before_its_first_reset_has_a_seed_of_its_own(mode, build):
+    env = build([Seeded] * 2, Setup("process", True, 2), mode, seed=7, on_error="restart")
+    os.kill(env.call(pid_of)[1], signal.SIGKILL)
+    with pytest.raises(WorkerCrashed):
+        env.call("seeds")
+    env.reset()
+    own = int(np.random.SeedSequence((7, 1, 1)).generate_state(1)[0] >> 1)
+    assert env.seed() == (7, own)
+    assert env.get_attr("seeds") == ([7, 7], [own, own])
+
+
+class Computed:
+    """An observation that is computed when it is looked at, as on a GPU, which may be fatal."""
+
+    shape, dtype, ndim = (1,), np.dtype(np.float32), 1
+
+    def __init__(self, value: np.ndarray, *, fatal: bool) -> None:
+        self.value, self.fatal = value, fatal
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        if self.fatal:
+            os._exit(1)
+        return self.value
+
+
+class DiesOfBeingSeen(Clock):
+    def seen(self) -> dict[str, Any]:
+        fatal = self.restarts == 0 and self.episode == 2
+        return {"a": Computed(self.now(), fatal=False), "b": Computed(self.now(), fatal=fatal)}
+
+
+@each_killable
+def test_a_death_while_the_new_episode_is_told(setup, build):
+    """What was written of it already is not mistaken for the old one's."""
+    env = build([DiesOfBeingSeen], setup, on_error="restart")
+    env.reset()
+    for _ in range(Clock.length):
+        _, rewards, terminateds, _, infos = step(env)
+    assert (rewards["a"], terminateds["__all__"]) == (1.0, True)
+    assert infos["__common__"]["restarted"] is True
+    assert {agent: float(infos[agent]["final_obs"][0]) for agent in "ab"} in (
+        {"a": 13.0, "b": 13.0},
+        {"a": 0.0, "b": 0.0},
+    )
+
+
+class StopsForAWhile(Clock):
+    """Is stopped in the last step of its first episode; whoever asks where it is has it go on."""
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        if (self.restarts, self.episode, self.time) == (0, 1, 2):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().step(actions)
+
+
+@each_killable
+def test_whoever_goes_on_when_time_is_up(setup, build):
+    """Either its step counts, and the next result has the mark, or it was interrupted; nothing in between is told."""
+    env = build([StopsForAWhile], setup, on_error="restart", step_timeout=0.3)
+    env.reset()
+    for _ in range(Clock.length):
+        _, rewards, _, truncateds, infos = step(env)
+    final = float(infos["a"]["final_obs"][0])
+    if "__common__" in infos:
+        # In its step or in the reset after it; zeros where it was just writing down what came of that.
+        cut_off, stepped = (0.0, True), (1.0, False)
+        told = rewards["a"], truncateds["__all__"]
+        assert (told, final) in ((cut_off, 12.0), (cut_off, 0.0), (stepped, 13.0), (stepped, 0.0))
+    else:
+        assert (rewards["a"], final) == (1.0, 13.0)
+        assert step(env)[4]["__common__"]["restarted"] is True
+    assert float(step(env)[0]["a"][0]) // 100 == 1

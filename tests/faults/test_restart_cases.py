@@ -1,0 +1,379 @@
+"""What `step` and `reset` return when an environment breaks, written out: case by case, number by number.
+
+`counting` shows in each observation whose it is: its seed, how often it was reset, and how many steps ago. Of two
+environments the second breaks. Whatever else may happen is compared with a reference in `test_restarts`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+from helpers.comparison import assert_same
+from helpers.setups import Setup
+from simulators.counting import ACTIONS, Counting, CountingDicts, seen
+from simulators.crashing import WAYS, Fate, mortal
+
+from marl_parallel import ParallelEnv
+
+pytestmark = pytest.mark.release_independent
+
+SAME_STEP, NEXT_STEP, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
+OLD, FRESH, FRESHER = 43, 1067095921, 1218218947  # of environment 1, with base 42
+OLD_0, FRESH_0 = 42, 948246714  # of environment 0
+
+each_rules = pytest.mark.parametrize("make", [Counting, CountingDicts], ids=["pettingzoo", "dict"])
+each_mode = pytest.mark.parametrize("mode", [SAME_STEP, NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
+each_way = pytest.mark.parametrize(
+    ("way", "setup"),
+    [
+        ("raise", Setup("serial", True, 2)),
+        ("raise", Setup("thread", True, 2)),
+        ("raise", Setup("process", True, 2)),
+        ("SIGKILL", Setup("process", True, 2)),
+        ("SIGKILL", Setup("portable", True, 2)),
+    ],
+    ids=str,
+)
+
+
+def start(build: Any, make: Any, mode: AutoresetMode, setup: Setup, *lives: Fate) -> ParallelEnv:
+    """Two environments, of which the second has these fates, one life after the other."""
+    fates = {(1, life): fate for life, fate in enumerate(lives)}
+    return build([mortal(make, fates)] * 2, setup, mode, on_error="restart")
+
+
+def step(env: ParallelEnv, env_id: int = 1) -> tuple[Any, ...]:
+    """What one environment says to a step of all."""
+    return tuple(dicts[env_id] for dicts in env.step([ACTIONS] * 2))
+
+
+def mark(infos: dict[Any, Any], way: str) -> dict[str, Any]:
+    """What `__common__` must be, the report being what it is, if it says what has happened."""
+    report = infos["__common__"]["error"]
+    assert isinstance(report, str)
+    assert WAYS[way].word in report
+    return {"restarted": True, "error": report}
+
+
+def first_step_of(seed: int) -> tuple[Any, ...]:
+    """What the first step after a reset says where nothing breaks."""
+    return (
+        {"long": seen(seed, 1, 1), "short": seen(seed, 1, 1)},
+        {"long": 1.5, "short": 1.5},
+        {"long": False, "short": False, "__all__": False},
+        {"long": False, "short": False, "__all__": False},
+        {"long": {}, "short": {}},
+    )
+
+
+def test_the_seeds():
+    """Those that the cases below expect, and where they come from."""
+    for seed, env_id, restarts in ((FRESH, 1, 1), (FRESHER, 1, 2), (FRESH_0, 0, 1)):
+        assert seed == int(np.random.SeedSequence((42, env_id, restarts)).generate_state(1)[0] >> 1)
+
+
+# A step that breaks
+
+
+@each_rules
+@each_way
+def test_same_step(way, setup, make, build):
+    env = start(build, make, SAME_STEP, setup, Fate(way, "step", 1))
+    env.reset()
+    assert_same(step(env), first_step_of(OLD))
+    result = step(env)
+    expected = (
+        {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)},
+        {"long": 0.0, "short": 0.0},
+        {"long": False, "short": False, "__all__": False},
+        {"long": True, "short": True, "__all__": True},
+        {
+            "long": {"final_obs": seen(OLD, 1, 1)},
+            "short": {"final_obs": seen(OLD, 1, 1)},
+            "__common__": mark(result[4], way),
+        },
+    )
+    assert_same(result, expected)
+    assert env.acting == (["long"], ["long", "short"])
+    assert env.seed() == (OLD_0, FRESH)
+    assert_same(step(env), first_step_of(FRESH))
+
+
+@each_rules
+@each_way
+def test_next_step(way, setup, make, build):
+    env = start(build, make, NEXT_STEP, setup, Fate(way, "step", 1))
+    env.reset()
+    assert_same(step(env), first_step_of(OLD))
+    result = step(env)
+    expected = (
+        {"long": seen(OLD, 1, 1), "short": seen(OLD, 1, 1)},
+        {"long": 0.0, "short": 0.0},
+        {"long": False, "short": False, "__all__": False},
+        {"long": True, "short": True, "__all__": True},
+        {"__common__": mark(result[4], way)},
+    )
+    assert_same(result, expected)
+    expected = (
+        {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)},
+        {"long": 0.0, "short": 0.0},
+        {"long": False, "short": False, "__all__": False},
+        {"long": False, "short": False, "__all__": False},
+        {"long": {}, "short": {}},
+    )
+    assert_same(step(env), expected)
+    assert_same(step(env), first_step_of(FRESH))
+
+
+@each_rules
+@each_way
+def test_disabled(way, setup, make, build):
+    env = start(build, make, DISABLED, setup, Fate(way, "step", 1))
+    env.reset()
+    assert_same(step(env), first_step_of(OLD))
+    result = step(env)
+    expected = (
+        {"long": seen(OLD, 1, 1), "short": seen(OLD, 1, 1)},
+        {"long": 0.0, "short": 0.0},
+        {"long": False, "short": False, "__all__": False},
+        {"long": True, "short": True, "__all__": True},
+        {"__common__": mark(result[4], way)},
+    )
+    assert_same(result, expected)
+    for _ in range(2):
+        assert_same(step(env), ({}, {}, {"__all__": False}, {"__all__": True}, {}))
+        assert env.acting[1] == []
+    observations, infos = env.reset(env_ids=[1])
+    assert_same(observations, ({"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)},))
+    assert_same(infos, ({"long": {}, "short": {}},))
+    assert_same(step(env), first_step_of(FRESH))
+
+
+# Agents that have left before
+
+
+@each_rules
+@each_way
+@pytest.mark.parametrize("after", [2, 3])
+def test_only_who_is_alive_is_cut_off(after, way, setup, make, build):
+    """One is done with its second step; the last observation known of it is told once more if it is the latest."""
+    env = start(build, make, SAME_STEP, setup, Fate(way, "step", after))
+    env.reset()
+    for _ in range(after):
+        step(env)
+    result = step(env)
+    final = {
+        2: {"long": {"final_obs": seen(OLD, 1, 2)}, "short": {"final_obs": seen(OLD, 1, 2)}},
+        3: {"long": {"final_obs": seen(OLD, 1, 3)}},
+    }
+    expected = (
+        {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)},
+        {"long": 0.0},
+        {"long": False, "__all__": False},
+        {"long": True, "__all__": True},
+        {**final[after], "__common__": mark(result[4], way)},
+    )
+    assert_same(result, expected)
+
+
+# An automatic reset that breaks
+
+
+@each_rules
+@each_way
+def test_the_reset_within_a_step(way, setup, make, build):
+    """The step had been made: its rewards and flags are its own."""
+    env = start(build, functools.partial(make, 2), SAME_STEP, setup, Fate(way, "reset", 1))
+    env.reset()
+    assert_same(step(env), first_step_of(OLD))
+    result = step(env)
+    expected = (
+        {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)},
+        {"long": 1.5, "short": 1.5},
+        {"long": False, "short": True, "__all__": False},
+        {"long": True, "short": False, "__all__": True},
+        {
+            "long": {"final_obs": seen(OLD, 1, 2)},
+            "short": {"final_obs": seen(OLD, 1, 2)},
+            "__common__": mark(result[4], way),
+        },
+    )
+    assert_same(result, expected)
+    assert_same(step(env), first_step_of(FRESH))
+
+
+@each_rules
+@each_way
+def test_the_reset_that_a_step_is(way, setup, make, build):
+    """The step before it has been told; this one is the fresh environment's reset."""
+    env = start(build, functools.partial(make, 2), NEXT_STEP, setup, Fate(way, "reset", 1))
+    env.reset()
+    assert_same(step(env), first_step_of(OLD))
+    expected = (
+        {"long": seen(OLD, 1, 2), "short": seen(OLD, 1, 2)},
+        {"long": 1.5, "short": 1.5},
+        {"long": False, "short": True, "__all__": False},
+        {"long": True, "short": False, "__all__": True},
+        {"long": {}, "short": {}},
+    )
+    assert_same(step(env), expected)
+    result = step(env)
+    expected = (
+        {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)},
+        {"long": 0.0, "short": 0.0},
+        {"long": False, "short": False, "__all__": False},
+        {"long": False, "short": False, "__all__": False},
+        {"long": {}, "short": {}, "__common__": mark(result[4], way)},
+    )
+    assert_same(result, expected)
+    assert_same(step(env), first_step_of(FRESH))
+
+
+# A reset that breaks
+
+
+@each_mode
+@each_rules
+@each_way
+def test_a_reset(way, setup, make, mode, build):
+    """The fresh environment's, though it takes two to get there."""
+    env = start(build, make, mode, setup, Fate(way, "reset", 0), Fate(way, "reset", 0))
+    observations, infos = env.reset()
+    untroubled = {"long": seen(OLD_0, 1, 0), "short": seen(OLD_0, 1, 0)}
+    assert_same(observations, (untroubled, {"long": seen(FRESHER, 1, 0), "short": seen(FRESHER, 1, 0)}))
+    expected = {"long": {}, "short": {}, "__common__": mark(infos[1], way)}
+    assert_same(infos, ({"long": {}, "short": {}}, expected))
+    assert env.seed() == (OLD_0, FRESHER)
+    assert_same(step(env), first_step_of(FRESHER))
+
+
+# Those that shared a process with it
+
+
+@each_rules
+def test_a_neighbour_that_was_done(make, build):
+    """Its step is told as it was; then it is cut off too, the action it is given being ignored."""
+    env = start(build, make, SAME_STEP, Setup("process", True, 1), Fate("SIGKILL", "step", 0))
+    env.reset()
+    results = [*zip(*env.step([ACTIONS] * 2), strict=True)]
+    assert_same(results[0], first_step_of(OLD_0))
+    assert results[1][4]["__common__"]["restarted"] is True
+    result = step(env, 0)
+    expected = (
+        {"long": seen(FRESH_0, 1, 0), "short": seen(FRESH_0, 1, 0)},
+        {"long": 0.0, "short": 0.0},
+        {"long": False, "short": False, "__all__": False},
+        {"long": True, "short": True, "__all__": True},
+        {
+            "long": {"final_obs": seen(OLD_0, 1, 1)},
+            "short": {"final_obs": seen(OLD_0, 1, 1)},
+            "__common__": mark(result[4], "SIGKILL"),
+        },
+    )
+    assert_same(result, expected)
+    assert_same(step(env, 0), first_step_of(FRESH_0))
+
+
+@each_rules
+@pytest.mark.parametrize("mode", [NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
+def test_a_neighbour_that_was_done_is_reset_later(mode, make, build):
+    env = start(build, make, mode, Setup("process", True, 1), Fate("SIGKILL", "step", 0))
+    env.reset()
+    assert_same(step(env, 0), first_step_of(OLD_0))
+    result = step(env, 0)
+    expected = (
+        {"long": seen(OLD_0, 1, 1), "short": seen(OLD_0, 1, 1)},
+        {"long": 0.0, "short": 0.0},
+        {"long": False, "short": False, "__all__": False},
+        {"long": True, "short": True, "__all__": True},
+        {"__common__": mark(result[4], "SIGKILL")},
+    )
+    assert_same(result, expected)
+    fresh = {"long": seen(FRESH_0, 1, 0), "short": seen(FRESH_0, 1, 0)}
+    if mode is NEXT_STEP:
+        assert_same(step(env, 0)[0], fresh)
+    else:
+        assert_same(step(env, 0), ({}, {}, {"__all__": False}, {"__all__": True}, {}))
+        assert_same(
+            env.reset(),
+            ((fresh, {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)}), ({"long": {}, "short": {}},) * 2),
+        )
+    assert_same(step(env, 0), first_step_of(FRESH_0))
+
+
+# What a reset was given
+
+
+@each_mode
+@each_way
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["reset", "reset_async"])
+def test_options_are_for_the_reset_that_failed(asynchronous, way, setup, mode, build):
+    """Each fresh environment that fails to take its place is given them; another that is built later is not."""
+    fates = [Fate(way, "reset", 1), Fate(way, "reset", 0), Fate(way, "step", 0)]
+    env = start(build, Counting, mode, setup, *fates)
+    env.reset()
+    options = {"map": "big", "deep": {"n": [1, 2]}}
+    if asynchronous:
+        env.reset_async(options=options)
+        env.recv()
+    else:
+        env.reset(options=options)
+    assert env.seed() == (OLD_0, FRESHER)
+    assert env.get_attr("options") == (options, options)
+    assert step(env)[4]["__common__"]["restarted"] is True
+    if mode is NEXT_STEP:
+        step(env)
+    elif mode is DISABLED:
+        env.reset()
+    assert env.get_attr("resets")[1] == 1
+    assert env.get_attr("options")[1] is None
+
+
+@each_way
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["reset", "reset_async"])
+def test_a_seed_is_the_base_of_the_reset_that_failed(asynchronous, way, setup, build):
+    """Though not its seed: that failed."""
+    env = start(build, Counting, SAME_STEP, setup, Fate(way, "reset", 1))
+    env.reset()
+    if asynchronous:
+        env.reset_async(seed=100)
+        env.recv()
+    else:
+        env.reset(seed=100)
+    assert env.seed() == (100, int(np.random.SeedSequence((100, 1, 1)).generate_state(1)[0] >> 1))
+
+
+def refuse() -> None:
+    raise RuntimeError("cannot be made here")
+
+
+class OneWay:
+    """Pickles, but cannot be made again from it."""
+
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+class Secretive(Counting):
+    """In its first life, the infos of its first reset can be read by nobody."""
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        observations, infos = super().reset(seed, options)
+        return observations, {**infos, "secret": OneWay()} if self.given == OLD else infos
+
+
+@each_mode
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_a_reset_that_cannot_be_read(mode, backend, build):
+    """It has failed as any other."""
+    env = build([Secretive] * 2, Setup(backend, True, 2), mode, on_error="restart")
+    observations, infos = env.reset()
+    assert_same(observations[1], {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)})
+    report = infos[1]["__common__"]["error"]
+    assert "cannot be unpickled" in report
+    assert_same(infos[1], {"long": {}, "short": {}, "__common__": {"restarted": True, "error": report}})
+    assert_same(step(env), first_step_of(FRESH))

@@ -1,0 +1,100 @@
+"""What is told of a restart: one line in the log, and the whole report in the result of the step."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from helpers.setups import Setup
+from simulators.counting import ACTIONS, Counting
+from simulators.crashing import Fate, mortal
+from simulators.failing import SimulatorError
+
+pytestmark = pytest.mark.release_independent
+
+APART, PACKED = Setup("process", True, 2), Setup("process", True, 1)
+PORTABLE = Setup("portable", True, 2)
+RAISED = "environment 1 (worker {worker}) raised in step, at line "
+DIED = "worker {worker} ({share}) died in step of environment 1"
+HUNG = "environment 1 (worker {worker}) has not finished its step within 1 s"
+
+
+def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What has been logged so far: each a line, a warning, and of this package."""
+    for record in caplog.records:
+        assert (record.name, record.levelno) == ("marl_parallel", logging.WARNING)
+        assert len(record.getMessage().splitlines()) == 1
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("way", "setup", "what", "more"),
+    [
+        ("raise", Setup("serial", True, 2), RAISED, "Traceback"),
+        ("raise", Setup("thread", True, 2), RAISED, "Traceback"),
+        ("raise", APART, RAISED, "Traceback"),
+        ("raise", PACKED, RAISED, "Traceback"),
+        ("SIGKILL", APART, DIED, "memory"),
+        ("SIGKILL", PACKED, DIED, "memory"),
+        ("SIGKILL", PORTABLE, DIED, "memory"),
+        ("SIGSEGV", APART, DIED, "in step"),
+        ("SIGSEGV", PACKED, DIED, "in step"),
+        ("loop", APART, HUNG, "in forever"),
+        ("loop", PACKED, HUNG, "in forever"),
+        ("loop", PORTABLE, HUNG, "in forever"),
+    ],
+    ids=str,
+)
+def test_a_restart(way, setup, what, more, build, caplog):
+    """One line, its beginning that of the report, however many environments shared the process."""
+    timeout = {} if setup.backend == "serial" else {"step_timeout": 1.0}
+    env = build([mortal(Counting, {(1, 0): Fate(way, "step", 1)})] * 2, setup, on_error="restart", **timeout)
+    env.reset()
+    env.step([ACTIONS] * 2)
+    assert notices(caplog) == []
+    infos = env.step([ACTIONS] * 2)[4]
+    for _ in range(3):
+        env.step([ACTIONS] * 2)
+    (notice,) = notices(caplog)
+    share, worker = ("environments 0 to 1", 0) if setup.num_workers == 1 else ("environment 1", 1)
+    assert notice.startswith(what.format(worker=worker, share=share))
+    assert "restarted" in notice
+    report = infos[1]["__common__"]["error"]
+    first, _, to_do, *rest = report.splitlines()
+    assert notice.startswith(first)
+    assert to_do.startswith("What to do: ")
+    assert more in "\n".join([to_do, *rest])
+
+
+@pytest.mark.parametrize("way", ["raise", "SIGKILL"])
+def test_restarts_that_fail(way, build, caplog):
+    """Each has its line."""
+    fates = {(1, 0): Fate(way), (1, 1): Fate(way, "constructor"), (1, 2): Fate(way, "reset")}
+    env = build([mortal(Counting, fates)] * 2, APART, on_error="restart")
+    env.reset()
+    infos = env.step([ACTIONS] * 2)[4]
+    told = notices(caplog)
+    assert env.stats().restarts == len(told) == 3
+    for place, notice in zip(("step", "constructor", "reset"), told, strict=True):
+        assert f" in {place}" in notice
+    assert told[0].startswith(infos[1]["__common__"]["error"].splitlines()[0])
+
+
+def test_an_exception_of_several_lines(build, caplog):
+    def act(self: Counting, actions: dict) -> None:
+        raise SimulatorError("bad terrain:\r\n  a river\n  a wall")
+
+    env = build([type("Talkative", (Counting,), {"step": act})] * 2, APART, on_error="restart")
+    env.reset()
+    infos = env.step([ACTIONS] * 2)[4]
+    told = notices(caplog)
+    assert [notice.partition("SimulatorError: ")[2] for notice in told] == ["bad terrain:; it is restarted"] * 2
+    assert all("  a river\n  a wall" in info["__common__"]["error"] for info in infos)
+
+
+def test_nothing_is_told_of_what_is_raised(build, caplog):
+    env = build([mortal(Counting, {(1, 0): Fate("SIGKILL")})] * 2, APART)
+    env.reset()
+    with pytest.raises(RuntimeError, match="SIGKILL"):
+        env.step([ACTIONS] * 2)
+    assert notices(caplog) == []

@@ -1,0 +1,191 @@
+"""Workers that stop while they send or receive a large message: deadlines, `recv(timeout=)` and `close` always win."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gymnasium.error import ClosedEnvironmentError
+from helpers.comparison import assert_same
+from helpers.forked_steps import actions, plain_loop, stepped
+from helpers.processes import gone, wait_for
+from helpers.start_methods import arguments
+from simulators.forking import Walk
+from simulators.stopping import LargeInfos
+
+from marl_parallel import ParallelEnv, WorkerTimeout
+from marl_parallel.backends.channel import Channel
+
+pytestmark = pytest.mark.release_independent
+
+AT_MOST_S = 60.0  # far more than any limit here, also where the machine is busy; far less than for ever
+
+# A message in a file of its own, one that goes through the socket, and the portable backend's.
+SENT = [
+    pytest.param("forkserver", {"moment": "file"}, id="file"),
+    pytest.param("forkserver", {"moment": "socket", "inline": True}, id="socket"),
+    pytest.param("portable", {"moment": "connection"}, id="portable"),
+]
+sending = pytest.mark.parametrize(("way", "how"), SENT)
+
+
+def opened(way: str, make: Any, **more: Any) -> ParallelEnv:
+    return ParallelEnv([make] * 2, num_workers=2, **arguments(way), **more)
+
+
+def send_until_it_stops(env: ParallelEnv, flag: Path, step: int = 0) -> None:
+    """Sends actions, and returns when the first worker has stopped in the midst of its message."""
+    env.send(actions(step))
+    wait_for(flag.exists, AT_MOST_S)
+    time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("way", "how", "fault"),
+    [
+        *(pytest.param(*sent.values, "stop", id=f"stop-{sent.id}") for sent in SENT),
+        # Not in the portable backend: its one system call for a message does not need the interpreter's lock.
+        *(pytest.param(*sent.values, "lock", id=f"lock-{sent.id}") for sent in SENT[:2]),
+    ],
+)
+def test_step_timeout(way, how, fault, tmp_path):
+    flag = tmp_path / "flag"
+    env = opened(way, functools.partial(LargeInfos, fault, 1, flag=str(flag), **how), step_timeout=2.0)
+    pids = {*env.call("pid")}
+    env.reset()
+    send_until_it_stops(env, flag)
+    began = time.monotonic()
+    with pytest.raises(WorkerTimeout) as caught:
+        env.recv()
+    assert time.monotonic() - began < AT_MOST_S
+    assert caught.value.worker == 0
+    assert gone(pids)
+
+
+@sending
+def test_step_timeout_with_restarts(way, how, tmp_path):
+    """The neighbour's results are those of a plain loop, and the worker that stopped is replaced."""
+    flag = tmp_path / "flag"
+    make = functools.partial(LargeInfos, "stop", 2, flag=str(flag), **how)
+    with opened(way, make, step_timeout=3.0, on_error="restart") as env:
+        observations, _ = env.reset()
+        history = [observations]
+        for step in range(8):
+            if step == 1:
+                send_until_it_stops(env, flag, step)
+                batch = env.recv()
+                place = batch.env_ids.index(0)
+                assert batch.truncateds[place]["__all__"] is True
+                assert batch.infos[place]["__common__"]["restarted"] is True
+                order = [batch.env_ids.index(env_id) for env_id in range(2)]
+                observations, rewards = (tuple(part[i] for i in order) for part in (batch[1], batch[2]))
+            else:
+                observations, rewards, *_ = env.step(actions(step))
+            history.append((observations, rewards))
+        assert env.stats().restarts == 1
+    expected = plain_loop(Walk)
+    assert_same(history[0][1], expected[0][1])
+    for step in range(1, 9):
+        assert_same(tuple(part[1] for part in history[step]), tuple(part[1] for part in expected[step]))
+
+
+@sending
+def test_recv_timeout(way, how, tmp_path):
+    """Nothing is lost: when the worker is continued, the results are those of a plain loop."""
+    flag = tmp_path / "flag"
+    with opened(way, functools.partial(LargeInfos, "stop", 1, flag=str(flag), **how)) as env:
+        worker = env.call("pid")[0]
+        env.reset()
+        send_until_it_stops(env, flag)
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                env.recv(timeout=0.5)
+        assert time.monotonic() - began < AT_MOST_S
+        os.kill(worker, signal.SIGCONT)
+        batch = env.recv()
+    place = batch.env_ids.index(0)
+    observations, rewards = plain_loop(Walk, 1)[1]
+    assert_same(batch.observations[place], observations[0])
+    assert_same(batch.rewards[place], rewards[0])
+    assert batch.infos[place]["a"] == {"image": bytes(1 << 25)}
+
+
+@sending
+def test_close_from_another_thread(way, how, tmp_path):
+    """No limit is set: the blocked call ends with `ClosedEnvironmentError`."""
+    flag = tmp_path / "flag"
+    env = opened(way, functools.partial(LargeInfos, "stop", 1, flag=str(flag), **how))
+    pids = {*env.call("pid")}
+    env.reset()
+    send_until_it_stops(env, flag)
+    began = time.monotonic()
+    timer = threading.Timer(0.5, env.close, kwargs={"timeout": 0.5})
+    timer.start()
+    with pytest.raises(ClosedEnvironmentError):
+        env.recv()
+    timer.join(AT_MOST_S)
+    assert not timer.is_alive()
+    assert time.monotonic() - began < AT_MOST_S
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("way", ["forkserver", "portable"])
+def test_large_requests_to_a_stopped_worker(way):
+    """`send` does not wait for a worker that takes nothing in, and the limit holds."""
+    env = opened(way, functools.partial(LargeInfos, ""), step_timeout=2.0)
+    pids = env.call("pid")
+    env.reset()
+    os.kill(pids[0], signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(WorkerTimeout):
+        env.set_attr("map", [bytes(1 << 25)] * 2)
+    assert time.monotonic() - began < AT_MOST_S
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("way", ["forkserver", "portable"])
+def test_large_messages_arrive_whole(way):
+    """Both ways, at every size around the limits of files, sockets and pipes."""
+    with opened(way, functools.partial(LargeInfos, "")) as env:
+        for size in (1, 16_000, 16_384, 16_400, 65_536, 65_600, 300_000, 5_000_000):
+            sent = os.urandom(size)
+            env.set_attr("map", [sent] * 2)
+            assert env.get_attr("map") == (sent, sent)
+        assert_same(stepped(env, 1), plain_loop(Walk, 1))
+
+
+# A channel by itself
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_channel_takes_a_message_byte_by_byte(size):
+    """However much has come, `receive_now` returns; the message is there with its last byte, and so is the next."""
+    ours, middle = socket.socketpair()
+    sender, theirs = socket.socketpair()
+    ends = Channel(ours), Channel(sender)
+    messages = [{"sent": os.urandom(size)}, "next"]
+    for message in messages:
+        ends[1].put(message)
+        taken = []
+        theirs.setblocking(False)
+        while not taken:
+            data, fds, _, _ = socket.recv_fds(theirs, 1, 4)
+            assert data
+            socket.send_fds(middle, [data], fds) if fds else middle.sendall(data)
+            for fd in fds:
+                os.close(fd)
+            taken = [one for one in [ends[0].receive_now()] if one is not None]
+        assert taken == [message]
+        assert ends[0].receive_now() is None
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)
+    for end in (*ends, middle, theirs):
+        end.close()

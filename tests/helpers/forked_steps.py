@@ -1,0 +1,33 @@
+"""Steps of simulators that fork: actions, a plain loop, and a `ParallelEnv`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SEED, NUM_ENVS, STEPS = 42, 2, 8
+
+
+def actions(step: int) -> list[dict[str, int]]:
+    return [{"a": (step + env_id) % 3, "b": step % 2} for env_id in range(NUM_ENVS)]
+
+
+def plain_loop(make: Any, steps: int = STEPS) -> list[Any]:
+    """What the environments return in a plain loop: the first observations, then (observations, rewards) of steps."""
+    envs = [make(seed=SEED + env_id) for env_id in range(NUM_ENVS)]
+    history: list[Any] = [tuple(env.reset(seed=SEED + env_id)[0] for env_id, env in enumerate(envs))]
+    for step in range(steps):
+        observed, rewarded = [], []
+        for env, given in zip(envs, actions(step), strict=True):
+            observations, rewards, *_ = env.step(given)
+            if not env.agents:
+                observations = env.reset()[0]
+            observed.append(observations)
+            rewarded.append(rewards)
+        history.append((tuple(observed), tuple(rewarded)))
+    return history
+
+
+def stepped(env: Any, steps: int = STEPS) -> list[Any]:
+    """The same from a `ParallelEnv`."""
+    history: list[Any] = [env.reset()[0]]
+    return history + [env.step(actions(step))[:2] for step in range(steps)]

@@ -1,0 +1,63 @@
+"""Setups: on which backend, through which memory and on how many workers a test runs, and which of them a run keeps."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+
+BACKENDS = ("serial", "thread", "process", *(["ray"] if importlib.util.find_spec("ray") else []))
+
+
+class Setup(NamedTuple):
+    """Where environments run and how their values travel.
+
+    Attributes:
+        backend: The kind of worker; "portable" stands for an instance of `PortableProcessBackend`.
+        shared_memory: Whether values travel through a block of memory, or pickled.
+        num_workers: 1, some, or one per environment of a batch of four.
+    """
+
+    backend: str
+    shared_memory: bool
+    num_workers: int
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{'shared' if self.shared_memory else 'pickled'}-{self.num_workers}"
+
+
+# How many workers there are does not depend on how values travel: all numbers of workers one way, one the other way.
+ALL_SETUPS = [Setup(backend, *how) for backend in BACKENDS for how in ((True, 1), (True, 2), (True, 4), (False, 2))]
+TWO_WORKERS = [setup for setup in ALL_SETUPS if setup.num_workers == 2]
+BACKEND_SETUPS = [setup for setup in TWO_WORKERS if setup.shared_memory]
+CONCURRENT_SETUPS = [Setup(backend, True, 2) for backend in (*BACKENDS[1:], "portable")]
+PROCESS_SETUPS = [setup for setup in ALL_SETUPS if setup.backend == "process" and setup.shared_memory]
+KILLABLE_SETUPS = [setup for setup in ALL_SETUPS if setup.backend in ("process", "ray") and setup.shared_memory]
+
+
+def left_out(items: Sequence[pytest.Item], choice: str) -> list[pytest.Item]:
+    """The tests that a run with `--setups=choice` leaves out."""
+    if choice == "all":
+        return []
+    if choice == "ray":
+        return [item for item in items if (setup := _setup_of(item)) is None or setup.backend != "ray"]
+    once = _once(items)
+    return [item for item in items if (item in once) == (choice == "rest")]
+
+
+def _once(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Each test once per backend: with two workers and shared memory, or on its first setup."""
+    chosen: dict[str, pytest.Item] = {}
+    for item in items:
+        setup = _setup_of(item)
+        key = item.nodeid if setup is None else item.nodeid.replace(str(setup), setup.backend)
+        if key not in chosen or (setup is not None and setup in (*BACKEND_SETUPS, *CONCURRENT_SETUPS)):
+            chosen[key] = item
+    return set(chosen.values())
+
+
+def _setup_of(item: pytest.Item) -> Setup | None:
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return next((value for value in parameters.values() if isinstance(value, Setup)), None)

@@ -1,0 +1,210 @@
+"""The usual form of a transition, of which nothing but observations and rewards is written.
+
+Nothing is sent for it, nor for any other step whose infos are empty.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from simulators.failing import Fragile
+
+from marl_parallel.adapters import Misfit
+from marl_parallel.backends.channel import Channel
+from marl_parallel.core.header import (
+    FALSE_CODES,
+    FLAG_SHIFT,
+    FLOATS,
+    INFOS,
+    REWARD_SHIFT,
+    REWARD_TYPES,
+    USUAL,
+    VECTOR_TAG,
+    VECTORS,
+    UsualForm,
+)
+
+AGENTS = ["a", "b"]
+PARTS = ["observations", "rewards", "terminateds", "truncateds", "infos"]
+
+
+class Untold:
+    """Will not say whether it is true."""
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("do not ask")
+
+
+def dicts(kind: type = float) -> dict[str, dict[Any, Any]]:
+    return {
+        "observations": {"a": np.zeros(2), "b": None},
+        "rewards": {"a": kind(1.5), "b": kind(0)},
+        "terminateds": {"a": False, "b": False},
+        "truncateds": {"a": False, "b": False},
+        "infos": {"a": {}, "b": {}},
+    }
+
+
+def code(parts: dict[str, dict[Any, Any]], agents: list[str] = AGENTS) -> int:
+    return UsualForm(agents).code(*(parts[name] for name in PARTS))
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize("with_all", [True, False])
+def test_usual(kind, with_all):
+    parts = dicts(kind)
+    if with_all:
+        parts["terminateds"]["__all__"] = parts["truncateds"]["__all__"] = False
+    assert code(parts) == USUAL | REWARD_TYPES.index(kind) << REWARD_SHIFT
+
+
+def test_nobody_is_never_usual():
+    assert code({name: {} for name in PARTS}, []) == 0
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("change", ["missing", "added", "reordered"])
+def test_other_agents(part, change):
+    parts = dicts()
+    changed = parts[part]
+    if change == "missing":
+        del changed["b"]
+    elif change == "added":
+        changed["c"] = copy.copy(changed["b"])
+    else:
+        changed["a"] = changed.pop("a")
+    assert code(parts) == (USUAL | INFOS if part == "infos" else 0)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        *[("rewards", value) for value in (1, True, None, np.int64(1), np.float32(1), np.ones(1), "1", 1j)],
+        *[
+            (part, value)
+            for part in ("terminateds", "truncateds")
+            for value in (True, 0, 0.0, None, np.False_, np.True_, np.zeros(1, bool), "", [], {}, Untold())
+        ],
+    ],
+)
+@pytest.mark.parametrize("agent", AGENTS)
+def test_other_values(part, value, agent):
+    parts = dicts()
+    parts[part][agent] = value
+    assert code(parts) == 0
+
+
+@pytest.mark.parametrize("value", [{"x": 1}, {"x": np.zeros(3)}, None, False, 0, "", Untold()])
+@pytest.mark.parametrize("agent", AGENTS)
+def test_other_infos(value, agent):
+    """They are pickled; all else may be as usual."""
+    parts = dicts()
+    parts["infos"][agent] = value
+    assert code(parts) == USUAL | INFOS
+
+
+@pytest.mark.parametrize("value", [(), [], set(), np.zeros(2)])
+@pytest.mark.parametrize("agent", AGENTS)
+def test_sequences_of_infos_are_refused(value, agent):
+    parts = dicts()
+    parts["infos"][agent] = value
+    with pytest.raises(Misfit, match=f"the info of agent '{agent}' must be a dict"):
+        code(parts)
+
+
+@pytest.mark.parametrize("kind", [int, bool, np.int64, np.bool_])
+def test_rewards_of_other_types(kind):
+    assert code(dicts(kind)) == USUAL | REWARD_TYPES.index(kind) << REWARD_SHIFT
+
+
+def test_rewards_that_a_double_does_not_hold():
+    parts = dicts(int)
+    parts["rewards"]["a"] = 2**53 + 1
+    assert code(parts) == 0
+
+
+def test_rewards_that_are_vectors():
+    parts = dicts()
+    parts["rewards"] = {"a": np.zeros(2), "b": [1.0, 2.0]}
+    assert code(parts) == 0
+    assert (
+        UsualForm(AGENTS, vectors=True).code(*(parts[name] for name in PARTS))
+        == USUAL | VECTORS | VECTOR_TAG << REWARD_SHIFT
+    )
+
+
+@pytest.mark.parametrize("with_all", [True, False])
+def test_flags_of_numpy(with_all):
+    parts = dicts()
+    for part in ("terminateds", "truncateds"):
+        parts[part] = dict.fromkeys(AGENTS, np.False_)
+        if with_all:
+            parts[part]["__all__"] = False
+    assert code(parts) == USUAL | FALSE_CODES[np.bool_] << FLAG_SHIFT
+
+
+@pytest.mark.parametrize("value", [True, 0, None, np.False_])
+@pytest.mark.parametrize("part", ["terminateds", "truncateds"])
+def test_other_values_for_all(part, value):
+    parts = dicts()
+    parts["terminateds"]["__all__"] = parts["truncateds"]["__all__"] = False
+    parts[part]["__all__"] = value
+    assert code(parts) == 0
+
+
+@pytest.mark.parametrize("part", ["terminateds", "truncateds"])
+def test_one_without_all(part):
+    parts = dicts()
+    parts[part]["__all__"] = False
+    assert code(parts) == 0
+
+
+@pytest.mark.parametrize("part", ["observations", "rewards", "truncateds", "infos"])
+def test_all_in_the_wrong_place(part):
+    """As many entries as usual in the usual order, only that one of them is in another dict."""
+    parts = dicts()
+    parts["terminateds"]["__all__"] = False
+    parts[part] = {"__all__": False, **parts[part]}
+    assert code(parts) == 0
+
+
+# What is sent
+
+
+class Mail:
+    """What this process says to its workers and hears from them beside what is in the block."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for name in ("put", "receive", "receive_now"):
+            monkeypatch.setattr(Channel, name, self.counted(getattr(Channel, name)))
+
+    def counted(self, method: Any) -> Any:
+        def counting(*arguments: Any) -> Any:
+            self.count += 1
+            return method(*arguments)
+
+        return counting
+
+
+@pytest.mark.parametrize("env_ids", [None, [0, 1, 2, 3], [1, 2]], ids=str)
+def test_nothing_is_sent_where_infos_are_empty(env_ids, processes, build, tmp_path, monkeypatch):
+    """Every step of two episodes, the last ones with the reset that follows; where infos are not, they are."""
+    mail = Mail(monkeypatch)
+    env = build([functools.partial(Fragile, {"step": lambda: "news"}, tmp_path, 6, length=3)] * 4, processes)
+    env.reset()
+    before = mail.count
+    assert before > 0
+    actions = [{"a": 0, "b": 1}] * len(env_ids or range(4))
+    for step in range(1, 7):
+        _, _, terminateds, _, infos = env.step(actions, env_ids)
+        over = step % 3 == 0
+        assert terminateds[0]["__all__"] is over
+        assert infos[0]["a"].keys() == ({"final_obs"} if over else set())
+        assert mail.count == before
+    assert env.step(actions, env_ids)[4][0]["a"] == {"strange": "news"}
+    assert mail.count > before

@@ -1,0 +1,96 @@
+"""What is imported where: parts of the package import from below only, and a bare import loads nothing heavy."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+PACKAGE = ROOT / "marl_parallel"
+
+LEVELS = [
+    {"action_masks", "optional", "types", "tiling", "adapters"},
+    {"core"},
+    {"backends", "arguments"},
+    {"runner"},
+    {"parallel_env"},
+    {"making", "recording", "vector"},
+    {"marl_parallel"},
+    {"cli"},
+    {"__main__"},
+]
+"""From below; the package's own `__init__` has the package's name."""
+
+LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+
+
+def part_of(path: Path) -> str:
+    """The folder or module right below the package that a file belongs to."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return "marl_parallel" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def imported_parts(path: Path) -> Iterator[str]:
+    """What every import statement of a file, wherever it stands in it, takes of this package."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative"
+            # What is taken from the package itself may be a module of it.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for package, *below in (name.split(".") for name in names):
+            if package == "marl_parallel":
+                yield below[0] if below and below[0] in LEVEL_OF else "marl_parallel"
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_part_has_a_level():
+    assert {part_of(path) for path in FILES} == LEVEL_OF.keys()
+    assert sum(len([*imported_parts(path)]) for path in FILES) > 100
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_downwards(path):
+    """Never to what stands above or beside, unless in the same folder."""
+    own = part_of(path)
+    upwards = {part for part in imported_parts(path) if part != own and LEVEL_OF[part] >= LEVEL_OF[own]}
+    assert not upwards
+
+
+HEAVY = {
+    "torch", "ray", "matplotlib", "rich", "typer", "psutil", "stable_baselines3", "torchrl", "agilerl",
+    "mlagents_envs", "grpc",
+}  # fmt: skip
+
+
+def test_everything_can_be_imported(tmp_path):
+    """With the libraries that there are; a folder of the name of one is none, as where Ray leaves its `/tmp/ray`."""
+    (tmp_path / "ray").mkdir()
+    program = "from marl_parallel import *; from marl_parallel.vector import *; print(ParallelEnv, PettingZooVecEnv)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "PettingZooVecEnv" in done.stdout, done.stderr
+
+
+def test_a_bare_import_is_light(tmp_path):
+    """What only the command line, the tests or somebody's simulators need is not loaded, though it is there."""
+    for name in HEAVY:
+        (tmp_path / f"{name}.py").touch()
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    text = "import sys, marl_parallel; print(*{name.partition('.')[0] for name in sys.modules})"
+    command = [sys.executable, "-c", text]
+    loaded = {*subprocess.check_output(command, text=True, timeout=60, cwd=ROOT, env=environ).split()}
+    assert {"marl_parallel", "gymnasium"} <= loaded
+    assert not loaded & HEAVY

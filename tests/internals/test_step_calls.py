@@ -1,0 +1,47 @@
+"""How many of our own Python functions the parent calls in one step."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from mpe2 import simple_spread_v3
+
+import marl_parallel
+from marl_parallel import ParallelEnv
+
+pytestmark = pytest.mark.release_independent
+
+PACKAGE = str(Path(marl_parallel.__file__).parent)
+
+
+def calls_of_ours(env: ParallelEnv, actions: list[dict[str, int]]) -> list[str]:
+    """The functions of the package that one step calls in this process."""
+    called = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            called.append(f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        env.step(actions)
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+@pytest.mark.parametrize(("on_error", "most"), [("raise", 23), ("restart", 26)])
+def test_a_step_of_four_environments_on_two_workers(on_error, most):
+    with ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2, on_error=on_error) as env:
+        env.reset()
+        actions = [dict.fromkeys(acting, 0) for acting in env.acting]
+        for _ in range(3):
+            env.step(actions)
+        counts = [calls_of_ours(env, actions) for _ in range(5)]
+        called = min(counts, key=len)  # a worker that takes longer than the others costs another look
+        assert 5 < len(called) <= most, called

@@ -1,0 +1,252 @@
+"""`action_masks`: the masks of the running episode, for those who act, in every mode, from wherever they come."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from helpers.comparison import assert_same, spoil
+from helpers.setups import Setup
+from simulators.masked_actions import BoxWithMask, Formed, Turnstile
+from simulators.native_arena import Arena
+
+from marl_parallel import ParallelEnv
+from marl_parallel.action_masks import for_sample, mask_of
+from marl_parallel.cli.measure import traits_of
+from marl_parallel.cli.probes import Actor
+from marl_parallel.core.native import Received
+from marl_parallel.vector import PettingZooVecEnv
+
+MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
+WHERE = ["infos", "observations", "both"]
+
+
+def right_ones(env: ParallelEnv) -> list[dict]:
+    """The only allowed actions, by the masks; the simulators refuse all others."""
+    return [{agent: int(np.flatnonzero(mask)[0]) for agent, mask in masks.items()} for masks in env.action_masks]
+
+
+def turnstiles(where: str, count: int = 4, **more: Any) -> list[Any]:
+    return [functools.partial(Turnstile, where, **more)] * count
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", WHERE)
+def test_masks_are_those_of_the_running_episode(where, mode, each, build):
+    """Over ends, deaths and resets, in every backend; with both masks, the info's counts."""
+    follow_masks(build(turnstiles(where), each, mode), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", WHERE)
+def test_masks_that_travel_pickled(where, mode, parallel):
+    follow_masks(parallel(turnstiles(where)[0], 4, mode, shared_memory=False), mode)
+
+
+def follow_masks(env: ParallelEnv, mode: str) -> None:
+    """Through several episodes."""
+    assert env.action_masks == ({},) * 4
+    env.reset()
+    for _ in range(14):
+        masks = env.action_masks
+        assert [[*of_env] for of_env in masks] == [*env.acting]
+        assert all(mask.dtype == np.bool_ and mask.sum() == 1 for of_env in masks for mask in of_env.values())
+        *_, terminateds, _, _ = env.step(right_ones(env))
+        over = [env_id for env_id, flags in enumerate(terminateds) if flags["__all__"]]
+        if over and mode != "SAME_STEP":
+            assert [env.action_masks[env_id] for env_id in over] == [{}] * len(over)
+        if over and mode == "DISABLED":
+            env.reset(env_ids=over)
+    assert env.stats().resets >= 12
+
+
+def test_the_mask_after_a_reset_in_the_same_step_is_the_new_episodes(each, build):
+    env = build(turnstiles("infos"), each)
+    env.reset()
+    for _ in range(4):
+        *_, infos = env.step(right_ones(env))
+    assert not infos[0]["host"]["action_mask"].any()
+    fresh = infos[0]["host"]["reset_info"]["action_mask"]
+    assert_same(env.action_masks[0]["host"], fresh.astype(np.bool_))
+    assert infos[0].get("guest") == {"reset_info": infos[0]["guest"]["reset_info"]}
+    assert [*env.action_masks[0]] == ["host", "guest"]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_partial_reset_changes_only_its_own(where, each, build):
+    env = build(turnstiles(where), each)
+    env.reset()
+    env.step(right_ones(env))
+    before = env.action_masks
+    env.reset(env_ids=[2, 0])
+    after = env.action_masks
+    assert_same((after[1], after[3]), (before[1], before[3]))
+    env.step([right_ones(env)[env_id] for env_id in (0, 2)], env_ids=[0, 2])
+    env.step(right_ones(env))
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("mode", [True, "NEXT_STEP"])
+def test_an_environment_in_flight_has_none(mode, where, each, build):
+    env = build(turnstiles(where), each, mode)
+    env.reset_async()
+    assert env.action_masks == ({},) * 4
+    env.recv()
+    for _ in range(7):
+        actions = right_ones(env)
+        env.send({1: actions[1], 3: actions[3]})
+        assert [bool(masks) for masks in env.action_masks] == [bool(actions[0]), False, bool(actions[2]), False]
+        env.send({0: actions[0], 2: actions[2]})
+        while env.pending:
+            ids = env.recv(min_envs=1).env_ids
+            assert all([*env.action_masks[env_id]] == env.acting[env_id] for env_id in ids)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
+def test_what_the_caller_does_to_infos_and_masks_changes_nothing(shared_memory, parallel):
+    for where in WHERE:
+        env = parallel(turnstiles(where)[0], 4, True, shared_memory=shared_memory)
+        _, infos = env.reset()
+        for _ in range(9):
+            spoil(infos)
+            spoil(env.action_masks)
+            *_, infos = env.step(right_ones(env))
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("mode", MODES)
+def test_masks_after_a_restart(mode, where, build):
+    """Also of those in the same worker, which lose nothing but what was interrupted."""
+    constructors = turnstiles(where, crashes_at=3)
+    env = build(constructors, Setup("process", True, 2), mode, on_error="restart")
+    env.reset()
+    marks = 0
+    for _ in range(12):
+        *_, terminateds, truncateds, infos = env.step(right_ones(env))
+        marks += sum("__common__" in info for info in infos)
+        over = [i for i, flags in enumerate(zip(terminateds, truncateds)) if any(flag["__all__"] for flag in flags)]
+        if over and mode == "DISABLED":
+            env.reset(env_ids=over)
+    assert marks >= 1
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_facade_steps_and_the_masks_follow(where, parallel):
+    for shared_memory in (True, False):
+        env = parallel(turnstiles(where)[0], 4, True, shared_memory=shared_memory)
+        facade = PettingZooVecEnv(env)
+        facade.reset()
+        for _ in range(9):
+            right = right_ones(env)
+            facade.step({agent: np.array([one.get(agent, 0) for one in right]) for agent in env.possible_agents})
+        facade.close()
+
+
+FORMS: list[tuple[spaces.Space, Any, Any]] = [
+    (spaces.Discrete(3), [0, 1, 1], np.array([False, True, True])),
+    (spaces.Discrete(3), (0, True, 1), np.array([False, True, True])),
+    (spaces.Discrete(3), np.array([0, 1, 1], np.float32), np.array([False, True, True])),
+    (
+        spaces.MultiDiscrete([2, 3]),
+        (np.array([1, 0], np.int8), np.array([0, 0, 1])),
+        (np.array([True, False]), np.array([False, False, True])),
+    ),
+    (spaces.MultiDiscrete([2, 3]), [[1, 0], [0, 0, 1]], (np.array([True, False]), np.array([False, False, True]))),
+    (spaces.MultiDiscrete([2, 3]), np.array([1, 0, 0, 0, 1]), np.array([True, False, False, False, True])),
+    (spaces.MultiBinary(3), np.array([0, 2, 1], np.int8), np.array([0, 2, 1], np.int8)),
+    (
+        spaces.Dict(go=spaces.Discrete(2), aim=spaces.Box(0, 1)),
+        {"go": np.array([0, 1], np.int8)},
+        {"go": np.array([False, True])},
+    ),
+    (
+        spaces.Tuple((spaces.Box(0, 1), spaces.Discrete(2))),
+        (None, np.array([0, 1], np.int8)),
+        (None, np.array([False, True])),
+    ),
+]
+
+
+@pytest.mark.parametrize(("acts", "told", "due"), FORMS, ids=lambda part: type(part).__name__)
+def test_a_mask_keeps_its_form_and_actions_are_drawn_by_it(acts, told, due, parallel):
+    env = parallel(functools.partial(Formed, acts, lambda: told), 2)
+    env.reset()
+    assert_same(env.action_masks, ({"agent_0": due},) * 2)
+    mask = for_sample(acts, env.action_masks[0]["agent_0"])
+    acts.seed(0)
+    drawn = [acts.sample(mask) for _ in range(40)]
+    allowed = {
+        "Discrete": lambda action: action > 0,
+        "MultiDiscrete": lambda action: [*action] == [0, 2],
+        "MultiBinary": lambda action: action[0] == 0 and action[2] == 1,
+        "Dict": lambda action: action["go"] == 1,
+        "Tuple": lambda action: action[1] == 1,
+    }[type(acts).__name__]
+    assert all(map(allowed, drawn))
+
+
+ODD = [
+    (spaces.Discrete(3), [1, 1]),
+    (spaces.Discrete(3), np.ones((3, 1))),
+    (spaces.Discrete(3), "all"),
+    (spaces.Discrete(3), [0.5, 0.5, 0]),
+    (spaces.Discrete(3), object()),
+    (spaces.MultiDiscrete([2, 3]), [1, 1, 1]),
+    (spaces.Box(0, 1, (2,)), [1, 1]),
+    (spaces.Tuple((spaces.Discrete(2),)), [1, 1]),
+    (spaces.Dict(go=spaces.Discrete(2)), [1, 1]),
+]
+
+
+@pytest.mark.parametrize(("acts", "mask"), ODD, ids=str)
+def test_masks_of_another_form_stop_nobody(acts, mask):
+    found = mask_of(None, {"action_mask": mask})
+    assert acts.contains(acts.sample(for_sample(acts, found)))
+    assert {*Actor({"a": acts}, 0)(["a"], {}, {"a": {"action_mask": mask}})} == {"a"}
+
+
+def test_a_mask_that_allows_nothing_is_no_first_action():
+    actor = Actor({"a": spaces.Discrete(5)}, 0)
+    nothing = {"a": {"action_mask": np.zeros(5, np.int8)}}
+    assert {int(actor(["a"], {}, nothing)["a"]) for _ in range(50)} == {0, 1, 2, 3, 4}
+
+
+def test_a_continuous_action_beside_a_mask_is_measured():
+    assert traits_of(BoxWithMask()).single_agent is False
+
+
+class MaskedArena(Arena):
+    """A native simulator with masks: tanks have them in infos, the scout observes its own."""
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs)
+        seen = self.schema.observation_spaces["scout"]
+        assert isinstance(seen, spaces.Dict)
+        self.schema.observation_spaces["scout"] = spaces.Dict(  # type: ignore[index]
+            {**seen.spaces, "action_mask": spaces.MultiBinary(3)}
+        )
+
+    def receive(self) -> Received:
+        received = super().receive()
+        tanks, scouts = received.observations
+        allowed = np.eye(3, dtype=np.int8)[received.elapsed % 3]
+        return received._replace(observations=[tanks, {**scouts, "action_mask": allowed[:, None]}])
+
+
+def test_a_native_simulator_has_those_it_reports():
+    with ParallelEnv.from_native(Arena(3)) as env:
+        env.reset()
+        assert env.action_masks == ({},) * 3
+    with ParallelEnv.from_native(MaskedArena(3)) as env:
+        observations, _ = env.reset()
+        spoil(observations)
+        for moment in range(1, 7):
+            masks = env.action_masks
+            over = moment == 4
+            assert_same(masks, ({} if over else {"scout": np.eye(3, dtype=np.bool_)[(moment - 1) % 4 % 3]},) * 3)
+            actions = {"tank_0": 1, "scout": {"go": 1, "look": np.zeros(2, np.float32)}, "tank_1": 1}
+            observations, *_ = env.step([actions] * 3)
+            spoil(observations)

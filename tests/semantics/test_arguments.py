@@ -1,0 +1,251 @@
+"""What is refused before anything starts, and what a failed start or a failed transfer leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import gymnasium
+import numpy as np
+import psutil
+import pytest
+from mpe2 import simple_spread_v3
+from simulators.deterministic import Skirmish
+
+from marl_parallel import EnvError, ParallelEnv, make
+from marl_parallel.backends.serial import SerialBackend
+from marl_parallel.backends.thread import ThreadBackend
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"num_workers": "2"}, TypeError, "num_workers must be an integer"),
+        ({"num_workers": 0}, ValueError, "num_workers must be at least 1"),
+        ({"envs_per_worker": "2"}, TypeError, "envs_per_worker must be an integer"),
+        ({"envs_per_worker": 0}, ValueError, "envs_per_worker must be at least 1"),
+        (
+            {"num_workers": 2, "envs_per_worker": 2},
+            ValueError,
+            "num_workers=2 and envs_per_worker=2 do not agree: 2 environments with at most 2 in each worker take 1",
+        ),
+        ({"worker_threads": "two"}, TypeError, "worker_threads must be an integer"),
+        ({"worker_threads": 0}, ValueError, "worker_threads must be at least 1"),
+        ({"start_timeout": -1}, ValueError, "start_timeout must be positive"),
+        ({"start_timeout": "soon"}, TypeError, "start_timeout must be a number of seconds"),
+        ({"adapter": "nope"}, ValueError, "No adapter is named 'nope'"),
+        ({"adapter": 3}, TypeError, "adapter"),
+        ({"backend": "nope"}, ValueError, "there is no backend 'nope'"),
+        ({"backend": 3}, TypeError, "backend must be one of"),
+        ({"backend": "serial", "context": "spawn"}, ValueError, "context='spawn'"),
+        ({"context": "teleport"}, ValueError, "context must be one of"),
+        ({"auto_reset": "sometimes"}, ValueError, "auto_reset must be"),
+        ({"seed": -1}, ValueError, "seed must not be negative"),
+        ({"seed": "x"}, TypeError, "seed must be an integer"),
+    ],
+)
+def test_refused_before_anything_starts(arguments, error, says):
+    children = psutil.Process().children(recursive=True)
+    with pytest.raises(error, match=says):
+        ParallelEnv([Skirmish] * 2, **arguments)
+    assert psutil.Process().children(recursive=True) == children
+
+
+@pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
+@pytest.mark.parametrize(
+    ("num_envs", "arguments", "sizes"),
+    [
+        (5, {"envs_per_worker": 1}, [1] * 5),
+        (5, {"envs_per_worker": 2}, [2, 2, 1]),
+        (5, {"envs_per_worker": 4}, [3, 2]),
+        (2, {"envs_per_worker": 9}, [2]),
+        (5, {"envs_per_worker": np.int64(2), "num_workers": 3}, [2, 2, 1]),
+        (2, {"envs_per_worker": 1, "num_workers": 7}, [1, 1]),
+    ],
+)
+def test_a_number_of_environments_for_each_worker(num_envs, arguments, sizes):
+    """However few CPUs there are."""
+    with ParallelEnv([Skirmish] * num_envs, backend="thread", **arguments) as env:
+        assert env.num_workers == len(sizes)
+        assert [len(share) for share in env.runner.pool.shares] == sizes
+        assert len(env.reset()[0]) == num_envs
+
+
+class OnlyOne(Skirmish):
+    """Allows one simulation per process."""
+
+    running = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        if OnlyOne.running:
+            raise RuntimeError("a simulation is already running in this process")
+        OnlyOne.running = True
+
+
+@pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
+def test_one_simulation_per_process():
+    with pytest.raises(EnvError, match="already running"):
+        ParallelEnv([OnlyOne] * 3, num_workers=1)
+    with make("test_arguments:OnlyOne", 3, envs_per_worker=1) as env:
+        env.reset()
+        assert env.num_workers == 3
+
+
+def test_a_limit_that_cannot_be_enforced(recwarn):
+    """Said once, where it was asked for; the default is nobody's wish."""
+    ParallelEnv([Skirmish] * 2, backend="serial", start_timeout=5.0).close()
+    (warning,) = recwarn
+    assert warning.category is RuntimeWarning
+    assert "start_timeout=5.0 cannot be enforced by backend='serial'" in str(warning.message)
+    assert warning.filename == __file__
+    for arguments in ({"backend": "serial"}, {"backend": "serial", "start_timeout": None}, {"start_timeout": 5.0}):
+        ParallelEnv([Skirmish], **arguments).close()
+    assert len(recwarn) == 1
+
+
+def test_an_adapter_that_does_not_pickle():
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"adapter=.* cannot be pickled"):
+        ParallelEnv([Skirmish], adapter=lambda env: (lock, env))
+
+
+@pytest.mark.parametrize("constructors", [None, 5, Skirmish, "Skirmish", {0: Skirmish}])
+def test_constructors_that_are_no_sequence(constructors):
+    with pytest.raises(TypeError, match="env_constructors must be a sequence of callables"):
+        ParallelEnv(constructors)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (lambda: Skirmish(), "that is one: pass what makes it, such as its class"),
+        (
+            lambda: simple_spread_v3,
+            "pass .*parallel_env",
+        ),
+        (lambda: "mpe2.simple_spread_v3", r"make\('mpe2.simple_spread_v3', num_envs=...\) takes names"),
+    ],
+    ids=["environment", "module", "name"],
+)
+def test_what_makes_no_environment(given, says):
+    with pytest.raises(TypeError, match=rf"env_constructors\[1\] must be a callable .*; ({says})"):
+        ParallelEnv([Skirmish, given()])
+
+
+@pytest.fixture
+def two():
+    with ParallelEnv([Skirmish] * 2, backend="serial") as env:
+        yield env
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (
+            lambda env: env.reset(env_ids=[True, False]),
+            TypeError,
+            "must be numbers of environments, got a mask",
+        ),
+        (lambda env: env.reset(env_ids=np.array([True, False])), TypeError, "got a mask"),
+        (lambda env: env.reset(env_ids=[]), ValueError, "that is nobody; there are environments 0 to 1"),
+        (lambda env: env.reset(options=[{}]), ValueError, "expected options for each of 2 environments, got 1"),
+        (lambda env: env.reset(options="x"), TypeError, "options must be a dict or None, got 'x'"),
+        (lambda env: (env.reset_async(), env.recv(min_envs=-1)), ValueError, "min_envs must not be negative, got -1"),
+        (
+            lambda env: (env.reset_async(), env.recv(min_envs="all")),
+            TypeError,
+            "min_envs must be an integer or None, got 'all'",
+        ),
+        (lambda env: env.call(3), TypeError, "name must be that of a method or attribute, or a function, got 3"),
+        (lambda env: env.close(timeout=-1), ValueError, "timeout must be positive"),
+        (lambda env: env.close(timeout="soon"), TypeError, "timeout must be a number of seconds"),
+        (pickle.dumps, TypeError, "can be neither pickled nor copied"),
+        (copy.deepcopy, TypeError, "can be neither pickled nor copied"),
+    ],
+)
+def test_refused_with_nothing_done(call, error, says, two):
+    with pytest.raises(error, match=says):
+        call(two)
+    if two.pending:
+        two.recv()
+    assert len(two.reset(seed=np.array(3))[0]) == 2  # a number like any other
+
+
+@pytest.mark.parametrize("backend", [SerialBackend, ThreadBackend])
+def test_a_backend_serves_one(backend):
+    shared = backend()
+    with ParallelEnv([Skirmish], backend=shared) as env:
+        with pytest.raises(ValueError, match="a backend serves one ParallelEnv"):
+            ParallelEnv([Skirmish], backend=shared)
+        env.reset()
+
+
+def test_a_start_that_fails(monkeypatch):
+    """The error of the start is the one that arrives."""
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    with pytest.raises(FileNotFoundError, match="/no/such/python"):
+        ParallelEnv([Skirmish] * 2)
+
+
+class OneWay:
+    """Pickles, but cannot be made again from it anywhere but where the environments are."""
+
+    def __reduce__(self):
+        return (_only_elsewhere, (threading.get_ident(),))
+
+
+def _only_elsewhere(made_in):
+    if threading.get_ident() != made_in:
+        raise RuntimeError("cannot be made here")
+    return OneWay()
+
+
+class Secretive(gymnasium.Env):
+    """Its infos cannot be read by the caller."""
+
+    observation_space = action_space = gymnasium.spaces.Discrete(2)
+    secret = OneWay()
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        return 0, 0.0, False, False, {"secret": OneWay()}
+
+
+def test_infos_that_cannot_be_read():
+    with ParallelEnv([Secretive] * 2, backend="thread", num_workers=1) as env:
+        env.reset()
+        with pytest.raises(EnvError, match="cannot be unpickled") as caught:
+            env.step([{"agent_0": 0}] * 2)
+        assert caught.value.env_ids == (0,)
+        with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+            env.reset()
+
+
+def test_a_result_that_cannot_be_read_closes_nothing():
+    with ParallelEnv([Secretive] * 2, backend="thread", num_workers=1) as env:
+        for ask in (lambda: env.get_attr("secret"), lambda: env.call("secret", env_ids=[0])):
+            with pytest.raises(TypeError, match="environment 0: the result pickles there, but cannot be made again"):
+                ask()
+        assert len(env.reset()[0]) == 2
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_memory_goes_with_the_object(backend):
+    """No cycle keeps the block until the garbage collector comes round."""
+    gc.collect()
+    gc.disable()
+    try:
+        env = ParallelEnv([Skirmish] * 2, backend=backend)
+        env.reset()
+        env.close()
+        batch = weakref.ref(env.runner.batch.layout)
+        del env
+        assert batch() is None
+    finally:
+        gc.enable()

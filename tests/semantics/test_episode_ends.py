@@ -1,0 +1,172 @@
+"""The end of an episode: what is kept of its last step, and that all of it arrives, whoever is in which dict."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from helpers.comparison import assert_same, spoil
+
+from marl_parallel.adapters.protocol import Schema
+from marl_parallel.core.columns import Layout
+from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.transition import Transition, kept
+
+AGENTS = ["a", "b", "c"]
+BOX = spaces.Box(-9, 9, (2,), np.float32)
+
+
+def seen(number: float) -> np.ndarray:
+    return np.array([number, -number], np.float32)
+
+
+def last_step(**changed: Any) -> list[dict[Any, Any]]:
+    """The five dicts of a step that cuts the episode off."""
+    parts = {
+        "observations": {agent: seen(place) for place, agent in enumerate(AGENTS)},
+        "rewards": {agent: place / 4 for place, agent in enumerate(AGENTS)},
+        "terminateds": {**dict.fromkeys(AGENTS, False), "__all__": False},
+        "truncateds": {**dict.fromkeys(AGENTS, True), "__all__": True},
+        "infos": {agent: {} for agent in AGENTS},
+    }
+    return [*{**parts, **changed}.values()]
+
+
+# What is kept
+
+
+class Uncopiable:
+    def __deepcopy__(self, memo: dict) -> Any:
+        raise RuntimeError("there is only one of me")
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("and I do not travel")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1, 1.5, True, None, "word", b"bytes", 1j, np.float32(2), np.uint8(3), np.False_, seen(1), np.array(4),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)), {}, {"x": seen(2)}, {"x": {"y": [1]}}, [1, [2]], (seen(3), {}),
+        np.ma.array([1.0, 2.0], mask=[True, False]),
+    ],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("part", range(5))
+def test_kept_whatever_becomes_of_it(value, part):
+    dicts = last_step()
+    dicts[part] = {"a": copy.deepcopy(value), "b": copy.deepcopy(value)}
+    expected = copy.deepcopy(dicts)
+    ours = kept(tuple(dicts))
+    assert_same([*ours], expected)
+    spoil(dicts)
+    assert_same([*ours], expected)
+
+
+def test_objects_in_arrays_are_kept():
+    array = np.array([{"x": 1}, None])
+    observations, *_ = kept(tuple(last_step(observations={"a": array})))
+    array[0]["x"] = 2
+    assert observations["a"][0] == {"x": 1}
+
+
+@pytest.mark.parametrize("value", [seen(1), {}, {"x": 1}, [1]], ids=repr)
+def test_one_object_stays_one_object(value):
+    """Between agents and between dicts."""
+    dicts = last_step(observations=dict.fromkeys(AGENTS, value), infos=dict.fromkeys(AGENTS, value))
+    observations, *_, infos = kept(tuple(dicts))
+    assert observations["a"] is not value
+    assert {id(one) for one in [*observations.values(), *infos.values()]} == {id(observations["a"])}
+
+
+def test_an_array_in_an_observation_and_in_an_info_stays_one():
+    view = seen(1)
+    observations, *_, infos = kept(tuple(last_step(observations={"a": view}, infos={"a": {"view": view}})))
+    assert infos["a"]["view"] is observations["a"] is not view
+
+
+@pytest.mark.parametrize("info", [{}, {"x": 1}, 1], ids=repr)
+def test_the_type_of_infos_is_kept(info):
+    *_, infos = kept(tuple(last_step(infos=defaultdict(list, a=info))))
+    assert_same(infos, defaultdict(list, a=info))
+    assert infos.default_factory is list
+
+
+def test_what_cannot_be_copied_stays():
+    dicts = tuple(last_step(infos={"a": Uncopiable()}))
+    *others, infos = kept(dicts)
+    assert infos is dicts[4]
+    for own, given in zip(others, dicts[:4], strict=True):
+        assert_same(own, given)
+        assert own is not given
+    assert others[0]["b"] is not dicts[0]["b"]
+
+
+# What arrives
+
+LATE = {"c": 0.5, "a": 0.25, "b": 0.0}
+CHANGES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "one is not seen": {"observations": {"a": seen(1), "c": seen(2)}},
+    "nobody is seen": {"observations": {}},
+    "a stranger is seen": {"observations": {**dict.fromkeys(AGENTS, seen(1)), "d": "anything"}},
+    "another order": {"observations": {agent: seen(place) for place, agent in enumerate(LATE)}, "rewards": LATE},
+    "an observation is None": {"observations": {**dict.fromkeys(AGENTS, seen(1)), "b": None}},
+    "one has no reward": {"rewards": {"b": 1.5}},
+    "integers": {"rewards": {"a": 1, "b": -2, "c": 0}},
+    "too large": {"rewards": {"a": 1, "b": 2**60, "c": 0}},
+    "of several types": {"rewards": {"a": 1, "b": 1.0, "c": np.float32(1)}},
+    "a vector": {"rewards": {"a": 1.0, "b": seen(1), "c": 1.0}},
+    "a stranger's reward": {"rewards": {**dict.fromkeys(AGENTS, 1.0), "d": 1.0}},
+    "flags of NumPy's": {"terminateds": {**dict.fromkeys(AGENTS, np.True_), "__all__": False}},
+    "all flags of NumPy's": {"truncateds": {**dict.fromkeys(AGENTS, np.False_), "__all__": np.True_}},
+    "flags of two types": {"terminateds": {"a": np.True_, "b": True, "c": np.False_, "__all__": False}},
+    "flags that are numbers": {"truncateds": {"a": 1, "b": True, "c": 0.0, "__all__": True}},
+    "all is a number": {"truncateds": {**dict.fromkeys(AGENTS, True), "__all__": 1}},
+    "all comes first": {"terminateds": {"__all__": False, **dict.fromkeys(AGENTS, True)}},
+    "one has no flag": {"terminateds": {"a": True, "b": False, "__all__": False}},
+    "a stranger's flag": {"terminateds": {**dict.fromkeys(AGENTS, True), "d": True, "__all__": False}},
+    "one has no info": {"infos": {"a": {}, "c": {}}},
+    "no infos": {"infos": {}},
+    "an info that says something": {"infos": {"a": {}, "b": {"x": 1}, "c": {}}},
+    "an empty thing": {"infos": {"a": {}, "b": [], "c": {}}},
+    "a stranger's info": {"infos": {**{agent: {} for agent in AGENTS}, "d": {}}},
+}
+FINALS: dict[str, dict[str, Any] | None] = {
+    "no reset": None,
+    "all": {agent: seen(place + 5) for place, agent in enumerate(AGENTS)},
+    "some": {"a": seen(5), "c": seen(6)},
+    "none": {},
+    "another order": {agent: seen(place + 5) for place, agent in enumerate(LATE)},
+    "one does not fit": {"a": seen(5), "b": None, "c": seen(6)},
+    "a stranger": {**dict.fromkeys(AGENTS, seen(5)), "d": "anything"},
+}
+
+
+def told(records: int, transition: Transition, record: int) -> tuple[Any, ...]:
+    """What is read of a transition, from a record that has told of something else before."""
+    layout = Layout(Schema(AGENTS, dict.fromkeys(AGENTS, BOX), {}, None), records)
+    block = bytearray([0xFF]) * layout.nbytes
+    layout.bind(block)
+    extras = TransitionRecords(layout, block).write(record, transition)
+    return TransitionRecords(layout, block).read(record, copy.deepcopy(extras))
+
+
+@pytest.mark.parametrize("final", FINALS.values(), ids=FINALS)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("there", [AGENTS, ["b"], ["c", "d"], []], ids=str)
+def test_all_arrives(there, change, final):
+    dicts = last_step(**change)
+    expected = copy.deepcopy(dicts)
+    for agent, value in (final or {}).items():
+        info = expected[4].setdefault(agent, {})
+        if isinstance(info, dict):
+            info["final_obs"] = value
+    transition = Transition(*dicts, alive=there, acting=there, final_observations=final)
+    arrived, acting, alive, over = told(3, transition, 1)
+    assert_same([*arrived], expected)
+    assert (acting, alive, over) == (there, there, True)

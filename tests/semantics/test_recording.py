@@ -1,0 +1,315 @@
+"""`record_video`: what is in the file, what it says of wrong arguments, and that a broken run leaves no file."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+import imageio.v3 as iio
+import numpy as np
+import pytest
+from gymnasium import spaces
+from helpers.processes import gone
+from mpe2 import simple_spread_v3
+from PIL import Image
+
+from marl_parallel import AutoresetMode, EnvError, ParallelEnv, record_video
+from marl_parallel.backends import descendants
+from marl_parallel.recording import _LABEL_LEAST
+
+HEIGHT, WIDTH = 40, 61
+# What imageio leaves open is its own reader of mp4.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+
+class Lamp(gymnasium.Env):
+    """Shines brighter with each of its four steps; each is worth 2."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 5}
+    observation_space = spaces.Box(0, 255, (1,))
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, render_mode: str | None = "rgb_array", dtype: type = np.uint8, breaks: bool = False) -> None:
+        self.render_mode, self._dtype, self._breaks = render_mode, dtype, breaks
+        self.steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        if self._breaks and self.steps == 2:
+            raise ValueError("the bulb is gone")
+        self.steps += 1
+        return np.full(1, action, np.float32), 2.0, self.steps == 4, False, {}
+
+    def render(self):
+        return np.full((HEIGHT, WIDTH, 3), 50 * self.steps, self._dtype)
+
+
+def lamps(mode: str = "NEXT_STEP", number: int = 1, **keywords) -> ParallelEnv:
+    return ParallelEnv([functools.partial(Lamp, **keywords)] * number, mode, num_workers=1)
+
+
+def brightness(path: Path) -> list[int]:
+    """Of each frame's middle, in the steps that a `Lamp` has made."""
+    return [round(float(frame.mean()) / 50) for frame in iio.imread(path, index=None)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps"),
+    [("SAME_STEP", [0, 1, 2, 3, 0, 1, 2]), ("NEXT_STEP", [0, 1, 2, 3, 4, 0, 1]), ("DISABLED", [0, 1, 2, 3, 4, 1, 2])],
+)
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+def test_frames_are_what_was_rendered(mode, steps, suffix, tmp_path):
+    with lamps(mode) as env:
+        path = record_video(env, tmp_path / f"lamp{suffix}", 6, labels=False)
+    assert path == tmp_path / f"lamp{suffix}"
+    assert brightness(path) == steps
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+def test_speed_is_the_simulators_own_unless_another_is_asked_for(tmp_path):
+    with lamps() as env:
+        record_video(env, tmp_path / "own.mp4", 4)
+        record_video(env, tmp_path / "asked.mp4", 4, fps=20)
+        record_video(env, tmp_path / "own.gif", 4)
+    assert iio.immeta(tmp_path / "own.mp4")["fps"] == 5
+    assert iio.immeta(tmp_path / "asked.mp4")["fps"] == 20
+    assert iio.immeta(tmp_path / "own.gif")["duration"] == 200
+
+
+@pytest.mark.parametrize(("tile_width", "size"), [(None, (HEIGHT, WIDTH)), (122, (80, 122)), (30, (20, 30))])
+def test_copies_lie_in_a_grid_below_their_labels(tile_width, size, tmp_path):
+    with lamps(number=3) as env:
+        record_video(env, tmp_path / "lamps.gif", 1, tile_width=tile_width)
+    picture = iio.imread(tmp_path / "lamps.gif", index=1)
+    height, width = size
+    strip = max(height // 14, _LABEL_LEAST)
+    assert 0 <= picture.shape[0] - 2 * (height + strip) <= 1
+    assert 0 <= picture.shape[1] - 2 * width <= 1
+    assert (picture[strip + 2 : strip + height - 2, 2 : 2 * width - 2] == 50).all()
+    labels = picture[:strip]
+    assert (labels == 0).any()
+    assert (labels > 200).any()
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_labels_tell_the_return_of_the_episode_so_far(mode, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("marl_parallel.recording._Picture.of", lambda self, frame, *said: told.append(said) or frame)
+    with lamps(mode.name) as env:
+        record_video(env, tmp_path / "lamp.gif", 6)
+    after = {
+        AutoresetMode.SAME_STEP: [0.0, 2.0, 4.0, 6.0, 0.0, 2.0, 4.0],
+        AutoresetMode.NEXT_STEP: [0.0, 2.0, 4.0, 6.0, 8.0, 0.0, 2.0],
+        AutoresetMode.DISABLED: [0.0, 2.0, 4.0, 6.0, 8.0, 2.0, 4.0],
+    }
+    assert told == [(0, value) for value in after[mode]]
+
+
+def test_several_agents_are_summed_up_and_the_policy_is_asked(tmp_path):
+    seen = []
+
+    def policy(observations):
+        seen.append(observations)
+        return [dict.fromkeys(one, 1) for one in observations]
+
+    def rewards_of(labels):
+        return [value for env_id, value in labels if env_id == 1]
+
+    told = []
+    constructor = functools.partial(simple_spread_v3.parallel_env, render_mode="rgb_array")
+    with ParallelEnv([constructor] * 2, num_workers=1) as env, pytest.MonkeyPatch.context() as patch:
+        original = record_video.__globals__["_Picture"].of
+        patch.setattr(
+            record_video.__globals__["_Picture"], "of",
+            lambda self, frame, *said: told.append(said) or original(self, frame, *said),
+        )  # fmt: skip
+        record_video(env, tmp_path / "spread.mp4", 3, policy, tile_width=64)
+        assert [len(one) for one in seen] == [2] * 3
+        first = env.reset(seed=42)[0]
+        steps = [env.step(policy(first)) for _ in range(3)]
+    assert np.array_equal(first[0]["agent_0"], seen[0][0]["agent_0"])
+    expected = np.cumsum([0.0, *(sum(step[1][1].values()) for step in steps)])
+    assert rewards_of(told) == pytest.approx(expected)
+
+
+def test_random_actions_are_the_same_each_time(tmp_path):
+    videos = []
+    for name in ("one.gif", "two.gif"):
+        with ParallelEnv([functools.partial(simple_spread_v3.parallel_env, render_mode="rgb_array")] * 2) as env:
+            record_video(env, tmp_path / name, 4, tile_width=50)
+        videos.append((tmp_path / name).read_bytes())
+    assert videos[0] == videos[1]
+
+
+class Masked(Lamp):
+    """Allows 2 at first, and 1 from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset()[0], {"action_mask": np.array([0, 0, 1], np.int8)}
+
+    def step(self, action):
+        self.asked.append(int(action))
+        return *super().step(action)[:4], {"action_mask": np.array([0, 1, 0], np.int8)}
+
+
+def test_action_masks_are_kept_to(tmp_path):
+    with ParallelEnv([Masked], "NEXT_STEP", backend="serial") as env:
+        record_video(env, tmp_path / "masked.gif", 4)
+        assert env.get_attr("asked") == ([2, 1, 1, 1],)
+
+
+class MaskedInInfos(Lamp):
+    """Says in infos which action is allowed, another one at each moment of each episode; asks two numbers at a time."""
+
+    action_space = spaces.MultiDiscrete([4, 3])
+    episode = 0
+
+    def mask(self) -> dict:
+        self.allowed = (self.episode + self.steps) % 4
+        return {"action_mask": (np.eye(4, dtype=np.int8)[self.allowed], np.array([0, 0, 1], np.int8))}
+
+    def reset(self, **keywords: Any) -> tuple:
+        self.episode += 1
+        observation, _ = super().reset(**keywords)
+        return observation, self.mask()
+
+    def step(self, action: Any) -> tuple:
+        assert [*action] == [self.allowed, 2]
+        return *super().step(0)[:4], self.mask()
+
+
+@pytest.mark.parametrize("mode", [True, "NEXT_STEP", False])
+def test_masks_in_infos_are_of_the_episode_that_is_acted_in(mode, tmp_path):
+    with ParallelEnv([MaskedInInfos] * 2, mode, backend="serial") as env:
+        record_video(env, tmp_path / "masked.gif", 12)
+        assert env.stats().resets > 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"path": "lamp.avi"}, r"\.gif or \.mp4, got 'lamp\.avi'"),
+        ({"path": "nowhere/lamp.gif"}, "no folder '.*nowhere'"),
+        ({"steps": 0}, "steps"),
+        ({"tile_width": 0}, "tile_width"),
+        ({"fps": -1.0}, "fps must be a positive number"),
+        ({"fps": 51}, r"fps must be 50 at most in a \.gif"),
+    ],
+)
+def test_wrong_arguments_touch_nothing(arguments, message, tmp_path):
+    with lamps() as env:
+        path = tmp_path / arguments.pop("path", "lamp.gif")
+        with pytest.raises(ValueError, match=message):
+            record_video(env, path, **{"steps": 2, **arguments})
+        assert env.stats().resets == 0
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_is_no_batch_or_policy(tmp_path):
+    with pytest.raises(TypeError, match="recorded of a ParallelEnv, got Lamp"):
+        record_video(Lamp(), tmp_path / "lamp.gif", 2)
+    with (
+        lamps() as env,
+        pytest.raises(TypeError, match=r"policy must take observations and give actions, .* got 3"),
+    ):
+        record_video(env, tmp_path / "lamp.gif", 2, policy=3)
+
+
+def test_what_does_not_render_is_refused(tmp_path):
+    with lamps(render_mode=None) as env, pytest.raises(ValueError, match='construct them with render_mode="rgb_array"'):
+        record_video(env, tmp_path / "lamp.gif", 2)
+    with (
+        lamps(dtype=np.float32) as env,
+        pytest.raises(ValueError, match=r"environment 0: .* uint8, got .*float32"),
+    ):
+        record_video(env, tmp_path / "lamp.gif", 2)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+def test_a_fault_leaves_what_was_there(suffix, tmp_path):
+    path = tmp_path / f"lamp{suffix}"
+    path.write_bytes(b"the last one")
+    others = {*descendants.below(os.getpid())}
+    with lamps(breaks=True) as env, pytest.raises(EnvError, match="the bulb is gone") as held:
+        record_video(env, path, 5)
+    assert held.tb is not None  # nothing is freed by chance
+    assert [one.read_bytes() for one in tmp_path.iterdir()] == [b"the last one"]
+    assert gone({*descendants.below(os.getpid())} - others)
+
+
+class Resized(Lamp):
+    """Its frames become smaller for a while, and larger in the end than they were at first."""
+
+    def render(self):
+        return super().render()[:: 1 + self.steps % 2].repeat(1 + self.steps // 4, axis=0)
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+def test_frames_of_different_sizes(suffix, tmp_path):
+    path = tmp_path / f"lamp{suffix}"
+    with ParallelEnv([Resized, Lamp], "NEXT_STEP", num_workers=1) as env:
+        record_video(env, path, 3, labels=False)
+        one, two = (iio.imread(path, index=index)[:, :WIDTH].mean(axis=(1, 2)) for index in (1, 2))
+        assert one[:18] == pytest.approx(50, abs=3)
+        assert one[24:] == pytest.approx(0, abs=3)
+        assert two[:40] == pytest.approx(100, abs=3)
+        with pytest.raises(ValueError, match=r"environment 0: .* in 61 x 40 pixels, got one of 61 x 80"):
+            record_video(env, path, 4, labels=False)
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_gif_is_as_fast_as_it_was_asked_for(tmp_path):
+    """Though its frames last whole hundredths of a second."""
+    with lamps() as env:
+        record_video(env, tmp_path / "lamp.gif", 29, fps=30)
+    with Image.open(tmp_path / "lamp.gif") as video:
+        lengths = [video.seek(index) or video.info["duration"] for index in range(video.n_frames)]
+    assert sum(lengths) == 1000
+
+
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "lamp.gif").mkdir()
+    with lamps() as env:
+        with pytest.raises(ValueError, match="is a folder"):
+            record_video(env, tmp_path / "lamp.gif", 2)
+        assert env.stats().resets == 0
+
+
+def test_who_declares_no_space_is_named(tmp_path):
+    with ParallelEnv([Spaceless], backend="serial") as env, pytest.raises(ValueError, match=r"agent 'b' declares no"):
+        record_video(env, tmp_path / "lamp.gif", 2)
+
+
+class Spaceless(Lamp):
+    """Two agents, of whom one is not to be drawn actions for."""
+
+    possible_agents: ClassVar[list[str]] = ["a", "b"]
+    observation_space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
+    action_space = spaces.Dict(a=spaces.Discrete(2))
+
+
+@pytest.mark.parametrize("library", ["imageio", "PIL"])
+def test_without_the_library(library):
+    program = (
+        f"import sys; sys.modules[{library!r}] = None\n"
+        "import marl_parallel\n"
+        "env = marl_parallel.make('mpe2.simple_spread_v3', 1, env_kwargs={'render_mode': 'rgb_array'})\n"
+        "marl_parallel.record_video(env, 'never.gif', 2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert 'pip install "marl-parallel[video]"' in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("ImportError: videos need ")

@@ -1,0 +1,258 @@
+"""Which environment is given which seed and number, and by what means it is asked to take them."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.comparison import assert_same
+from simulators.deterministic import Hunt, Relay, Skirmish
+
+from marl_parallel import EnvError
+from marl_parallel.adapters.pettingzoo_env import PettingZooEnv
+
+
+class Noted(Hunt):
+    """Keeps what it was given; every constructor below ends here."""
+
+    def __init__(self, **received: Any) -> None:
+        super().__init__()
+        self.received = received
+
+    def fail(self) -> None:
+        raise ArithmeticError("no such luck")
+
+
+def takes_both(seed, env_id):
+    return Noted(seed=seed, env_id=env_id)
+
+
+def takes_seed(seed, **kw):
+    return Noted(seed=seed, **kw)
+
+
+def takes_env_id(*, env_id=None, other=5):
+    return Noted(env_id=env_id, other=other)
+
+
+def takes_nothing():
+    return Noted()
+
+
+def takes_anything(**kw):
+    return Noted(**kw)
+
+
+def takes_by_position(seed=None, env_id=None, /):
+    return Noted(seed=seed, env_id=env_id)
+
+
+class TakesSeed(Noted):
+    def __init__(self, seed: int = -1) -> None:
+        super().__init__(seed=seed)
+
+
+class Inherits(TakesSeed):
+    """Whose constructor is its parent's."""
+
+
+class Maker:
+    """A callable object."""
+
+    def __call__(self, env_id: int) -> Noted:
+        return Noted(env_id=env_id)
+
+    def method(self, seed: int) -> Noted:
+        return Noted(seed=seed)
+
+
+class Unreadable:
+    """Whose signature cannot be read."""
+
+    @property
+    def __signature__(self) -> Any:
+        raise ValueError("no signature")
+
+    def __call__(self, seed: int = -1, env_id: int = -1) -> Noted:
+        return Noted(seed=seed, env_id=env_id)
+
+
+CONSTRUCTORS: list[tuple[Any, dict[str, Any]]] = [
+    (takes_both, {"seed": 43, "env_id": 1}),
+    (takes_seed, {"seed": 43}),
+    (takes_env_id, {"env_id": 1, "other": 5}),
+    (takes_nothing, {}),
+    (takes_anything, {}),
+    (takes_by_position, {"seed": None, "env_id": None}),
+    (TakesSeed, {"seed": 43}),
+    (Inherits, {"seed": 43}),
+    (Maker(), {"env_id": 1}),
+    (Maker().method, {"seed": 43}),
+    (Unreadable(), {"seed": -1, "env_id": -1}),
+    (lambda seed: Noted(seed=seed), {"seed": 43}),
+    (functools.partial(takes_both, seed=7), {"seed": 7, "env_id": 1}),
+    (functools.partial(takes_both, 7), {"seed": 7, "env_id": 1}),
+    (functools.partial(takes_anything, seed=7), {"seed": 7}),
+    (functools.partial(takes_anything, env_id=None), {"env_id": None}),
+    (
+        functools.partial(functools.partial(takes_seed, map="big"), sky="red"),
+        {"seed": 43, "map": "big", "sky": "red"},
+    ),
+    (functools.partial(TakesSeed, seed=None), {"seed": None}),
+]
+
+
+@pytest.mark.parametrize(("constructor", "received"), CONSTRUCTORS, ids=lambda part: getattr(part, "__name__", None))
+def test_constructors_get_what_their_signature_names(constructor, received, each, build):
+    env = build([takes_nothing, constructor], each)
+    assert_same(env.get_attr("received"), ({}, received))
+
+
+def test_seeds_are_base_plus_number(setup, build):
+    env = build([Skirmish] * 4, setup, seed=100)
+    assert env.seed() == (100, 101, 102, 103)
+    assert env.get_attr("received") == tuple({"seed": 100 + i, "env_id": i} for i in range(4))
+
+
+def takes_restarts(restarts):
+    return Noted(restarts=restarts)
+
+
+def test_constructors_are_told_how_often(each, build):
+    env = build([takes_restarts] * 2, each, on_error="restart")
+    assert env.get_attr("received") == ({"restarts": 0},) * 2
+    env.reset()
+    for count in (1, 2):
+        with pytest.raises(EnvError, match="no such luck"):
+            env.call("fail", env_ids=[1])
+        env.reset()
+        assert env.get_attr("received") == ({"restarts": 0}, {"restarts": count})
+
+
+class OnceOnly(PettingZooEnv):
+    """Seeded by its constructor."""
+
+    seeded_when_made = True
+
+
+@pytest.mark.parametrize("reset", ["reset", "reset_async"])
+def test_seeds_that_belong_to_constructors_are_refused(reset, each, build):
+    """With a warning; those of the constructors stay."""
+    env = build([Hunt] * 2, each, seed=5, adapter=OnceOnly)
+    with pytest.warns(UserWarning, match="seed=9 is refused: these environments are seeded when they are made"):
+        getattr(env, reset)(seed=9)
+    if env.pending:
+        env.recv()
+    assert env.seed() == (5, 6)
+
+
+class Tells(Relay):
+    """Says in its infos what its `reset` was given."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:  # type: ignore[override]
+        observations, _ = super().reset()
+        return observations, {"__common__": {"seed": seed, "options": options}}
+
+
+def given(infos: tuple[dict, ...], name: str = "seed") -> list[Any]:
+    return [info["__common__"][name] for info in infos]
+
+
+def test_only_the_first_reset_is_given_the_seed(packed, build):
+    env = build([Tells] * 4, packed, seed=5)
+    assert given(env.reset(env_ids=[1])[1]) == [6]
+    assert given(env.reset()[1]) == [5, None, 7, 8]
+    assert given(env.reset()[1]) == [None] * 4
+
+
+def test_automatic_resets_are_not_seeded(packed, build):
+    for mode in ("SAME_STEP", "NEXT_STEP"):
+        env = build([Tells] * 2, packed, mode)
+        env.reset()
+        for _ in range(5 if mode == "SAME_STEP" else 6):
+            infos = env.step([{}, {}])[4]
+        info = infos[1]["__common__"]
+        assert (info["reset_info"] if mode == "SAME_STEP" else info)["seed"] is None
+
+
+def test_a_reset_with_a_seed(packed, build):
+    """s + i also with `env_ids`; a sequence follows `env_ids`; `seed()` tells."""
+    env = build([Tells] * 4, packed, seed=5)
+    assert given(env.reset(seed=20)[1]) == [20, 21, 22, 23]
+    assert env.seed() == (20, 21, 22, 23)
+    assert given(env.reset(seed=30, env_ids=[3, 1])[1]) == [33, 31]
+    assert env.seed() == (20, 31, 22, 33)
+    assert given(env.reset(seed=[9, 8], env_ids=[2, 0])[1]) == [9, 8]
+    assert env.seed() == (8, 31, 9, 33)
+    assert given(env.reset(seed=(1, 2, 3, 4))[1]) == [1, 2, 3, 4]
+    assert given(env.reset(seed=0)[1]) == [0, 1, 2, 3]
+    assert given(env.reset()[1]) == [None] * 4
+
+
+def test_numpy_seeds(each, build):
+    env = build([Tells] * 2, each, seed=np.int64(5))
+    assert env.seed() == (5, 6)
+    assert given(env.reset(seed=np.int64(7))[1]) == [7, 8]
+    assert given(env.reset(seed=np.array([3, 1]))[1]) == [3, 1]
+
+
+def test_options_go_to_every_environment(packed, build):
+    env = build([Tells] * 3, packed)
+    assert given(env.reset()[1], "options") == [None] * 3
+    options = {"map": "big", "deep": {"n": [1, 2]}}
+    assert_same(given(env.reset(options=options)[1], "options"), [options] * 3)
+    assert given(env.reset(env_ids=[2], options={"a": 1})[1], "options") == [{"a": 1}]
+    assert given(env.reset()[1], "options") == [None] * 3
+
+
+class Declares(Hunt):
+    """Says itself which seed it uses."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.seed = 1000 + seed
+
+
+def test_an_environment_may_say_which_seed_it_uses(each, build):
+    assert build([Declares, Hunt], each, seed=5).seed() == (1005, 6)
+
+
+def test_no_seed_draws_a_base(each, build):
+    """A 31-bit base that differs each time; given again, it gives the same."""
+    first, second = build([Skirmish] * 3, each, seed=None), build([Skirmish] * 3, each, seed=None)
+    base = first.seed()[0]
+    assert isinstance(base, int)
+    assert 0 <= base < 2**31
+    assert first.seed() == (base, base + 1, base + 2)
+    assert second.seed() != first.seed()
+    again = build([Skirmish] * 3, each, seed=base)
+    assert_same(again.reset(), first.reset())
+    actions = [{"tank": np.zeros(2, np.float32)}] * 3
+    assert_same(again.step(actions), first.step(actions))
+
+
+class Careless(Hunt):
+    """Draws from the generators that everybody shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = (random.random(), float(np.random.rand()))
+
+
+def test_workers_seed_the_global_generators(build, processes):
+    """Before each constructor, so that the packing does not matter; environments differ."""
+    drawn = build([Careless] * 4, processes, seed=11).get_attr("drawn")
+    assert len(set(drawn)) == 4
+    assert drawn == build([Careless] * 4, processes._replace(num_workers=4), seed=11).get_attr("drawn")
+    assert drawn != build([Careless] * 4, processes, seed=99).get_attr("drawn")
+
+
+def test_the_callers_own_generators_are_left_alone(each, build):
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.getstate(), np.random.get_state()[1].tolist()
+    build([Hunt] * 4, each).reset()
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == expected

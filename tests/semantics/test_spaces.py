@@ -1,0 +1,398 @@
+"""The whole space zoo, and values of every type: what arrives is what was sent, by memory or by pickle."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from helpers.comparison import assert_same
+from helpers.reference import Reference
+from simulators.deterministic import Scripted
+from simulators.every_space import Zoo, draw, pickled, shared
+
+from marl_parallel import EnvError
+
+SAME_STEP = AutoresetMode.SAME_STEP
+SMALL = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+
+
+def scripted(observation_space: Any, first: tuple[dict, dict], *steps: Any, action_space: Any = None) -> Any:
+    """A constructor of a dict environment with the agent "a", and of whomever the script knows besides."""
+    declared = None if observation_space is None else spaces.Dict([("a", observation_space)])
+    acting = None if action_space is None else spaces.Dict([("a", action_space)])
+    return functools.partial(Scripted, declared, acting, first, steps, ("a",))
+
+
+def answered(observations: dict | None = None, rewards: Any = None, flags: Any = None, infos: Any = None) -> tuple:
+    flags = dict(flags or {})
+    return observations or {}, rewards or {}, flags, dict(flags), infos or {}
+
+
+@pytest.mark.parametrize("kind", ["shared", "pickled"])
+def test_every_space(kind, setup, build):
+    """Observations and actions of every agent, for longer than an episode."""
+    constructors = [functools.partial(Zoo, kind=kind)] * 4
+    reference = Reference(constructors, SAME_STEP, 3)
+    env = build(constructors, setup, SAME_STEP, 3)
+    declared = {"shared": shared, "pickled": pickled}[kind]()
+    assert list(env.observation_space) == list(declared) == list(env.action_space) == env.possible_agents
+    assert env.observation_space == spaces.Dict(list(declared.items()))
+    assert_same(env.reset(), reference.reset())
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        actions = [{agent: draw(space, rng) for agent, space in declared.items()} for _ in range(4)]
+        assert_same(env.step(actions), reference.step(actions))
+
+
+REWARDS = {
+    "int": 3,
+    "negative zero": -0.0,
+    "zero": 0,
+    "false": False,
+    "bool": True,
+    "float": 0.1,
+    "nan": float("nan"),
+    "inf": float("-inf"),
+    "beyond": 2**53 + 1,
+    "negative beyond": -(2**53) - 1,
+    "huge": 10**40,
+    "int64": np.int64(2**62 + 1),
+    "uint64": np.uint64(2**64 - 1),
+    "int8": np.int8(-5),
+    "float64": np.float64(0.1),
+    "float64 zero": np.float64(-0.0),
+    "float64 nan": np.float64("nan"),
+    "float32": np.float32(0.1),
+    "float16": np.float16(0.1),
+    "bool_": np.bool_(True),
+    "complex": 1 + 2j,
+    "none": None,
+    "vector": np.array([1.0, 2.0], np.float32),
+    "scalar array": np.array(1.5),
+    "list": [1, 2.0],
+    "dict": {"speed": 1.0, "safety": np.float32(2)},
+}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_rewards_keep_type_and_value(name, packed, build):
+    """Declared agents, unknown ones, and a change of type from one step to the next."""
+    value = REWARDS[name]
+    script = [answered(rewards={"a": value, "unknown": value}), answered(rewards={"a": 1.5}), answered()]
+    env = build([scripted(SMALL, ({}, {}), *script)] * 2, packed)
+    env.reset()
+    for step in (*script, *script):
+        assert_same(env.step([{}, {}])[1], (step[1], step[1]))
+
+
+FLAGS = [True, False, np.True_, np.False_, 1, 0, np.int64(1), np.float32(0.0), None]
+
+
+@pytest.mark.parametrize("value", FLAGS, ids=repr)
+def test_flags_keep_type_and_value(value, packed, build):
+    env = build([scripted(SMALL, ({}, {}), answered(flags={"a": value, "unknown": value}))] * 2, packed)
+    env.reset()
+    _, _, terminateds, truncateds, _ = env.step([{}, {}])
+    expected = {"a": value, "unknown": value, "__all__": False}
+    assert_same((terminateds, truncateds), ((expected, expected), (expected, expected)))
+
+
+@pytest.mark.parametrize("value", [False, np.False_, 0], ids=repr)
+def test_the_own_value_of_all_is_kept(value, packed, build):
+    env = build([scripted(SMALL, ({}, {}), answered(flags={"__all__": value}))] * 2, packed)
+    env.reset()
+    assert_same(env.step([{}, {}])[2:4], (({"__all__": value},) * 2,) * 2)
+
+
+DISCRETE = [3, -2, 0, True, 2**70, np.int64(3), np.int32(3), np.uint8(3), np.bool_(True), np.int64(2**60 + 1)]
+
+
+@pytest.mark.parametrize("value", DISCRETE, ids=lambda value: f"{type(value).__name__}-{value}")
+def test_discrete_values_keep_their_type(value, packed, build):
+    """As observations and as actions; whether they are members of the space is nobody's business here."""
+    space = spaces.Discrete(9, start=-2)
+    nested = spaces.Dict(n=space, t=spaces.Tuple((space, space)))
+    for one, told in ((space, value), (nested, {"n": value, "t": (value, 1)})):
+        env = build([scripted(one, ({"a": told}, {}), answered({"a": told}), action_space=one)] * 2, packed)
+        assert_same(env.reset()[0], ({"a": told},) * 2)
+        assert_same(env.step([{"a": told}, {}])[0], ({"a": told},) * 2)
+        assert_same(env.get_attr("actions"), ([{"a": told}], [{}]))
+        env.close()
+
+
+ARRAYS = [
+    (SMALL, np.array([0.1, np.nan, -0.0]), np.float32),
+    (SMALL, np.array([1, 2, 3]), np.float32),
+    (SMALL, np.arange(6, dtype=np.float32)[::2], np.float32),
+    (SMALL, [1.0, 2, 3.5], np.float32),
+    (spaces.Box(-9, 9, (2, 2), np.float64), np.array([[1, 2], [3, 4]], np.float32).T, np.float64),
+    (spaces.Box(-9, 9, (2,), np.int8), np.array([1, 2], np.int64), np.int8),
+    (spaces.Box(-9, 9, (2,), np.int64), np.array([True, False]), np.int64),
+    (spaces.Box(0, 1, (), np.float32), np.array(0.1), np.float32),
+    (spaces.MultiBinary(3), np.array([True, False, True]), np.int8),
+    (spaces.MultiDiscrete([3, 4]), np.array([1, 2], np.int32), np.int64),
+]
+
+
+@pytest.mark.parametrize(("space", "value", "dtype"), ARRAYS, ids=lambda part: str(getattr(part, "dtype", part)))
+def test_arrays_get_the_dtype_of_their_space(space, value, dtype, packed, build):
+    """Observations, actions, `final_obs`; also below a Dict."""
+    expected = np.array(value, dtype)
+    for one, told, due in (
+        (space, value, expected),
+        (spaces.Dict(x=space, y=spaces.Discrete(2)), {"x": value, "y": 1}, {"x": expected, "y": 1}),
+    ):
+        script = answered({"a": told}, flags={"__all__": True})
+        env = build([scripted(one, ({"a": told}, {}), script, action_space=one)] * 2, packed, SAME_STEP)
+        assert_same(env.reset()[0], ({"a": due},) * 2)
+        observations, _, _, _, infos = env.step([{"a": told}, {"a": told}])
+        assert_same((observations, infos), (({"a": due},) * 2, ({"a": {"final_obs": due}},) * 2))
+        assert_same(env.get_attr("actions"), ([{"a": due}],) * 2)
+        env.close()
+
+
+FORMS = [
+    ({"x": [1, 2, 3.5]}, {"x": np.array([1, 2, 3.5], np.float32)}),
+    ({"y": None}, {"y": None}),
+    ({"n": None}, {"n": None}),
+    ({"n": np.array(1)}, {"n": np.array(1)}),
+    ({"more": [1]}, {"more": [1]}),
+    ({"t": [1, 2]}, {"t": [1, 2]}),
+    ({"t": (np.ones(3), None)}, {"t": (np.ones(3, np.float32), None)}),
+    ({"t": [np.ones(3), 1]}, {"t": [np.ones(3, np.float32), 1]}),
+    ({"t": [[1, 2, 3], np.array(1)]}, {"t": [np.array([1, 2, 3], np.float32), np.array(1)]}),
+]
+
+
+@pytest.mark.parametrize(("changed", "arrives"), FORMS, ids=[str(changed) for changed, _ in FORMS])
+def test_arrays_beside_what_does_not_fit(changed, arrives, packed, build):
+    """One leaf of another form than is declared: it arrives as it is, the arrays beside it with their dtype."""
+    space = spaces.Dict(x=SMALL, y=SMALL, n=spaces.Discrete(3), t=spaces.Tuple((SMALL, spaces.Discrete(2))))
+    zeros, ones = np.zeros(3), np.ones(3, np.float32)
+    told = {"x": zeros, "y": ones, "n": 1, "t": (zeros, 0), **changed}
+    due = {"x": zeros.astype(np.float32), "y": ones, "n": 1, "t": (zeros.astype(np.float32), 0), **arrives}
+    script = answered({"a": told}, flags={"__all__": True})
+    env = build([scripted(space, ({"a": told}, {}), script, action_space=space)] * 2, packed, SAME_STEP)
+    assert_same(env.reset()[0], ({"a": due},) * 2)
+    observations, _, _, _, infos = env.step([{"a": told}, {"a": told}])
+    assert_same((observations, infos), (({"a": due},) * 2, ({"a": {"final_obs": due}},) * 2))
+    assert_same(env.get_attr("actions"), ([{"a": due}],) * 2)
+
+
+PARTS = {"zulu": spaces.Discrete(9), "alpha": SMALL, "mike": spaces.MultiBinary(2)}
+VALUES = {"zulu": 7, "alpha": np.array([1, 2, 3], np.float32), "mike": np.array([0, 1], np.int8)}
+ORDER = ["zulu", "alpha", "mike"]
+
+
+def in_order(order: list[str]) -> tuple[Any, Any]:
+    """A nested space that lists its keys in this order, and a value of it."""
+    space = spaces.Dict([(key, PARTS[key]) for key in order])
+    value = {key: VALUES[key] for key in order}
+    deep = spaces.Tuple((spaces.Discrete(9), space))
+    return spaces.Dict([("deep", deep), *space.items()]), {"deep": (4, value), **value}
+
+
+def in_two_orders() -> list[Any]:
+    """Constructors of four environments; the second worker's first one has another order than the first's."""
+    both = [in_order(order) for order in (ORDER, ORDER[::-1], ORDER[::-1], ORDER)]
+    ends = {"__all__": True}
+    return [scripted(s, ({"a": v}, {}), answered({"a": v}, flags=ends), action_space=s) for s, v in both]
+
+
+def test_keys_listed_in_another_order(packed, build):
+    """The spaces are equal all the same, and every value is what it was: observations, actions, `final_obs`."""
+    env = build(in_two_orders(), packed, SAME_STEP)
+    _, value = in_order(ORDER)
+    assert_same(env.reset()[0], ({"a": value},) * 4)
+    observations, _, _, _, infos = env.step([{"a": value}] * 4)
+    assert_same((observations, infos), (({"a": value},) * 4, ({"a": {"final_obs": value}},) * 4))
+    assert_same(env.get_attr("actions"), ([{"a": value}],) * 4)
+
+
+def test_keys_are_handed_out_in_the_declared_order(each, build):
+    """In that of environment 0, from all of them."""
+    env = build(in_two_orders(), each, SAME_STEP)
+    _, value = in_order(ORDER)
+    observations, _ = env.reset()
+    once_more, _, _, _, infos = env.step([{"a": value}] * 4)
+    for one in (*observations, *once_more, *[info["a"]["final_obs"] for info in infos]):
+        told = one.get("a", one)
+        assert [*told] == ["deep", *ORDER]
+        assert [*told["deep"][1]] == ORDER
+
+
+class Ragged(spaces.Box):
+    """Arrays of any length."""
+
+
+class Loose(spaces.Dict):
+    """With more keys than it declares."""
+
+
+class Chain(spaces.Tuple):
+    """Of any length."""
+
+
+class Dice(spaces.Discrete):
+    """Says its numbers in words."""
+
+
+class Choices(spaces.MultiDiscrete):
+    """As many as there are."""
+
+
+class Switches(spaces.MultiBinary):
+    """In a list."""
+
+
+DERIVED = [
+    (Ragged(-1.0, 1.0, (3,), np.float32), np.arange(5.0)),
+    (Loose(x=SMALL), {"x": np.zeros(2), "more": [1]}),
+    (Chain((SMALL, spaces.Discrete(2))), (np.zeros(1), 1, "more")),
+    (Dice(6), "six"),
+    (Choices([2, 2]), np.array([[1.5]])),
+    (Switches(3), [True, False]),
+]
+
+
+@pytest.mark.parametrize(("space", "value"), DERIVED, ids=lambda part: type(part).__name__)
+def test_values_of_derived_spaces_are_their_own_business(space, value, packed, build):
+    """They arrive unchanged, whatever the class is derived from would say of them; so do those below a Dict."""
+    told, due = {"own": value, "x": [1, 2, 3]}, {"own": value, "x": np.array([1, 2, 3], np.float32)}
+    for one, given, arrives in ((space, value, value), (spaces.Dict(own=space, x=SMALL), told, due)):
+        script = answered({"a": given}, flags={"__all__": True})
+        env = build([scripted(one, ({"a": given}, {}), script, action_space=one)] * 2, packed, SAME_STEP)
+        assert_same(env.reset()[0], ({"a": arrives},) * 2)
+        observations, _, _, _, infos = env.step([{"a": given}, {"a": given}])
+        assert_same((observations, infos), (({"a": arrives},) * 2, ({"a": {"final_obs": arrives}},) * 2))
+        assert_same(env.get_attr("actions"), ([{"a": arrives}],) * 2)
+        env.close()
+
+
+@pytest.mark.parametrize(
+    "value", [np.zeros(4), np.zeros((1, 3)), np.zeros((3, 1)), np.zeros(1), np.float32(1)], ids=str
+)
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_a_wrong_shape_is_an_error(where, value, packed, build):
+    """Never broadcast, never truncated: the error names the agent, what was expected, what came."""
+    good = np.zeros(3, np.float32)
+    first = value if where == "reset" else good
+    fine = scripted(SMALL, ({"a": good}, {}), answered({"a": good}))
+    env = build([fine, scripted(SMALL, ({"a": first}, {}), answered({"a": value}))], packed)
+    with pytest.raises(EnvError) as caught:  # noqa: PT012
+        env.reset()
+        env.step([{}, {}])
+    assert caught.value.env_ids == (1,)
+    assert caught.value.method == where
+    for part in ("'a'", "(3,)", str(np.shape(value))):
+        assert part in str(caught.value)
+
+
+def test_a_wrong_shape_below_is_an_error(packed, build):
+    space = spaces.Dict(eyes=spaces.Tuple((spaces.Discrete(2), SMALL)))
+    told = {"eyes": (1, np.zeros(2, np.float32))}
+    env = build([scripted(space, ({"a": told}, {}), answered())] * 2, packed)
+    with pytest.raises(EnvError, match=r"'a'"):
+        env.reset()
+
+
+@pytest.mark.parametrize("space", [spaces.Box(0, 255, (2,), np.uint8), spaces.MultiDiscrete([3, 3])], ids=str)
+def test_floats_are_not_cast_to_integers(space, packed, build):
+    env = build([scripted(space, ({"a": np.array([1.5, 2.0])}, {}), answered())] * 2, packed)
+    with pytest.raises(EnvError, match=r"'a'"):
+        env.reset()
+
+
+def test_agents_never_declared(packed, build):
+    """They travel as they are: no cast, any id, any value."""
+    told = {("team", 3): np.array([1, 2]), 7: "seven", "b": {"deep": [np.float32(1.0), None]}}
+    script = answered(told, dict.fromkeys(told, 1), dict.fromkeys(told, False), {key: {"n": 1} for key in told})
+    env = build([scripted(SMALL, (told, {}), script)] * 2, packed)
+    assert_same(env.reset()[0], (told, told))
+    expected = (*script[:2], *({**flags, "__all__": False} for flags in script[2:4]), script[4])
+    assert_same(env.step([told, {}]), tuple((part, part) for part in expected))
+    assert_same(env.get_attr("actions"), ([told], [{}]))
+
+
+def test_nobody_declares_a_space(packed, build):
+    script = answered({"x": [1, 2]}, {"x": 1.0}, {"x": False}, {})
+    env = build([functools.partial(Scripted, None, None, ({"x": "start"}, {}), [script])] * 2, packed)
+    assert env.observation_space is None
+    assert env.action_space is None
+    assert env.possible_agents == []
+    assert_same(env.reset()[0], ({"x": "start"},) * 2)
+    assert_same(env.step([{"x": "go"}, {}])[0], ({"x": [1, 2]},) * 2)
+    assert_same(env.get_attr("actions"), ([{"x": "go"}], [{}]))
+
+
+INFOS: list[dict[Any, Any]] = [
+    {},
+    {"a": {}},
+    {"a": {}, "unknown": {}},
+    {"a": {"x": np.arange(3), "y": [1, (2, None)]}},
+    {"__common__": {"clock": 3}, "a": {}},
+    {"clock": 3.5, "a": {}},
+    {"a": None},
+    {"a": np.arange(3)},
+    {"a": np.zeros(0), "clock": np.zeros(2)},
+    {"a": OrderedDict()},
+    {"a": {"nan": float("nan")}, 3: {"deep": {"deeper": {}}}},
+]
+
+
+@pytest.mark.parametrize("infos", INFOS, ids=str)
+def test_infos_of_every_kind(infos, packed, build):
+    """Keys that are no agents survive, empty entries stay, absent ones stay absent; also after other infos."""
+    script = [answered(infos=infos), answered(infos={"a": {}}), answered(infos={})]
+    env = build([scripted(SMALL, ({}, infos), *script)] * 2, packed)
+    assert_same(env.reset()[1], (infos, infos))
+    for step in (*script, *script):
+        assert_same(env.step([{}, {}])[4], (step[4], step[4]))
+
+
+@pytest.mark.parametrize("info", [False, {}], ids=str)
+def test_infos_may_have_the_key_of_the_flags(info, packed, build):
+    """Also as the first one, and also where only one of the two kinds of flags has it."""
+    eyes, infos = np.ones(3, np.float32), {"__all__": info, "a": {}}
+    step = ({"a": eyes}, {"a": 1.0}, {"a": False, "__all__": False}, {"a": False}, infos)
+    env = build([scripted(SMALL, ({"a": eyes}, {"a": {}}), step)] * 2, packed)
+    env.reset()
+    expected = (*step[:3], {"a": False, "__all__": False}, infos)
+    assert_same(env.step([{}, {}]), tuple((part, part) for part in expected))
+
+
+def test_presence_is_kept_per_dict(packed, build):
+    """Each of the five dicts has its own keys."""
+    eyes = np.ones(3, np.float32)
+    script = [
+        ({"a": eyes}, {}, {}, {}, {}),
+        ({}, {"a": 1.0}, {}, {}, {}),
+        ({}, {}, {"a": True}, {}, {}),
+        ({}, {}, {}, {"a": np.True_}, {}),
+        ({}, {}, {}, {}, {"a": {}}),
+        ({"a": eyes}, {"a": 2}, {"a": False}, {"a": False}, {"a": {}}),
+    ]
+    env = build([scripted(SMALL, ({}, {}), *script)] * 2, packed, False)
+    assert_same(env.reset(), (({}, {}), ({}, {})))
+    for step in script:
+        observations, rewards, terminateds, truncateds, infos = step
+        expected = (
+            observations,
+            rewards,
+            {**terminateds, "__all__": False},
+            {**truncateds, "__all__": False},
+            infos,
+        )
+        assert_same(env.step([{}, {}]), tuple((part, part) for part in expected))
+
+
+def test_an_observation_may_be_none(packed, build):
+    """A declared agent with nothing to see."""
+    env = build([scripted(SMALL, ({"a": None}, {}), answered({"a": None}))] * 2, packed)
+    assert_same(env.reset()[0], ({"a": None},) * 2)
+    assert_same(env.step([{}, {}])[0], ({"a": None},) * 2)

@@ -1,0 +1,318 @@
+"""Calls from several threads: one call at a time; a second one gets an error, and the first one its own results."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
+from helpers.processes import wait_for
+from simulators.native_arena import Arena
+from simulators.paced import acts, fleet, hold, release, seen, trace
+
+from marl_parallel import ParallelEnv
+from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
+
+PATIENCE_S = 60.0
+
+
+class Elsewhere:
+    """Runs a call in a thread named "first", up to where environment 0 is held up in the middle of it."""
+
+    def __init__(self, notes: Path, call: Callable[[], Any]) -> None:
+        self._notes, self._pool = notes, ThreadPoolExecutor(1, "first")
+        before = len(trace(notes)) if (notes / "trace").exists() else 0
+        hold(notes, 0)
+        self.result = self._pool.submit(call)
+        wait_for(lambda: (notes / "trace").exists() and len(trace(notes)) > before)
+
+    def __enter__(self) -> Elsewhere:
+        return self
+
+    def finish(self) -> Any:
+        release(self._notes, 0)
+        return self.result.result(PATIENCE_S)
+
+    def __exit__(self, *_: object) -> None:
+        if (self._notes / "hold-0").exists():
+            release(self._notes, 0)
+        self._pool.shutdown()
+
+
+def calls_of(env: ParallelEnv, notes: Path) -> dict[str, Callable[[], Any]]:
+    return {
+        "step": lambda: env.step(acts(7, 7)),
+        "reset": lambda: env.reset(seed=7),
+        "send": lambda: env.send(acts(7, 7)),
+        "recv": lambda: env.recv(timeout=0.01),
+        "reset_async": lambda: env.reset_async(env_ids=[1]),
+        "call": lambda: env.call("close"),
+        "get_attr": lambda: env.get_attr("env_id"),
+        "set_attr": lambda: env.set_attr("env_id", 5),
+        "render": env.render,
+        "state": env.state,
+        "start_trace": lambda: env.start_trace(notes / "trace.json"),
+        "stop_trace": env.stop_trace,
+    }
+
+
+@pytest.mark.parametrize("on_error", ["raise", "restart"])
+@pytest.mark.parametrize("way", ["step", "step some", "recv", "reset"])
+def test_a_second_thread_is_refused(on_error, way, each, build, tmp_path):
+    """Whatever it calls; the call in progress is not touched, and afterwards any thread may call."""
+    env = build(fleet(tmp_path, 2), each, on_error=on_error)
+    env.reset()
+    first: dict[str, Callable[[], Any]] = {
+        "step": lambda: seen(env.step(acts(1, 2))[0]),
+        "step some": lambda: seen(env.step(acts(1), env_ids=[0])[0]),
+        "recv": lambda: sorted(seen(env.recv().observations)),
+        "reset": lambda: seen(env.reset()[0]),
+    }
+    expected = {"step": [1.0, 2.0], "step some": [1.0], "recv": [1.0, 2.0], "reset": [0.0, 0.0]}[way]
+    name, due = way.split()[0], False
+    if way == "recv":
+        hold(tmp_path, 0)
+        if each.backend == "serial":  # computes in send
+            name, first["recv"], expected = "send", (lambda: env.send(acts(1, 2))), None
+            due = True
+        else:
+            env.send(acts(1, 2))
+    with Elsewhere(tmp_path, first[way]) if way != "recv" or due else _Receiving(tmp_path, first[way], env) as other:
+        for method, call in calls_of(env, tmp_path).items():
+            shown = "call" if method == "get_attr" else method
+            with pytest.raises(AlreadyPendingCallError) as caught:
+                call()
+            text = str(caught.value)
+            assert text.startswith(
+                f"{shown}() was called in thread 'MainThread' while thread 'first_0' is inside {name}()"
+            )
+        assert env.num_envs == 2
+        assert len(env.stats().workers) == env.num_workers
+        assert other.finish() == expected
+    if due:
+        assert seen(env.recv().observations) == [1.0, 2.0]
+    assert not env.pending
+    observations, rewards, *_ = env.step(acts(3, 4))
+    assert (seen(observations), [one["a"] for one in rewards]) == ([3.0, 4.0], [3.0, 4.0])
+    assert env.get_attr("env_id") == (0, 1)
+    assert not [line for line in trace(tmp_path) if line.startswith("close")]
+
+
+class _Receiving(Elsewhere):
+    """The same for `recv`, before which the environment is held up already."""
+
+    def __init__(self, notes: Path, call: Callable[[], Any], env: ParallelEnv) -> None:
+        self._notes, self._pool = notes, ThreadPoolExecutor(1, "first")
+        self.result = self._pool.submit(call)
+        wait_for(lambda: bool(env._guard))
+
+
+def test_two_threads_that_step(each, build, tmp_path):
+    """Each gets an error or its own results."""
+    env = build(fleet(tmp_path, 4), each)
+    env.reset()
+    begin = threading.Barrier(2)
+
+    def loop(sign: int) -> tuple[int, int, int]:
+        right = wrong = refused = 0
+        begin.wait()
+        for number in range(1, 201):
+            values = [float(sign * (4 * number + env_id)) for env_id in range(4)]
+            try:
+                observations, rewards, *_ = env.step(acts(*values))
+            except AlreadyPendingCallError:
+                refused += 1
+                time.sleep(1e-4)
+                continue
+            same = seen(observations) == values == [one["a"] for one in rewards]
+            right, wrong = right + same, wrong + (not same)
+        return right, wrong, refused
+
+    with ThreadPoolExecutor(2) as pool:
+        told = [*pool.map(loop, [1, -1])]
+    assert [wrong for _, wrong, _ in told] == [0, 0]
+    assert sum(right for right, _, _ in told) > 0
+    assert sum(refused for _, _, refused in told) > 0
+
+
+@pytest.mark.parametrize("facade", [PettingZooVecEnv, GymnasiumVectorEnv])
+def test_facades(facade, each, build, tmp_path):
+    env = build(fleet(tmp_path, 2), each)
+    vector: Any = facade(env)
+    vector.reset()
+    array = np.array([[1], [2]], np.float32)
+    by_agent = facade is PettingZooVecEnv
+    actions: Any = {"a": array} if by_agent else array
+    with Elsewhere(tmp_path, lambda: vector.step(actions)) as other:
+        for name, call in {
+            "step": lambda: vector.step(actions),
+            "step_async": lambda: vector.step_async(actions),
+            "step_wait": vector.step_wait,
+            "reset": vector.reset,
+            "call": lambda: vector.call("close"),
+        }.items():
+            with pytest.raises(AlreadyPendingCallError, match=rf"^{name}\(\) was called in thread 'MainThread'"):
+                call()
+        with pytest.raises(AlreadyPendingCallError, match=r"is inside step\(\)"):
+            env.step(acts(5, 5))
+        observations = other.finish()[0]
+    assert np.array_equal(observations["a"] if by_agent else observations, array)
+    vector.step_async(actions)
+    observations = vector.step_wait()[0]
+    assert np.array_equal(observations["a"] if by_agent else observations, array)
+    assert not [line for line in trace(tmp_path) if line.startswith("close")]
+
+
+class SlowArena(Arena):
+    """Waits in `receive` while an event is not set."""
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs)
+        self.go, self.inside = threading.Event(), threading.Event()
+        self.go.set()
+
+    def receive(self) -> Any:
+        self.inside.set()
+        assert self.go.wait(PATIENCE_S)
+        return super().receive()
+
+
+def test_a_native_simulator():
+    arena = SlowArena(3)
+    with ParallelEnv.from_native(arena) as env, ThreadPoolExecutor(1, "first") as pool:
+        observations, _ = env.reset()
+        env.seed()
+        actions = [{agent: env.action_space[agent].sample() for agent in acting} for acting in env.acting]
+        arena.go.clear()
+        arena.inside.clear()
+        result = pool.submit(env.step, actions)
+        assert arena.inside.wait(PATIENCE_S)
+        for call in (lambda: env.step(actions), env.reset, env.recv, lambda: env.send(actions)):
+            with pytest.raises(AlreadyPendingCallError, match=r"thread 'first_0' is inside step\(\)"):
+                call()
+        arena.go.set()
+        assert len(result.result(PATIENCE_S)[0]) == len(observations)
+        assert len(env.step([dict(one) for one in actions])[0]) == 3
+
+
+def test_a_signal_handler_that_steps(beside, build, tmp_path):
+    """It is refused by name, and the step that it came in the middle of goes on."""
+    env = build(fleet(tmp_path, 2), beside)
+    env.reset()
+    errors: list[BaseException] = []
+
+    def handler(*_: object) -> None:
+        try:
+            env.step(acts(9, 9))
+        except Exception as error:
+            errors.append(error)
+        release(tmp_path, 0)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        hold(tmp_path, 0)
+        steps = trace(tmp_path).count("step 0")
+
+        def interrupt() -> None:
+            wait_for(lambda: trace(tmp_path).count("step 0") > steps)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        observations, *_ = env.step(acts(1, 2))
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    (error,) = errors
+    assert isinstance(error, AlreadyPendingCallError)
+    assert str(error).startswith("step() was called inside step() of the same thread")
+    assert seen(observations) == [1.0, 2.0]
+    assert seen(env.step(acts(3, 4))[0]) == [3.0, 4.0]
+
+
+def test_a_call_after_close(beside, build, tmp_path):
+    """While one thread is still in the middle of a call, the error of another's is that all has been closed."""
+    env = build(fleet(tmp_path, 2), beside)
+    env.reset()
+    with Elsewhere(tmp_path, lambda: env.step(acts(1, 2))) as other:
+        closing = threading.Thread(target=env.close, kwargs={"terminate": True})
+        closing.start()
+        wait_for(lambda: env.runner.pool.closed)
+        with pytest.raises(ClosedEnvironmentError):
+            env.step(acts(1, 2))
+        with pytest.raises(ClosedEnvironmentError):
+            other.result.result(PATIENCE_S)
+        release(tmp_path, 0)
+        closing.join()
+
+
+class Interrupting(dict):
+    """Actions that raise when they are looked at, as Ctrl-C would."""
+
+    def __iter__(self) -> Any:
+        raise KeyboardInterrupt
+
+    def keys(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_calls_that_raise_leave_no_trace(beside, build, tmp_path):
+    """After an interrupt before anything is stepped, a wrong argument or a timeout, the next call is let in."""
+    env = build(fleet(tmp_path, 2), beside)
+    env.reset()
+    with pytest.raises(KeyboardInterrupt):
+        env.step([Interrupting(), Interrupting()])
+    with pytest.raises(ValueError, match="one for each environment"):
+        env.step(acts(1))
+    with pytest.raises(AttributeError):
+        env.get_attr("nothing of the kind")
+    hold(tmp_path, 0)
+    env.send(acts(1, 2))
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            env.recv(timeout=0.01)
+    release(tmp_path, 0)
+    assert sorted(seen(env.recv().observations)) == [1.0, 2.0]
+    assert seen(env.step(acts(3, 4))[0]) == [3.0, 4.0]
+
+
+class Counter:
+    """Something with one guarded method."""
+
+    def __init__(self) -> None:
+        self._guard = CallGuard(lambda: None)
+        self.count = 0
+
+    @exclusive("add")
+    def add(self) -> None:
+        self.count += 1
+
+
+def test_interrupts_at_any_moment():
+    """Ctrl-C that comes on the way in or out of a call leaves it open to the next one."""
+    counter = Counter()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupts = 0
+    try:
+        for number in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-4 + number % 50 * 1e-6)
+                while True:
+                    counter.add()
+            except KeyboardInterrupt:
+                interrupts += 1
+            assert not counter._guard
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts == 300
+    counter.add()

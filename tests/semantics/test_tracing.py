@@ -1,0 +1,280 @@
+"""Timelines: what is in the file, that it agrees with what was counted, that it survives whatever ends the run."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import logging
+import os
+import signal
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError
+from helpers.processes import gone
+from simulators.failing import Fragile, hard_exit
+
+from marl_parallel import ParallelEnv, WorkerCrashed
+from marl_parallel.core import tracing
+from marl_parallel.vector import PettingZooVecEnv
+
+ACTIONS = {"a": 0, "b": 0}
+TOLERANCE_US = 0.01  # numbers in the file are rounded
+
+
+def slices(path: Path, lane: int) -> list[dict[str, Any]]:
+    """Those of one lane, in order."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return sorted(
+        (event for event in events if event["ph"] == "X" and event["tid"] == lane), key=lambda event: event["ts"]
+    )
+
+
+def names(path: Path) -> dict[int, str]:
+    """Of the lanes."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+
+
+def fragile(folder: Path, count: int = 4, length: int = 3, **faults: Any) -> list[Any]:
+    return [functools.partial(Fragile, faults if i == 1 else {}, folder, 5, length=length) for i in range(count)]
+
+
+def test_a_lane_for_each_worker_and_one_for_the_parent(packed, build, tmp_path):
+    file = tmp_path / "run.json"
+    env = build(fragile(tmp_path), packed, trace=file)
+    before = env.stats()
+    env.reset()
+    for _ in range(7):
+        env.step([ACTIONS] * 4)
+    after = env.stats()
+    env.close()
+    assert names(file) == {0: "parent", 1: "worker 0 (environments [0, 1])", 2: "worker 1 (environments [2, 3])"}
+    for lane, share in ((1, (0, 1)), (2, (2, 3))):
+        kept = slices(file, lane)
+        counts = Counter((one["name"], one["args"].get("env_id")) for one in kept)
+        for env_id in share:
+            assert counts["step", env_id] == 7
+            assert counts["reset", env_id] == 3  # one was asked for, two followed the ends of episodes
+            assert counts["close", env_id] == 1
+        assert counts["transport", None] > 0
+        assert counts["waiting", None] > 0
+        for one, following in pairwise(kept):  # nothing overlaps
+            assert one["ts"] + one["dur"] <= following["ts"] + TOLERANCE_US
+        inside = sum(one["dur"] for one in kept if one["name"] in ("step", "reset"))
+        counted = after.workers[lane - 1].simulator_s - before.workers[lane - 1].simulator_s
+        assert inside / 1e6 == pytest.approx(counted, rel=0.2, abs=1e-3)
+    own = Counter(one["name"] for one in slices(file, 0))
+    assert own["write actions"] == own["read results"] - 1 == own["wait for step"] == 7
+    assert own["wait for reset"] == 1
+
+
+def test_begun_and_ended_in_the_middle(each, build, tmp_path):
+    file = tmp_path / "some.json"
+    env = build(fragile(tmp_path, length=100), each)
+    env.reset()
+    for _ in range(3):
+        env.step([ACTIONS] * 4)
+    env.start_trace(str(file))
+    assert not file.exists()
+    for _ in range(5):
+        env.step([ACTIONS] * 4)
+    assert env.stop_trace() == file
+    before = file.read_bytes()
+    for _ in range(2):
+        env.step([ACTIONS] * 4)
+    env.close()
+    assert file.read_bytes() == before
+    assert Counter(one["name"] for one in slices(file, 1))["step"] == 2 * 5
+
+
+def test_nothing_of_it_stays(each, build, tmp_path):
+    """What was watched is as it was, and the ledger is a plain one."""
+    env = build(fragile(tmp_path), each)
+    before = vars(env.runner.pool).keys() | vars(env.runner.batch).keys()
+    env.start_trace(tmp_path / "a.json")
+    assert {"run", "step_all"} <= vars(env.runner.pool).keys()
+    env.stop_trace()
+    assert vars(env.runner.pool).keys() | vars(env.runner.batch).keys() == before
+    env.start_trace(tmp_path / "b.json")
+    env.stop_trace()
+
+
+def test_send_and_recv(beside, build, tmp_path):
+    file = tmp_path / "async.json"
+    env = build(fragile(tmp_path), beside, trace=file)
+    env.reset()
+    env.send([ACTIONS] * 4)
+    with pytest.raises(AlreadyPendingCallError):
+        env.stop_trace()
+    env.recv()
+    env.close()
+    own = Counter(one["name"] for one in slices(file, 0))
+    assert own["send step"] == own["wait"] == 1
+    assert Counter(one["name"] for one in slices(file, 2))["step"] == 2
+
+
+def test_a_fault_ends_the_run(tmp_path):
+    """Of the others there is all, of the one that died nothing."""
+    file = tmp_path / "fault.json"
+    env = ParallelEnv(fragile(tmp_path, 2, 100, step=hard_exit), num_workers=2, trace=file)
+    env.reset()
+    for _ in range(5):
+        env.step([ACTIONS] * 2)
+    with pytest.raises(WorkerCrashed):
+        env.step([ACTIONS] * 2)
+    assert Counter(one["name"] for one in slices(file, 1))["step"] == 6
+    assert slices(file, 2) == []
+
+
+def test_a_worker_is_replaced(tmp_path):
+    file = tmp_path / "replaced.json"
+    constructors = fragile(tmp_path, 2, 100, step=hard_exit)
+    with ParallelEnv(constructors, num_workers=2, on_error="restart", trace=file) as env:
+        env.reset()
+        for _ in range(8):
+            env.step([ACTIONS] * 2)
+    assert Counter(one["name"] for one in slices(file, 1))["step"] == 8
+    assert Counter(one["name"] for one in slices(file, 2))["step"] == 2  # after the sixth, it was another
+    (mark,) = (event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "i")
+    assert (mark["name"], mark["tid"]) == ("replaced", 2)
+
+
+def test_it_does_not_grow_for_ever(monkeypatch, tmp_path):
+    monkeypatch.setattr(tracing, "MOST_SLICES", 10)
+    file = tmp_path / "long.json"
+    with ParallelEnv(fragile(tmp_path, 2), backend="serial", num_workers=1, trace=file) as env:
+        env.reset()
+        for _ in range(20):
+            env.step([ACTIONS] * 2)
+    kept = [one for one in slices(file, 1) if one["name"] not in ("waiting", "transport")]
+    assert 0 < len(kept) <= 10
+    assert len(slices(file, 0)) == 10
+
+
+def test_no_file_can_be_written_there(tmp_path, caplog):
+    for path in (tmp_path, tmp_path / "nowhere" / "run.json"):
+        with pytest.raises(ValueError, match="no file can be written there"):
+            ParallelEnv(fragile(tmp_path), trace=path)
+    with pytest.raises(TypeError, match="trace must be the path"):
+        ParallelEnv(fragile(tmp_path), trace=True)
+    with pytest.raises(RuntimeError, match="no trace is being kept"), ParallelEnv(fragile(tmp_path)) as env:
+        env.stop_trace()
+    folder = tmp_path / "goes"
+    folder.mkdir()
+    with caplog.at_level(logging.WARNING), ParallelEnv(fragile(tmp_path), trace=folder / "run.json") as env:
+        with pytest.raises(RuntimeError, match="is being kept already"):
+            env.start_trace(tmp_path / "other.json")
+        folder.rmdir()
+    assert "the trace could not be written" in caplog.text
+
+
+def test_times_are_those_of_the_clock(tmp_path):
+    """A step that sleeps is as long as it sleeps, and lies where it does."""
+    file = tmp_path / "clock.json"
+    nap = functools.partial(time.sleep, 0.05)
+    with ParallelEnv([functools.partial(Fragile, {"step": nap}, tmp_path)], num_workers=1, trace=file) as env:
+        env.reset()
+        env.step([ACTIONS])
+    (step,) = (one for one in slices(file, 1) if one["name"] == "step")
+    (wait,) = (one for one in slices(file, 0) if one["name"] == "wait for step")
+    assert step["dur"] >= 50_000
+    assert wait["ts"] <= step["ts"] + TOLERANCE_US
+    assert step["ts"] + step["dur"] <= wait["ts"] + wait["dur"] + TOLERANCE_US
+
+
+def killed(env: ParallelEnv, env_id: int) -> None:
+    """The worker of an environment is gone, and nobody has noticed yet."""
+    (pid,) = env.call(_process_of, env_ids=[env_id])
+    os.kill(pid, signal.SIGKILL)
+    assert gone([pid])
+
+
+def _process_of(simulator: Any) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_worker_that_dies_where_a_trace_begins_or_ends(which, tmp_path):
+    """No trace is half begun; and where one ends, what the other worker has kept is not lost."""
+    env = ParallelEnv(fragile(tmp_path, 2, 100), num_workers=2, on_error="restart")
+    file, other = tmp_path / "run.json", 2 - which
+    with env:
+        env.reset()
+        killed(env, which)
+        with pytest.raises(WorkerCrashed):
+            env.start_trace(file)
+        env.step([ACTIONS] * 2)
+        with pytest.raises(RuntimeError, match="no trace is being kept"):
+            env.stop_trace()
+        env.start_trace(file)
+        env.step([ACTIONS] * 2)
+        killed(env, which)
+        with pytest.raises(WorkerCrashed):
+            env.stop_trace()
+        env.stop_trace()
+        assert Counter(one["name"] for one in slices(file, other))["step"] == 1
+        assert not [one for one in slices(file, which + 1) if one["name"] == "step"]
+        env.step([ACTIONS] * 2)
+        env.start_trace(file)
+        env.stop_trace()
+        assert all(one["name"] not in ("step", "constructor") for lane in (1, 2) for one in slices(file, lane))
+
+
+def test_it_is_written_where_it_was_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with ParallelEnv(fragile(tmp_path), backend="serial", trace="run.json"):
+        monkeypatch.chdir("elsewhere")
+    assert slices(tmp_path / "run.json", 1)
+
+
+def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    file, link = tmp_path / "run.json", tmp_path / "link.json"
+    file.write_text("the last one")
+    link.symlink_to(file)
+    with ParallelEnv(fragile(tmp_path), backend="serial", trace=link) as env:
+        with monkeypatch.context() as patch:
+            patch.setattr(tracing.json, "dump", _write_half)
+            with pytest.raises(OSError, match="no space"):
+                env.stop_trace()
+        assert file.read_text() == "the last one"
+        assert not [*tmp_path.glob(".*")]
+        env.start_trace(link)
+    assert link.is_symlink()
+    assert slices(file, 1)
+    with ParallelEnv(fragile(tmp_path), backend="serial", trace="/dev/null"):
+        pass
+    assert Path("/dev/null").is_char_device()
+
+
+def _write_half(_: Any, file: Any) -> None:
+    file.write("{")
+    raise OSError("no space left")
+
+
+@pytest.mark.parametrize("traced_first", [True, False])
+def test_what_a_facade_does_is_in_the_parents_lane(traced_first, tmp_path):
+    file = tmp_path / "facade.json"
+    env = ParallelEnv(fragile(tmp_path), backend="serial", trace=file if traced_first else None)
+    facade = PettingZooVecEnv(env)
+    if not traced_first:
+        env.start_trace(file)
+    facade.reset()
+    for _ in range(7):  # with ends of episodes, which are read one by one
+        facade.step({agent: np.zeros(4, np.int64) for agent in ACTIONS})
+    assert env.stop_trace() == file
+    own = Counter(one["name"] for one in slices(file, 0))
+    assert own["write actions"] == own["read results"] - 1 == 7
+    (view,) = env.runner.batch.views
+    assert not {"read", "write"} & vars(view).keys()
+    del facade, view
+    gc.collect()
+    assert not [*env.runner.batch.views]
+    env.close()

@@ -1,0 +1,285 @@
+"""Rewards that are vectors: as a plain loop has them, in shared memory, in dicts, in arrays and as numbers."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from helpers.comparison import assert_same, spoil
+from helpers.setups import Setup
+from simulators.vector_rewards import LENGTH, Couriers, Paid, Summed, TreasureHunt
+
+from marl_parallel import EnvError, ParallelEnv
+from marl_parallel.adapters import adapt
+from marl_parallel.adapters.protocol import Schema
+from marl_parallel.core import pickling
+from marl_parallel.core.columns import Layout
+from marl_parallel.core.header import UsualForm
+from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.transition import Transition
+from marl_parallel.vector import ArrayStepper, GymnasiumVectorEnv, PettingZooVecEnv
+from marl_parallel.vector.stepper import as_number, reward_rules
+
+MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
+
+
+def plain_rewards(constructor: Any, seed: int, steps: int, mode: str) -> list[dict]:
+    """What a loop over one bare environment is paid, cast to what is declared."""
+    env = constructor(seed=seed)
+    env.reset(seed=seed)
+    due, rewards = False, []
+    for _ in range(steps):
+        if due:
+            due = False
+            observations, _ = env.reset()
+            if mode == "NEXT_STEP":
+                zeros = {agent: np.zeros(env.reward_space(agent).shape, np.float32) for agent in observations}
+                rewards.append(zeros)
+                continue
+        _, paid, *_ = env.step(dict.fromkeys(env.agents, 1))
+        rewards.append({agent: np.asarray(reward, np.float32) for agent, reward in paid.items()})
+        due = not env.agents
+    return rewards
+
+
+@pytest.mark.parametrize("how", [{}, {"dtype": np.float64}, {"one_by_one": True}], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_rewards_are_those_of_a_plain_loop(mode, how, packed, build):
+    """Over deaths and ends, in the declared dtype, as arrays of the caller's own."""
+    constructor = functools.partial(Couriers, **how)
+    env = build([constructor] * 3, packed, mode, 5, copy=False)
+    due = [plain_rewards(constructor, 5 + env_id, 13, mode) for env_id in range(3)]
+    env.reset()
+    for step in range(13):
+        _, rewards, terminateds, truncateds, _ = env.step([dict.fromkeys(acting, 1) for acting in env.acting])
+        assert_same(rewards, tuple(of_env[step] for of_env in due))
+        spoil(rewards)
+        over = [i for i, flags in enumerate(zip(terminateds, truncateds)) if any(flag["__all__"] for flag in flags)]
+        if over and mode == "DISABLED":
+            env.reset(env_ids=over)
+
+
+def test_nothing_is_pickled_in_a_step(monkeypatch, parallel):
+    env = parallel(Couriers, 2, True)
+    env.reset()
+    pickled: list[Any] = []
+    monkeypatch.setattr("marl_parallel.core.worker.dump_extras", lambda extras: pickled.append(extras) or b"")
+    for _ in range(LENGTH - 1):
+        env.step([dict.fromkeys(acting, 1) for acting in env.acting])
+    assert pickled == []
+    assert pickle.loads(pickling.dumps(env.reward_space)) == env.reward_space
+
+
+def test_the_record_of_a_usual_step_holds_vectors():
+    agents, seen = ["a", "b"], spaces.Box(-1, 1, (1,), np.float32)
+    paid = spaces.Box(-9, 9, (3,), np.float32)
+    layout = Layout(Schema(agents, dict.fromkeys(agents, seen), {}, None, dict.fromkeys(agents, paid)), 3)
+    block = bytearray(layout.nbytes)
+    layout.bind(block)
+    records = TransitionRecords(layout, block)
+    due = []
+    for record in range(3):
+        rewards = {agent: np.arange(3, dtype=np.float32) + 10 * record for agent in agents}
+        flags = {**dict.fromkeys(agents, False), "__all__": False}
+        observations = dict.fromkeys(agents, np.ones(1, np.float32))
+        dicts = observations, rewards, flags, flags, {agent: {} for agent in agents}
+        usual = UsualForm(agents, vectors=True).code(*dicts)
+        assert records.write(record, Transition(*dicts, agents, agents, usual)) is None
+        due.append(rewards)
+        assert_same(records.read(record, None)[0][1], rewards)
+    ((span, code),) = records.runs(range(3))
+    assert span == range(3)
+    assert_same(records.read_span(span, code, {})[1], tuple(due))
+
+
+def test_spaces_are_found_in_each_way_they_are_declared(parallel):
+    two = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    env = parallel(Couriers)
+    assert env.reward_space is not None
+    assert dict(env.reward_space.items()) == dict.fromkeys(["van", "bike", "drone"], two)
+    assert [*parallel(functools.partial(Paid, {})).reward_space] == ["a"]
+    assert parallel(TreasureHunt).reward_space == spaces.Dict(agent_0=TreasureHunt.reward_space)
+    assert parallel(lambda: Summed(TreasureHunt())).reward_space is None
+    assert adapt(Couriers()).reward_spaces["bike"] == two
+
+
+@pytest.mark.parametrize("declared", [spaces.Discrete(3), spaces.Box(-1, 1, ()), "cpu time", {"a": 1}], ids=str)
+def test_what_is_no_space_of_vectors_is_none(declared, parallel):
+    env = parallel(functools.partial(Paid, {"a": 1.5, "b": 2}, declared))
+    assert env.reward_space is None
+    env.reset()
+    assert_same(env.step([{}] * 3)[1], ({"a": 1.5, "b": 2},) * 3)
+
+
+FORMS = [
+    ([1, 2.5], np.array([1, 2.5], np.float32)),
+    ((1, 2), np.array([1, 2], np.float32)),
+    (np.array([1, 2]), np.array([1, 2], np.float32)),
+    (np.array([0.1, np.nan]), np.array([0.1, np.nan], np.float32)),
+    (1.5, 1.5),
+    (np.float32(1.5), np.float32(1.5)),
+    (np.array(1.5), np.array(1.5)),
+    (None, None),
+    ({"speed": 1.0}, {"speed": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("given", "due"), FORMS, ids=repr)
+def test_vectors_are_cast_and_all_else_stays_what_it_is(given, due, packed, build):
+    """Beside an agent who declares none, and an unknown one."""
+    rewards = {"a": given, "b": np.array([1.0, 2.0]), "unknown": [1, 2]}
+    env = build([functools.partial(Paid, rewards)] * 2, packed)
+    env.reset()
+    for _ in range(2):
+        assert_same(env.step([{}, {}])[1], ({**rewards, "a": due},) * 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "space", "words"),
+    [
+        (np.zeros(3), None, ["(2,)", "(3,)"]),
+        (np.zeros((1, 2)), None, ["(2,)", "(1, 2)"]),
+        ([[1], [1, 2]], None, ["(2,)"]),
+        (np.array([0.5, 1.0]), spaces.Box(-9, 9, (2,), np.int64), ["int64", "float64"]),
+    ],
+    ids=str,
+)
+def test_a_reward_of_another_form_is_an_error(given, space, words, packed, build):
+    declared = None if space is None else spaces.Dict(a=space)
+    env = build([functools.partial(Paid, {"a": given, "b": 1.0}, declared)] * 2, packed)
+    env.reset()
+    with pytest.raises(EnvError, match="the reward of agent 'a': expected an array of shape") as caught:
+        env.step([{}, {}])
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_environments_must_declare_the_same(parallel, build):
+    three = spaces.Dict(a=spaces.Box(-9, 9, (3,), np.float32))
+    constructors = [functools.partial(Paid, {}), functools.partial(Paid, {}, three)]
+    with pytest.raises(ValueError, match=r"environment 1 differs .* in the reward space of agent 'a'"):
+        build(constructors, Setup("serial", True, 1))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_interrupted_step_pays_zeros(mode, shared_memory, build):
+    constructors = [functools.partial(Couriers, crashes_at=3)] * 2
+    env = build(constructors, Setup("process", shared_memory, 2), mode, on_error="restart")
+    env.reset()
+    for _ in range(3):
+        _, rewards, _, _, infos = env.step([dict.fromkeys(acting, 1) for acting in env.acting])
+    assert infos[0]["__common__"]["restarted"]
+    assert_same(rewards[0], {agent: np.zeros(2, np.float32) for agent in ["van", "bike"]})
+    assert rewards[1]["van"].any()
+    assert rewards[0]["van"] is not rewards[0]["bike"]
+
+
+# -- facades -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
+@pytest.mark.parametrize("mode", MODES)
+def test_by_agent_they_are_arrays_over_environments(mode, shared_memory, parallel):
+    """Agents with different numbers of objectives; zeros where nobody is paid."""
+    constructor = functools.partial(Couriers, one_by_one=True)
+    due = [plain_rewards(constructor, 5 + env_id, 9, mode) for env_id in range(3)]
+    env = PettingZooVecEnv(parallel(constructor, 3, mode, seed=5, shared_memory=shared_memory))
+    env.reset()
+    for step in range(9):
+        ones = dict.fromkeys(env.possible_agents, np.ones(3, np.int64))
+        _, rewards, *_ = env.step(ones)
+        for agent in env.possible_agents:
+            nothing = np.zeros(env.single_reward_space(agent).shape, np.float32)  # type: ignore[union-attr]
+            assert_same(rewards[agent], np.stack([of_env[step].get(agent, nothing) for of_env in due]))
+            assert rewards[agent] in env.reward_space(agent)  # type: ignore[operator]
+        if env.over.all() and mode == "DISABLED":
+            env.reset(env_ids=[0, 2])
+            env.reset(env_ids=[1])
+
+
+def test_in_rows_they_are_a_matrix(parallel):
+    env = GymnasiumVectorEnv(parallel(Couriers, 3, "NEXT_STEP", seed=5))
+    due = [plain_rewards(Couriers, 5 + env_id, 9, "NEXT_STEP") for env_id in range(3)]
+    assert env.reward_space == spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    env.reset()
+    nothing = np.zeros(2, np.float32)
+    for step in range(9):
+        _, rewards, *_ = env.step(np.ones(9, np.int64))
+        rows = [of_env[step].get(agent, nothing) for of_env in due for agent in ("van", "bike", "drone")]
+        assert_same(rewards, np.stack(rows))
+
+
+def test_rows_must_be_paid_alike(parallel):
+    with pytest.raises(ValueError, match=r"the reward_space of 'bike' is .* that of 'van'"):
+        GymnasiumVectorEnv(parallel(functools.partial(Couriers, one_by_one=True), 2, True))
+
+
+def test_a_number_in_place_of_a_vector_is_refused_in_arrays(parallel):
+    env = PettingZooVecEnv(parallel(functools.partial(Paid, {"a": 1.5, "b": 1.0}), 2, True))
+    env.reset()
+    with pytest.raises(ValueError, match=r"environment 0: the reward of agent 'a' is .*1.5.*`reward_space = None`"):
+        env.step(dict.fromkeys("ab", np.zeros(2, np.int64)))
+
+
+RULES: list[Any] = [
+    [0.25, 4.0],
+    lambda vector: 0.25 * vector[0] + 4 * vector[1],
+    {"van": [0.25, 4.0], "bike": lambda vector: vector @ [0.25, 4.0], "drone": np.array([0.25, 4.0])},
+]
+
+
+class Facade:
+    """Stands for one whose library knows numbers only."""
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
+@pytest.mark.parametrize("rule", RULES, ids=["weights", "function", "by agent"])
+def test_a_rule_makes_numbers_of_them(rule, shared_memory, parallel):
+    due = [plain_rewards(Couriers, 5 + env_id, 9, "SAME_STEP") for env_id in range(3)]
+    env = parallel(Couriers, 3, True, seed=5, shared_memory=shared_memory)
+    facade = Facade()
+    stepper = ArrayStepper(env, facade, env.metadata["autoreset_mode"], scalarize=rule)
+    stepper.reset()
+    for step in range(9):
+        arrays = stepper.step(dict.fromkeys(env.possible_agents, np.ones(3, np.int64)))
+        for place, agent in enumerate(env.possible_agents):
+            paid = [of_env[step].get(agent, np.zeros(2)) @ np.array([0.25, 4.0]) for of_env in due]
+            assert np.allclose(arrays.rewards[:, place], paid)
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "words"),
+    [
+        (None, ValueError, "Facade takes rewards that are numbers, but agent 'van' declares vectors.*scalarize="),
+        ([1.0], ValueError, r"have shape \(2,\), so scalarize= must be finite weights"),
+        ([1.0, np.inf], ValueError, "must be finite weights"),
+        ({"van": [1, 1]}, ValueError, "nothing for agent 'bike'"),
+        ("sum", TypeError, "must be weights or a function"),
+    ],
+    ids=str,
+)
+def test_a_facade_for_numbers_refuses_what_does_not_fit(rule, error, words, parallel):
+    facade, env = Facade(), parallel(Couriers, 2, True)
+    with pytest.raises(error, match=words):
+        ArrayStepper(env, facade, env.metadata["autoreset_mode"], scalarize=rule)
+
+
+def test_a_rule_that_makes_no_number_or_has_nothing_to_do(parallel):
+    space = {"a": spaces.Box(-1, 1, (2,))}
+    with pytest.raises(TypeError, match="scalarize must return a number for the reward of agent 'a'"):
+        as_number(reward_rules("It", lambda vector: vector, space), "a", np.zeros(2))
+    assert as_number(reward_rules("It", [1, 1], space), "a", 3.5) == 3.5
+    with pytest.raises(ValueError, match="no agent declares a reward_space"):
+        reward_rules("It", [1, 1], {})
+
+
+def test_one_of_many_is_a_pettingzoo_environment_with_vectors():
+    with ParallelEnv([Couriers] * 2, False, backend="serial") as parallel:
+        env = PettingZooVecEnv(parallel).single(1)
+        env.reset()
+        rewards = env.step(dict.fromkeys(env.agents, 1))[1]
+        assert rewards["van"] in env.reward_space("van")

@@ -1,0 +1,363 @@
+"""Simulators with one bug each, for `marl-parallel check`; `Healthy` has none.
+
+They are named on the command line as `path/to/buggy.py:Name`, and stand by themselves: nothing here may need a test's
+imports.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pettingzoo
+from gymnasium import spaces
+
+
+class Healthy(pettingzoo.ParallelEnv):
+    """Two agents see random numbers for ten steps."""
+
+    metadata = {"name": "healthy_v0", "render_modes": []}  # noqa: RUF012
+    render_mode = None
+
+    def __init__(self, **keywords: Any) -> None:
+        self.keywords = keywords
+        self.possible_agents = ["agent_0", "agent_1"]
+        self.agents: list[str] = []
+        self.observation_spaces = dict.fromkeys(self.possible_agents, spaces.Box(-1.0, 1.0, (4,), np.float32))
+        self.action_spaces = {agent: spaces.Discrete(3) for agent in self.possible_agents}
+        self.rng = np.random.default_rng()
+
+    def observation_space(self, agent):
+        return self.observation_spaces[agent]
+
+    def action_space(self, agent):
+        return self.action_spaces[agent]
+
+    def reset(self, seed=None, options=None):
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        self.agents = self.possible_agents.copy()
+        self.time = 0
+        return self.observe(), {agent: {} for agent in self.agents}
+
+    def observe(self):
+        return {agent: self.number(self.rng.uniform(-1, 1, 4)).astype(np.float32) for agent in self.agents}
+
+    def number(self, drawn):
+        return drawn
+
+    def step(self, actions):
+        self.time += 1
+        agents, over = self.agents, self.time == 10
+        observations = self.observe()
+        rewards = {agent: float(actions[agent]) for agent in agents}
+        if over:
+            self.agents = []
+        return (
+            observations,
+            rewards,
+            dict.fromkeys(agents, False),
+            dict.fromkeys(agents, over),
+            {agent: {} for agent in agents},
+        )
+
+
+class WrongShape(Healthy):
+    def observe(self):
+        return {agent: observation[:3] for agent, observation in super().observe().items()}
+
+
+class WrongDtype(Healthy):
+    def observe(self):
+        return {agent: observation.astype(np.float64) for agent, observation in super().observe().items()}
+
+
+class OutOfBounds(Healthy):
+    def number(self, drawn):
+        return drawn + 5.0
+
+
+class NotANumber(Healthy):
+    def number(self, drawn):
+        return drawn * np.nan
+
+
+class RewardOfNone(Healthy):
+    def step(self, actions):
+        observations, rewards, *rest = super().step(actions)
+        return observations, dict.fromkeys(rewards), *rest
+
+
+class FlagsOfNone(Healthy):
+    def step(self, actions):
+        observations, rewards, terminations, *rest = super().step(actions)
+        return observations, rewards, dict.fromkeys(terminations), *rest
+
+
+class UnpicklableInfo(Healthy):
+    def step(self, actions):
+        *rest, infos = super().step(actions)
+        return *rest, {agent: {"lock": threading.Lock()} for agent in infos}
+
+
+class ArrayAsInfo(Healthy):
+    def step(self, actions):
+        *rest, infos = super().step(actions)
+        return *rest, {agent: np.ones(2) for agent in infos}
+
+
+class CollisionError(Exception):
+    """Wants more than its text: breaks when it is unpickled."""
+
+    def __init__(self, agent: str, speed: float) -> None:
+        super().__init__(f"{agent} at {speed}")
+
+
+class UnpicklableException(Healthy):
+    """Raises only at actions that make no sense."""
+
+    def step(self, actions):
+        for agent, action in actions.items():
+            if not self.action_spaces[agent].contains(action):
+                raise CollisionError(agent, 3.0)
+        return super().step(actions)
+
+
+unpicklable_constructor = functools.partial(Healthy, lock=threading.Lock())
+
+
+class NotDeterministic(Healthy):
+    """Its generator is made of whatever the system gives, also where a seed is given."""
+
+    def reset(self, seed=None, options=None):
+        self.rng = np.random.default_rng()
+        return super().reset()
+
+
+class GlobalGenerator(Healthy):
+    def number(self, drawn):
+        return np.full(4, random.random())
+
+
+class SeedIgnored(Healthy):
+    """All copies play the same episodes, in the same order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+    def reset(self, seed=None, options=None):
+        if seed is not None:
+            self.rng = np.random.default_rng(0)
+        return super().reset()
+
+
+class NoSeed(Healthy):
+    """The same, but there is no way to give it one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+    def reset(self):
+        return super().reset()
+
+
+class SharedState(Healthy):
+    """Copies in the same process count together."""
+
+    steps = 0
+
+    def reset(self, seed=None, options=None):
+        if seed is not None:
+            SharedState.steps = 0
+        return super().reset(seed)
+
+    def step(self, actions):
+        SharedState.steps += 1
+        observations, rewards, *rest = super().step(actions)
+        return observations, dict.fromkeys(rewards, float(SharedState.steps)), *rest
+
+
+class LeavesAProcess(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(611)"])
+
+
+class CrashesInReset(Healthy):
+    def reset(self, seed=None, options=None):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class ExitsInStep(Healthy):
+    def step(self, actions):
+        os._exit(0)
+
+
+class AbortsAtNonsense(Healthy):
+    def step(self, actions):
+        if not all(self.action_spaces[agent].contains(action) for agent, action in actions.items()):
+            os.abort()
+        return super().step(actions)
+
+
+class RaisesInStep(Healthy):
+    def step(self, actions):
+        raise CollisionError("agent_0", 7.0)
+
+
+class HangsInStep(Healthy):
+    def step(self, actions):
+        while True:
+            time.sleep(0.1)
+
+
+class HangsInConstructor(Healthy):
+    def __init__(self) -> None:
+        time.sleep(600)
+
+
+class FourValues(Healthy):
+    """The Gym API of old."""
+
+    def step(self, actions):
+        observations, rewards, terminations, _, infos = super().step(actions)
+        return observations, rewards, terminations, infos
+
+
+class DeadAgentsStay(Healthy):
+    """Against PettingZoo's rules, agents that are truncated stay in `agents`."""
+
+    def step(self, actions):
+        result = super().step(actions)
+        self.agents = self.possible_agents.copy()
+        return result
+
+
+class NoActionSpace(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.action_spaces["agent_1"]
+
+
+class Slow(gymnasium.Env):
+    """Dict rules, but never says `__all__` while an episode goes on; waits a known time."""
+
+    possible_agents = ["agent_0"]  # noqa: RUF012
+    observation_space = spaces.Dict(agent_0=spaces.Discrete(2))
+    action_space = spaces.Dict(agent_0=spaces.Discrete(2))
+
+    def reset(self, *, seed=None, options=None):
+        time.sleep(20e-3)
+        self.time = 0
+        return {"agent_0": 0}, {}
+
+    def step(self, actions):
+        time.sleep(2e-3)
+        self.time += 1
+        over = {"__all__": True} if self.time == 5 else {}
+        return {"agent_0": 1}, {"agent_0": 0.0}, {"agent_0": False, **over}, {"agent_0": False}, {}
+
+
+def nothing() -> None:
+    """A constructor that lacks its `return`."""
+
+
+class Single(gymnasium.Env):
+    """Gymnasium's kind; its observation lies."""
+
+    observation_space = spaces.Box(0.0, 1.0, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.full(1, 2.0, np.float32), {}
+
+    def step(self, action):
+        return np.full(1, 2.0, np.float32), 0.0, False, True, {}
+
+
+class Masked(Healthy):
+    """Tells in its infos which actions are allowed, as bools and as whatever integers NumPy makes."""
+
+    def reset(self, seed=None, options=None):
+        return super().reset(seed)[0], self.masks()
+
+    def step(self, actions):
+        assert all(action != 1 for action in actions.values())
+        return *super().step(actions)[:4], self.masks()
+
+    def masks(self):
+        allowed = {"agent_0": np.array([True, False, True]), "agent_1": np.array([1, 0, 1])}
+        return {agent: {"action_mask": allowed[agent]} for agent in self.agents or self.possible_agents}
+
+
+class OddInfos(gymnasium.Env):
+    """The info under a key that is no agent is an array, another info contains itself."""
+
+    possible_agents = ["a", "b"]  # noqa: RUF012
+    observation_space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
+    action_space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
+
+    def reset(self, *, seed=None, options=None):
+        self.time = 0
+        return dict.fromkeys("ab", 0), {}
+
+    def step(self, actions):
+        self.time += 1
+        itself: dict[str, Any] = {}
+        itself["me"] = itself
+        over = {"__all__": self.time == 5}
+        return dict.fromkeys("ab", 0), dict.fromkeys("ab", 0.0), over, over, {"field": np.ones(2), "a": {}, "b": itself}
+
+
+class StepTakesNothing(Healthy):
+    def step(self):
+        return super().step({})
+
+
+class Counts(Healthy):
+    """Asks for all that there is."""
+
+    def __init__(self, seed, *, env_id, restarts) -> None:
+        super().__init__()
+
+
+class Slowly(Healthy):
+    """Each call takes a while, though no longer than it may."""
+
+    def __init__(self) -> None:
+        time.sleep(0.05)
+        super().__init__()
+
+    def step(self, actions):
+        time.sleep(0.05)
+        return super().step(actions)
+
+
+class Starts(Healthy):
+    """Has a process of its own, which goes on though nobody is left to talk to; says where it is."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(613)"], start_new_session=True)
+        with open(file, "w") as told:
+            told.write(str(self.child.pid))
+
+    def step(self, actions):
+        time.sleep(0.01)
+        return super().step(actions)
+
+    def close(self):
+        self.child.kill()
+        self.child.wait()

@@ -1,0 +1,78 @@
+"""Agents that die one after the other in a dict environment; nothing here imports RLlib, whose own are in `rllib_envs`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+POINT = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+
+class Fades(gymnasium.Env):
+    """The dead are not mentioned any more. It says who has made it, with what, and how it was seeded."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.config = {} if config is None else dict(config)
+        self.context = getattr(config, "worker_index", None), getattr(config, "vector_index", None)
+        self.seeds: list[int | None] = []
+        self.possible_agents = self.agents = ["x", "y", "z"]
+        self.observation_spaces: dict[str, Any] = dict.fromkeys(self.agents, POINT)
+        self.action_spaces = {agent: spaces.Discrete(3) for agent in self.agents}
+        self.rng = np.random.default_rng(0)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.seeds.append(seed)
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        self.time, self.total = 0, 0.0
+        self.death = {"x": int(self.rng.integers(2, 5)), "y": int(self.rng.integers(3, 8)), "z": 9}
+        return {agent: self.observed(agent) for agent in self.agents}, {}
+
+    def observed(self, agent: str) -> Any:
+        return (self.rng.normal(size=2) + self.total).astype(np.float32)
+
+    def told(self) -> list[str]:
+        return [agent for agent in self.agents if self.time <= self.death[agent]]
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        self.time += 1
+        self.total += sum((index + 1) * int(actions[agent]) for index, agent in enumerate(sorted(actions)))
+        told = self.told()
+        ends = {agent: self.time >= self.death[agent] for agent in told}
+        terminateds = {agent: ends[agent] and agent != "y" for agent in told}
+        truncateds = {agent: ends[agent] and agent == "y" for agent in told}
+        terminateds["__all__"], truncateds["__all__"] = self.time == 9, False
+        infos: dict = {agent: {"time": self.time} for agent in told}
+        if self.time % 3 == 0:
+            infos["__common__"] = {"total": self.total}
+        observations = {agent: self.observed(agent) for agent in told}
+        return observations, dict.fromkeys(told, self.total), terminateds, truncateds, infos
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Haunts(Fades):
+    """The dead go on being mentioned; one agent observes a Dict."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.observation_spaces = {**self.observation_spaces, "y": spaces.Dict(at=POINT, kind=spaces.Discrete(4))}
+
+    def observed(self, agent: str) -> Any:
+        at = super().observed(agent)
+        return {"at": at, "kind": self.time % 4} if agent == "y" else at
+
+    def told(self) -> list[str]:
+        return self.agents
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        told = super().step(actions)
+        if self.time == 6:
+            told[4]["z"]["__common__"] = "its own"
+        return told

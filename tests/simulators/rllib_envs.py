@@ -1,0 +1,155 @@
+"""Environments of RLlib's kind whose every number follows from seed and actions, and the configs that runners want."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from mpe2 import simple_spread_v3
+from ray.rllib.algorithms.ppo import PPOConfig
+from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from ray.rllib.env.multi_agent_env import MultiAgentEnv
+from ray.rllib.env.multi_agent_episode import MultiAgentEpisode
+from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
+from ray.rllib.examples.rl_modules.classes.random_rlm import RandomRLModule
+from simulators.dying_agents import Fades, Haunts
+
+from marl_parallel.vector import ParallelMultiAgentEnvRunner
+
+
+class Fading(Fades, MultiAgentEnv):
+    """As RLlib wants it."""
+
+
+class Haunted(Haunts, Fading):
+    """As RLlib wants it."""
+
+
+class Duel(Fading):
+    """Two agents take turns: only one observes, and the other's action hangs until it does."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.possible_agents = self.agents = ["x", "y"]
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        super().reset(seed=seed)
+        self.death = dict.fromkeys(self.agents, 9)
+        return {"x": self.observed("x")}, {}
+
+    def told(self) -> list[str]:
+        return self.agents if self.time == 9 else [self.agents[self.time % 2]]
+
+
+class Reborn(Fading):
+    """Never says that it is over: the only agent dies now and then and is there again with the next step."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.possible_agents = self.agents = ["x"]
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        self.time += 1
+        flags = {"x": self.time % 4 == 0, "__all__": False}
+        return {"x": self.observed("x")}, {"x": float(self.time)}, flags, {"x": False, "__all__": False}, {}
+
+
+class Relay(Fading):
+    """Agent x dies at once; y comes with the end of the episode, after RLlib's, where everybody has died, has ended."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.possible_agents = self.agents = ["x", "y"]
+        self.resets = 0
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        super().reset(seed=seed)
+        self.resets += 1
+        return {"x": self.observed("x")}, {}
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        self.time += 1
+        if self.resets == 2:
+            raise RuntimeError("the track ends here")
+        (agent, over) = ("x", False) if self.time == 1 else ("y", True)
+        flags = {"x": True, "__all__": False} if agent == "x" else {"__all__": over}
+        return {agent: self.observed(agent)}, {agent: 1.0}, flags, {"__all__": False}, {}
+
+
+class Silent(Fading):
+    """A reward that RLlib's check of environments refuses."""
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        observations, rewards, *others = super().step(actions)
+        return observations, dict.fromkeys(rewards, "none"), *others
+
+
+class Drawn(Fading):
+    """Has frames."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.render_mode = "rgb_array"
+
+    def render(self) -> np.ndarray:  # type: ignore[override]
+        return np.full((2, 2, 3), self.time, np.uint8)
+
+
+class Spread(ParallelPettingZooEnv):
+    """PettingZoo's, through the wrapper that RLlib has for it."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(simple_spread_v3.parallel_env(max_cycles=6))
+
+
+class Wrapped(gymnasium.Wrapper):
+    """One of Gymnasium's wrappers around an environment of RLlib's."""
+
+
+class AtRandom(RandomRLModule):
+    """Acts whatever the spaces; as RLlib has it, it says of no framework that it is its own."""
+
+    framework = "torch"
+
+
+def one_policy(agent: Any, episode: Any, **_: Any) -> str:
+    return "shared"
+
+
+def own_policy(agent: Any, episode: Any, **_: Any) -> str:
+    return str(agent)
+
+
+def config_for(env: Any, *, num_envs: int = 4, seed: int | None = 5, **env_config: Any) -> PPOConfig:
+    """PPO with one policy for all, over environments in the runner's process unless `parallel_env` says otherwise."""
+    return (
+        PPOConfig()
+        .environment(env, env_config={"parallel_env": {"backend": "serial"}, **env_config})
+        .multi_agent(policies={"shared"}, policy_mapping_fn=one_policy)
+        .env_runners(env_runner_cls=ParallelMultiAgentEnvRunner, num_envs_per_env_runner=num_envs, num_env_runners=0)
+        .debugging(seed=seed)
+    )
+
+
+def at_random(config: PPOConfig, agents: Any) -> PPOConfig:
+    """The same with a policy for each agent that acts at random, whatever the spaces."""
+    return config.multi_agent(policies={*map(str, agents)}, policy_mapping_fn=own_policy).rl_module(
+        rl_module_spec=RLModuleSpec(module_class=AtRandom)
+    )
+
+
+def story(episode: MultiAgentEpisode) -> dict[Any, Any]:
+    """All that an episode holds, by agent."""
+    return {
+        agent: {
+            "observations": [*one.get_observations()],
+            "actions": [*one.get_actions()],
+            "rewards": [*map(float, one.get_rewards())],
+            "infos": [*one.get_infos()],
+            "flags": (bool(one.is_terminated), bool(one.is_truncated)),
+        }
+        for agent, one in sorted(episode.agent_episodes.items())
+    } | {"flags": (bool(episode.is_terminated), bool(episode.is_truncated)), "from": episode.env_t_started}

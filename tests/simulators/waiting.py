@@ -1,0 +1,101 @@
+"""Simulators that wait rather than compute, so that how fast they are in which setting is known on any machine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+from gymnasium import spaces
+from simulators.buggy import Healthy
+
+BASE_S = 2e-3
+
+
+def step_s(workers: int, copies: int) -> float:
+    """How long a step of one copy takes; best with three workers, of four copies each."""
+    crowded = 1.0 if workers <= 3 else 3.0
+    shared = 1.0 + 3.0 / copies if copies <= 4 else 3.0
+    return BASE_S * crowded * shared
+
+
+def steps_per_second(workers: int, copies: int) -> float:
+    """Of all workers, each of which steps one of its copies at a time."""
+    return workers / step_s(workers, copies)
+
+
+class Licensed(Healthy):
+    """Waits as long as `step_s` says, for the processes that have signed in and the copies in this one.
+
+    Args:
+        folder: Where they sign in.
+    """
+
+    _copies = itertools.count(1)
+    _here = 0
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        Licensed._here = next(Licensed._copies)
+        (self.folder / str(os.getpid())).touch()
+
+    def close(self):
+        (self.folder / str(os.getpid())).unlink(missing_ok=True)
+
+    def reset(self, seed=None, options=None):
+        alive = sum(Path(f"/proc/{entry.name}").exists() for entry in self.folder.iterdir())
+        self.wait_s = step_s(alive, Licensed._here)
+        return super().reset(seed)
+
+    def step(self, actions):
+        time.sleep(self.wait_s)
+        return super().step(actions)
+
+
+class Waiting(Healthy):
+    """Waits 5 ms in each step, so that as many steps go on side by side as there are workers."""
+
+    def step(self, actions):
+        time.sleep(5e-3)
+        return super().step(actions)
+
+
+class Instant:
+    """One agent whose steps take less than a microsecond: a dict environment that hands out the same dicts."""
+
+    possible_agents = ("a",)
+    observation_space = spaces.Dict({"a": spaces.Discrete(2)})
+    action_space = spaces.Dict({"a": spaces.Discrete(2)})
+
+    def __init__(self) -> None:
+        flags = {"a": False, "__all__": False}
+        self.transition = {"a": 0}, {"a": 0.0}, flags, flags, {"a": {}}
+
+    def reset(self, seed=None, options=None):
+        return {"a": 0}, {"a": {}}
+
+    def step(self, actions):
+        return self.transition
+
+
+class Uneven(Healthy):
+    """One step in three takes twenty times as long as the others; which, is drawn by each copy for itself."""
+
+    def step(self, actions):
+        time.sleep(20e-3 if self.rng.random() < 1 / 3 else 1e-3)
+        return super().step(actions)
+
+
+class Heavy(Healthy):
+    """Holds 50 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ballast = np.ones(50_000_000, np.uint8)
+
+    def step(self, actions):
+        time.sleep(2e-3)
+        return super().step(actions)
