@@ -343,7 +343,7 @@ def test_facades_that_must_know_all_agents_say_so(each, build):
 # Restarts
 
 
-def mortal(seed: int, env_id: int, restarts: int, way: str) -> MLAgentsEnv:
+def crashing(seed: int, env_id: int, restarts: int, way: str) -> MLAgentsEnv:
     breaks = 5 if env_id == 1 and restarts == 0 else None
     parameters = EnvironmentParametersChannel()
     return MLAgentsEnv(Arena(seed, [parameters], breaks=breaks, way=way), parameters=parameters, max_steps=MAX_STEPS)
@@ -366,7 +366,7 @@ def test_options_that_are_refused_do_not_last(each, build):
 def test_parameters_last_beyond_a_restart(mode, each, build):
     """As they do in an environment that goes on."""
     for way in breaking(each):
-        env = build([functools.partial(mortal, way=way)] * 2, each, mode, on_error="restart")
+        env = build([functools.partial(crashing, way=way)] * 2, each, mode, on_error="restart")
         env.reset(options={"wind": 2.0, "gravity": 9.5})
         env.reset(options={"wind": 0.5}, env_ids=[1])
         rng = random.Random(3)
@@ -382,7 +382,7 @@ def test_parameters_last_beyond_a_restart(mode, each, build):
 def test_restarts(mode, packed, build):
     """In the middle: who was alive is cut off; from then on it is the bare one with the new seed."""
     for way in breaking(packed):
-        env = build([functools.partial(mortal, way=way)] * 2, packed, mode, on_error="restart")
+        env = build([functools.partial(crashing, way=way)] * 2, packed, mode, on_error="restart")
         reference = BareReference(Arena, 2, mode, MAX_STEPS)
         rng = random.Random(3)
         known = reference.reset()[0][1]

@@ -26,7 +26,7 @@ from helpers.ray_clusters import CPUS_EACH, NODES, Grounds
 from helpers.reference import Copy, Reference
 from helpers.restart_comparison import actions_for, many, play
 from helpers.setups import Setup
-from simulators.crashing import Children, mortal
+from simulators.crashing import Children, crashing
 from simulators.deterministic import Hunt, Skirmish
 from simulators.failing import Fragile, hard_exit, killed_by
 
@@ -420,7 +420,7 @@ def test_restarts_are_those_of_the_reference(ways, local):
 
 def test_children_end_with_their_simulator(local):
     children = Children(os.getpid())
-    constructors = [mortal(Hunt, {}, started=children)] * 2
+    constructors = [crashing(Hunt, {}, started=children)] * 2
     env = ParallelEnv(constructors, backend="ray", num_workers=2, on_error="restart")
     env.reset()
     assert wait_for(lambda: len(children.running()) == 4)

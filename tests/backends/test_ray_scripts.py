@@ -24,7 +24,7 @@ SCRIPT = """
 import os, subprocess, sys, time
 sys.path.append({tests!r})
 from simulators.deterministic import Hunt
-from simulators.crashing import Children, mortal
+from simulators.crashing import Children, crashing
 from marl_parallel import ParallelEnv
 
 def started(env_id):
@@ -32,7 +32,7 @@ def started(env_id):
     children(env_id)
     subprocess.Popen(["sh", "-c", f"setsid sleep {{children.argument}} & sleep {{children.argument}}"])
 
-env = ParallelEnv([mortal(Hunt, {{}}, started=started)] * 2, backend="ray", num_workers=2)
+env = ParallelEnv([crashing(Hunt, {{}}, started=started)] * 2, backend="ray", num_workers=2)
 env.reset()
 print("pids", *env.call(lambda _: os.getpid()), flush=True)
 {ending}

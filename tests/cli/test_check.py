@@ -38,13 +38,13 @@ from marl_parallel.cli.probes import (
     pickling_error,
 )
 
-SICK = SIMULATORS / "buggy.py"
+BUGGY = SIMULATORS / "buggy.py"
 BRIEF = {"timeout": 8.0, "seconds": 0.05, "steps": 25}
 PROBLEM, REMARK = Severity.PROBLEM, Severity.REMARK
 
 
 def job(name: str) -> Job:
-    return Job("alone", f"{SICK}:{name}", "{}", **BRIEF)
+    return Job("alone", f"{BUGGY}:{name}", "{}", **BRIEF)
 
 
 # By simulator: the question it fails, how badly, words of what is found, words of the advice.
@@ -105,14 +105,14 @@ def test_nothing_is_found_of_what_is_well(alone):
 
 
 def test_the_line_of_a_crash_and_of_a_hang_is_the_simulators(alone):
-    lines = SICK.read_text().splitlines()
+    lines = BUGGY.read_text().splitlines()
     for name, code in (
         ("CrashesInReset", "signal.SIGSEGV"),
         ("HangsInStep", "time.sleep(0.1)"),
         ("RaisesInStep", "raise"),
     ):
         (found,) = (one.what for one in alone[name].findings if one.question is Question.RUNS)
-        number = re.search(rf"line (\d+) of {re.escape(str(SICK))}", found)
+        number = re.search(rf"line (\d+) of {re.escape(str(BUGGY))}", found)
         assert number is not None
         assert code in lines[int(number[1]) - 1]
 
@@ -166,7 +166,7 @@ def test_a_bug_that_only_comparing_shows(name, question, what, advice):
 
 
 def named(file: str, name: str) -> Job:
-    return Job("alone", f"{SICK.with_name(file)}:{name}", "{}", **BRIEF)
+    return Job("alone", f"{BUGGY.with_name(file)}:{name}", "{}", **BRIEF)
 
 
 @pytest.mark.parametrize("name", ["DrawsAnew", "SlowlyDrawsAnew", "DrawsAnewLater"])
@@ -234,7 +234,7 @@ def test_a_test_of_another_project_that_fails_breaks_nothing(name, what):
 
 
 def test_the_tests_of_others_are_those_of_its_kind():
-    probes = [Job("official", name, "{}", **BRIEF) for name in (f"{SICK}:Single", "pettingzoo.classic.tictactoe_v3")]
+    probes = [Job("official", name, "{}", **BRIEF) for name in (f"{BUGGY}:Single", "pettingzoo.classic.tictactoe_v3")]
     outcomes = {done.environment: outcome for done, outcome in run_probes(probes, 2, lambda job: None)}
     single, turns = outcomes.values() if probes[0].environment == next(iter(outcomes)) else [*outcomes.values()][::-1]
     assert single.facts["tests"] == ["gymnasium.utils.env_checker.check_env"]
@@ -275,7 +275,7 @@ def test_a_healthy_one_passes(check):
 
 
 def test_a_sick_one_does_not(check):
-    result = check(f"{SICK}:WrongShape", "--backends", "serial,process")
+    result = check(f"{BUGGY}:WrongShape", "--backends", "serial,process")
     assert result.exit_code == 1
     assert "problem: the observation of agent_0 has shape (3,), but its space says (4,)" in result.stdout
     assert "what to do: return arrays of shape (4,)" in result.stdout
@@ -285,7 +285,7 @@ def test_a_sick_one_does_not(check):
 
 
 def test_json_and_nothing_else(check):
-    result = check(f"{SICK}:RaisesInStep", "--json")
+    result = check(f"{BUGGY}:RaisesInStep", "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert report["healthy"] is False
@@ -301,7 +301,7 @@ def test_json_and_nothing_else(check):
     ("arguments", "words"),
     [
         (["mpe2.simple_spred_v3"], ["mpe2.simple_spred_v3", "module[:attribute]"]),
-        ([f"{SICK}:Helthy"], ["Helthy", "Healthy"]),
+        ([f"{BUGGY}:Helthy"], ["Helthy", "Healthy"]),
         (["no/such/file.py:env"], ["no/such/file.py"]),
         (["mpe2.simple_spread_v3", "--backends", "greenlet"], ["greenlet", "thread"]),
         (["mpe2.simple_spread_v3", "--backends", "ray"], ["'ray' to choose here", "serial, thread, process"]),

@@ -18,12 +18,12 @@ from marl_parallel.cli.probes import Job, Question
 
 pytestmark = pytest.mark.release_independent
 
-SICK = SIMULATORS / "buggy.py"
+BUGGY = SIMULATORS / "buggy.py"
 
 
 def test_what_is_slow_is_not_taken_for_hanging():
     """Thirty steps take longer than one call may, thirty constructors too; none of them does."""
-    job = Job("alone", f"{SICK}:Slowly", "{}", timeout=1.2, seconds=1.5, steps=30)
+    job = Job("alone", f"{BUGGY}:Slowly", "{}", timeout=1.2, seconds=1.5, steps=30)
     found = examine(job, ["serial"])
     assert not [
         one for one in found.findings if "has not come to its end" in one.what or "ends the process" in one.what
@@ -48,7 +48,7 @@ def test_nothing_outlives_the_command(number, tmp_path):
     told = tmp_path / "child"
     arguments = ["--env-kwargs", json.dumps({"file": str(told)}), "--seconds", "60", "--steps", "100000"]
     with subprocess.Popen(
-        [sys.executable, "-m", "marl_parallel", "check", f"{SICK}:Starts", *arguments],
+        [sys.executable, "-m", "marl_parallel", "check", f"{BUGGY}:Starts", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE,
     ) as command:
@@ -65,7 +65,7 @@ def test_nothing_outlives_the_command(number, tmp_path):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("name", ["Masked", "OddInfos", "Counts"])
+@pytest.mark.parametrize("name", ["Masked", "UnusualInfos", "Counts"])
 def test_what_is_allowed_is_no_finding(name):
     ((_, outcome),) = run_probes([_brief(name)], 1, lambda job: None)
     assert not [one for one in outcome.findings if "__all__" not in one.what]
@@ -79,4 +79,4 @@ def test_a_step_that_takes_no_actions():
 
 
 def _brief(name):
-    return Job("alone", f"{SICK}:{name}", "{}", timeout=8.0, seconds=0.05, steps=25)
+    return Job("alone", f"{BUGGY}:{name}", "{}", timeout=8.0, seconds=0.05, steps=25)

@@ -187,8 +187,7 @@ def test_a_simulator_too_fast_for_workers_is_not_parallelised(tune):
     assert not report["pays_off"]
     assert report["plain_loop"] > best["steps_per_second"]
     assert (
-        report["code"]
-        == f'env = marl_parallel.make("waiting:Instant", num_envs={best["num_envs"]}, backend="serial")'
+        report["code"] == f'env = marl_parallel.make("waiting:Instant", num_envs={best["num_envs"]}, backend="serial")'
     )
     assert report["advice"].startswith("Do not parallelise this simulator: a plain loop")
     shown = tune(f"{TUNABLE}:Instant", *arguments).stdout

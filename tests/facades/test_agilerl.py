@@ -18,10 +18,10 @@ from gymnasium.vector.utils import batch_space
 from helpers import ROOT
 from helpers.batches import as_dicts, assert_noted, at, same
 from mpe2 import simple_spread_v3, simple_tag_v3
-from simulators.array_agents import Flock, Slow
-from simulators.crashing import Fate, mortal
-from simulators.dict_rules import Odd
-from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, Herd, HerdOfDicts
+from simulators.array_agents import ArrayAgents, Slow
+from simulators.crashing import Fate, crashing
+from simulators.dict_rules import DictRules
+from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import AgileRLVecEnv
@@ -33,9 +33,9 @@ COPIES = 3
 MAKERS: dict[str, Callable[..., Any]] = {
     "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=8),
     "tag": functools.partial(simple_tag_v3.parallel_env, max_cycles=8, continuous_actions=True),
-    "flock": Flock,
-    "plain herd": functools.partial(Herd, plain=True),
-    "plain herd of dicts": functools.partial(HerdOfDicts, plain=True),
+    "arrays": ArrayAgents,
+    "plain variable": functools.partial(VariableAgents, plain=True),
+    "plain variable dicts": functools.partial(VariableDictAgents, plain=True),
 }
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},
@@ -45,7 +45,7 @@ HOWS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(make: Callable[..., Any] = Flock, copies: int = COPIES, **how: Any) -> AgileRLVecEnv:
+def made(make: Callable[..., Any] = ArrayAgents, copies: int = COPIES, **how: Any) -> AgileRLVecEnv:
     return AgileRLVecEnv(ParallelEnv([make] * copies, **{"backend": "serial", **how}))
 
 
@@ -143,7 +143,7 @@ def test_rows_are_the_dicts_of_the_core(how, name):
             story.assert_step(told, plain.step(given))
             if step == 2 * LENGTH + 6:
                 story.assert_reset(facade.reset(), plain.reset())
-        if "herd" in name or name == "flock":
+        if "variable" in name or name == "arrays":
             assert story.absent > 20
         facade.close()
 
@@ -152,7 +152,7 @@ def test_rows_are_the_dicts_of_the_core(how, name):
 @pytest.mark.parametrize("way", ["raise", "SIGKILL"])
 def test_a_restart_in_the_middle(way):
     """Each agent is told, as AgileRL has no place for what is about a copy."""
-    constructors = [mortal(Flock, {(1, 0): Fate(way, "step", 6)})] * COPIES
+    constructors = [crashing(ArrayAgents, {(1, 0): Fate(way, "step", 6)})] * COPIES
     how: dict[str, Any] = {"num_workers": 3, "on_error": "restart"}
     facade = AgileRLVecEnv(ParallelEnv(constructors, **how))
     with ParallelEnv(constructors, **how) as plain:
@@ -177,7 +177,7 @@ def test_a_restart_in_the_middle(way):
 # AgileRL's own
 
 
-@pytest.mark.parametrize("name", ["spread", "tag", "flock", "plain herd"])
+@pytest.mark.parametrize("name", ["spread", "tag", "arrays", "plain variable"])
 def test_it_is_told_as_by_agilerls_own(name):
     """The same numbers in the same forms, agents that have died included."""
     facade = made(MAKERS[name])
@@ -229,10 +229,10 @@ def env():
 def test_spaces_and_names(env):
     assert isinstance(env, PettingZooVecEnv)
     assert (env.num_envs, env.num_agents, env.agents, env.possible_agents) == (COPIES, 3, AGENTS, AGENTS)
-    assert env.single_observation_space("a") == Flock().observation_space("a")
+    assert env.single_observation_space("a") == ArrayAgents().observation_space("a")
     assert env.single_action_space("b") == ACTION["move"]
     assert env.action_space("b") == batch_space(ACTION["move"], COPIES)
-    assert (env.render_mode, env.metadata["name"], env.unwrapped) == ("rgb_array", "herd", env)
+    assert (env.render_mode, env.metadata["name"], env.unwrapped) == ("rgb_array", "variable", env)
 
 
 def test_agents_are_constant(env):
@@ -253,7 +253,7 @@ def test_attributes_calls_frames(env):
 
 def test_arrays_are_ones_own():
     """AgileRL's wrapper changes the dicts, and rollouts keep the arrays, also where the environment hands out views."""
-    env = made(MAKERS["plain herd"], copy=False)
+    env = made(MAKERS["plain variable"], copy=False)
     observations, _ = env.reset(seed=1)
     kept = [observations["c"]]
     del observations["a"]
@@ -277,7 +277,7 @@ def test_single_numbers_with_an_axis_and_tensors(env):
 
 
 def test_an_action_that_is_partly_nan_stays_it():
-    env = made(functools.partial(Odd, acts=spaces.Box(-1, 1, (2,))), 2)
+    env = made(functools.partial(DictRules, acts=spaces.Box(-1, 1, (2,))), 2)
     env.reset()
     for second in ([0.5, 0.5], [np.nan, np.nan]):
         env.step({"a": np.array([[0.5, np.nan], second]), "b": np.zeros((2, 2))})
@@ -289,7 +289,7 @@ def test_an_action_that_is_partly_nan_stays_it():
 
 def test_actions_that_are_nan_are_none():
     """By dict rules, an agent may leave out its turn; by PettingZoo's it may not."""
-    env, plain = made(MAKERS["plain herd of dicts"]), ParallelEnv([MAKERS["plain herd of dicts"]] * COPIES)
+    env, plain = made(MAKERS["plain variable dicts"]), ParallelEnv([MAKERS["plain variable dicts"]] * COPIES)
     env.reset(seed=1)
     plain.reset(seed=1)
     actions = {"a": np.array([1.0, np.nan, 2.0]), "b": np.array([0, 1, 2])}
@@ -316,7 +316,7 @@ def test_it_says_what_to_install():
 
 @pytest.mark.parametrize(("mode", "got"), [(False, "auto_reset=False"), ("NEXT_STEP", 'auto_reset="NEXT_STEP"')])
 def test_another_mode(mode, got):
-    parallel = ParallelEnv([Herd], mode, backend="serial")
+    parallel = ParallelEnv([VariableAgents], mode, backend="serial")
     with (
         parallel,
         pytest.raises(ValueError, match=f"AgileRLVecEnv wants a ParallelEnv with auto_reset=True, got {got}"),
@@ -325,11 +325,11 @@ def test_another_mode(mode, got):
 
 
 def test_no_parallel_env():
-    with pytest.raises(TypeError, match="made of a ParallelEnv, got Herd"):
-        AgileRLVecEnv(Herd())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="made of a ParallelEnv, got VariableAgents"):
+        AgileRLVecEnv(VariableAgents())  # type: ignore[arg-type]
 
 
-class Numbered(HerdOfDicts):
+class Numbered(VariableDictAgents):
     def __init__(self) -> None:
         super().__init__()
         self.possible_agents = [0, 1, 2]  # type: ignore[list-item]

@@ -10,7 +10,7 @@ import pytest
 from agilerl.vector import AsyncPettingZooVecEnv
 from gymnasium import spaces
 from pettingzoo import ParallelEnv as PettingZooEnv
-from simulators.dict_rules import Odd
+from simulators.dict_rules import DictRules
 from simulators.vector_rewards import Couriers
 
 from marl_parallel import ParallelEnv
@@ -75,7 +75,7 @@ def odd():
     made = []
 
     def make(copy: bool = True, **how: Any) -> AgileRLVecEnv:
-        made.append(AgileRLVecEnv(ParallelEnv([lambda: Odd(**how)] * 2, backend="serial", copy=copy)))
+        made.append(AgileRLVecEnv(ParallelEnv([lambda: DictRules(**how)] * 2, backend="serial", copy=copy)))
         made[-1].reset()
         return made[-1]
 

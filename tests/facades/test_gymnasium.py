@@ -16,8 +16,8 @@ from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers import vector as wrappers
 from helpers.batches import assert_noted, at, nothing, same
 from mpe2 import simple_spread_v3, simple_tag_v3
-from simulators.crashing import Fate, mortal
-from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, Herd, HerdOfDicts
+from simulators.crashing import Fate, crashing
+from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import GymnasiumVectorEnv
@@ -26,9 +26,9 @@ COPIES = 3
 MODES = pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
 MAKERS: dict[str, Callable[..., Any]] = {
     "spread": simple_spread_v3.parallel_env,
-    "herd": Herd,
-    "plain herd": functools.partial(Herd, plain=True),
-    "herd of dicts": HerdOfDicts,
+    "variable": VariableAgents,
+    "plain variable": functools.partial(VariableAgents, plain=True),
+    "variable dicts": VariableDictAgents,
 }
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},
@@ -148,7 +148,7 @@ def assert_partial_reset(facade: GymnasiumVectorEnv, plain: ParallelEnv, rows: R
 @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
 @pytest.mark.parametrize("way", ["raise", "SIGKILL"])
 def test_a_restart_in_the_middle(way, mode):
-    constructors = [mortal(HerdOfDicts, {(1, 0): Fate(way, "step", 3)})] * COPIES
+    constructors = [crashing(VariableDictAgents, {(1, 0): Fate(way, "step", 3)})] * COPIES
     facade = GymnasiumVectorEnv(ParallelEnv(constructors, mode, num_workers=3, on_error="restart"))
     plain = ParallelEnv(constructors, mode, num_workers=3, on_error="restart")
     rows = Rows(plain, facade.agents, mode)
@@ -176,7 +176,7 @@ def test_a_restart_in_the_middle(way, mode):
 
 @pytest.fixture(params=["NEXT_STEP", "SAME_STEP"])
 def env(request):
-    made = GymnasiumVectorEnv(ParallelEnv([Herd] * COPIES, request.param, backend="serial"))
+    made = GymnasiumVectorEnv(ParallelEnv([VariableAgents] * COPIES, request.param, backend="serial"))
     yield made
     made.close()
 
@@ -218,7 +218,7 @@ def test_seeds_are_told_by_row(env):
 
 @pytest.mark.parametrize("seeds", [[4, 9, 2], [4, 4, 4, 9, 9, 9, 2, 2, 2]])
 def test_seeds_of_copies_and_of_rows(seeds, env):
-    with ParallelEnv([Herd] * COPIES, backend="serial") as plain:
+    with ParallelEnv([VariableAgents] * COPIES, backend="serial") as plain:
         Rows(plain, AGENTS, "NEXT_STEP").assert_reset(env.reset(seed=seeds), plain.reset(seed=[4, 9, 2]))
 
 
@@ -302,9 +302,9 @@ def test_some_agents_act_and_others_stand_still():
 
 @MODES
 def test_all_agents_in_another_order(mode):
-    parallel = ParallelEnv([Herd] * COPIES, mode, backend="serial")
+    parallel = ParallelEnv([VariableAgents] * COPIES, mode, backend="serial")
     facade = GymnasiumVectorEnv(parallel, agents=[*reversed(AGENTS)])
-    rows = Rows(ParallelEnv([Herd] * COPIES, mode, backend="serial"), facade.agents, mode)
+    rows = Rows(ParallelEnv([VariableAgents] * COPIES, mode, backend="serial"), facade.agents, mode)
     with rows.plain as plain:
         rows.assert_reset(facade.reset(seed=5), plain.reset(seed=5))
         for _ in range(2 * LENGTH):
@@ -333,12 +333,15 @@ def test_others_act_by_what_they_see():
 
 @pytest.mark.parametrize("agents", [["z"], ["a", "a"], []])
 def test_no_such_agents(agents):
-    with ParallelEnv([Herd], backend="serial") as parallel, pytest.raises(ValueError, match="must be some of"):
+    with (
+        ParallelEnv([VariableAgents], backend="serial") as parallel,
+        pytest.raises(ValueError, match="must be some of"),
+    ):
         GymnasiumVectorEnv(parallel, agents=agents)
 
 
 def test_another_mode():
-    parallel = ParallelEnv([Herd], False, backend="serial")
+    parallel = ParallelEnv([VariableAgents], False, backend="serial")
     with parallel, pytest.raises(ValueError, match='auto_reset="NEXT_STEP" or auto_reset=True, got auto_reset=False'):
         GymnasiumVectorEnv(parallel)
 
@@ -386,12 +389,12 @@ def test_actions(actions, env):
 @pytest.mark.filterwarnings("error")
 def test_what_failed_to_be_made_is_collected_in_silence():
     with pytest.raises(TypeError):
-        GymnasiumVectorEnv(Herd())
+        GymnasiumVectorEnv(VariableAgents())
     gc.collect()
 
 
 def test_the_environment_outlives_the_facade():
-    with ParallelEnv([Herd], backend="serial") as parallel:
+    with ParallelEnv([VariableAgents], backend="serial") as parallel:
         GymnasiumVectorEnv(parallel).reset()
         gc.collect()
         assert len(parallel.reset()) == 2
@@ -406,7 +409,7 @@ def test_out_of_order(env):
 
 
 def test_others_that_cannot_stand_still():
-    class Talkers(Herd):
+    class Talkers(VariableAgents):
         def action_space(self, agent: str) -> spaces.Space:
             return spaces.Text(3) if agent == "b" else super().action_space(agent)
 

@@ -15,9 +15,9 @@ from gymnasium.vector.utils import batch_space
 from helpers.batches import as_dicts, assert_noted, at, nothing, same
 from mpe2 import simple_spread_v3, simple_tag_v3
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
-from simulators.crashing import Fate, mortal
+from simulators.crashing import Fate, crashing
 from simulators.deterministic import Scripted
-from simulators.variable_agents import AGENTS, LENGTH, Herd, HerdOfDicts
+from simulators.variable_agents import AGENTS, LENGTH, VariableAgents, VariableDictAgents
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
@@ -28,9 +28,9 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "spread": simple_spread_v3.parallel_env,
     "tag": simple_tag_v3.parallel_env,
     "knights": knights_archers_zombies.parallel_env,
-    "herd": Herd,
-    "plain herd": functools.partial(Herd, plain=True),
-    "herd of dicts": HerdOfDicts,
+    "variable": VariableAgents,
+    "plain variable": functools.partial(VariableAgents, plain=True),
+    "variable dicts": VariableDictAgents,
 }
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},
@@ -166,11 +166,11 @@ def test_ends_of_every_kind(how, mode):
 
 @MODES
 @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
-@pytest.mark.parametrize("name", ["spread", "herd"])
+@pytest.mark.parametrize("name", ["spread", "variable"])
 @pytest.mark.parametrize("way", ["raise", "SIGKILL"])
 def test_a_restart_in_the_middle(way, name, mode):
     def constructors() -> list[Any]:
-        return [mortal(MAKERS[name], {(1, 0): Fate(way, "step", 3)})] * COPIES
+        return [crashing(MAKERS[name], {(1, 0): Fate(way, "step", 3)})] * COPIES
 
     how = {"num_workers": 3, "on_error": "restart"}
     facade = PettingZooVecEnv(ParallelEnv(constructors(), mode, **how))
@@ -214,7 +214,7 @@ def test_spaces_and_names():
 
 def test_the_loop_of_the_documentation():
     """As it stands there, with an environment that ends, agents that die, and a policy of one's own."""
-    parallel_env = PettingZooVecEnv(ParallelEnv([Herd] * COPIES, False, num_workers=2))
+    parallel_env = PettingZooVecEnv(ParallelEnv([VariableAgents] * COPIES, False, num_workers=2))
     observations, _ = parallel_env.reset(seed=42)
     cycles, counted = 0, []
     while parallel_env.agents:
@@ -246,7 +246,7 @@ def test_arrays_are_ones_own():
 
 
 def test_attributes_calls_frames_state():
-    with PettingZooVecEnv(ParallelEnv([Herd] * COPIES, num_workers=2)) as env:
+    with PettingZooVecEnv(ParallelEnv([VariableAgents] * COPIES, num_workers=2)) as env:
         env.reset(seed=1, options={"hill": 3})
         assert env.get_attr("options") == ({"hill": 3},) * COPIES
         env.set_attr("total", [1.0, 2.0, 4.0])
@@ -259,7 +259,9 @@ def test_attributes_calls_frames_state():
 @pytest.mark.parametrize("how", [{}, {"shared_memory": False}, {"check_actions": True}])
 def test_discrete_actions_are_of_one_type(how):
     """Whatever they come in and however they travel: `action - 1` in a simulator must not wrap round."""
-    with PettingZooVecEnv(ParallelEnv([functools.partial(Herd, plain=True)] * 2, backend="serial", **how)) as env:
+    with PettingZooVecEnv(
+        ParallelEnv([functools.partial(VariableAgents, plain=True)] * 2, backend="serial", **how)
+    ) as env:
         for kinds in (np.int32, np.longlong, np.uint8), (np.bool_, np.int64, np.uint64):
             env.reset()
             env.step({agent: np.ones(2, kind) for agent, kind in zip("abc", kinds)})
@@ -271,7 +273,7 @@ def test_discrete_actions_are_of_one_type(how):
 
 
 def test_infos_are_vectors():
-    with PettingZooVecEnv(ParallelEnv([Herd] * COPIES, backend="serial")) as env:
+    with PettingZooVecEnv(ParallelEnv([VariableAgents] * COPIES, backend="serial")) as env:
         env.reset()
         for _ in range(3):
             infos = env.step(drawn(env, env.possible_agents))[4]
@@ -287,13 +289,13 @@ def test_infos_are_vectors():
 
 @pytest.fixture
 def env():
-    with PettingZooVecEnv(ParallelEnv([Herd] * 2, False, backend="serial")) as made:
+    with PettingZooVecEnv(ParallelEnv([VariableAgents] * 2, False, backend="serial")) as made:
         yield made
 
 
 def test_no_parallel_env():
-    with pytest.raises(TypeError, match="PettingZooVecEnv is made of a ParallelEnv, got Herd"):
-        PettingZooVecEnv(Herd())
+    with pytest.raises(TypeError, match="PettingZooVecEnv is made of a ParallelEnv, got VariableAgents"):
+        PettingZooVecEnv(VariableAgents())
 
 
 def test_step_before_reset(env):
@@ -358,7 +360,7 @@ def test_steps_on_the_way(env):
 
 
 def test_closed():
-    parallel = ParallelEnv([Herd] * 2, False, backend="serial")
+    parallel = ParallelEnv([VariableAgents] * 2, False, backend="serial")
     env = PettingZooVecEnv(parallel)
     env.reset()
     env.close()
@@ -370,7 +372,7 @@ def test_closed():
 
 
 def test_two_facades_step_one_environment():
-    parallel = ParallelEnv([functools.partial(Herd, plain=True)] * 2, backend="serial")
+    parallel = ParallelEnv([functools.partial(VariableAgents, plain=True)] * 2, backend="serial")
     first, second = PettingZooVecEnv(parallel), GymnasiumVectorEnv(parallel)
     first.reset()
     with pytest.raises(RuntimeError, match="is stepped by a PettingZooVecEnv already"):
@@ -407,19 +409,19 @@ def test_agents_and_spaces_must_be_known(make, word):
         PettingZooVecEnv(parallel)
 
 
-class Vectors(HerdOfDicts):
+class Vectors(VariableDictAgents):
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         observations, rewards, *rest = super().step(actions)
         return observations, {**rewards, "a": [1.0, 2.0]}, *rest
 
 
-class Stranger(HerdOfDicts):
+class Stranger(VariableDictAgents):
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         observations, *rest = super().step(actions)
         return {**observations, "z": 1}, *rest
 
 
-class Nobody(HerdOfDicts):
+class Nobody(VariableDictAgents):
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         observations, *rest = super().step(actions)
         return {**observations, "a": None}, *rest

@@ -20,9 +20,9 @@ from helpers.setups import Setup
 from mpe2 import simple_spread_v3
 from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
-from simulators.crashing import Fate, mortal
+from simulators.crashing import Fate, crashing
 from simulators.deterministic import Hunt, Skirmish
-from simulators.dying_agents import POINT, Fades, Haunts
+from simulators.dying_agents import POINT, DyingAgents, ReturningAgents
 from simulators.every_space import draw
 from simulators.rllib_envs import Drawn, Fading
 from simulators.vector_rewards import Couriers
@@ -37,8 +37,8 @@ SIMULATORS = {
     "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=7),
     "hunt": Hunt,
     "skirmish": Skirmish,
-    "fades": Fades,
-    "haunts": Haunts,
+    "dying": DyingAgents,
+    "returning": ReturningAgents,
 }
 each_setup = pytest.mark.parametrize("setup", SETUPS, ids=str)
 Five = tuple[list[dict], list[dict], list[dict], list[dict], list[dict]]
@@ -120,12 +120,12 @@ def test_what_the_core_says(name, setup, build):
     env = RLlibVectorMultiAgentEnv(build([make] * 4, setup, "NEXT_STEP"))
     wanted = compared(env, build([make] * 4, setup, "NEXT_STEP"), 40)
     assert (wanted.deaths > 0) is (name != "spread")
-    assert (wanted.left_out > 0) is (name == "haunts")
+    assert (wanted.left_out > 0) is (name == "returning")
     env.close()
 
 
 @each_setup
-@pytest.mark.parametrize("name", ["skirmish", "hunt", "haunts"])
+@pytest.mark.parametrize("name", ["skirmish", "hunt", "returning"])
 def test_restarts(name, setup, build):
     """In a step, at a due reset, in the constructor; where processes die, those beside are idle or in flight."""
     ways = ("raise", "raise") if setup.backend == "serial" else ("os._exit", "raise")
@@ -140,7 +140,7 @@ def test_restarts(name, setup, build):
         (3, 2): Fate(ways[0], "reset"),
     }
     made = [
-        build([mortal(SIMULATORS[name], fates)] * 4, setup, "NEXT_STEP", on_error="restart", restart_policy=OFTEN)
+        build([crashing(SIMULATORS[name], fates)] * 4, setup, "NEXT_STEP", on_error="restart", restart_policy=OFTEN)
         for _ in range(2)
     ]
     wanted = compared(RLlibVectorMultiAgentEnv(made[0]), made[1], 40, seed=None)

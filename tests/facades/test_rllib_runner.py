@@ -113,7 +113,7 @@ def test_an_end_after_all_have_died(runner_of):
 def test_restarts_in_episodes(make, runner_of):
     """Cut off with a last observation of everyone, the mark in each info, and the others' episodes are not touched."""
 
-    def mortal_one(context: Any) -> Any:
+    def crashing_one(context: Any) -> Any:
         env = make(context)
         well = env.step
 
@@ -126,7 +126,7 @@ def test_restarts_in_episodes(make, runner_of):
         return env
 
     config = at_random(
-        config_for(mortal_one, parallel_env={"backend": "serial", "on_error": "restart", "restart_policy": OFTEN}),
+        config_for(crashing_one, parallel_env={"backend": "serial", "on_error": "restart", "restart_policy": OFTEN}),
         "xyz" if make is not Duel else "xy",
     )
     runner = runner_of(config)

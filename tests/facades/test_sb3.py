@@ -16,9 +16,9 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from helpers import ROOT
 from helpers.batches import at, drawn_for, nothing, same
 from mpe2 import simple_spread_v3, simple_tag_v3
-from simulators.crashing import Fate, mortal
-from simulators.dict_rules import Odd
-from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, Herd, HerdOfDicts
+from simulators.crashing import Fate, crashing
+from simulators.dict_rules import DictRules
+from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
 from simulators.vector_rewards import Couriers
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import (
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.needs("stable_baselines3")
 COPIES = 3
 MAKERS: dict[str, Callable[..., Any]] = {
     "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=8),
-    "herd": Herd,
-    "plain herd": functools.partial(Herd, plain=True),
-    "herd of dicts": HerdOfDicts,
+    "variable": VariableAgents,
+    "plain variable": functools.partial(VariableAgents, plain=True),
+    "variable dicts": VariableDictAgents,
 }
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},
@@ -45,7 +45,7 @@ HOWS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(make: Callable[..., Any] = Herd, copies: int = COPIES, **how: Any) -> SB3VecEnv:
+def made(make: Callable[..., Any] = VariableAgents, copies: int = COPIES, **how: Any) -> SB3VecEnv:
     return SB3VecEnv(ParallelEnv([make] * copies, **{"backend": "serial", **how}))
 
 
@@ -146,7 +146,7 @@ def test_rows_are_the_dicts_of_the_core(how, name):
 @pytest.mark.parametrize("way", ["raise", "SIGKILL"])
 def test_a_restart_in_the_middle(way):
     """It cuts off those who were alive; each row of that copy is told."""
-    constructors = [mortal(HerdOfDicts, {(1, 0): Fate(way, "step", 6)})] * COPIES
+    constructors = [crashing(VariableDictAgents, {(1, 0): Fate(way, "step", 6)})] * COPIES
     how: dict[str, Any] = {"num_workers": 3, "on_error": "restart"}
     facade = SB3VecEnv(ParallelEnv(constructors, **how))
     with ParallelEnv(constructors, **how) as plain:
@@ -168,7 +168,7 @@ def test_a_restart_in_the_middle(way):
         facade.close()
 
 
-class Haunted(HerdOfDicts):
+class Haunted(VariableDictAgents):
     """Goes on observing, paying and flagging agents that have died."""
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
@@ -195,7 +195,7 @@ def test_the_dead_are_zeros_whatever_is_said_of_them():
 
 def test_what_is_handed_out_is_ones_own():
     """Stable-Baselines3 keeps observations over the next step, also where the environment hands out views."""
-    env = made(functools.partial(Herd, plain=True), copy=False)
+    env = made(functools.partial(VariableAgents, plain=True), copy=False)
     kept, copies = [], []
     env.reset()
     for _ in range(2 * LENGTH):
@@ -248,7 +248,7 @@ def test_attributes_and_methods_of_the_copies_of_rows(env):
         env.get_attr("colour")
 
 
-class Counting(Herd):
+class Counting(VariableAgents):
     calls = 0
 
     def shout(self) -> int:
@@ -270,7 +270,7 @@ def test_render_mode():
     env = made(functools.partial(simple_spread_v3.parallel_env, render_mode="rgb_array"))
     assert env.get_attr("render_mode") == ["rgb_array"] * 9
     env.close()
-    env = made(HerdOfDicts)  # which declares none of its own
+    env = made(VariableDictAgents)  # which declares none of its own
     assert env.get_attr("render_mode", [4, 5]) == [None, None]
     with pytest.warns(UserWarning, match="rgb_array"):
         assert env.get_images() == [None] * COPIES
@@ -294,7 +294,11 @@ class ThinPadding(Padding):
 
 @pytest.mark.parametrize("how", ["serial", "process"])
 def test_wrappers_of_copies_are_known(how):
-    constructors = [HerdOfDicts, lambda: ThinPadding(HerdOfDicts()), lambda: Padding(Padding(HerdOfDicts()))]
+    constructors = [
+        VariableDictAgents,
+        lambda: ThinPadding(VariableDictAgents()),
+        lambda: Padding(Padding(VariableDictAgents())),
+    ]
     env = SB3VecEnv(ParallelEnv(constructors, **HOWS[how]))
     assert env.env_is_wrapped(Padding) == [False] * 3 + [True] * 6
     assert env.env_is_wrapped(ThinPadding, [3, 8]) == [True, False]
@@ -343,7 +347,7 @@ def test_agents_that_differ_are_named():
         SB3VecEnv(parallel)
 
 
-class Talkers(Herd):
+class Talkers(VariableAgents):
     def observation_space(self, agent: str) -> spaces.Space:
         return spaces.Text(5)
 
@@ -365,14 +369,14 @@ def test_it_says_what_to_install():
 
 @pytest.mark.parametrize(("mode", "got"), [(False, "auto_reset=False"), ("NEXT_STEP", 'auto_reset="NEXT_STEP"')])
 def test_another_mode(mode, got):
-    parallel = ParallelEnv([Herd], mode, backend="serial")
+    parallel = ParallelEnv([VariableAgents], mode, backend="serial")
     with parallel, pytest.raises(ValueError, match=f"SB3VecEnv wants a ParallelEnv with auto_reset=True, got {got}"):
         SB3VecEnv(parallel)
 
 
 def test_no_parallel_env():
-    with pytest.raises(TypeError, match="made of a ParallelEnv, got Herd"):
-        SB3VecEnv(Herd())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="made of a ParallelEnv, got VariableAgents"):
+        SB3VecEnv(VariableAgents())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -389,7 +393,7 @@ def test_options(options, env):
     ids=["rows", "copies", "half", "shape", "text"],
 )
 def test_actions(actions):
-    env = made(functools.partial(Herd, plain=True))
+    env = made(functools.partial(VariableAgents, plain=True))
     env.reset()
     with pytest.raises(ValueError, match="expected"):
         env.step(actions)
@@ -445,7 +449,7 @@ def test_vector_rewards_become_numbers():
 
 def test_a_refused_observation_names_its_part():
     seen = spaces.Dict(image=spaces.Box(0, 1, (2,)), more=spaces.Tuple((spaces.Text(3), spaces.Discrete(2))))
-    parallel = ParallelEnv([functools.partial(Odd, seen)], backend="serial")
+    parallel = ParallelEnv([functools.partial(DictRules, seen)], backend="serial")
     with pytest.raises(ValueError, match=r"agent 'a' observes Dict.* has a part without .*: \['more'\]\[0\], Text"):
         SB3VecEnv(parallel)
     parallel.close()

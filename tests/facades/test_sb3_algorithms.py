@@ -16,7 +16,7 @@ from helpers import ROOT
 from helpers.batches import drawn_for
 from mpe2 import simple_spread_v3
 from pettingzoo import ParallelEnv as PettingZooEnv
-from simulators.variable_agents import LENGTH, Herd
+from simulators.variable_agents import LENGTH, VariableAgents
 from stable_baselines3 import DQN, PPO
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import (
@@ -33,7 +33,7 @@ from marl_parallel.vector import SB3VecEnv
 pytestmark = pytest.mark.needs("stable_baselines3")
 
 
-def made(make: Callable[..., Any] = Herd, copies: int = 3, **how: Any) -> SB3VecEnv:
+def made(make: Callable[..., Any] = VariableAgents, copies: int = 3, **how: Any) -> SB3VecEnv:
     return SB3VecEnv(ParallelEnv([make] * copies, **{"backend": "serial", **how}))
 
 
@@ -54,7 +54,7 @@ def test_wrappers_take_it():
 
 
 def test_episodes_of_a_row_end_at_death_and_with_their_copy():
-    env: Any = VecMonitor(made(functools.partial(Herd, plain=True)))
+    env: Any = VecMonitor(made(functools.partial(VariableAgents, plain=True)))
     env.seed(1)
     env.reset()
     lengths: list[list[int]] = [[] for _ in range(9)]
@@ -68,7 +68,7 @@ def test_episodes_of_a_row_end_at_death_and_with_their_copy():
     env.close()
 
 
-class Pictures(Herd):
+class Pictures(VariableAgents):
     def observation_space(self, agent: str) -> spaces.Space:
         return spaces.Box(0, 255, (36, 40, 3), np.uint8)
 
@@ -147,7 +147,7 @@ def test_ppo_learns():
 
 def test_returns_do_not_run_across_episodes():
     """Of an episode's rewards alone, discounted by nothing and with nothing expected of what follows."""
-    env = made(functools.partial(Herd, plain=True))
+    env = made(functools.partial(VariableAgents, plain=True))
     model = PPO("MlpPolicy", env, n_steps=3 * LENGTH, batch_size=27, n_epochs=1, gamma=1.0, gae_lambda=1.0, seed=2)
     for parameter in model.policy.value_net.parameters():
         torch.nn.init.zeros_(parameter)
@@ -165,7 +165,7 @@ def test_returns_do_not_run_across_episodes():
 
 
 def test_a_replay_buffer_gets_last_observations():
-    env = made(functools.partial(Herd, plain=True))
+    env = made(functools.partial(VariableAgents, plain=True))
     told: list[Any] = []
     step_wait = env.step_wait
     env.step_wait = lambda: told.append(step_wait()) or told[-1]  # type: ignore[method-assign]

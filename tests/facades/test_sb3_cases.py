@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from simulators.dict_rules import Odd
+from simulators.dict_rules import DictRules
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import SB3VecEnv
@@ -22,7 +22,7 @@ def odd():
     made = []
 
     def make(**how: Any) -> SB3VecEnv:
-        made.append(SB3VecEnv(ParallelEnv([lambda: Odd(**how)] * 2, backend="serial")))
+        made.append(SB3VecEnv(ParallelEnv([lambda: DictRules(**how)] * 2, backend="serial")))
         made[-1].reset()
         return made[-1]
 

@@ -14,8 +14,8 @@ from helpers.batches import same
 from mpe2 import simple_spread_v3
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
 from pettingzoo.test import parallel_api_test, parallel_seed_test
-from simulators.dict_rules import Odd
-from simulators.variable_agents import Herd
+from simulators.dict_rules import DictRules
+from simulators.variable_agents import VariableAgents
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import PettingZooVecEnv
@@ -26,7 +26,7 @@ def single(make: Callable[..., Any] = simple_spread_v3.parallel_env, **how: Any)
 
 
 @pytest.mark.parametrize("how", [{"backend": "serial"}, {"num_workers": 2}], ids=["serial", "process"])
-@pytest.mark.parametrize("make", [simple_spread_v3.parallel_env, knights_archers_zombies.parallel_env, Herd])
+@pytest.mark.parametrize("make", [simple_spread_v3.parallel_env, knights_archers_zombies.parallel_env, VariableAgents])
 def test_pettingzoos_own_tests(make, how):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -38,7 +38,7 @@ def test_pettingzoos_own_tests(make, how):
 
 def test_seeds_for_five_hundred_steps():
     """PettingZoo's own test of seeds stops after a step."""
-    first, second = single(Herd), single(Herd)
+    first, second = single(VariableAgents), single(VariableAgents)
     rng = np.random.default_rng(0)
     episode = 0
     for step in range(500):
@@ -61,7 +61,7 @@ def test_seeds_for_five_hundred_steps():
 
 
 def test_one_copy_leaves_the_others_alone():
-    env = PettingZooVecEnv(ParallelEnv([Herd] * 2, False, backend="serial"))
+    env = PettingZooVecEnv(ParallelEnv([VariableAgents] * 2, False, backend="serial"))
     env.reset(seed=1)
     one = env.single(1)
     one.reset(seed=9)
@@ -75,20 +75,20 @@ def test_one_copy_leaves_the_others_alone():
 
 
 def test_one_copy_wants_no_auto_reset():
-    env = PettingZooVecEnv(ParallelEnv([Herd] * 2, backend="serial"))
+    env = PettingZooVecEnv(ParallelEnv([VariableAgents] * 2, backend="serial"))
     with env, pytest.raises(ValueError, match=r"auto_reset=False"):
         env.single()
 
 
 def test_there_is_no_such_copy():
-    env = PettingZooVecEnv(ParallelEnv([Herd] * 2, False, backend="serial"))
+    env = PettingZooVecEnv(ParallelEnv([VariableAgents] * 2, False, backend="serial"))
     with env, pytest.raises(ValueError, match="no copy 2"):
         env.single(2)
 
 
 @pytest.mark.parametrize("how", [{}, {"shared_memory": False}, {"copy": False}], ids=repr)
 def test_the_facade_knows_what_one_copy_has_seen(how):
-    with PettingZooVecEnv(ParallelEnv([Odd] * 3, False, backend="serial", **how)) as env:
+    with PettingZooVecEnv(ParallelEnv([DictRules] * 3, False, backend="serial", **how)) as env:
         env.reset()
         env.reset(env_ids=[2])
         ones = [env.single(0), env.single(0), env.single(2)]

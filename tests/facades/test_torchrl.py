@@ -19,11 +19,11 @@ from helpers import ROOT
 from helpers.comparison import assert_same
 from helpers.tensors import Beside
 from mpe2 import simple_spread_v3, simple_tag_v3
-from simulators.crashing import WAYS, Fate, mortal
+from simulators.crashing import WAYS, Fate, crashing
 from simulators.deterministic import Hunt, Relay
-from simulators.dict_rules import Odd
-from simulators.every_space import Zoo
-from simulators.stackable import NO_TENSORS, DeclaredSkirmish, Herd, TensorZoo, spread
+from simulators.dict_rules import DictRules
+from simulators.every_space import EverySpace
+from simulators.stackable import NO_TENSORS, DeclaredSkirmish, EveryTensorSpace, StackableAgents, spread
 from simulators.vector_rewards import Couriers
 from torchrl.envs import PettingZooWrapper
 from torchrl.envs.utils import MarlGroupMapType, check_env_specs
@@ -46,8 +46,8 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
     "spread": spread,
     "images and deaths": Hunt,
     "dicts, deaths and births": DeclaredSkirmish,
-    "all spaces": TensorZoo,
-    "flags told again": Herd,
+    "all spaces": EveryTensorSpace,
+    "flags told again": StackableAgents,
 }
 
 
@@ -77,7 +77,7 @@ def test_tensors_are_the_core_s_dicts(name, setup, parallel):
     ids=["each", "all", "disorderly", "evenly spaced"],
 )
 def test_tensors_in_groups_of_all_kinds(group_map, parallel):
-    env, core = (parallel(lambda: Herd(5)) for _ in range(2))
+    env, core = (parallel(lambda: StackableAgents(5)) for _ in range(2))
     beside = Beside(TorchRLEnv(env, group_map), core)
     beside.reset()
     for _ in range(20):
@@ -89,7 +89,7 @@ def test_tensors_in_groups_of_all_kinds(group_map, parallel):
 @pytest.mark.parametrize("copy", [True, False])
 def test_tensors_are_not_written_again(copy, parallel):
     """A rollout keeps those of every step until it stacks them."""
-    env = TorchRLEnv(parallel(Herd, copy=copy))
+    env = TorchRLEnv(parallel(StackableAgents, copy=copy))
     data = env.reset()
     kept = []
     for _ in range(4):
@@ -101,7 +101,7 @@ def test_tensors_are_not_written_again(copy, parallel):
 
 
 def test_observations_are_not_copied_again(parallel):
-    env = TorchRLEnv(parallel(lambda: Herd(4)), {"odd": ["cow_1", "cow_3"], "even": ["cow_0", "cow_2"]})
+    env = TorchRLEnv(parallel(lambda: StackableAgents(4)), {"odd": ["cow_1", "cow_3"], "even": ["cow_0", "cow_2"]})
     data = env.step(env.rand_action(env.reset()))["next"]
     (array,) = env._stepper.latest.observations
     for group in env.group_map:
@@ -114,7 +114,7 @@ def test_agents_are_written_together(size, parallel, monkeypatch):
     for column in (ArrayColumn, NumberColumn):
         method = column.write_stacked
         monkeypatch.setattr(column, "write_stacked", lambda *args, m=method: (written.append(args[1]), m(*args))[1])
-    env = TorchRLEnv(parallel(lambda: Herd(size)))
+    env = TorchRLEnv(parallel(lambda: StackableAgents(size)))
     env.step(env.rand_action(env.reset()))
     assert written == [slice(0, size, 1)]
 
@@ -127,7 +127,7 @@ def test_agents_are_written_together(size, parallel, monkeypatch):
 def test_restarts(make, setup, way, parallel):
     """In steps and in resets: what is interrupted ends, and the report is among the infos."""
     fates = {(0, 0): Fate(way, after=3), (0, 1): Fate(way, after=2), (1, 0): Fate(way, "reset", 1)}
-    envs = [parallel(mortal(make, fates), 4, on_error="restart", **SETUPS[setup]) for _ in range(2)]
+    envs = [parallel(crashing(make, fates), 4, on_error="restart", **SETUPS[setup]) for _ in range(2)]
     beside = Beside(TorchRLEnv(envs[0]), envs[1])
     beside.reset()
     reported = 0
@@ -141,7 +141,7 @@ def test_restarts(make, setup, way, parallel):
 
 
 def test_the_mark_of_a_restart(parallel):
-    env = TorchRLEnv(parallel(mortal(Herd, {(1, 0): Fate("raise", after=1)}), on_error="restart"))
+    env = TorchRLEnv(parallel(crashing(StackableAgents, {(1, 0): Fate("raise", after=1)}), on_error="restart"))
     data = env.reset()
     for _ in range(30):
         data, following = env.step_and_maybe_reset(env.rand_action(data))
@@ -159,7 +159,7 @@ def test_the_mark_of_a_restart(parallel):
 
 
 def test_no_mark_where_errors_raise(parallel):
-    assert "restarted" not in TorchRLEnv(parallel(Herd)).reset()
+    assert "restarted" not in TorchRLEnv(parallel(StackableAgents)).reset()
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -177,7 +177,7 @@ def test_check_env_specs(name, parallel):
 
 
 def test_resets_of_some(parallel):
-    env, core = (parallel(Herd) for _ in range(2))
+    env, core = (parallel(StackableAgents) for _ in range(2))
     torch_env = TorchRLEnv(env)
     data, (seen, _) = torch_env.reset(), core.reset()
     data["_reset"] = torch.tensor([[False], [True], [False]])
@@ -189,7 +189,7 @@ def test_resets_of_some(parallel):
 
 
 def test_resets_by_the_masks_of_groups(parallel):
-    env = TorchRLEnv(parallel(Herd))
+    env = TorchRLEnv(parallel(StackableAgents))
     data = env.reset()
     data["cow", "_reset"] = torch.tensor([False, True, False])[:, None, None].expand(3, 3, 1)
     env.reset(data)
@@ -197,7 +197,7 @@ def test_resets_by_the_masks_of_groups(parallel):
 
 
 def test_infos_of_a_last_step_and_of_the_reset_after_it(parallel):
-    class Telling(Odd):
+    class Telling(DictRules):
         def __init__(self) -> None:
             first = {"a": {"level": 7}, "b": {}}
             super().__init__(infos=lambda time: {"a": {"won": time}, "b": {"won": time}}, first=first, length=2)
@@ -213,7 +213,7 @@ def test_infos_of_a_last_step_and_of_the_reset_after_it(parallel):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool])
 @pytest.mark.parametrize("start", [-3, 200])
 def test_narrow_actions_of_spaces_that_start_elsewhere(start, dtype, parallel):
-    class Started(Herd):
+    class Started(StackableAgents):
         def action_space(self, agent: str) -> spaces.Space:
             return spaces.Discrete(3, start=start)
 
@@ -229,7 +229,7 @@ def test_narrow_actions_of_spaces_that_start_elsewhere(start, dtype, parallel):
 
 
 def test_resets_of_none(parallel):
-    env = TorchRLEnv(parallel(Herd))
+    env = TorchRLEnv(parallel(StackableAgents))
     data = env.reset()
     before = data.clone()
     data["_reset"] = torch.zeros(3, 1, dtype=torch.bool)
@@ -265,7 +265,7 @@ def test_rollouts_until_all_have_ended(parallel):
 
 
 def test_seeds(parallel):
-    env, core = TorchRLEnv(parallel(Herd)), parallel(Herd)
+    env, core = TorchRLEnv(parallel(StackableAgents)), parallel(StackableAgents)
 
     def seen_by_core(seed: int | None) -> np.ndarray:
         return np.stack([np.stack([*seen.values()]) for seen in core.reset(seed=seed)[0]])
@@ -296,7 +296,7 @@ def test_options(parallel):
 def test_a_rollout_twice(parallel):
     rollouts = []
     for _ in range(2):
-        env = TorchRLEnv(parallel(Herd, num_workers=1))
+        env = TorchRLEnv(parallel(StackableAgents, num_workers=1))
         torch.manual_seed(1)
         env.set_seed(4)
         rollouts.append(env.rollout(25, break_when_any_done=False))
@@ -328,7 +328,7 @@ def test_device(parallel):
 def test_groups_by_default(parallel):
     cases = {
         Hunt: {"wolf_0": ["wolf_0", "wolf_1", "wolf_3"], "wolf_2": ["wolf_2"]},
-        Herd: {"cow": ["cow_0", "cow_1", "cow_2"]},
+        StackableAgents: {"cow": ["cow_0", "cow_1", "cow_2"]},
         DeclaredSkirmish: {name: [name] for name in ("tank", "scout", "medic", "sniper")},
     }
     for make, groups in cases.items():
@@ -364,12 +364,12 @@ def test_groups_that_cannot_be(parallel):
 @pytest.mark.parametrize("agent", NO_TENSORS)
 def test_spaces_that_tensors_have_no_form_for(agent, parallel):
     with pytest.raises(ValueError, match=rf"'{agent}': the observation space .* has no form in tensors"):
-        TorchRLEnv(parallel(one_of_the_zoo(agent)))
+        TorchRLEnv(parallel(one_space(agent)))
 
 
-def one_of_the_zoo(agent: str) -> Callable[[int], Zoo]:
-    def make(seed: int) -> Zoo:
-        zoo = Zoo(seed, "shared")
+def one_space(agent: str) -> Callable[[int], EverySpace]:
+    def make(seed: int) -> EverySpace:
+        zoo = EverySpace(seed, "shared")
         zoo.possible_agents = [agent]
         zoo.observation_space = zoo.action_space = spaces.Dict([(agent, zoo.observation_space[agent])])  # type: ignore[index]
         return zoo
@@ -383,16 +383,16 @@ def one_of_the_zoo(agent: str) -> Callable[[int], Zoo]:
 @pytest.mark.parametrize("mode", [True, "NEXT_STEP"])
 def test_modes_that_are_not_served(mode, parallel):
     with pytest.raises(ValueError, match="TorchRLEnv wants a ParallelEnv with auto_reset=False, got auto_reset="):
-        TorchRLEnv(parallel(Herd, auto_reset=mode))
+        TorchRLEnv(parallel(StackableAgents, auto_reset=mode))
 
 
 def test_no_parallel_env():
-    with pytest.raises(TypeError, match="TorchRLEnv is made of a ParallelEnv, got Herd"):
-        TorchRLEnv(Herd())
+    with pytest.raises(TypeError, match="TorchRLEnv is made of a ParallelEnv, got StackableAgents"):
+        TorchRLEnv(StackableAgents())
 
 
 def test_before_the_first_reset(parallel):
-    env = TorchRLEnv(parallel(Herd))
+    env = TorchRLEnv(parallel(StackableAgents))
     with pytest.raises(ResetNeeded):
         env.step(env.rand_action(env.fake_tensordict().exclude("next")))
     data = env.fake_tensordict().exclude("next")
@@ -402,7 +402,7 @@ def test_before_the_first_reset(parallel):
 
 
 def test_actions_that_are_not_there(parallel):
-    env = TorchRLEnv(parallel(Herd))
+    env = TorchRLEnv(parallel(StackableAgents))
     data = env.reset()
     with pytest.raises(ValueError, match="no actions for the group 'cow'"):
         env.step(data)
@@ -415,7 +415,7 @@ def test_actions_that_are_not_there(parallel):
 
 
 def test_two_facades(parallel):
-    core = parallel(Herd)
+    core = parallel(StackableAgents)
     env, other = TorchRLEnv(core), PettingZooVecEnv(core)
     other.reset()
     with pytest.raises(RuntimeError, match="stepped by a PettingZooVecEnv already"):
@@ -423,7 +423,7 @@ def test_two_facades(parallel):
 
 
 def test_closed(parallel):
-    env = TorchRLEnv(parallel(Herd))
+    env = TorchRLEnv(parallel(StackableAgents))
     data = env.rand_action(env.reset())
     assert not env.is_closed
     env.close()
@@ -438,7 +438,7 @@ def test_closed(parallel):
 
 
 def test_nobody_s_facade_closes_nothing(parallel):
-    core = parallel(Herd)
+    core = parallel(StackableAgents)
     TorchRLEnv(core).reset()
     gc.collect()
     assert len(core.step([dict.fromkeys(acting, 5) for acting in core.acting])[0]) == 3
@@ -484,7 +484,7 @@ def test_vector_rewards_of_a_group_must_be_alike():
 
 def test_a_refused_space_names_its_part():
     seen = spaces.Dict(image=spaces.Box(0, 1, (2,)), mission=spaces.Text(3))
-    parallel = ParallelEnv([functools.partial(Odd, seen)], False, backend="serial")
+    parallel = ParallelEnv([functools.partial(DictRules, seen)], False, backend="serial")
     with pytest.raises(ValueError, match=r"agent 'a': the observation space Dict.* has no form .* \['mission'\], Text"):
         TorchRLEnv(parallel)
     parallel.close()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gymnasium.error import ClosedEnvironmentError
-from simulators.stackable import Herd, spread
+from simulators.stackable import StackableAgents, spread
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
 from torchrl.envs import RewardSum, TransformedEnv
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.needs("torchrl")
 
 
 @pytest.fixture
-def herd_rollout(parallel):
+def variable_rollout(parallel):
     torch.manual_seed(3)
-    return TorchRLEnv(parallel(Herd)).rollout(40, break_when_any_done=False)
+    return TorchRLEnv(parallel(StackableAgents)).rollout(40, break_when_any_done=False)
 
 
-def test_advantages_do_not_leak(herd_rollout):
+def test_advantages_do_not_leak(variable_rollout):
     """What comes after an agent's death, or a reset, has no say in what was before."""
-    of_group = herd_rollout["next", "cow"]
+    of_group = variable_rollout["next", "cow"]
     generator = torch.Generator().manual_seed(1)
     done, terminated = of_group["done"], of_group["terminated"]
     shape = of_group["reward"].shape
@@ -40,8 +40,8 @@ def test_advantages_do_not_leak(herd_rollout):
     value, reward = torch.rand(shape, generator=generator), of_group["reward"]
     before = advantages(value, reward)
     ends = done.squeeze(-1).nonzero().tolist()
-    assert any(not herd_rollout["next", "done"][i, t].item() for i, t, _ in ends)
-    assert done[herd_rollout["next", "done"].squeeze(-1)].all()
+    assert any(not variable_rollout["next", "done"][i, t].item() for i, t, _ in ends)
+    assert done[variable_rollout["next", "done"].squeeze(-1)].all()
     for i, t, k in ends:
         if t + 2 >= shape[1]:
             continue
@@ -84,7 +84,7 @@ def mappo(env: TorchRLEnv | TransformedEnv, group: str, actions: int) -> tuple[A
     return actor, loss
 
 
-@pytest.mark.parametrize(("make", "group", "actions"), [(spread, "agent", 5), (Herd, "cow", 3)])
+@pytest.mark.parametrize(("make", "group", "actions"), [(spread, "agent", 5), (StackableAgents, "cow", 3)])
 def test_a_collector_and_a_mappo_loss(make, group, actions, parallel):
     torch.manual_seed(0)
     env = TransformedEnv(

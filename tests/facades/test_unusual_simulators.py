@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from simulators.dict_rules import Odd
+from simulators.dict_rules import DictRules
 
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
@@ -27,7 +27,7 @@ def by_agent():
     made = []
 
     def make(mode: Any = True, shared_memory: bool = True, **how: Any) -> PettingZooVecEnv:
-        parallel = ParallelEnv([lambda: Odd(**how)] * 2, mode, backend="serial", shared_memory=shared_memory)
+        parallel = ParallelEnv([lambda: DictRules(**how)] * 2, mode, backend="serial", shared_memory=shared_memory)
         made.append(PettingZooVecEnv(parallel))
         return made[-1]
 
@@ -42,7 +42,7 @@ def in_rows():
     made = []
 
     def make(mode: Any = "NEXT_STEP", agents: Any = None, others: Any = None, **how: Any) -> GymnasiumVectorEnv:
-        parallel = ParallelEnv([lambda: Odd(**how)] * 2, mode, backend="serial")
+        parallel = ParallelEnv([lambda: DictRules(**how)] * 2, mode, backend="serial")
         made.append(GymnasiumVectorEnv(parallel, agents, others))
         return made[-1]
 
@@ -96,7 +96,7 @@ def test_what_is_written_into_arrays_does_not_come_back(shared_memory, by_agent)
 
 
 def test_a_partial_reset_after_a_restart():
-    class Dying(Odd):
+    class Dying(DictRules):
         def __init__(self, env_id: int, restarts: int) -> None:
             base = 1000 * env_id + 100 * restarts
             super().__init__(look=lambda time: np.full(1, base + time, np.float32))
@@ -132,7 +132,7 @@ def test_the_end_of_a_copy_is_the_end_of_those_in_it(by_agent):
 
 
 def test_pettingzoos_loop_ends_with_the_copy():
-    with ParallelEnv([lambda: Odd(length=3)], False, backend="serial") as parallel:
+    with ParallelEnv([lambda: DictRules(length=3)], False, backend="serial") as parallel:
         env, steps = PettingZooVecEnv(parallel).single(), 0
         env.reset()
         while env.agents:
@@ -349,7 +349,7 @@ def look_around(time: int) -> dict:
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
 def test_lists_texts_and_single_numbers_are_the_same_in_dicts_and_arrays(mode, mission, shared_memory):
     def make() -> ParallelEnv:
-        constructors = [lambda: Odd(seen=scene(mission), look=look_around, length=3)] * 2
+        constructors = [lambda: DictRules(seen=scene(mission), look=look_around, length=3)] * 2
         return ParallelEnv(constructors, mode, backend="serial", shared_memory=shared_memory)
 
     with (
@@ -405,7 +405,7 @@ def test_actions_may_be_lists_in_place_of_tuples(shared_memory, by_agent, in_row
     rows.reset()
     rows.step([np.array([0, 1, 2, 0]), np.zeros((4, 2))])
     assert [given["a"][0] for given in rows.get_attr("actions")] == [0, 2]
-    with ParallelEnv([lambda: Odd(acts=acts)], backend="serial", shared_memory=shared_memory) as plain:
+    with ParallelEnv([lambda: DictRules(acts=acts)], backend="serial", shared_memory=shared_memory) as plain:
         plain.reset()
         plain.step([{"a": [1, [0.5, 0.5]], "b": (1, [0.5, 0.5])}])
         ((listed, declared),) = ((given["a"], given["b"]) for given in plain.get_attr("actions"))
@@ -427,7 +427,7 @@ def test_spaces_derived_from_others_are_arrays_too(in_rows):
 def test_all_copies_are_read_before_one_is_found_wrong(shared_memory):
     """They have been stepped: who acts next is known of those after it, too."""
 
-    class Unpaid(Odd):
+    class Unpaid(DictRules):
         def __init__(self, env_id: int) -> None:
             super().__init__(flags=lambda time: {"b": time == 1})
             self.pays = env_id != 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gymnasium.wrappers import vector as wrappers
-from simulators.variable_agents import LENGTH, Herd
+from simulators.variable_agents import LENGTH, VariableAgents
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import GymnasiumVectorEnv
@@ -25,7 +25,7 @@ def test_videos(tmp_path):
     assert names == ["rl-video-episode-0.mp4", "rl-video-episode-1.mp4"]
 
 
-class Large(Herd):
+class Large(VariableAgents):
     """With frames that a codec takes."""
 
     def render(self) -> np.ndarray:

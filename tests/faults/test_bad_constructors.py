@@ -63,7 +63,7 @@ def test_an_unpicklable_constructor_is_named(killable, build):
     assert isinstance(caught.value, TypeError | ValueError) or "Pickling" in type(caught.value).__name__
 
 
-class Odd(Relay):
+class Declaring(Relay):
     """Whose spaces can be chosen."""
 
     def __init__(self, observed: Any, acted: Any, names: tuple[str, ...] = ("alpha", "beta")) -> None:
@@ -84,8 +84,8 @@ OTHERS = [
 @pytest.mark.parametrize(("observed", "acted", "agent"), OTHERS, ids=str)
 def test_spaces_that_differ(observed, acted, agent, packed, build):
     """Which environment, which agent, what against what."""
-    usual = functools.partial(Odd, PLAIN, spaces.Discrete(2))
-    other = functools.partial(Odd, observed, acted)
+    usual = functools.partial(Declaring, PLAIN, spaces.Discrete(2))
+    other = functools.partial(Declaring, observed, acted)
     with pytest.raises(ValueError, match=agent) as caught:
         build([usual, usual, other, usual], packed)
     differing = (PLAIN, observed) if agent == "alpha" else (spaces.Discrete(2), acted)
@@ -102,7 +102,7 @@ class Own(spaces.Box):
 def test_spaces_of_kinds_that_differ(below, kinds, packed, build):
     declared = [below(kind(-1.0, 1.0, (2,), np.float32)) for kind in kinds]
     with pytest.raises(ValueError, match=r"environment 1 differs .* agent 'alpha'.* against .* another class"):
-        build([functools.partial(Odd, one, spaces.Discrete(2)) for one in declared], packed)
+        build([functools.partial(Declaring, one, spaces.Discrete(2)) for one in declared], packed)
 
 
 class Bare(spaces.Space[int]):
@@ -119,8 +119,8 @@ def test_spaces_without_equality_do_not_differ(packed, build):
 
 
 def test_agents_that_differ(packed, build):
-    usual = functools.partial(Odd, PLAIN, spaces.Discrete(2))
-    other = functools.partial(Odd, PLAIN, spaces.Discrete(2), ("alpha", "gamma"))
+    usual = functools.partial(Declaring, PLAIN, spaces.Discrete(2))
+    other = functools.partial(Declaring, PLAIN, spaces.Discrete(2), ("alpha", "gamma"))
     with pytest.raises(ValueError, match=r"(?s)1.*(beta|gamma)|(beta|gamma).*1"):
         build([usual, other], packed)
 

@@ -23,7 +23,7 @@ from gymnasium.vector import AutoresetMode
 from helpers.leaks import Held
 from helpers.restart_comparison import OFTEN, Play, actions_for
 from helpers.restart_reference import World, assert_as_told
-from simulators.crashing import DEADLY, HANGING, RAISED, Children, Fate, Fates, mortal
+from simulators.crashing import DEADLY, HANGING, RAISED, Children, Fate, Fates, crashing
 from simulators.deterministic import Skirmish
 
 from marl_parallel import ParallelEnv
@@ -81,14 +81,14 @@ def children(tmp_path, monkeypatch) -> Iterator[Children]:
 
 def use_once(children: Children) -> None:
     """What is loaded at first use may stay."""
-    constructor = mortal(Skirmish, {(0, 0): Fate("SIGKILL"), (1, 0): Fate("raise")}, started=children)
+    constructor = crashing(Skirmish, {(0, 0): Fate("SIGKILL"), (1, 0): Fate("raise")}, started=children)
     with ParallelEnv([constructor] * 2, num_workers=2, on_error="restart") as env:
         env.reset()
         env.step([{}, {}])
 
 
 def chaotic(fates: Fates, children: Children, mode: AutoresetMode, **more: Any) -> ParallelEnv:
-    constructors = [mortal(Skirmish, fates, started=children)] * NUM_ENVS
+    constructors = [crashing(Skirmish, fates, started=children)] * NUM_ENVS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # there are fewer CPUs than workers
         return ParallelEnv(constructors, mode, on_error="restart", restart_policy=OFTEN, **LIMITS, **more)

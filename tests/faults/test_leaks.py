@@ -11,7 +11,7 @@ from helpers.leaks import Held
 from helpers.processes import alive, gone, wait_for
 from helpers.start_methods import CONTEXTS
 from simulators.counting import ACTIONS, Counting
-from simulators.crashing import Children, Fate, mortal
+from simulators.crashing import Children, Fate, crashing
 from simulators.deterministic import Hunt
 from simulators.failing import Fragile, SimulatorError, raising
 
@@ -89,7 +89,7 @@ def test_restarted_workers_leave_nothing(context):
     """Not even until they are closed: nothing lives but the children of simulators that do, wherever they went."""
     children = Children(os.getpid() * 10_000 + CONTEXTS.index(context))
     fates = {(1, life): Fate("SIGKILL", "step", 1) for life in range(3)}
-    make = mortal(Counting, fates, started=children)
+    make = crashing(Counting, fates, started=children)
     with ParallelEnv([make] * 3, num_workers=1, context=context, on_error="restart") as env:
         env.reset()
         process, others = env.call("pid")[0], len(helpers(children, env))

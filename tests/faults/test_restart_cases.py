@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
 from helpers.setups import Setup
 from simulators.counting import ACTIONS, Counting, CountingDicts, seen
-from simulators.crashing import WAYS, Fate, mortal
+from simulators.crashing import WAYS, Fate, crashing
 
 from marl_parallel import ParallelEnv
 
@@ -43,7 +43,7 @@ each_way = pytest.mark.parametrize(
 def start(build: Any, make: Any, mode: AutoresetMode, setup: Setup, *lives: Fate) -> ParallelEnv:
     """Two environments, of which the second has these fates, one life after the other."""
     fates = {(1, life): fate for life, fate in enumerate(lives)}
-    return build([mortal(make, fates)] * 2, setup, mode, on_error="restart")
+    return build([crashing(make, fates)] * 2, setup, mode, on_error="restart")
 
 
 def step(env: ParallelEnv, env_id: int = 1) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from gymnasium.error import ClosedEnvironmentError
 from helpers.processes import gone
 from helpers.setups import Setup
 from simulators.counting import ACTIONS, Counting
-from simulators.crashing import Fate, mortal
+from simulators.crashing import Fate, crashing
 from simulators.failing import SimulatorError
 
 from marl_parallel import EnvError, ParallelEnv, RestartLimitExceeded, RestartPolicy, WorkerCrashed
@@ -33,7 +33,7 @@ def survive(env: ParallelEnv, times: int) -> None:
 
 
 def start(build, setup: Setup, fates, policy: RestartPolicy) -> ParallelEnv:
-    env = build([mortal(Counting, fates)] * 2, setup, on_error="restart", restart_policy=policy)
+    env = build([crashing(Counting, fates)] * 2, setup, on_error="restart", restart_policy=policy)
     env.reset()
     return env
 
@@ -116,7 +116,7 @@ def test_neighbours_are_not_blamed(build):
 def test_the_first_construction_always_raises(way, build):
     fates = {(1, 0): Fate(way, "constructor")}
     with pytest.raises(EnvError if way == "raise" else WorkerCrashed) as caught:
-        build([mortal(Counting, fates)] * 2, APART, on_error="restart")
+        build([crashing(Counting, fates)] * 2, APART, on_error="restart")
     assert caught.value.env_ids == (1,)
 
 

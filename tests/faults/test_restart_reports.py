@@ -7,7 +7,7 @@ import logging
 import pytest
 from helpers.setups import Setup
 from simulators.counting import ACTIONS, Counting
-from simulators.crashing import Fate, mortal
+from simulators.crashing import Fate, crashing
 from simulators.failing import SimulatorError
 
 pytestmark = pytest.mark.release_independent
@@ -48,7 +48,7 @@ def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_restart(way, setup, what, more, build, caplog):
     """One line, its beginning that of the report, however many environments shared the process."""
     timeout = {} if setup.backend == "serial" else {"step_timeout": 1.0}
-    env = build([mortal(Counting, {(1, 0): Fate(way, "step", 1)})] * 2, setup, on_error="restart", **timeout)
+    env = build([crashing(Counting, {(1, 0): Fate(way, "step", 1)})] * 2, setup, on_error="restart", **timeout)
     env.reset()
     env.step([ACTIONS] * 2)
     assert notices(caplog) == []
@@ -70,7 +70,7 @@ def test_a_restart(way, setup, what, more, build, caplog):
 def test_restarts_that_fail(way, build, caplog):
     """Each has its line."""
     fates = {(1, 0): Fate(way), (1, 1): Fate(way, "constructor"), (1, 2): Fate(way, "reset")}
-    env = build([mortal(Counting, fates)] * 2, APART, on_error="restart")
+    env = build([crashing(Counting, fates)] * 2, APART, on_error="restart")
     env.reset()
     infos = env.step([ACTIONS] * 2)[4]
     told = notices(caplog)
@@ -93,7 +93,7 @@ def test_an_exception_of_several_lines(build, caplog):
 
 
 def test_nothing_is_told_of_what_is_raised(build, caplog):
-    env = build([mortal(Counting, {(1, 0): Fate("SIGKILL")})] * 2, APART)
+    env = build([crashing(Counting, {(1, 0): Fate("SIGKILL")})] * 2, APART)
     env.reset()
     with pytest.raises(RuntimeError, match="SIGKILL"):
         env.step([ACTIONS] * 2)

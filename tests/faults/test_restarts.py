@@ -1,6 +1,6 @@
 """What an environment that is built anew has to say of it, and that the others have nothing to say.
 
-For simulators with fates (`mortal`), `restart_reference` works out what the design means.
+For simulators with fates (`crashing`), `restart_reference` works out what the design means.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from helpers.reference import Reference
 from helpers.restart_comparison import SIMULATORS, Play, actions_for, many, play
 from helpers.restart_reference import World
 from helpers.setups import ALL_SETUPS, PROCESS_SETUPS, Setup
-from simulators.crashing import DEADLY, HANGING, RAISED, Fate, mortal
+from simulators.crashing import DEADLY, HANGING, RAISED, Fate, crashing
 
 pytestmark = pytest.mark.release_independent
 
@@ -94,7 +94,7 @@ def test_the_others_are_as_without_the_fault(name, way, mode, build):
     """Equal to the bit to those in a run in which nothing breaks, seed included."""
     make = SIMULATORS[name]
     fates = {(1, 0): Fate(way, "step", 3), (1, 1): Fate(way, "step", 4), (1, 2): Fate(way, "constructor")}
-    env = build([mortal(make, fates)] * 4, PROCESS_SETUPS[2], mode, on_error="restart")
+    env = build([crashing(make, fates)] * 4, PROCESS_SETUPS[2], mode, on_error="restart")
     untroubled = Reference([make] * 4, mode, 42)
     others = [0, 2, 3]
     going = Play(env, World(make, 4, 4, mode, fates), make, mode)

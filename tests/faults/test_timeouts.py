@@ -10,7 +10,7 @@ import pytest
 from gymnasium.error import ClosedEnvironmentError
 from helpers.processes import gone, workers
 from helpers.setups import PROCESS_SETUPS, Setup
-from simulators.crashing import HANGING, Fate, forever, mortal
+from simulators.crashing import HANGING, Fate, crashing, forever
 from simulators.failing import Fragile
 
 from marl_parallel import ParallelEnv, ParallelEnvError, WorkerTimeout
@@ -76,7 +76,9 @@ def test_automatic_resets_have_the_limit_of_resets(killable, build, tmp_path):
 
 @pytest.mark.parametrize("way", HANGING)
 def test_processes_that_stop_or_loop(way, killable, build, tmp_path):
-    env = build([mortal(functools.partial(Fragile, {}, tmp_path), {(2, 0): Fate(way)})] * 4, killable, step_timeout=0.5)
+    env = build(
+        [crashing(functools.partial(Fragile, {}, tmp_path), {(2, 0): Fate(way)})] * 4, killable, step_timeout=0.5
+    )
     env.reset()
     error = caught_in_time(lambda: env.step(ACTIONS))
     assert (error.env_ids, error.method) == ((2,), "step")

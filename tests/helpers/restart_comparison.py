@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from mpe2 import simple_spread_v3
-from simulators.crashing import Fate, Fates, mortal
+from simulators.crashing import Fate, Fates, crashing
 from simulators.deterministic import Hunt, Skirmish
 from simulators.every_space import draw
 
@@ -139,7 +139,7 @@ def many(first: str, second: str) -> Fates:
 def play(build, setup: Setup, name: str, mode: AutoresetMode, fates: Fates, steps: int = 40, **more) -> Play:
     """Both side by side, to the end; every restart that is due must have happened."""
     make = SIMULATORS[name]
-    env = build([mortal(make, fates)] * 4, setup, mode, on_error="restart", restart_policy=OFTEN, **more)
+    env = build([crashing(make, fates)] * 4, setup, mode, on_error="restart", restart_policy=OFTEN, **more)
     world = World(make, 4, setup.num_workers, mode, fates)
     going = Play(env, world, make, mode, views=not more.get("copy", True))
     going.go(steps)

@@ -93,7 +93,7 @@ class Story(NamedTuple):
 
 
 class World:
-    """What `ParallelEnv([mortal(make, fates)] * count, mode, on_error="restart", num_workers=workers)` must equal.
+    """What `ParallelEnv([crashing(make, fates)] * count, mode, on_error="restart", num_workers=workers)` must equal.
 
     Attributes:
         restarts: Of each environment so far.

@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from simulators.deterministic import Hunt, Recycler, Relay, Skirmish
-from simulators.every_space import Zoo, draw
+from simulators.every_space import EverySpace, draw
 from simulators.tuple_envs import Cooperative, Foraging, Intersection, Pathfinding
 
 from helpers.reference import TUPLE_AGENTS, Copy, Reference
@@ -109,7 +109,7 @@ def scenario(name: str) -> Scenario:
         "intersection": lambda: [Intersection] * NUM_ENVS,
         "cooperative": lambda: [Cooperative] * NUM_ENVS,
         "pathfinding": lambda: [Pathfinding] * NUM_ENVS,
-        "zoo": lambda: [Zoo] * NUM_ENVS,
+        "zoo": lambda: [EverySpace] * NUM_ENVS,
         "spread": lambda: imported("mpe2.simple_spread_v3", max_cycles=9),
         "spread_continuous": lambda: imported("mpe2.simple_spread_v3", max_cycles=9, continuous_actions=True),
         "adversary": lambda: imported("mpe2.simple_adversary_v3", max_cycles=7),

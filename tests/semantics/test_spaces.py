@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
 from helpers.reference import Reference
 from simulators.deterministic import Scripted
-from simulators.every_space import Zoo, draw, pickled, shared
+from simulators.every_space import EverySpace, draw, pickled, shared
 
 from marl_parallel import EnvError
 
@@ -36,7 +36,7 @@ def answered(observations: dict | None = None, rewards: Any = None, flags: Any =
 @pytest.mark.parametrize("kind", ["shared", "pickled"])
 def test_every_space(kind, setup, build):
     """Observations and actions of every agent, for longer than an episode."""
-    constructors = [functools.partial(Zoo, kind=kind)] * 4
+    constructors = [functools.partial(EverySpace, kind=kind)] * 4
     reference = Reference(constructors, SAME_STEP, 3)
     env = build(constructors, setup, SAME_STEP, 3)
     declared = {"shared": shared, "pickled": pickled}[kind]()

@@ -1,19 +1,31 @@
 """Simulators that the tests step.
 
-| module | what it is for |
-|---|---|
-| `deterministic` | small simulators whose every number follows from seed and actions: the default of most tests |
-| `every_space` | an agent for every kind of space, which returns the actions it got in its infos |
-| `variable_agents`, `array_agents`, `stackable` | agents that end and join, for facades: dict spaces; arrays only; every agent a row |
-| `dying_agents` | dict rules: agents end one after the other |
-| `counting`, `paced` | which environment, seed and step an observation is from; steps that wait until they are released |
-| `failing`, `crashing` | raise, exit, die or hang at a place; the same by environment, episode and step, again after restarts |
-| `forking`, `stopping` | fork and let the child return; stop, or keep the interpreter's lock, while a large message is sent |
-| `kinds`, `registered`, `dict_rules`, `tuple_envs` | every kind of simulator that adapters know; Gymnasium's registry; rules in detail |
-| `masked_actions`, `vector_rewards` | action masks in every place and form; rewards that are vectors |
-| `buggy` | one bug each, for `check`; `Healthy` has none |
-| `unseeded_resets`, `one_per_process`, `failing_api_tests` | for `check`: global generators, libsumo's limit, a third party's tests fail |
-| `waiting` | for `tune`: wait instead of computing, so that the best setting is known |
-| `envpool_players`, `native_arena` | native simulators: in EnvPool's layout, and in arrays |
-| `mlagents_arena`, `unity_player`, `rllib_envs` | ML-Agents' `BaseEnv`, Unity's side of its protocol, RLlib's environments |
+deterministic       every number follows from seed and actions: the default of most tests
+every_space         an agent for every kind of space, which returns the actions it got in its infos
+variable_agents     agents that end and join, observe and act in dicts, with infos of every kind: for facades
+array_agents        the same with arrays and numbers alone
+stackable           several of these, of which every agent has a row in arrays
+dying_agents        dict rules: agents end one after the other
+counting            observations say which environment, seed, episode and step they are from
+paced               steps last until the test releases them
+failing             raises, exits, dies or hangs at a place
+crashing            the same, by environment, episode and step, and again after restarts
+forking             forks, and the child returns into the caller's code
+stopping            stops, or keeps the interpreter's lock, while a large message is sent
+kinds               one small simulator of each kind that adapters know
+registered          registers itself with Gymnasium
+dict_rules          dict rules in detail
+tuple_envs          in the form of LBF, highway-env, POGEMA and ma-gym
+masked_actions      action masks in every place and form
+vector_rewards      rewards that are vectors
+buggy               one bug each, for `check`; `Healthy` has none
+unseeded_resets     for `check`: resets that draw from a global or unseeded generator
+one_per_process     for `check`: only one may be open in a process, as with libsumo
+failing_api_tests   for `check`: PettingZoo's own tests fail, end the process or hang
+waiting             for `tune`: waits instead of computing, so that the best setting is known
+envpool_players     a pool in EnvPool's layout
+native_arena        a `NativeSimulator` in arrays
+mlagents_arena      a `BaseEnv` of ML-Agents
+unity_player        Unity's side of ML-Agents' protocol
+rllib_envs          environments of RLlib's kind
 """

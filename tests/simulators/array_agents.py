@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from simulators.variable_agents import ACTION, SPACE, Herd
+
+from simulators.variable_agents import ACTION, SPACE, VariableAgents
 
 
-class Flock(Herd):
+class ArrayAgents(VariableAgents):
     """Observes a dict of arrays and numbers; acts by arrays and numbers."""
 
     def observation_space(self, agent: str) -> spaces.Space:
@@ -26,7 +27,7 @@ class Flock(Herd):
         return {"count": int(self.rng.integers(100)), "view": self.rng.normal(size=(2, 3)).astype(np.float32)}
 
 
-class Line(Herd):
+class Line(VariableAgents):
     """Observes six numbers in a row."""
 
     def __init__(self, seed: int | None = None, env_id: int | None = None) -> None:
@@ -55,7 +56,7 @@ class Chooser(Line):
         return (*told[:4], self.chosen())
 
 
-class Slow(Herd):
+class Slow(VariableAgents):
     """Waits in its step for a file."""
 
     gate: Any = None

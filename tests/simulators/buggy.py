@@ -302,7 +302,7 @@ class Masked(Healthy):
         return {agent: {"action_mask": allowed[agent]} for agent in self.agents or self.possible_agents}
 
 
-class OddInfos(gymnasium.Env):
+class UnusualInfos(gymnasium.Env):
     """The info under a key that is no agent is an array, another info contains itself."""
 
     possible_agents = ["a", "b"]  # noqa: RUF012

@@ -1,7 +1,7 @@
-"""Simulators that break when their fates say so, whatever they are, and once more after they have been built anew.
+"""Simulators that break when their fates say so, whatever they are, and once more after a restart.
 
-`mortal` makes them, of any constructor; what the package must make of it is written down in `restart_reference`. A life is
-told from the next by its seed alone, so that a fresh copy with a wrong one does not meet its fate.
+`crashing` wraps any constructor; what the package must return is worked out in `helpers.restart_reference`. One life is
+told from the next by its seed alone, so that a fresh environment with a wrong seed does not meet its fate.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 from helpers.reference import keywords_of
+
 from simulators.failing import Fault, SimulatorError, hard_exit, killed_by, raising, system_exit
 
 SEED = 42
@@ -78,7 +79,7 @@ def seed_of(base: int, env_id: int, restarts: int) -> int:
     return int(np.random.SeedSequence((base, env_id, restarts)).generate_state(1)[0] >> 1)
 
 
-def mortal(
+def crashing(
     make: Callable[..., Any], fates: Fates, base: int = SEED, started: Callable[[int], None] | None = None
 ) -> Callable[..., Any]:
     """A constructor of what `make` makes, with these fates.

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 
-class Odd(gymnasium.Env):
+class DictRules(gymnasium.Env):
     """Two agents that see the time, in an episode that only `__all__` ends.
 
     Args:

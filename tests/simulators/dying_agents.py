@@ -1,4 +1,4 @@
-"""Agents that die one after the other in a dict environment; nothing here imports RLlib, whose own are in `rllib_envs`."""
+"""Agents that die one after the other in a dict environment; RLlib's own are in `rllib_envs`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gymnasium import spaces
 POINT = spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
 
-class Fades(gymnasium.Env):
+class DyingAgents(gymnasium.Env):
     """The dead are not mentioned any more. It says who has made it, with what, and how it was seeded."""
 
     def __init__(self, config: Any = None) -> None:
@@ -57,7 +57,7 @@ class Fades(gymnasium.Env):
         return os.getpid()
 
 
-class Haunts(Fades):
+class ReturningAgents(DyingAgents):
     """The dead go on being mentioned; one agent observes a Dict."""
 
     def __init__(self, config: Any = None) -> None:

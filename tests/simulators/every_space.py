@@ -87,7 +87,7 @@ def draw(space: gymnasium.Space[Any], rng: np.random.Generator) -> Any:
     return space.sample()
 
 
-class Zoo(gymnasium.Env):
+class EverySpace(gymnasium.Env):
     """Dict rules: an agent named after each space, which both observes and acts in it; a random few are absent."""
 
     def __init__(self, seed: int, kind: str = "all") -> None:

@@ -13,16 +13,16 @@ from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode
 from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
 from ray.rllib.examples.rl_modules.classes.random_rlm import RandomRLModule
-from simulators.dying_agents import Fades, Haunts
 
 from marl_parallel.vector import ParallelMultiAgentEnvRunner
+from simulators.dying_agents import DyingAgents, ReturningAgents
 
 
-class Fading(Fades, MultiAgentEnv):
+class Fading(DyingAgents, MultiAgentEnv):
     """As RLlib wants it."""
 
 
-class Haunted(Haunts, Fading):
+class Haunted(ReturningAgents, Fading):
     """As RLlib wants it."""
 
 

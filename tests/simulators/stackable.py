@@ -1,4 +1,4 @@
-"""Small simulators of which every agent has a row in arrays: those of `deterministic` and `every_space`, and a herd.
+"""Small simulators of which every agent has a row in arrays: those of `deterministic` and `every_space`, and others.
 
 They are no part of the tests' own modules, so that workers which import them import nothing of anybody's library.
 """
@@ -12,8 +12,9 @@ import numpy as np
 from gymnasium import spaces
 from mpe2 import simple_spread_v3
 from pettingzoo import ParallelEnv as PettingZooEnv
+
 from simulators.deterministic import Skirmish
-from simulators.every_space import Zoo
+from simulators.every_space import EverySpace
 
 NO_TENSORS = ["box_uint16", "box_uint32", "box_uint64", "dict_empty", "tuple_empty"]
 
@@ -29,7 +30,7 @@ class DeclaredSkirmish(Skirmish):
         return [agent for agent in super().present() if agent != "drone"]
 
 
-class TensorZoo(Zoo):
+class EveryTensorSpace(EverySpace):
     """The spaces that tensors have a form for."""
 
     def __init__(self, seed: int) -> None:
@@ -40,10 +41,10 @@ class TensorZoo(Zoo):
         self.observation_space = self.action_space = spaces.Dict(declared)
 
 
-class Herd(PettingZooEnv):
+class StackableAgents(PettingZooEnv):
     """Agents that die one after the other, and whose flags are told again and again; it ends, or is cut off."""
 
-    metadata = {"name": "herd"}  # noqa: RUF012
+    metadata = {"name": "variable"}  # noqa: RUF012
 
     def __init__(self, size: int = 3) -> None:
         self.possible_agents = [f"cow_{place}" for place in range(size)]

@@ -23,6 +23,7 @@ from mlagents_envs.communicator_objects.unity_output_pb2 import UnityOutputProto
 from mlagents_envs.communicator_objects.unity_rl_initialization_output_pb2 import UnityRLInitializationOutputProto
 from mlagents_envs.communicator_objects.unity_rl_output_pb2 import UnityRLOutputProto
 from mlagents_envs.communicator_objects.unity_to_external_pb2_grpc import UnityToExternalProtoStub
+
 from simulators.mlagents_arena import SPECS, Arena
 
 STOP = 400

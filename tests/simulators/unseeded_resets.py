@@ -6,6 +6,7 @@ import random
 import time
 
 import numpy as np
+
 from simulators.buggy import Healthy
 
 

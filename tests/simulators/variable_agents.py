@@ -12,6 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from pettingzoo import ParallelEnv as PettingZooEnv
+
 from simulators.deterministic import weight
 
 AGENTS = ["a", "b", "c"]
@@ -23,14 +24,14 @@ SPACE = spaces.Dict(
 ACTION = spaces.Dict(move=spaces.Box(-1.0, 1.0, (2,), np.float32), jump=spaces.Discrete(3))
 
 
-class Herd(PettingZooEnv):
+class VariableAgents(PettingZooEnv):
     """PettingZoo's rules.
 
     Args:
         plain: Observe and act by plain arrays and numbers.
     """
 
-    metadata = {"name": "herd", "render_modes": ["rgb_array"], "render_fps": 5}  # noqa: RUF012
+    metadata = {"name": "variable", "render_modes": ["rgb_array"], "render_fps": 5}  # noqa: RUF012
 
     def __init__(self, seed: int | None = None, env_id: int | None = None, *, plain: bool = False) -> None:
         self.possible_agents = AGENTS[:]
@@ -97,11 +98,11 @@ class Herd(PettingZooEnv):
         return self.total * factor
 
 
-class HerdOfDicts(gymnasium.Env):
+class VariableDictAgents(gymnasium.Env):
     """Dict rules: c joins at the third step, and infos of no agent come with the others."""
 
     def __init__(self, seed: int | None = None, env_id: int | None = None, *, plain: bool = False) -> None:
-        self.own = Herd(seed, env_id, plain=plain)
+        self.own = VariableAgents(seed, env_id, plain=plain)
         self.possible_agents = AGENTS[:]
         self.observation_space = spaces.Dict({agent: self.own.observation_space(agent) for agent in AGENTS})
         self.action_space = spaces.Dict({agent: self.own.action_space(agent) for agent in AGENTS})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from gymnasium import spaces
+
 from simulators.buggy import Healthy
 
 BASE_S = 2e-3
