@@ -7,7 +7,8 @@ environments the second breaks. Whatever else may happen is compared with a refe
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -76,160 +77,167 @@ def test_the_seeds():
         assert seed == int(np.random.SeedSequence((42, env_id, restarts)).generate_state(1)[0] >> 1)
 
 
-# A step that breaks
+# A step breaks, or the automatic reset within or after a step. Each line is what a step returns, in order.
+
+BOTH_RUN = {"long": False, "short": False, "__all__": False}
+CUT_OFF = {"long": True, "short": True, "__all__": True}
+NO_REWARDS = {"long": 0.0, "short": 0.0}
+LAST_STEP = (
+    {"long": 1.5, "short": 1.5},
+    {"long": False, "short": True, "__all__": False},
+    {"long": True, "short": False, "__all__": True},
+)
+OVER = ({}, {}, {"__all__": False}, {"__all__": True}, {})
+REPORT = object()  # in the place of `__common__`: that of a restart
+
+
+def both(seed: int, steps: int) -> dict[str, Any]:
+    return {"long": seen(seed, 1, steps), "short": seen(seed, 1, steps)}
+
+
+def final(steps: int, *agents: str) -> dict[str, Any]:
+    return {agent: {"final_obs": seen(OLD, 1, steps)} for agent in agents}
+
+
+def first_observations(infos: dict[str, Any]) -> tuple[Any, ...]:
+    return both(FRESH, 0), NO_REWARDS, BOTH_RUN, BOTH_RUN, {"long": {}, "short": {}, **infos}
+
+
+class Case(NamedTuple):
+    """Environment 1 of two breaks once.
+
+    Attributes:
+        mode: The auto-reset mode.
+        length: Steps of an episode; None for the simulator's own.
+        fate: Where it breaks, and after how many calls.
+        steps: What each step returns.
+        acting: Who acts after the last step but one; None where another test looks.
+    """
+
+    mode: AutoresetMode
+    length: int | None
+    fate: tuple[str, int]
+    steps: list[Any]
+    acting: Any = None
+
+
+CASES = {
+    "step, same-step": Case(
+        SAME_STEP,
+        None,
+        ("step", 1),
+        [
+            first_step_of(OLD),
+            (both(FRESH, 0), NO_REWARDS, BOTH_RUN, CUT_OFF, {**final(1, "long", "short"), "__common__": REPORT}),
+            first_step_of(FRESH),
+        ],
+        (["long"], ["long", "short"]),
+    ),
+    "step, next-step": Case(
+        NEXT_STEP,
+        None,
+        ("step", 1),
+        [
+            first_step_of(OLD),
+            (both(OLD, 1), NO_REWARDS, BOTH_RUN, CUT_OFF, {"__common__": REPORT}),
+            first_observations({}),
+            first_step_of(FRESH),
+        ],
+    ),
+    "step, disabled": Case(
+        DISABLED,
+        None,
+        ("step", 1),
+        [first_step_of(OLD), (both(OLD, 1), NO_REWARDS, BOTH_RUN, CUT_OFF, {"__common__": REPORT}), OVER, OVER],
+        (["long"], []),
+    ),
+    # "short" ends with its second step: its last observation is repeated only if it is the latest.
+    "step, as an agent ends": Case(
+        SAME_STEP,
+        None,
+        ("step", 2),
+        [
+            first_step_of(OLD),
+            ANY,
+            (
+                both(FRESH, 0),
+                {"long": 0.0},
+                {"long": False, "__all__": False},
+                {"long": True, "__all__": True},
+                {**final(2, "long", "short"), "__common__": REPORT},
+            ),
+        ],
+    ),
+    "step, after an agent has ended": Case(
+        SAME_STEP,
+        None,
+        ("step", 3),
+        [
+            first_step_of(OLD),
+            ANY,
+            ANY,
+            (
+                both(FRESH, 0),
+                {"long": 0.0},
+                {"long": False, "__all__": False},
+                {"long": True, "__all__": True},
+                {**final(3, "long"), "__common__": REPORT},
+            ),
+        ],
+    ),
+    # The step itself was fine: it returns its own rewards and flags.
+    "reset within a step": Case(
+        SAME_STEP,
+        2,
+        ("reset", 1),
+        [
+            first_step_of(OLD),
+            (both(FRESH, 0), *LAST_STEP, {**final(2, "long", "short"), "__common__": REPORT}),
+            first_step_of(FRESH),
+        ],
+    ),
+    "reset after a step": Case(
+        NEXT_STEP,
+        2,
+        ("reset", 1),
+        [
+            first_step_of(OLD),
+            (both(OLD, 2), *LAST_STEP, {"long": {}, "short": {}}),
+            first_observations({"__common__": REPORT}),
+            first_step_of(FRESH),
+        ],
+    ),
+}
 
 
 @each_rules
 @each_way
-def test_same_step(way, setup, make, build):
-    env = start(build, make, SAME_STEP, setup, Fate(way, "step", 1))
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_steps_around_a_restart(case, way, setup, make, build):
+    of_this_length = make if case.length is None else functools.partial(make, case.length)
+    env = start(build, of_this_length, case.mode, setup, Fate(way, *case.fate))
     env.reset()
-    assert_same(step(env), first_step_of(OLD))
-    result = step(env)
-    expected = (
-        {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)},
-        {"long": 0.0, "short": 0.0},
-        {"long": False, "short": False, "__all__": False},
-        {"long": True, "short": True, "__all__": True},
-        {
-            "long": {"final_obs": seen(OLD, 1, 1)},
-            "short": {"final_obs": seen(OLD, 1, 1)},
-            "__common__": mark(result[4], way),
-        },
-    )
-    assert_same(result, expected)
-    assert env.acting == (["long"], ["long", "short"])
+    for number, expected in enumerate(case.steps):
+        result = step(env)
+        if expected is not ANY:
+            if expected[4].get("__common__") is REPORT:
+                expected = (*expected[:4], {**expected[4], "__common__": mark(result[4], way)})
+            assert_same(result, expected, f"step {number}")
+        if case.acting is not None and number == len(case.steps) - 2:
+            assert env.acting == case.acting
     assert env.seed() == (OLD_0, FRESH)
-    assert_same(step(env), first_step_of(FRESH))
 
 
 @each_rules
 @each_way
-def test_next_step(way, setup, make, build):
-    env = start(build, make, NEXT_STEP, setup, Fate(way, "step", 1))
-    env.reset()
-    assert_same(step(env), first_step_of(OLD))
-    result = step(env)
-    expected = (
-        {"long": seen(OLD, 1, 1), "short": seen(OLD, 1, 1)},
-        {"long": 0.0, "short": 0.0},
-        {"long": False, "short": False, "__all__": False},
-        {"long": True, "short": True, "__all__": True},
-        {"__common__": mark(result[4], way)},
-    )
-    assert_same(result, expected)
-    expected = (
-        {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)},
-        {"long": 0.0, "short": 0.0},
-        {"long": False, "short": False, "__all__": False},
-        {"long": False, "short": False, "__all__": False},
-        {"long": {}, "short": {}},
-    )
-    assert_same(step(env), expected)
-    assert_same(step(env), first_step_of(FRESH))
-
-
-@each_rules
-@each_way
-def test_disabled(way, setup, make, build):
+def test_a_reset_after_a_restart_with_auto_reset_disabled(way, setup, make, build):
     env = start(build, make, DISABLED, setup, Fate(way, "step", 1))
     env.reset()
-    assert_same(step(env), first_step_of(OLD))
-    result = step(env)
-    expected = (
-        {"long": seen(OLD, 1, 1), "short": seen(OLD, 1, 1)},
-        {"long": 0.0, "short": 0.0},
-        {"long": False, "short": False, "__all__": False},
-        {"long": True, "short": True, "__all__": True},
-        {"__common__": mark(result[4], way)},
-    )
-    assert_same(result, expected)
-    for _ in range(2):
-        assert_same(step(env), ({}, {}, {"__all__": False}, {"__all__": True}, {}))
-        assert env.acting[1] == []
-    observations, infos = env.reset(env_ids=[1])
-    assert_same(observations, ({"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)},))
-    assert_same(infos, ({"long": {}, "short": {}},))
-    assert_same(step(env), first_step_of(FRESH))
-
-
-# Agents that have left before
-
-
-@each_rules
-@each_way
-@pytest.mark.parametrize("after", [2, 3])
-def test_only_who_is_alive_is_cut_off(after, way, setup, make, build):
-    """One is done with its second step; the last observation known of it is told once more if it is the latest."""
-    env = start(build, make, SAME_STEP, setup, Fate(way, "step", after))
-    env.reset()
-    for _ in range(after):
+    for _ in range(4):
         step(env)
-    result = step(env)
-    final = {
-        2: {"long": {"final_obs": seen(OLD, 1, 2)}, "short": {"final_obs": seen(OLD, 1, 2)}},
-        3: {"long": {"final_obs": seen(OLD, 1, 3)}},
-    }
-    expected = (
-        {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)},
-        {"long": 0.0},
-        {"long": False, "__all__": False},
-        {"long": True, "__all__": True},
-        {**final[after], "__common__": mark(result[4], way)},
-    )
-    assert_same(result, expected)
-
-
-# An automatic reset that breaks
-
-
-@each_rules
-@each_way
-def test_the_reset_within_a_step(way, setup, make, build):
-    """The step had been made: its rewards and flags are its own."""
-    env = start(build, functools.partial(make, 2), SAME_STEP, setup, Fate(way, "reset", 1))
-    env.reset()
-    assert_same(step(env), first_step_of(OLD))
-    result = step(env)
-    expected = (
-        {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)},
-        {"long": 1.5, "short": 1.5},
-        {"long": False, "short": True, "__all__": False},
-        {"long": True, "short": False, "__all__": True},
-        {
-            "long": {"final_obs": seen(OLD, 1, 2)},
-            "short": {"final_obs": seen(OLD, 1, 2)},
-            "__common__": mark(result[4], way),
-        },
-    )
-    assert_same(result, expected)
-    assert_same(step(env), first_step_of(FRESH))
-
-
-@each_rules
-@each_way
-def test_the_reset_that_a_step_is(way, setup, make, build):
-    """The step before it has been told; this one is the fresh environment's reset."""
-    env = start(build, functools.partial(make, 2), NEXT_STEP, setup, Fate(way, "reset", 1))
-    env.reset()
-    assert_same(step(env), first_step_of(OLD))
-    expected = (
-        {"long": seen(OLD, 1, 2), "short": seen(OLD, 1, 2)},
-        {"long": 1.5, "short": 1.5},
-        {"long": False, "short": True, "__all__": False},
-        {"long": True, "short": False, "__all__": True},
-        {"long": {}, "short": {}},
-    )
-    assert_same(step(env), expected)
-    result = step(env)
-    expected = (
-        {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)},
-        {"long": 0.0, "short": 0.0},
-        {"long": False, "short": False, "__all__": False},
-        {"long": False, "short": False, "__all__": False},
-        {"long": {}, "short": {}, "__common__": mark(result[4], way)},
-    )
-    assert_same(result, expected)
+    observations, infos = env.reset(env_ids=[1])
+    assert_same(observations, (both(FRESH, 0),))
+    assert_same(infos, ({"long": {}, "short": {}},))
     assert_same(step(env), first_step_of(FRESH))
 
 
