@@ -1,13 +1,14 @@
 """Fixtures and options of the tests.
 
-pytest                 every test once per backend: on two workers, through shared memory
-pytest --setups=rest   the tests that are repeated on more setups, on the others
+pytest                 every test once per backend: on two workers that start in the default way, through shared memory
+pytest --setups=rest   what this leaves out: other numbers of workers, other start methods, no shared memory
 pytest --setups=all    both
 pytest --setups=ray    the tests that are repeated on setups, those on Ray; it must be installed
 CI=true pytest         a skipped test makes the run fail
 
 Markers: `needs("ray", ...)` names the libraries without which a file cannot be imported: it is collected only where
 they are installed. `release_independent` marks tests to which no release of a library makes a difference.
+`whole_machine` marks tests that look at shared memory and temporary files of all programs: nothing may run beside them.
 """
 
 from __future__ import annotations

@@ -240,6 +240,7 @@ def test_children_of_simulators(fault, build, tmp_path):
     assert gone(workers(tmp_path))
 
 
+@pytest.mark.whole_machine
 def test_nothing_is_left(way, tmp_path):
     def held() -> tuple[Any, ...]:
         shown = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(("marl_parallel", "pymp"))]

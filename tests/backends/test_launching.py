@@ -328,6 +328,7 @@ def test_forked_child_touches_nothing(stage: Stage) -> None:
     assert stage.hear()["ready"] == other
 
 
+@pytest.mark.whole_machine
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_nothing_leaks(context: str) -> None:
     def held() -> tuple[int, int, list[str]]:

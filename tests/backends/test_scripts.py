@@ -184,6 +184,7 @@ DOOMED = """
 """
 
 
+@pytest.mark.whole_machine
 @pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
 @pytest.mark.parametrize(
     ("fault", "then"),

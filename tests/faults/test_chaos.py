@@ -28,7 +28,7 @@ from simulators.deterministic import Skirmish
 
 from marl_parallel import ParallelEnv
 
-pytestmark = pytest.mark.release_independent
+pytestmark = [pytest.mark.release_independent, pytest.mark.whole_machine]
 
 NUM_ENVS = 16
 FIRST = int(os.environ.get("CHAOS_FIRST", "0"))

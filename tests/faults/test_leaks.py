@@ -17,7 +17,7 @@ from simulators.failing import Fragile, SimulatorError, raising
 
 from marl_parallel import EnvError, ParallelEnv, WorkerCrashed
 
-pytestmark = pytest.mark.release_independent
+pytestmark = [pytest.mark.release_independent, pytest.mark.whole_machine]
 
 CYCLES = 50
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
+from helpers.start_methods import CONTEXTS
+
 BACKENDS = ("serial", "thread", "process", *(["ray"] if importlib.util.find_spec("ray") else []))
 
 
@@ -48,12 +50,20 @@ def left_out(items: Sequence[pytest.Item], choice: str) -> list[pytest.Item]:
 
 
 def _once(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Each test once per backend: with two workers and shared memory, or on its first setup."""
+    """Each test once per backend: on two workers that start in the default way, through shared memory.
+
+    A test that has no such setup keeps the first that it has.
+    """
     chosen: dict[str, pytest.Item] = {}
     for item in items:
         setup = _setup_of(item)
-        key = item.nodeid if setup is None else item.nodeid.replace(str(setup), setup.backend)
-        if key not in chosen or (setup is not None and setup in (*BACKEND_SETUPS, *CONCURRENT_SETUPS)):
+        name, _, parameters = item.nodeid.partition("[")
+        if setup is not None:
+            parameters = parameters.replace(str(setup), setup.backend)
+        words = parameters.rstrip("]").split("-")
+        key = "-".join([name, *("forkserver" if word in CONTEXTS else word for word in words)])
+        usual = setup in (None, *BACKEND_SETUPS, *CONCURRENT_SETUPS) and not {"fork", "spawn"} & {*words}
+        if usual or key not in chosen:
             chosen[key] = item
     return set(chosen.values())
 

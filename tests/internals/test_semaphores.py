@@ -162,6 +162,7 @@ def test_views_outlive_the_block() -> None:
     assert array.sum() == 7 * 64
 
 
+@pytest.mark.whole_machine
 def test_blocks_leave_nothing_open() -> None:
     def leftovers() -> tuple[int, list[str]]:
         return len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
