@@ -12,13 +12,12 @@ import sys
 import psutil
 import pytest
 import ray
-from helpers import TESTS
+from helpers import ROOT, TESTS
 from helpers.processes import gone, wait_for
 from simulators.crashing import Children
 
 pytestmark = pytest.mark.needs("ray")
 
-ROOT = TESTS.parent
 
 SCRIPT = """
 import os, subprocess, sys, time

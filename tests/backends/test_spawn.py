@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import cloudpickle
 import pytest
 from gymnasium.vector import AutoresetMode
-from helpers import TESTS
+from helpers import ROOT, TESTS
 
 from marl_parallel.backends import spawn
 from marl_parallel.backends.spawn import PortableProcessBackend
@@ -172,9 +171,9 @@ def test_elsewhere(tmp_path):
     """Simulated: nothing that only Linux has is needed, neither to import nor to run a batch."""
     (tmp_path / "sitecustomize.py").write_text(ELSEWHERE)
     done = subprocess.run(
-        [sys.executable, "-c", ON_IT.format(tests=TESTS)],
+        [sys.executable, "-c", ON_IT.format(tests=str(TESTS))],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=Path(TESTS).parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import TESTS
+from helpers import ROOT, TESTS
 from helpers.launching import linux_only
 from helpers.start_methods import WAYS
 
@@ -88,7 +88,7 @@ def run(way: str, folder: Path, *, state: str = "", before: str = "", between: s
     results = folder / "results.json"
     script = SCRIPT.format(tests=str(TESTS), way=way, results=str(results), before=before, between=between)
     command = [sys.executable, "-c", LAUNCHER.format(state=state), script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=TESTS.parent)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT)
     assert (done.returncode, results.exists()) == (0, True), done.stderr
     found = json.loads(results.read_text())
     assert found["replaced"]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import TESTS
+from helpers import ROOT, TESTS
 from helpers.processes import gone, wait_for, workers
 
 pytestmark = pytest.mark.release_independent
@@ -79,7 +79,7 @@ def test_constructors_of_main(how, way, tmp_path):
         text=True,
         timeout=60,
         check=False,
-        cwd=Path(TESTS).parent,
+        cwd=ROOT,
     )
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "read once\n1.0\n")
     assert len([*tmp_path.glob("closed-*")]) == 2
@@ -92,7 +92,7 @@ def running(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", text]
     environ = {**os.environ, "TMPDIR": str(folder)}
     with subprocess.Popen(
-        command, env=environ, cwd=Path(TESTS).parent, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, env=environ, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as parent:
         try:
             yield parent
