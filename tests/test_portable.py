@@ -15,8 +15,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.backends import spawn
 from marl_parallel.backends.spawn import PortableProcessBackend
-from marl_parallel.core.messages import Lost, Message, Reply, Request
-from marl_parallel.core.payloads import Plan
+from marl_parallel.core.messages import Lost, Message, Plan, Reply, Request
 
 TESTS = str(Path(__file__).parent)
 

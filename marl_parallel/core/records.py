@@ -6,9 +6,17 @@ The parent writes actions and reads transitions, the worker reads actions and wr
     ActionRecords.write_span      ->   header | actions               ->   ActionRecords.read_span
     TransitionRecords.read_span   <-   header | columns               <-   TransitionRecords.write
 
-The header of a transition is described in `header.py`, columns in `columns.py`. The header of actions, in bytes, for
-the n agents whose actions lie in the block: form 1 | present n. The form says whether the actions of all are there; if
-not, `present` says which are.
+Columns are described in `columns.py`. The headers, in bytes, for the n agents that have a place there::
+
+    of actions:        form 1 | present n
+    of a transition:   code 8 | rewards 8n | types of rewards n | terminated n+1 | truncated n+1 | presence n
+
+The form says whether the actions of all are there; if not, `present` says which are. A code with the bit `USUAL` says
+all but the observations and rewards (see `transition.py`); any other, what else there is, and the bytes after it say
+which agents are in which dicts, and of what types their numbers were.
+
+The four methods above are the fast path: spans of neighbouring records, in the usual form only. The others (`write`,
+`read`) take one record of any form. Compiled code may replace the four; it reads and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -17,17 +25,19 @@ import functools
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, groupby
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
-from marl_parallel.core.columns import AgentColumns, Group, Layout, over_records
+from marl_parallel.core.columns import Layout, over_records, span_of
 from marl_parallel.core.episode import with_final
-from marl_parallel.core.header import (
-    BITS,
-    EVERYWHERE,
+from marl_parallel.core.messages import Message
+from marl_parallel.core.pickling import Extras, in_order
+from marl_parallel.core.spaces import DoesNotFit, Mismatch, builder, is_vector, numbers_of, rows_builder
+from marl_parallel.core.transition import (
+    ALL,
     FALSE_CODES,
     FINAL,
     FLAG_SHIFT,
@@ -38,12 +48,10 @@ from marl_parallel.core.header import (
     USUAL,
     VECTOR_TAG,
     VECTORS,
-    HeaderBuilder,
-    Presence,
+    Transition,
+    is_empty_info,
+    reward_tag,
 )
-from marl_parallel.core.pickling import Extras, in_order
-from marl_parallel.core.spaces import DoesNotFit, Mismatch, builder, is_vector, numbers_of, rows_builder
-from marl_parallel.core.transition import ALL, Transition, is_empty_info
 
 _ALL_IN_ORDER, _SOME = 1, 2
 _ALL = bytes((_ALL_IN_ORDER,))
@@ -53,41 +61,24 @@ _REMEMBERED, _REMEMBERED_AGENTS = 256, 100_000
 """How many ways in which agents can be present are remembered, at most, and how many agents in all of them: agents that
 have died stay dead for a while."""
 
-Columns: TypeAlias = tuple[
-    tuple[dict[Any, Any], ...],
-    tuple[dict[Any, Any], ...],
-    tuple[dict[Any, Any], ...],
-    tuple[dict[Any, Any], ...],
-    tuple[dict[Any, Any], ...],
-]
+_Rows: TypeAlias = tuple[dict[Any, Any], ...]
+Columns: TypeAlias = tuple[_Rows, _Rows, _Rows, _Rows, _Rows]
 """Observations, rewards, terminateds, truncateds and infos of several records."""
 
 
 class ActionRecords:
-    """Actions, in the records of all environments.
-
-    Args:
-        layout: Bound to the block.
-        buffer: The block.
-    """
+    """Actions, in the records of all environments, of a layout that is bound to the buffer."""
 
     def __init__(self, layout: Layout, buffer: Any) -> None:
-        self._layout, self._columns = layout, layout.actions
-        self._headers = [start + layout.action_header for start in layout.starts]
+        self._columns, self._possible_agents = layout.actions, layout.schema.possible_agents
         self._agents = agents = self._columns.agents
-        self._build, self._build_rows = builder(dict.fromkeys(agents, 0)), rows_builder(dict.fromkeys(agents, 0))
+        self._build_rows = rows_builder(dict.fromkeys(agents, 0))
         self._complete = bool(agents) and agents == layout.agents
-        self._places = {agent: place for place, agent in enumerate(agents)}
-        self._buffer = memoryview(buffer)
         self._forms = over_records(buffer, layout.starts, layout.action_header, np.uint8, ())
         self._present = over_records(buffer, layout.starts, layout.action_header + 1, np.bool_, (len(agents),))
 
     def write_span(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
-        """Write the actions of neighbouring records at once, where that is possible.
-
-        Args:
-            span: The records.
-            actions: Of each, the actions of all possible agents, in their order.
+        """Write the actions of all possible agents, in their order, into neighbouring records at once.
 
         Returns:
             Whether it was possible; else `write` each record.
@@ -110,51 +101,19 @@ class ActionRecords:
                 once it is told to step, so that nothing is lost.
         """
         inside, others = self._columns.write(record, actions, "action")
-        header = self._headers[record]
         if inside == self._agents and not others and inside:
-            self._buffer[header] = _ALL_IN_ORDER
+            self._forms[record] = _ALL_IN_ORDER
             return None
-        present = bytearray(len(self._agents))
-        for agent in inside:
-            present[self._places[agent]] = 1
-        self._buffer[header : header + 1 + len(present)] = bytes((_SOME,)) + present
+        there = {*inside}
+        self._present[record] = [agent in there for agent in self._agents]
+        self._forms[record] = _SOME
         return others or None
 
-    def write_stacked(self, actions: Mapping[Any, Any], wanted: NDArray[np.bool_] | None) -> None:
-        """Write the actions of all records at once; only where all agents have a column.
-
-        Args:
-            actions: By agent, of all records, stacked.
-            wanted: `(records, agents)`: which of them count; None for all.
-
-        Raises:
-            Mismatch: Some are not what their agent's space declares; the text says whose. Nothing counts as written.
-        """
-        self._columns.write_stacked(actions)
-        self._write_headers(wanted)
-
-    def write_rows(
-        self, rows: Iterable[tuple[Sequence[Any], Group, slice, Any]], wanted: NDArray[np.bool_] | None
-    ) -> None:
-        """As `write_stacked`, of several agents at a time.
-
-        Args:
-            rows: Agents, where they lie, and their actions of all records, stacked `(records, agents, ...)`.
-            wanted: As there.
-        """
-        for agents, group, span, values in rows:
-            try:
-                group.write_stacked(span, values)
-            except Mismatch as error:
-                raise Mismatch(f"the actions of agents {[*agents]}: {error}") from error
-        self._write_headers(wanted)
-
-    def _write_headers(self, wanted: NDArray[np.bool_] | None) -> None:
-        if wanted is None:
-            self._forms[...] = _ALL_IN_ORDER
-        else:
+    def mark_all(self, wanted: NDArray[np.bool_] | None) -> None:
+        """Say which actions count in records that were written by columns: `(records, agents)`; None for all."""
+        if wanted is not None:
             self._present[...] = wanted
-            self._forms[...] = _SOME
+        self._forms[...] = _ALL_IN_ORDER if wanted is None else _SOME
 
     def read_span(self, span: range) -> list[dict[Any, Any]]:
         """The actions of neighbouring records, of which none has anything pickled beside it; as `read`."""
@@ -164,20 +123,102 @@ class ActionRecords:
         return self._build_rows(zip(*[iter(values)] * len(self._agents)))
 
     def read(self, record: int, extras: Extras | None) -> dict[Any, Any]:
-        """The actions of one record, arrays in memory of their own.
-
-        Args:
-            record: The record.
-            extras: What `write` returned.
-        """
-        header = self._headers[record]
-        if self._buffer[header] == _ALL_IN_ORDER:
-            actions: dict[Any, Any] = self._build(*self._columns.read_span(record, record + 1, True))
-            return actions
-        present = self._buffer[header + 1 : header + 1 + len(self._agents)]
-        agents = [agent for agent, there in zip(self._agents, present, strict=True) if there]
+        """The actions of one record, arrays in memory of their own; `extras` is what `write` returned."""
+        agents = self._agents
+        if self._forms[record] != _ALL_IN_ORDER:
+            agents = [agent for agent, there in zip(agents, self._present[record].tolist()) if there]
         actions = self._columns.read(record, agents, True)
-        return in_order(actions | extras, self._layout.schema.possible_agents) if extras else actions
+        return in_order(actions | extras, self._possible_agents) if extras else actions
+
+
+# -- transitions -------------------------------------------------------------------------------------------------------
+
+
+class Presence(NamedTuple):
+    """The agents in each dict, and those that are alive and act: a bit of each agent for each. Not to be changed."""
+
+    observations: list[AgentID]
+    rewards: list[AgentID]
+    terminateds: list[AgentID]
+    truncateds: list[AgentID]
+    infos: list[AgentID]
+    alive: list[AgentID]
+    acting: list[AgentID]
+    final_observations: list[AgentID]
+
+    @classmethod
+    def of(cls, agents: Sequence[AgentID], presence: bytes) -> Presence:
+        """Read the bits of each of these agents."""
+        return cls(*[[a for a, bits in zip(agents, presence, strict=True) if bits & bit] for bit in BITS.values()])
+
+
+BITS = {name: 1 << place for place, name in enumerate(Presence._fields)}
+_EVERYWHERE = sum(BITS.values()) - BITS["final_observations"]
+
+
+class _HeaderBuilder:
+    """Gathers which agents are in which dict, and the entries that do not fit, by the name of the dict."""
+
+    def __init__(self, agents: list[AgentID], places: Mapping[AgentID, int]) -> None:
+        self._agents, self._places = agents, places
+        self._everybody, self._each = 0, bytearray(len(agents))
+        self.extras: Extras = {}
+
+    @property
+    def presence(self) -> bytes:
+        return bytes([bits | self._everybody for bits in self._each])
+
+    def add(self, name: str, agents: list[AgentID], others: Mapping[Any, Any] | None = None) -> None:
+        """Add the agents of a dict or list that have a place, and entries of other keys or values."""
+        if agents == self._agents:
+            self._everybody |= BITS[name]
+        else:
+            for agent in agents:
+                self._each[self._places[agent]] |= BITS[name]
+        if others:
+            self.extras.setdefault(name, {}).update(others)
+
+    def add_list(self, name: str, agents: Sequence[AgentID]) -> None:
+        self.add(name, [agent for agent in agents if agent in self._places])
+        if unknown := [agent for agent in agents if agent not in self._places]:
+            self.extras[name] = unknown
+
+    def add_infos(self, infos: dict[Any, Any]) -> None:
+        """Add the infos, of which nothing but empty ones fits."""
+        if infos.keys() <= self._places.keys() and all(map(is_empty_info, infos.values())):
+            self.add("infos", [*infos])
+        else:
+            self.extras["infos"] = infos
+
+    def add_rewards(self, rewards: Mapping[Any, Any], vectors: list[AgentID]) -> tuple[list[Any], bytes]:
+        """Add those that are numbers, and the agents whose rewards are in columns; returns all numbers and tags."""
+        numbers, tags, inside, others = [0.0] * len(self._agents), bytearray(len(self._agents)), [*vectors], {}
+        for agent in vectors:
+            tags[self._places[agent]] = VECTOR_TAG
+        for agent, reward in rewards.items():
+            place, tag = self._places.get(agent), reward_tag((reward,))
+            if place is None or tag is None:
+                others[agent] = reward
+            else:
+                numbers[place], tags[place] = reward, tag
+                inside.append(agent)
+        self.add("rewards", inside, others)
+        return numbers, bytes(tags)
+
+    def add_flags(self, name: str, flags: Mapping[Any, Any]) -> bytes:
+        """Add the flags of one kind; returns the codes of all agents' and that of `__all__`."""
+        codes, inside, others = bytearray(len(self._agents) + 1), [], {}
+        for key, flag in flags.items():
+            place = -1 if key == ALL else self._places.get(key)
+            code = FALSE_CODES.get(type(flag))
+            if place is None or code is None:
+                others[key] = flag
+                continue
+            codes[place] = code + flag
+            if place >= 0:
+                inside.append(key)
+        self.add(name, inside, others)
+        return bytes(codes)
 
 
 class TransitionRecords:
@@ -190,37 +231,38 @@ class TransitionRecords:
 
     Attributes:
         agents: The agents in the block; all possible ones, unless everything travels pickled.
+        rewards: The numbers in all headers, `(records, agents)`: a view.
+        tags: The tags of their types, likewise.
+        flags: The codes of the flags, `(records, 2, agents + 1)`, `__all__` last; odd where True.
+        presence: The bits of each agent, `(records, agents)`; see `BITS`.
     """
 
     def __init__(self, layout: Layout, buffer: Any, *, copy: bool = True) -> None:
-        self._layout, self._copy = layout, copy
-        self._buffer = memoryview(buffer)
-        self._words = self._buffer[: layout.nbytes].cast("B").cast("Q")
-        header = layout.transition_header
-        self._headers = [start + header for start in layout.starts]
-        self._code_places = [start >> 3 for start in self._headers]  # among the words of the block
-        self._reward_places = [start + _CODE_NBYTES for start in self._headers]
+        self._layout, self._copy, self._buffer = layout, copy, memoryview(buffer)
         self.agents = agents = layout.agents
         self._n = n = len(agents)
-        self._rewards_struct = struct.Struct(f"={n}d")
-        self._full_struct = struct.Struct(f"=Q{n}d{n}s{n + 1}s{n + 1}s{n}s")
         self._places = {agent: place for place, agent in enumerate(agents)}
-        remembered = min(_REMEMBERED, max(_REMEMBERED_AGENTS // max(n, 1), 1))
-        self._presence = functools.lru_cache(remembered)(functools.partial(Presence.of, agents))
-        self._build, self._build_rows = builder(dict.fromkeys(agents, 0)), rows_builder(dict.fromkeys(agents, 0))
-        self._empty_infos = builder({agent: {} for agent in agents})
-        self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in FALSE_CODES.values()}
         self._observations, self._vectors = layout.observations, layout.rewards
         # Whether every agent's observation has a place in the block, and every agent's reward as a vector.
         self._holds_usual = bool(agents) and layout.observations.agents == agents
         self._all_vectors = bool(agents) and layout.rewards.agents == agents
+        # The headers, by record and as arrays of all records.
+        self._headers = [start + layout.transition_header for start in layout.starts]
+        self._words = self._buffer[: layout.nbytes].cast("B").cast("Q")
+        self._rewards_struct, self._struct = struct.Struct(f"={n}d"), struct.Struct(f"=Q{n}d{n}s{n + 1}s{n + 1}s{n}s")
+        view, at = functools.partial(over_records, buffer, layout.starts), layout.transition_header + _CODE_NBYTES
+        self._codes = view(at - _CODE_NBYTES, np.uint64, ())
+        self.rewards = view(at, np.float64, (n,))
+        self.tags = view(at + 8 * n, np.uint8, (n,))
+        self.flags = view(at + 9 * n, np.uint8, (2, n + 1))
+        self.presence = view(at + 11 * n + 2, np.uint8, (n,))
+        # What records of the usual form consist of.
+        self._build_rows = rows_builder(dict.fromkeys(agents, 0))
+        self._empty_infos = builder({agent: {} for agent in agents})
+        self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in FALSE_CODES.values()}
         self._no_numbers = [0.0] * n
-        self._codes = over_records(buffer, layout.starts, header, np.uint64, ())
-        header += _CODE_NBYTES
-        self._reward_rows = over_records(buffer, layout.starts, header, np.float64, (n,))
-        self._tag_rows = over_records(buffer, layout.starts, header + 8 * n, np.uint8, (n,))
-        self._flag_rows = over_records(buffer, layout.starts, header + 9 * n, np.uint8, (2, n + 1))
-        self._presence_rows = over_records(buffer, layout.starts, header + 11 * n + 2, np.uint8, (n,))
+        remembered = min(_REMEMBERED, max(_REMEMBERED_AGENTS // max(n, 1), 1))
+        self._who = functools.lru_cache(remembered)(functools.partial(Presence.of, agents))
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -243,30 +285,29 @@ class TransitionRecords:
                 rewards = self._no_numbers
         except (DoesNotFit, Mismatch):
             return self._write_any(record, transition)  # one by one finds which
+        header = self._headers[record]
         # Where the record already has this code, all bytes of the header but the rewards follow from it.
-        if self._words[self._code_places[record]] == code:
-            self._rewards_struct.pack_into(self._buffer, self._reward_places[record], *rewards)
+        if self._words[header >> 3] == code:
+            self._rewards_struct.pack_into(self._buffer, header + _CODE_NBYTES, *rewards)
         else:
-            n, header = self._n, self._headers[record]
+            n = self._n
             tags, flags = bytes((code >> REWARD_SHIFT & 0xFF,)) * n, bytes((code >> FLAG_SHIFT,)) * n + b"\0"
-            presence = bytes((EVERYWHERE,)) * n
             # The code comes last: a worker that dies in between leaves none that its successor would trust.
-            self._full_struct.pack_into(self._buffer, header, 0, *rewards, tags, flags, flags, presence)
-            self._words[self._code_places[record]] = code
+            self._struct.pack_into(self._buffer, header, 0, *rewards, tags, flags, flags, bytes((_EVERYWHERE,)) * n)
+            self._words[header >> 3] = code
         return {"infos": transition.infos} if code & INFOS else None
 
     def _write_any(self, record: int, transition: Transition) -> Extras | None:
         """Write a transition of any form."""
-        header, final = HeaderBuilder(self._places), transition.final_observations
-        seen = self._observations.write(record, transition.observations, "observation")
-        header.add("observations", *seen)
+        header, final = _HeaderBuilder(self.agents, self._places), transition.final_observations
+        header.add("observations", *self._observations.write(record, transition.observations, "observation"))
         if final is not None:
             seen = self._layout.final_observations.write(record, final, "last observation")
             header.add("final_observations", *seen)
-        numbers: Mapping[AgentID, Any] = transition.rewards
+        numbers, declared = transition.rewards, self._layout.schema.reward_spaces
         vectors: list[AgentID] = []
-        if spaces := self._layout.schema.reward_spaces:
-            paid = {a: reward for a, reward in numbers.items() if a in spaces and is_vector(reward)}
+        if declared:
+            paid = {agent: reward for agent, reward in numbers.items() if agent in declared and is_vector(reward)}
             vectors, others = self._vectors.write(record, paid, "reward")
             header.add("rewards", [], others)
             numbers = {agent: reward for agent, reward in numbers.items() if agent not in paid}
@@ -276,35 +317,26 @@ class TransitionRecords:
         header.add_list("alive", transition.alive)
         header.add_list("acting", transition.acting)
         header.add_infos(transition.infos)
-        reset_infos = transition.reset_infos
-        if reset_infos and not all(map(is_empty_info, reset_infos.values())):
-            header.extras["reset_infos"] = reset_infos
+        if transition.reset_infos and not all(map(is_empty_info, transition.reset_infos.values())):
+            header.extras["reset_infos"] = transition.reset_infos
         code = (INFOS if header.extras else 0) | (FINAL if final is not None else 0)
-        self._full_struct.pack_into(
-            self._buffer, self._headers[record], code, *rewards, tags, terminated, truncated, header.presence
-        )
+        rest = code, *rewards, tags, terminated, truncated, header.presence
+        self._struct.pack_into(self._buffer, self._headers[record], *rest)
         return header.extras or None
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def runs(self, span: range, apart: Collection[int] = ()) -> list[tuple[range, int]]:
-        """Cut neighbouring records into runs that `read_span` reads.
-
-        Args:
-            span: The records.
-            apart: Records that are not to be read from the block.
+        """Cut neighbouring records into runs that `read_span` reads; `apart` are not to be read from the block.
 
         Returns:
             Runs of neighbours, with their common code where they are of the usual form, else 0.
         """
-        codes = self._codes[span.start : span.stop].tobytes()
-        first = self._words[self._code_places[span.start]]
-        if first & USUAL and not apart and codes == codes[:_CODE_NBYTES] * len(span):
+        codes = self._codes[span.start : span.stop]
+        first, raw = self._words[self._headers[span.start] >> 3], codes.tobytes()
+        if first & USUAL and not apart and raw == raw[:_CODE_NBYTES] * len(span):
             return [(span, first)]
-        usual = [
-            code if code & USUAL and record not in apart else 0
-            for record, code in zip(span, self._codes[span.start : span.stop].tolist())
-        ]
+        usual = [code if code & USUAL and record not in apart else 0 for record, code in zip(span, codes.tolist())]
         found, start = [], span.start
         for code, run in groupby(usual):
             stop = start + len([*run])
@@ -321,17 +353,18 @@ class TransitionRecords:
             extras: By record, what `write` returned.
         """
         start, stop, n = span.start, span.stop, self._n
+        observations = self._observations.read_span(start, stop, self._copy)
         if code & VECTORS:
             rewards = self._vectors.read_span(start, stop, True)
         else:
-            rewards = numbers_of(self._reward_rows[start:stop], REWARD_TYPES[code >> REWARD_SHIFT & 0xFF])
+            rewards = numbers_of(self.rewards[start:stop], REWARD_TYPES[code >> REWARD_SHIFT & 0xFF])
         flags = self._no_flags[code >> FLAG_SHIFT]
         if code & INFOS:
             infos = [extras[record]["infos"] if record in extras else self._empty_infos() for record in span]
         else:
             infos = [self._empty_infos() for _ in span]
         return (
-            (*self._build_rows(zip(*[iter(self._observations.read_span(start, stop, self._copy))] * n)),),
+            (*self._build_rows(zip(*[iter(observations)] * n)),),
             (*self._build_rows(zip(*[iter(rewards)] * n)),),
             (*[flags.copy() for _ in span],),
             (*[flags.copy() for _ in span],),
@@ -349,64 +382,48 @@ class TransitionRecords:
             The dicts; the agents who should act next, and those who are alive, lists not to be changed; whether the
             episode is over.
         """
-        code = self._words[self._code_places[record]]
+        code = self._words[self._headers[record] >> 3]
         if not code & USUAL:
             return self._read_any(record, extras or {})
-        rewards: Sequence[Any]
-        if code & VECTORS:
-            rewards = self._vectors.read_span(record, record + 1, True)
-        else:
-            rewards = self._rewards_struct.unpack_from(self._buffer, self._reward_places[record])
-            if code >> REWARD_SHIFT & 0xFF:  # another type than float
-                rewards = [*map(REWARD_TYPES[code >> REWARD_SHIFT & 0xFF], rewards)]
-        flags = self._no_flags[code >> FLAG_SHIFT]
-        dicts = (
-            self._build(*self._observations.read_span(record, record + 1, self._copy)),
-            self._build(*rewards),
-            flags.copy(),
-            flags.copy(),
-            self._empty_infos() if extras is None else extras["infos"],
-        )
-        return dicts, self.agents, self.agents, False
+        rows = self.read_span(range(record, record + 1), code, {} if extras is None else {record: extras})
+        (observations,), (rewards,), (terminateds,), (truncateds,), (infos,) = rows
+        return (observations, rewards, terminateds, truncateds, infos), self.agents, self.agents, False
 
     def read_rest(self, record: int, extras: Extras) -> tuple[dict[Any, Any], list[AgentID], list[AgentID], bool]:
         """As `read`, of a record with nothing but infos pickled beside it: the infos in place of all dicts."""
-        code, *_, terminated, truncated, presence = self._full_struct.unpack_from(self._buffer, self._headers[record])
-        who = self._presence(presence)
+        code, *_, terminated, truncated, presence = self._struct.unpack_from(self._buffer, self._headers[record])
+        who = self._who(presence)
         return self._infos(record, code, who, extras), who.acting, who.alive, bool((terminated[-1] | truncated[-1]) & 1)
 
     def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
         """The last observations, and the agents that are alive."""
-        (observations, _, _, _, _), _, alive, _ = self._read_any(record, extras or {})
+        (observations, *_), _, alive, _ = self._read_any(record, extras or {})
         return observations, alive
 
-    def observed_part(self, record: int, agent: AgentID, key: str) -> Any:
-        """The entry `key` of an agent's observation, copied; None if its observation in this record has no such key."""
-        place = self._places.get(agent)
-        if place is None or not self._presence_rows[record, place] & BITS["observations"]:
-            return None
-        return self._observations.read_part(record, agent, key)
+    def observed(self, record: int) -> dict[AgentID, Any]:
+        """The observations in a record, without those that are pickled; arrays are views."""
+        *_, presence = self._struct.unpack_from(self._buffer, self._headers[record])
+        return self._observations.read(record, self._who(presence).observations, False)
 
     def _read_any(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Read a transition of any form."""
-        code, *rewards, tags, terminated, truncated, presence = self._full_struct.unpack_from(
+        code, *numbers, tags, terminated, truncated, presence = self._struct.unpack_from(
             self._buffer, self._headers[record]
         )
-        who, places = self._presence(presence), self._places
+        who, places = self._who(presence), self._places
         vectors = [agent for agent in who.rewards if tags[places[agent]] == VECTOR_TAG] if VECTOR_TAG in tags else []
         of_vectors = self._vectors.read(record, vectors, True) if vectors else {}
-        paid = {
-            agent: of_vectors[agent]
-            if agent in of_vectors
-            else REWARD_TYPES[tags[place := places[agent]]](rewards[place])
-            for agent in who.rewards
-        }
+        rewards = {}
+        for agent in who.rewards:
+            place = places[agent]
+            rewards[agent] = of_vectors[agent] if agent in of_vectors else REWARD_TYPES[tags[place]](numbers[place])
         terminateds = self._flags("terminateds", who.terminateds, terminated, extras)
         truncateds = self._flags("truncateds", who.truncateds, truncated, extras)
+        observations = self._observations.read(record, who.observations, self._copy)
         return (
             (
-                self._seen(record, "observations", self._observations, who.observations, extras),
-                self._merged("rewards", paid, extras),
+                self._merged("observations", observations, extras),
+                self._merged("rewards", rewards, extras),
                 terminateds,
                 truncateds,
                 self._infos(record, code, who, extras),
@@ -424,62 +441,61 @@ class TransitionRecords:
     def _infos(self, record: int, code: int, who: Presence, extras: Extras) -> dict[Any, Any]:
         infos: dict[Any, Any] = extras["infos"] if "infos" in extras else {agent: {} for agent in who.infos}
         if code & FINAL:
-            columns, name = self._layout.final_observations, "final_observations"
-            final = self._seen(record, name, columns, who.final_observations, extras)
-            with_final(infos, final, extras.get("reset_infos", {}))
+            final = self._layout.final_observations.read(record, who.final_observations, self._copy)
+            with_final(infos, self._merged("final_observations", final, extras), extras.get("reset_infos", {}))
         return infos
-
-    def _seen(
-        self, record: int, name: str, columns: AgentColumns, agents: list[AgentID], extras: Extras
-    ) -> dict[Any, Any]:
-        return self._merged(name, columns.read(record, agents, self._copy), extras)
 
     def _merged(self, name: str, inside: dict[Any, Any], extras: Extras) -> dict[Any, Any]:
         return in_order(inside | extras[name], self._layout.schema.possible_agents) if name in extras else inside
 
-    # -- reading all records, as arrays --------------------------------------------------------------------------------
 
-    def all_usual(self) -> bool:
-        """Whether all records are of the usual form and alike, with nothing pickled beside them."""
-        runs = self.runs(range(len(self._headers)))
-        return len(runs) == 1 and bool(runs[0][1]) and not runs[0][1] & INFOS
+# -- slices of records, for workers that share no memory with the parent -----------------------------------------------
 
-    def all_rewards(self) -> NDArray[np.float64]:
-        """Of all records: `(records, agents)`, a copy; zeros for agents without one, and for what is pickled."""
-        rewards: NDArray[np.float64] = self._reward_rows.copy()
-        return rewards
-
-    def all_vectors(self, row_of: Mapping[AgentID, int]) -> tuple[dict[AgentID, NDArray[Any]], NDArray[np.bool_]]:
-        """The vector rewards of all records.
-
-        Args:
-            row_of: The places of the agents among all.
-
-        Returns:
-            By agent, `(records, objectives)`, copies; and whose rewards of this record they are: `(records, agents)`.
-        """
-        there: NDArray[np.bool_] = self._tag_rows == VECTOR_TAG
-        there &= (self._presence_rows & BITS["rewards"]) != 0
-        values: dict[AgentID, NDArray[Any]] = {}
-        for group in self._vectors.groups:
-            stacked = group.copied(None)
-            for row, position in enumerate(group.positions):
-                agent = self._vectors.agents[position]
-                values[agent] = stacked[:, row]
-                values[agent][~there[:, row_of[agent]]] = 0
-        return values, there
-
-    def all_flags(self) -> NDArray[np.bool_]:
-        """Terminated and truncated: `(records, 2, agents + 1)`, `__all__` last; a copy."""
-        flags: NDArray[np.bool_] = (self._flag_rows & 1).view(np.bool_)
-        return flags
-
-    def all_presence(self, masks: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Agents with any of the bits of each mask, in all records: `(masks, records, agents)`; see `header.BITS`."""
-        presence: NDArray[np.bool_] = (self._presence_rows & masks[:, None, None]) != 0
-        return presence
+WITH_ACTIONS = frozenset({Message.STEP})
+"""Requests that are sent with the actions that the parent has written."""
+WITH_RESULTS = frozenset({Message.STEP, Message.RESET, Message.REBUILD, Message.STATE})
+"""Requests whose replies are sent with the results that the worker has written."""
 
 
-def with_finals(codes: NDArray[np.uint8]) -> bool:
-    """Whether any of these headers has final observations beside it: `(records, 8)`, the bytes of their codes."""
-    return bool((np.ascontiguousarray(codes).view(np.uint64) & np.uint64(FINAL)).any())
+class Parcels:
+    """Slices of records as arrays: actions one way, results the other.
+
+    Each end has a block of its own, laid out alike; what one end has written, the other writes into its own block. An
+    array has the same part of several records, `(records, bytes)`, and is a copy.
+    """
+
+    def __init__(self, layout: Layout, buffer: Any) -> None:
+        shape = layout.num_records, layout.stride
+        self._records: NDArray[np.uint8] = np.frombuffer(buffer, np.uint8, layout.nbytes).reshape(shape)
+        self._layout = layout
+
+    def actions(self, env_ids: Sequence[int]) -> NDArray[np.uint8]:
+        return np.array(self._records[_rows(env_ids), : self._layout.transition_header], order="C")
+
+    def put_actions(self, env_ids: Sequence[int], parcel: NDArray[np.uint8]) -> None:
+        self._records[_rows(env_ids), : parcel.shape[1]] = parcel
+
+    def results(self, env_ids: Sequence[int], message: Message) -> NDArray[np.uint8]:
+        """What a worker has written to carry out a request, without the room for final observations if it has none."""
+        rows, head = _rows(env_ids), self._layout.transition_header
+        codes = np.ascontiguousarray(self._records[rows, head : head + _CODE_NBYTES]).view(np.uint64)
+        rare = message is Message.STATE or bool((codes & np.uint64(FINAL)).any())
+        return np.array(self._records[rows, head : self._layout.stride if rare else self._layout.rare], order="C")
+
+    def put_results(self, env_ids: Sequence[int], parcel: NDArray[np.uint8]) -> None:
+        head = self._layout.transition_header
+        self._records[_rows(env_ids), head : head + parcel.shape[1]] = parcel
+
+    def places(self, env_ids: range) -> tuple[int, int]:
+        """Where the whole records of neighbours begin and end in a block, in bytes."""
+        return env_ids.start * self._layout.stride, env_ids.stop * self._layout.stride
+
+    def put_records(self, env_ids: Sequence[int], records: bytes) -> None:
+        """Write the results in whole records of a worker's block."""
+        whole = np.frombuffer(records, np.uint8).reshape(len(env_ids), self._layout.stride)
+        self.put_results(env_ids, whole[:, self._layout.transition_header :])
+
+
+def _rows(env_ids: Sequence[int]) -> slice | list[int]:
+    span = span_of(env_ids)
+    return [*env_ids] if span is None else slice(span.start, span.stop)
