@@ -98,10 +98,7 @@ environment; or of several agents at a time. Those of `Discrete` spaces reach si
 
 
 class ArrayView(ABC):
-    """Reads and writes a batch as arrays.
-
-    Args:
-        schema: Names all agents, and a space for each of them.
+    """Reads and writes a batch as arrays; its schema names all agents, and a space for each of them.
 
     Attributes:
         agents: The possible agents, in their order.
@@ -144,20 +141,11 @@ class ArrayView(ABC):
 
     @abstractmethod
     def last(self) -> Arrays:
-        """The last observations of all environments, and who is present and acts, without rewards, flags and infos.
-
-        It is taken for `read_some` before some environments are stepped or reset.
-        """
+        """The last observations of all environments, and who is present and acts; for `read_some`, before a step."""
 
     @abstractmethod
     def read_some(self, env_ids: Sequence[int], told: Any, last: Arrays) -> Arrays:
-        """As `read`, of some environments; the others have no rewards, flags and infos.
-
-        Args:
-            env_ids: Which.
-            told: The result of the step or reset.
-            last: Taken before; not to be used any more.
-        """
+        """As `read`, of some environments, written into `last`; the others have no rewards, flags and infos."""
 
     @abstractmethod
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
@@ -194,12 +182,7 @@ _MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED, 
 
 
 class ArrayBatch(ArrayView):
-    """The arrays of what lies in a block.
-
-    Args:
-        batch: Its schema names all agents, and a space for each of them.
-        copy: Whether each observation is in arrays of the caller's own; else they are written again by the next `read`.
-    """
+    """The arrays of what lies in a block; without `copy`, the next `read` writes to the same observations again."""
 
     def __init__(self, batch: Batch, *, copy: bool) -> None:
         layout, schema = batch.layout, batch.layout.schema
@@ -248,7 +231,7 @@ class ArrayBatch(ArrayView):
             raise ValueError(str(error)) from None
 
     def _find_places(self, together: tuple[tuple[AgentID, ...], ...]) -> list[tuple[ColumnGroup, slice]] | None:
-        """Where the actions of agents lie in the block; None unless they are all agents, and each lot side by side."""
+        """Where the actions lie in the block; None unless they are those of all agents, each lot side by side."""
         columns = sorted(self._column.get(agent, -1) for agents in together for agent in agents)
         if not self._actions_in_block or columns != [*range(len(self.agents))]:
             return None

@@ -43,17 +43,10 @@ class Batch:
         buffer: The block.
         rules: Of the environments.
         mode: When episodes begin anew.
-        copy: Whether observations are handed out as arrays of the caller's own.
-        check_actions: Whether every action must be contained in its space.
+        copy: Whether observations are handed out as arrays of the caller's own (attribute `copies`).
+        check_actions: Whether every action must be contained in its space (attribute `checks`).
         needs_all_actions: Whether an agent that acts and is given no action is an error under dict rules too.
         only_here: Modules that workers cannot import.
-
-    Attributes:
-        env_ids: All environments.
-        actions, transitions: Their records.
-        rules, mode: As given.
-        copies, checks: `copy` and `check_actions`, as given.
-        views: Those made by `arrays` that somebody still has.
     """
 
     mode_is_fixed: ClassVar[bool] = False
@@ -117,7 +110,7 @@ class Batch:
         return outside
 
     def _span(self, env_ids: Sequence[int]) -> range | None:
-        """The environments as a range, where they are neighbours, and so many that this is worth while."""
+        """The environments as a range, if they are neighbours and enough of them."""
         return span_of(env_ids) if len(env_ids) >= _WORTH_WHILE else None
 
     def _all_alike(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
@@ -157,12 +150,7 @@ class Batch:
     # -- transitions ---------------------------------------------------------------------------------------------------
 
     def read(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> Columns:
-        """The transitions of some environments: five tuples of dicts, in the order of `env_ids`.
-
-        Args:
-            env_ids: Whose.
-            extras: By environment, what travelled pickled, or all of it.
-        """
+        """The transitions of some environments, given what travelled pickled, or all of it, by environment."""
         span = self._everywhere if env_ids is self.env_ids else self._span(env_ids)
         if span is None:
             return _as_columns([self._read_one(env_id, extras.get(env_id)) for env_id in env_ids])
@@ -223,12 +211,9 @@ class Batch:
     def last_known(
         self, slot: Slot, extras: Any, *, partially_written: bool
     ) -> tuple[dict[AgentID, Any], list[AgentID]]:
-        """What each agent of one environment has observed last, in memory of its own, and who is alive.
+        """The last observations in one environment, in memory of their own, and who is alive.
 
-        Args:
-            slot: The environment.
-            extras: What travelled pickled with its last transition.
-            partially_written: Whether it died while the record was being written; then observations are zeros.
+        They are zeros if the record was only `partially_written` when the worker died.
         """
         if not slot.has_reset:
             return {}, []

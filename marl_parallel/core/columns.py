@@ -74,11 +74,7 @@ def span_of(env_ids: Sequence[int]) -> range | None:
 
 
 class ArrayColumn:
-    """Arrays of one dtype and shape.
-
-    Attributes:
-        array: All of them: a view of the block of shape `(records, rows, *shape)`.
-    """
+    """Arrays of one dtype and shape; `array` is a view of all of them, `(records, rows, *shape)`."""
 
     def __init__(self, rows: int, dtype: np.dtype[Any], shape: tuple[int, ...], place: Place) -> None:
         self.rows, self.dtype, self.shape = rows, dtype, shape
@@ -138,11 +134,7 @@ _NUMBER_TAGS = {t: tag for tag, t in enumerate(NUMBER_TYPES)}
 
 
 class NumberColumn:
-    """Discrete values: 64-bit integers, then a tag each that says which type the number had.
-
-    Attributes:
-        array: The integers: a view of the block of shape `(records, rows)`.
-    """
+    """Discrete values: 64-bit integers, `array`, then a tag each that says which type the number had."""
 
     def __init__(self, rows: int, place: Place) -> None:
         self.rows = rows
@@ -212,13 +204,7 @@ Column: TypeAlias = ArrayColumn | NumberColumn
 
 
 class Group:
-    """Agents with equal spaces, and the columns of the leaves of their space.
-
-    Attributes:
-        space: Theirs.
-        positions: Theirs among the agents of the `AgentColumns`.
-        columns: In the order of the leaves.
-    """
+    """Agents with equal spaces, by their positions, and the columns of the leaves of their space."""
 
     def __init__(self, space: Space[Any], positions: list[int], place: Place) -> None:
         self.space, self.positions = space, positions
@@ -245,11 +231,7 @@ class Group:
             column.write_span(start, stop, parts)
 
     def write_stacked(self, row: int | slice, values: Any, whose: str) -> None:
-        """Write actions of one row or several rows in all records, from arrays in the form of the space.
-
-        Raises:
-            Mismatch: They are not what the space declares; the text says whose. Some may have been written.
-        """
+        """Write actions of one or several rows in all records; `Mismatch` when some may have been written."""
         try:
             for column, (part,) in zip(self.columns, split(self.space, [values], check_form)):
                 column.write_stacked(row, part)
@@ -272,20 +254,13 @@ class Group:
 
 
 class AgentColumns:
-    """The values of all agents whose declared space has a fixed size.
-
-    Args:
-        declared: The spaces, by agent.
-        agents: Those with a place in the header.
-        place: Reserves bytes in every record.
-        cast: Casts a value that does not fit to its space.
+    """The values of all agents whose declared space has a fixed size; `cast` is for values that do not fit.
 
     Attributes:
         agents: Those agents, in the order of `possible_agents`.
-        groups: Agents with equal spaces.
-        write_span: Writes the values of all agents in the records from `start` to `stop`. Raises `DoesNotFit` or
-            `Mismatch` where a value needs a look of its own; some may have been written.
-        read_span: Reads them: takes `start`, `stop`, and whether arrays are copied.
+        write_span: Writes the values of a span. Raises `DoesNotFit` or `Mismatch` where a value needs a look of its
+            own; some may have been written.
+        read_span: Reads the values of a span; takes `start`, `stop`, and whether arrays are copied.
     """
 
     def __init__(
@@ -308,7 +283,6 @@ class AgentColumns:
             self.write_span, self.read_span = one.write_span, one.read_span
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
-        """Build the views into a block whose records start at these offsets."""
         for group in self.groups:
             for column in group.columns:
                 column.bind(buffer, starts)
@@ -328,18 +302,10 @@ class AgentColumns:
         return values
 
     def write(self, record: int, values: Mapping[AgentID, Any], what: str) -> tuple[list[AgentID], dict[Any, Any]]:
-        """Write what fits.
-
-        Args:
-            record: The record.
-            values: By agent.
-            what: They are, for messages.
-
-        Returns:
-            The agents whose value is in the block; the other values, cast to their space.
+        """Write what fits; returns the agents whose value is in the block, and the other values, cast to their space.
 
         Raises:
-            Mismatch: A value is not what its space declares; the text says whose.
+            Mismatch: A value is not what its space declares; the text says whose, and `what` it is.
         """
         names = [*values]
         if names and names == self.agents:
@@ -392,12 +358,7 @@ class AgentColumns:
 
 
 def evenly_spaced(rows: Sequence[int]) -> slice | None:
-    """The slice that takes just these rows in this order; None where there is none.
-
-    Example:
-        >>> evenly_spaced([1, 3, 5]), evenly_spaced([2, 1, 4])
-        (slice(1, 6, 2), None)
-    """
+    """The slice that takes just these rows in this order, as of 1:6:2 for 1, 3, 5; None where there is none."""
     step = rows[1] - rows[0] if len(rows) > 1 else 1
     if not rows or step < 1 or [*rows] != [*range(rows[0], rows[-1] + 1, step)]:
         return None
@@ -414,19 +375,13 @@ def _aligned(offset: int, alignment: int) -> int:
 class Layout:
     """Where everything lies, for a number of environments with one schema.
 
-    Args:
-        schema: What the environments have in common.
-        num_records: How many environments.
-        arrays: False leaves every agent out, so that all values travel pickled.
+    Without `arrays`, every agent is left out, so that all values travel pickled.
 
     Attributes:
-        nbytes: Size of the block.
-        stride: Bytes from one record to the next.
-        starts: Offsets of the records.
-        rare: Where, in a record, the part begins which most steps leave alone: final observations and state.
+        nbytes, stride, starts: Size of the block, bytes from one record to the next, offsets of the records.
         agents: The agents with a place in the headers.
         action_header, transition_header: Offsets of the headers in a record; see `records.py`.
-        actions, observations, final_observations: Columns of the agents whose values lie in the block.
+        rare: Where, in a record, the part begins which most steps leave alone: final observations and state.
         rewards: Columns of the agents whose rewards are vectors; those that are numbers lie in the header.
         state: The global state; None where there is none, or where it travels pickled.
     """

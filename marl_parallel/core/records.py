@@ -25,7 +25,7 @@ import functools
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,11 +78,7 @@ class ActionRecords:
         self._present = over_records(buffer, layout.starts, layout.action_header + 1, np.bool_, (len(agents),))
 
     def write_span(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
-        """Write the actions of all possible agents, in their order, into neighbouring records at once.
-
-        Returns:
-            Whether it was possible; else `write` each record.
-        """
+        """Write the actions of all agents, in order, into neighbouring records; False where each needs `write`."""
         if not self._complete:
             return False
         values = [*chain.from_iterable([given.values() for given in actions])]
@@ -94,12 +90,7 @@ class ActionRecords:
         return True
 
     def write(self, record: int, actions: Mapping[Any, Any]) -> Extras | None:
-        """Write what fits; returns the rest, to be pickled.
-
-        Raises:
-            Mismatch: An action is not what its space declares; the text says whose. The worker reads the record only
-                once it is told to step, so that nothing is lost.
-        """
+        """Write what fits, and return the rest, to be pickled; `Mismatch` where an action is not of its space."""
         inside, others = self._columns.write(record, actions, "action")
         if inside == self._agents and not others and inside:
             self._forms[record] = _ALL_IN_ORDER
@@ -134,114 +125,34 @@ class ActionRecords:
 # -- transitions -------------------------------------------------------------------------------------------------------
 
 
-class Presence(NamedTuple):
-    """The agents in each dict, and those that are alive and act: a bit of each agent for each. Not to be changed."""
-
-    observations: list[AgentID]
-    rewards: list[AgentID]
-    terminateds: list[AgentID]
-    truncateds: list[AgentID]
-    infos: list[AgentID]
-    alive: list[AgentID]
-    acting: list[AgentID]
-    final_observations: list[AgentID]
-
-    @classmethod
-    def of(cls, agents: Sequence[AgentID], presence: bytes) -> Presence:
-        """Read the bits of each of these agents."""
-        return cls(*[[a for a, bits in zip(agents, presence, strict=True) if bits & bit] for bit in BITS.values()])
-
-
-BITS = {name: 1 << place for place, name in enumerate(Presence._fields)}
+BITS = {
+    name: 1 << place
+    for place, name in enumerate(
+        ("observations", "rewards", "terminateds", "truncateds", "infos", "alive", "acting", "final_observations")
+    )
+}
+"""Bits of an agent's presence: in which dicts it is, and whether it is alive and acts."""
 _EVERYWHERE = sum(BITS.values()) - BITS["final_observations"]
 
 
-class _HeaderBuilder:
-    """Gathers which agents are in which dict, and the entries that do not fit, by the name of the dict."""
-
-    def __init__(self, agents: list[AgentID], places: Mapping[AgentID, int]) -> None:
-        self._agents, self._places = agents, places
-        self._everybody, self._each = 0, bytearray(len(agents))
-        self.extras: Extras = {}
-
-    @property
-    def presence(self) -> bytes:
-        return bytes([bits | self._everybody for bits in self._each])
-
-    def add(self, name: str, agents: list[AgentID], others: Mapping[Any, Any] | None = None) -> None:
-        """Add the agents of a dict or list that have a place, and entries of other keys or values."""
-        if agents == self._agents:
-            self._everybody |= BITS[name]
-        else:
-            for agent in agents:
-                self._each[self._places[agent]] |= BITS[name]
-        if others:
-            self.extras.setdefault(name, {}).update(others)
-
-    def add_list(self, name: str, agents: Sequence[AgentID]) -> None:
-        self.add(name, [agent for agent in agents if agent in self._places])
-        if unknown := [agent for agent in agents if agent not in self._places]:
-            self.extras[name] = unknown
-
-    def add_infos(self, infos: dict[Any, Any]) -> None:
-        """Add the infos, of which nothing but empty ones fits."""
-        if infos.keys() <= self._places.keys() and all(map(is_empty_info, infos.values())):
-            self.add("infos", [*infos])
-        else:
-            self.extras["infos"] = infos
-
-    def add_rewards(self, rewards: Mapping[Any, Any], vectors: list[AgentID]) -> tuple[list[Any], bytes]:
-        """Add those that are numbers, and the agents whose rewards are in columns; returns all numbers and tags."""
-        numbers, tags, inside, others = [0.0] * len(self._agents), bytearray(len(self._agents)), [*vectors], {}
-        for agent in vectors:
-            tags[self._places[agent]] = VECTOR_TAG
-        for agent, reward in rewards.items():
-            place, tag = self._places.get(agent), reward_tag((reward,))
-            if place is None or tag is None:
-                others[agent] = reward
-            else:
-                numbers[place], tags[place] = reward, tag
-                inside.append(agent)
-        self.add("rewards", inside, others)
-        return numbers, bytes(tags)
-
-    def add_flags(self, name: str, flags: Mapping[Any, Any]) -> bytes:
-        """Add the flags of one kind; returns the codes of all agents' and that of `__all__`."""
-        codes, inside, others = bytearray(len(self._agents) + 1), [], {}
-        for key, flag in flags.items():
-            place = -1 if key == ALL else self._places.get(key)
-            code = FALSE_CODES.get(type(flag))
-            if place is None or code is None:
-                others[key] = flag
-                continue
-            codes[place] = code + flag
-            if place >= 0:
-                inside.append(key)
-        self.add(name, inside, others)
-        return bytes(codes)
+def _present(agents: Sequence[AgentID], presence: bytes) -> dict[str, list[AgentID]]:
+    """The agents that have each of the bits, by its name."""
+    return {name: [a for a, bits in zip(agents, presence, strict=True) if bits & bit] for name, bit in BITS.items()}
 
 
 class TransitionRecords:
-    """Transitions, in the records of all environments.
-
-    Args:
-        layout: Bound to the block.
-        buffer: The block.
-        copy: Whether observations are read as arrays of the reader's own rather than views of the block.
+    """Transitions in the records of all environments; observations are read as copies, or as views of the block.
 
     Attributes:
         agents: The agents in the block; all possible ones, unless everything travels pickled.
-        rewards: The numbers in all headers, `(records, agents)`: a view.
-        tags: The tags of their types, likewise.
+        rewards, tags, presence: Views of all headers, `(records, agents)`.
         flags: The codes of the flags, `(records, 2, agents + 1)`, `__all__` last; odd where True.
-        presence: The bits of each agent, `(records, agents)`; see `BITS`.
     """
 
     def __init__(self, layout: Layout, buffer: Any, *, copy: bool = True) -> None:
         self._layout, self._copy, self._buffer = layout, copy, memoryview(buffer)
         self.agents = agents = layout.agents
         self._n = n = len(agents)
-        self._places = {agent: place for place, agent in enumerate(agents)}
         self._observations, self._vectors = layout.observations, layout.rewards
         # Whether every agent's observation has a place in the block, and every agent's reward as a vector.
         self._holds_usual = bool(agents) and layout.observations.agents == agents
@@ -262,16 +173,12 @@ class TransitionRecords:
         self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in FALSE_CODES.values()}
         self._no_numbers = [0.0] * n
         remembered = min(_REMEMBERED, max(_REMEMBERED_AGENTS // max(n, 1), 1))
-        self._who = functools.lru_cache(remembered)(functools.partial(Presence.of, agents))
+        self._who = functools.lru_cache(remembered)(functools.partial(_present, agents))
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def write(self, record: int, transition: Transition) -> Extras | None:
-        """Write what fits; returns the rest, to be pickled.
-
-        Raises:
-            Mismatch: An observation or a vector reward is not what its space declares; the text says whose.
-        """
+        """Write what fits, and return the rest, to be pickled; `Mismatch` where a value is not of its space."""
         code = transition.usual
         if not code or not self._holds_usual:
             return self._write_any(record, transition)
@@ -299,39 +206,63 @@ class TransitionRecords:
 
     def _write_any(self, record: int, transition: Transition) -> Extras | None:
         """Write a transition of any form."""
-        header, final = _HeaderBuilder(self.agents, self._places), transition.final_observations
-        header.add("observations", *self._observations.write(record, transition.observations, "observation"))
+        extras: Extras = {}
+        presence = dict.fromkeys([*self.agents, ALL], 0)
+
+        def add(name: str, inside: Iterable[Any], others: Mapping[Any, Any] | None = None) -> None:
+            """Add the agents in a dict that have a place in the header, and the entries that do not fit."""
+            for agent in inside:
+                presence[agent] |= BITS[name]
+            if others:
+                extras.setdefault(name, {}).update(others)
+
+        add("observations", *self._observations.write(record, transition.observations, "observation"))
+        final = transition.final_observations
         if final is not None:
             seen = self._layout.final_observations.write(record, final, "last observation")
-            header.add("final_observations", *seen)
-        numbers, declared = transition.rewards, self._layout.schema.reward_spaces
-        vectors: list[AgentID] = []
-        if declared:
-            paid = {agent: reward for agent, reward in numbers.items() if agent in declared and is_vector(reward)}
-            vectors, others = self._vectors.write(record, paid, "reward")
-            header.add("rewards", [], others)
-            numbers = {agent: reward for agent, reward in numbers.items() if agent not in paid}
-        rewards, tags = header.add_rewards(numbers, vectors)
-        terminated = header.add_flags("terminateds", transition.terminateds)
-        truncated = header.add_flags("truncateds", transition.truncateds)
-        header.add_list("alive", transition.alive)
-        header.add_list("acting", transition.acting)
-        header.add_infos(transition.infos)
-        if transition.reset_infos and not all(map(is_empty_info, transition.reset_infos.values())):
-            header.extras["reset_infos"] = transition.reset_infos
-        code = (INFOS if header.extras else 0) | (FINAL if final is not None else 0)
-        rest = code, *rewards, tags, terminated, truncated, header.presence
-        self._struct.pack_into(self._buffer, self._headers[record], *rest)
-        return header.extras or None
+            add("final_observations", *seen)
+        rewards, declared = transition.rewards, self._layout.schema.reward_spaces
+        paid = {agent: reward for agent, reward in rewards.items() if agent in declared and is_vector(reward)}
+        vectors, others = self._vectors.write(record, paid, "reward")
+        add("rewards", vectors, others)
+        numbers, tags = dict.fromkeys(self.agents, 0.0), dict.fromkeys(self.agents, 0)
+        tags.update(dict.fromkeys(vectors, VECTOR_TAG))
+        for agent, reward in rewards.items():
+            tag = reward_tag((reward,))
+            if agent in numbers and tag is not None:
+                numbers[agent], tags[agent] = reward, tag
+                add("rewards", (agent,))
+            elif agent not in paid:
+                add("rewards", (), {agent: reward})
+        flags = []
+        for name, given in (("terminateds", transition.terminateds), ("truncateds", transition.truncateds)):
+            codes = {
+                key: FALSE_CODES[type(flag)] + flag
+                for key, flag in given.items()
+                if key in presence and type(flag) in FALSE_CODES
+            }
+            add(name, codes, {key: flag for key, flag in given.items() if key not in codes})
+            flags.append(bytes([codes.get(key, 0) for key in presence]))
+        for name, agents in (("alive", transition.alive), ("acting", transition.acting)):
+            add(name, [agent for agent in agents if agent in presence])
+            if unknown := [agent for agent in agents if agent not in presence]:
+                extras[name] = unknown
+        infos, reset_infos = transition.infos, transition.reset_infos
+        if infos.keys() <= numbers.keys() and all(map(is_empty_info, infos.values())):
+            add("infos", infos)
+        else:
+            extras["infos"] = infos
+        if reset_infos and not all(map(is_empty_info, reset_infos.values())):
+            extras["reset_infos"] = reset_infos
+        code = (INFOS if extras else 0) | (FINAL if final is not None else 0)
+        rest = bytes(tags.values()), *flags, bytes(presence.values())[:-1]
+        self._struct.pack_into(self._buffer, self._headers[record], code, *numbers.values(), *rest)
+        return extras or None
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def runs(self, span: range, apart: Collection[int] = ()) -> list[tuple[range, int]]:
-        """Cut neighbouring records into runs that `read_span` reads; `apart` are not to be read from the block.
-
-        Returns:
-            Runs of neighbours, with their common code where they are of the usual form, else 0.
-        """
+        """Cut a span into runs with the code they have in common, 0 where it is not usual or the record is `apart`."""
         codes = self._codes[span.start : span.stop]
         first, raw = self._words[self._headers[span.start] >> 3], codes.tobytes()
         if first & USUAL and not apart and raw == raw[:_CODE_NBYTES] * len(span):
@@ -345,13 +276,7 @@ class TransitionRecords:
         return found
 
     def read_span(self, span: range, code: int, extras: Mapping[int, Extras]) -> Columns:
-        """The five dicts of a run of neighbouring records of the usual form; as `read`.
-
-        Args:
-            span: The records.
-            code: Their common code, of `runs`.
-            extras: By record, what `write` returned.
-        """
+        """The five dicts of records of the usual form, with their code, and by record what `write` returned."""
         start, stop, n = span.start, span.stop, self._n
         observations = self._observations.read_span(start, stop, self._copy)
         if code & VECTORS:
@@ -372,11 +297,7 @@ class TransitionRecords:
         )
 
     def read(self, record: int, extras: Extras | None) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
-        """Rebuild the five dicts, exactly as they were, with what an automatic reset adds to the infos.
-
-        Args:
-            record: The record.
-            extras: What `write` returned.
+        """Rebuild the five dicts of a record, with what an automatic reset adds to the infos.
 
         Returns:
             The dicts; the agents who should act next, and those who are alive, lists not to be changed; whether the
@@ -390,10 +311,11 @@ class TransitionRecords:
         return (observations, rewards, terminateds, truncateds, infos), self.agents, self.agents, False
 
     def read_rest(self, record: int, extras: Extras) -> tuple[dict[Any, Any], list[AgentID], list[AgentID], bool]:
-        """As `read`, of a record with nothing but infos pickled beside it: the infos in place of all dicts."""
+        """As `read`, with the infos in place of all dicts, where nothing else is pickled beside the record."""
         code, *_, terminated, truncated, presence = self._struct.unpack_from(self._buffer, self._headers[record])
         who = self._who(presence)
-        return self._infos(record, code, who, extras), who.acting, who.alive, bool((terminated[-1] | truncated[-1]) & 1)
+        over = bool((terminated[-1] | truncated[-1]) & 1)
+        return self._infos(record, code, who, extras), who["acting"], who["alive"], over
 
     def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
         """The last observations, and the agents that are alive."""
@@ -403,45 +325,42 @@ class TransitionRecords:
     def observed(self, record: int) -> dict[AgentID, Any]:
         """The observations in a record, without those that are pickled; arrays are views."""
         *_, presence = self._struct.unpack_from(self._buffer, self._headers[record])
-        return self._observations.read(record, self._who(presence).observations, False)
+        return self._observations.read(record, self._who(presence)["observations"], False)
 
     def _read_any(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Read a transition of any form."""
-        code, *numbers, tags, terminated, truncated, presence = self._struct.unpack_from(
-            self._buffer, self._headers[record]
+        code, *header = self._struct.unpack_from(self._buffer, self._headers[record])
+        numbers, (tags, *flags, presence) = header[: self._n], header[self._n :]
+        who = self._who(presence)
+        seen = self._observations.read(record, who["observations"], self._copy)
+        vectors = {agent for agent, tag in zip(self.agents, tags) if tag == VECTOR_TAG} if VECTOR_TAG in tags else ()
+        paid = self._vectors.read(record, [a for a in who["rewards"] if a in vectors], True) if vectors else {}
+        rewards = {
+            agent: paid[agent] if agent in paid else REWARD_TYPES[tag](number)
+            for agent, tag, number, bits in zip(self.agents, tags, numbers, presence)
+            if bits & BITS["rewards"]
+        }
+        terminateds, truncateds = (
+            {agent: FLAGS[code] for agent, code, bits in zip(self.agents, codes, presence) if bits & BITS[name]}
+            | {ALL: FLAGS[codes[-1]]}
+            for name, codes in zip(("terminateds", "truncateds"), flags)
         )
-        who, places = self._who(presence), self._places
-        vectors = [agent for agent in who.rewards if tags[places[agent]] == VECTOR_TAG] if VECTOR_TAG in tags else []
-        of_vectors = self._vectors.read(record, vectors, True) if vectors else {}
-        rewards = {}
-        for agent in who.rewards:
-            place = places[agent]
-            rewards[agent] = of_vectors[agent] if agent in of_vectors else REWARD_TYPES[tags[place]](numbers[place])
-        terminateds = self._flags("terminateds", who.terminateds, terminated, extras)
-        truncateds = self._flags("truncateds", who.truncateds, truncated, extras)
-        observations = self._observations.read(record, who.observations, self._copy)
-        return (
-            (
-                self._merged("observations", observations, extras),
-                self._merged("rewards", rewards, extras),
-                terminateds,
-                truncateds,
-                self._infos(record, code, who, extras),
-            ),
-            [*who.acting, *extras["acting"]] if "acting" in extras else who.acting,
-            [*who.alive, *extras["alive"]] if "alive" in extras else who.alive,
-            bool(terminateds[ALL] or truncateds[ALL]),
+        terminateds = self._merged("terminateds", terminateds, extras)
+        truncateds = self._merged("truncateds", truncateds, extras)
+        dicts = (
+            self._merged("observations", seen, extras),
+            self._merged("rewards", rewards, extras),
+            terminateds,
+            truncateds,
+            self._infos(record, code, who, extras),
         )
+        acting, alive = (who[name] + extras[name] if name in extras else who[name] for name in ("acting", "alive"))
+        return dicts, acting, alive, bool(terminateds[ALL] or truncateds[ALL])
 
-    def _flags(self, name: str, agents: list[AgentID], codes: bytes, extras: Extras) -> dict[Any, Any]:
-        inside = {agent: FLAGS[codes[self._places[agent]]] for agent in agents}
-        inside[ALL] = FLAGS[codes[-1]]
-        return self._merged(name, inside, extras)
-
-    def _infos(self, record: int, code: int, who: Presence, extras: Extras) -> dict[Any, Any]:
-        infos: dict[Any, Any] = extras["infos"] if "infos" in extras else {agent: {} for agent in who.infos}
+    def _infos(self, record: int, code: int, who: Mapping[str, list[AgentID]], extras: Extras) -> dict[Any, Any]:
+        infos: dict[Any, Any] = extras["infos"] if "infos" in extras else {agent: {} for agent in who["infos"]}
         if code & FINAL:
-            final = self._layout.final_observations.read(record, who.final_observations, self._copy)
+            final = self._layout.final_observations.read(record, who["final_observations"], self._copy)
             with_final(infos, self._merged("final_observations", final, extras), extras.get("reset_infos", {}))
         return infos
 
@@ -458,10 +377,9 @@ WITH_RESULTS = frozenset({Message.STEP, Message.RESET, Message.REBUILD, Message.
 
 
 class Parcels:
-    """Slices of records as arrays: actions one way, results the other.
+    """Record slices: the same part of several records as an array `(records, bytes)`, a copy.
 
-    Each end has a block of its own, laid out alike; what one end has written, the other writes into its own block. An
-    array has the same part of several records, `(records, bytes)`, and is a copy.
+    Each end has a block of its own; what one end has written, the other writes into its own.
     """
 
     def __init__(self, layout: Layout, buffer: Any) -> None:
@@ -491,7 +409,7 @@ class Parcels:
         return env_ids.start * self._layout.stride, env_ids.stop * self._layout.stride
 
     def put_records(self, env_ids: Sequence[int], records: bytes) -> None:
-        """Write the results in whole records of a worker's block."""
+        """Write the results out of whole records."""
         whole = np.frombuffer(records, np.uint8).reshape(len(env_ids), self._layout.stride)
         self.put_results(env_ids, whole[:, self._layout.transition_header :])
 

@@ -75,14 +75,7 @@ def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> 
 def equal(ours: Space[Any] | None, theirs: Space[Any] | None, *, classes: bool = False) -> bool:
     """Whether two spaces are equal; as `ours == theirs`, but quick for large boxes that are bit for bit the same.
 
-    Args:
-        ours: A space.
-        theirs: Another.
-        classes: Whether all parts must have the same classes, too: values of a derived class may travel in another way.
-
-    Example:
-        >>> equal(spaces.Box(0, 1, (3,)), spaces.Box(0, 1, (3,))), equal(spaces.Box(0, 1, (3,)), spaces.Box(0, 2, (3,)))
-        (True, False)
+    With `classes`, all parts must have the same classes, too: values of a derived class may travel in another way.
     """
     kind, other = type(ours), type(theirs)
     if ours is theirs:

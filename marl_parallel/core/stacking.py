@@ -19,12 +19,7 @@ each = together = tree_map
 
 
 def zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
-    """Zeros with these leading axes; what has no fixed form is an array of objects, of None.
-
-    Example:
-        >>> zeros(spaces.Dict({"seen": spaces.Box(0, 1, (2,))}), (3,))["seen"].shape
-        (3, 2)
-    """
+    """Zeros with these leading axes; what has no fixed form is an array of objects, of None."""
     if isinstance(space, spaces.Dict | spaces.Tuple):  # of a derived class too, which `tree_map` takes for a leaf
         return tree_map(lambda part: zeros(part, shape), space.spaces)
     if isinstance(space, spaces.Discrete):
@@ -35,19 +30,10 @@ def zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
 
 
 def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
-    """Give arrays the dtype that their space declares; those of `Discrete` values are int64.
-
-    Args:
-        space: Of one value, of a fixed size.
-        values: Stacked.
-        shape: The leading axes.
+    """Give stacked values, of these leading axes, the dtype that their space declares; int64 for `Discrete`.
 
     Raises:
         Mismatch: They are of another form, shape or dtype.
-
-    Example:
-        >>> conform(spaces.Discrete(3), [0, 2], (2,))
-        array([0, 2])
     """
 
     def of_leaf(leaf: Space[Any], array: Any) -> NDArray[Any]:
@@ -61,10 +47,6 @@ def picked(space: Space[Any], values: Any, rows: Sequence[int], count: int) -> S
 
     Raises:
         Mismatch: There is another number of values, or those of `rows` are of another form, shape or dtype.
-
-    Example:
-        >>> [*map(int, picked(spaces.Discrete(3), np.array([2, -1, 0]), [0, 2], 3))]
-        [2, 0]
     """
 
     def of_leaf(leaf: Space[Any], given: Any) -> Any:
@@ -86,12 +68,7 @@ def _dtype(space: Space[Any]) -> np.dtype[Any]:
 
 
 def whole(space: Space[Any], values: Any) -> Any:
-    """Whole numbers that come as floats as integers, where the space wants these; all else as it is.
-
-    Example:
-        >>> whole(spaces.Discrete(3), [0.0, 2.0]), whole(spaces.Discrete(3), [0.5])
-        (array([0, 2]), [0.5])
-    """
+    """Whole numbers that come as floats as integers, where the space wants these; all else as it is."""
     if not isinstance(space, (spaces.Discrete, *ARRAY_SPACES)) or np.dtype(space.dtype).kind not in "iu":
         return values
     array = np.asarray(values)
@@ -103,12 +80,7 @@ def whole(space: Space[Any], values: Any) -> Any:
 
 
 def one_by_one(stacked: Any, count: int) -> Sequence[Any]:
-    """The values along the first axis; arrays among them are views.
-
-    Example:
-        >>> one_by_one({"a": np.arange(2), "b": np.arange(2)}, 2) == [{"a": 0, "b": 0}, {"a": 1, "b": 1}]
-        True
-    """
+    """The values along the first axis, as a list of `count` trees; arrays among them are views."""
     if not isinstance(stacked, dict | tuple):
         return [*stacked]
     # By columns rather than by `tree_map` for each row, which takes several times as long.

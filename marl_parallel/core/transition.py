@@ -8,7 +8,6 @@ What a transition means is decided in `episode.py`; how it travels, in `records.
 from __future__ import annotations
 
 import copy
-import marshal
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, TypeAlias
@@ -86,7 +85,7 @@ FLAGS: tuple[Any, ...] = (False, True, np.False_, np.True_)
 FALSE_CODES: dict[type, int] = {bool: 0, np.bool_: 2}
 """The codes of False, by type."""
 
-_WITHOUT_REFERENCES = 2  # a version of the format: what is equal always marshals alike
+_DICT_ONLY = {dict}
 
 
 def reward_tag(rewards: Collection[Any]) -> int | None:
@@ -118,47 +117,19 @@ class UsualForm:
 
     def __init__(self, agents: Sequence[AgentID], *, vectors: bool = False) -> None:
         self._agents, self._vectors = [*agents], vectors
-        # By how many flags there are of a kind: all keys, and what the flags and infos marshal to.
-        self._forms: dict[int, tuple[list[Any], bytes]] = {}
-        for flagged in [[*agents], [*agents, ALL]] if agents else []:
-            keys = [*agents, *agents, *flagged, *flagged, *agents]
-            rest: tuple[Any, ...] = (*[False] * 2 * len(flagged), *[{}] * len(agents))
-            self._forms[len(flagged)] = keys, marshal.dumps(rest, _WITHOUT_REFERENCES)
-        self._codes = {(t,) * len(agents): USUAL | _REWARD_TAGS[t] << REWARD_SHIFT for t in FLOATS}
+        # The keys of all dicts but the infos, by how many flags there are of a kind.
+        flagged_lists = [[*agents], [*agents, ALL]] if agents else []
+        self._keys = {len(flagged): [*agents, *agents, *flagged, *flagged] for flagged in flagged_lists}
 
     def code(
         self, observations: Values, rewards: Values, terminateds: Values, truncateds: Values, infos: Values
     ) -> int:
-        """The code of the header where the form is usual, else 0.
-
-        Raises:
-            Misfit: All but the infos is usual, and an agent's info is a sequence.
-        """
-        form = self._forms.get(len(terminateds))
-        if form is None or len(truncateds) != len(terminateds):
+        """The code of the header where the form is usual, else 0; `Misfit` where an agent's info is a sequence."""
+        count = len(terminateds)
+        if [*observations, *rewards, *terminateds, *truncateds] != self._keys.get(count) or count != len(truncateds):
             return 0
-        if [*observations, *rewards, *terminateds, *truncateds, *infos] == form[0]:
-            try:
-                # Marshalling is the quickest way to compare type and value of many things; nothing large gets there.
-                if not any(infos.values()) and form[1] == marshal.dumps(
-                    (*terminateds.values(), *truncateds.values(), *infos.values()), _WITHOUT_REFERENCES
-                ):
-                    code = self._codes.get((*map(type, rewards.values()),))
-                    if code is not None:
-                        return code
-            except Exception:  # arrays and the like: they do not marshal, or will not say whether they are true
-                pass
-        return self._less_frequent(observations, rewards, terminateds, truncateds, infos)
-
-    def _less_frequent(
-        self, observations: Values, rewards: Values, terminateds: Values, truncateds: Values, infos: Values
-    ) -> int:
-        """As `code`, with other types of numbers and flags, and infos."""
         agents, flags = self._agents, [*terminateds.values(), *truncateds.values()]
-        keys = [*agents, ALL] if len(terminateds) > len(agents) else agents
-        if [*observations] != agents or [*rewards] != agents or [*terminateds] != keys or [*truncateds] != keys:
-            return 0
-        if keys is not agents and (flags.pop() is not False or flags.pop(len(agents)) is not False):
+        if count > len(agents) and (flags.pop() is not False or flags.pop(count - 1) is not False):
             return 0
         kinds = {*map(type, flags)}
         flag_code = FALSE_CODES.get(kinds.pop()) if len(kinds) == 1 else None
@@ -169,8 +140,8 @@ class UsualForm:
             if not self._vectors or not all(map(is_vector, rewards.values())):
                 return 0
             tag, code = VECTOR_TAG, code | VECTORS
-        check_infos(infos, observations)
-        if [*infos] != agents or not all(map(is_empty_info, infos.values())):
+        if [*infos] != agents or {*map(type, infos.values())} != _DICT_ONLY or any(infos.values()):
+            check_infos(infos, observations)
             code |= INFOS
         return code | tag << REWARD_SHIFT
 
@@ -184,14 +155,7 @@ _IMMUTABLE = frozenset({type(None), bool, int, float, complex, str, bytes, *_NUM
 def kept(dicts: Dicts) -> Dicts:
     """The five dicts of a step in memory of our own, whatever the simulator does to its own afterwards.
 
-    What is one object in several places is one in the copies, too; what can neither be copied nor pickled stays as it
-    is.
-
-    Example:
-        >>> seen = np.zeros(2)
-        >>> (ours, *_) = kept(({"a": seen, "b": seen}, {}, {}, {}, {}))
-        >>> ours["a"] is seen, ours["a"] is ours["b"]
-        (False, True)
+    One object in several places is one in the copies, too; what can neither be copied nor pickled stays as it is.
     """
     memo: dict[int, Any] = {}
     observations, rewards, terminateds, truncateds, infos = [_own(part, memo) for part in dicts]
@@ -230,10 +194,7 @@ _SEVERAL = (list, tuple, set, frozenset, np.ndarray)
 def checked_flags(flags: Values, what: str) -> Values:
     """The flags of a step, where each is one value; arrays of one element become the NumPy scalar they hold.
 
-    A list of flags is true whatever is in it, so that it would end the episode in every step.
-
-    Raises:
-        Misfit: A flag is a list, tuple, dict, text or an array of several elements; `what` names the flags.
+    Several flags in place of one are a `Misfit`: a list is true whatever is in it, and would end every episode.
     """
     if _FLAG_TYPES.issuperset(map(type, flags.values())):
         return flags
