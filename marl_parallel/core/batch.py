@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from types import ModuleType
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -152,13 +152,13 @@ class Batch:
     def read(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> Columns:
         """The transitions of some environments, given what travelled pickled, or all of it, by environment."""
         span = self._everywhere if env_ids is self.env_ids else self._span(env_ids)
-        if span is None:
-            return _as_columns([self._read_one(env_id, extras.get(env_id)) for env_id in env_ids])
         apart = {env_id for env_id, more in extras.items() if type(more) is Snapshot} if extras else ()
         columns: list[Columns] = []
-        for run, code in self.transitions.runs(span, apart):
+        runs: Any = [(env_ids, 0)] if span is None else self.transitions.runs(span, apart)
+        for run, code in runs:
             if not code or len(run) < _WORTH_WHILE:
-                columns.append(_as_columns([self._read_one(env_id, extras.get(env_id)) for env_id in run]))
+                rows = [self._read_one(env_id, extras.get(env_id)) for env_id in run]
+                columns.append(cast(Columns, (*zip(*rows),) or ((),) * 5))
                 continue
             columns.append(self.transitions.read_span(run, code, extras))
             self.note_usual(run)
@@ -166,10 +166,7 @@ class Batch:
                 self._all_act = False
                 for env_id, infos in zip(run, columns[-1][4]):
                     self._note_masks(self._slots[env_id], extras.get(env_id), infos, ended=False)
-        if len(columns) == 1:
-            return columns[0]
-        observations, rewards, terminateds, truncateds, infos_of_all = [(*chain(*parts),) for parts in zip(*columns)]
-        return observations, rewards, terminateds, truncateds, infos_of_all
+        return columns[0] if len(columns) == 1 else cast(Columns, tuple((*chain(*parts),) for parts in zip(*columns)))
 
     def _read_one(self, env_id: int, more: Any) -> Dicts:
         """The transition of one environment; its slot is brought up to date."""
@@ -295,13 +292,6 @@ class Batch:
         """The global states, stacked: those that workers have written, and those that travelled pickled, by id."""
         column = self.layout.state
         return np.stack([column.records[env_id][0] if column is not None else outside[env_id] for env_id in env_ids])
-
-
-def _as_columns(rows: Sequence[Dicts]) -> Columns:
-    if not rows:
-        return (), (), (), (), ()
-    observations, rewards, terminateds, truncateds, infos = zip(*rows)
-    return observations, rewards, terminateds, truncateds, infos
 
 
 def of_acting(env_id: int, given: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:
