@@ -132,7 +132,7 @@ BITS = {
     )
 }
 """Bits of an agent's presence: in which dicts it is, and whether it is alive and acts."""
-_EVERYWHERE = sum(BITS.values()) - BITS["final_observations"]
+_REWARDED, _EVERYWHERE = BITS["rewards"], sum(BITS.values()) - BITS["final_observations"]
 
 
 def _present(agents: Sequence[AgentID], presence: bytes) -> dict[str, list[AgentID]]:
@@ -168,7 +168,7 @@ class TransitionRecords:
         self.flags = view(at + 9 * n, np.uint8, (2, n + 1))
         self.presence = view(at + 11 * n + 2, np.uint8, (n,))
         # What records of the usual form consist of.
-        self._build_rows = rows_builder(dict.fromkeys(agents, 0))
+        self._build, self._build_rows = builder(dict.fromkeys(agents, 0)), rows_builder(dict.fromkeys(agents, 0))
         self._empty_infos = builder({agent: {} for agent in agents})
         self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in FALSE_CODES.values()}
         self._no_numbers = [0.0] * n
@@ -207,12 +207,18 @@ class TransitionRecords:
     def _write_any(self, record: int, transition: Transition) -> Extras | None:
         """Write a transition of any form."""
         extras: Extras = {}
-        presence = dict.fromkeys([*self.agents, ALL], 0)
+        everyone, in_all = [*self.agents, ALL], 0
+        presence = dict.fromkeys(everyone, 0)
 
         def add(name: str, inside: Iterable[Any], others: Mapping[Any, Any] | None = None) -> None:
             """Add the agents in a dict that have a place in the header, and the entries that do not fit."""
-            for agent in inside:
-                presence[agent] |= BITS[name]
+            nonlocal in_all
+            bit, keys = BITS[name], [*inside]
+            if keys in (self.agents, everyone):
+                in_all |= bit
+            else:
+                for agent in keys:
+                    presence[agent] |= bit
             if others:
                 extras.setdefault(name, {}).update(others)
 
@@ -223,30 +229,36 @@ class TransitionRecords:
             add("final_observations", *seen)
         rewards, declared = transition.rewards, self._layout.schema.reward_spaces
         paid = {agent: reward for agent, reward in rewards.items() if agent in declared and is_vector(reward)}
-        vectors, others = self._vectors.write(record, paid, "reward")
-        add("rewards", vectors, others)
         numbers, tags = dict.fromkeys(self.agents, 0.0), dict.fromkeys(self.agents, 0)
-        tags.update(dict.fromkeys(vectors, VECTOR_TAG))
+        if paid:
+            vectors, others = self._vectors.write(record, paid, "reward")
+            add("rewards", vectors, others)
+            tags.update(dict.fromkeys(vectors, VECTOR_TAG))
+        common = reward_tag(rewards.values())
         for agent, reward in rewards.items():
-            tag = reward_tag((reward,))
-            if agent in numbers and tag is not None:
-                numbers[agent], tags[agent] = reward, tag
-                add("rewards", (agent,))
-            elif agent not in paid:
-                add("rewards", (), {agent: reward})
+            if agent not in paid:
+                tag = reward_tag((reward,)) if common is None else common
+                if tag is None or agent not in numbers:
+                    add("rewards", (), {agent: reward})
+                else:
+                    numbers[agent], tags[agent] = reward, tag
+                    presence[agent] |= _REWARDED
         flags = []
         for name, given in (("terminateds", transition.terminateds), ("truncateds", transition.truncateds)):
             codes = {
                 key: FALSE_CODES[type(flag)] + flag
                 for key, flag in given.items()
-                if key in presence and type(flag) in FALSE_CODES
+                if type(flag) in FALSE_CODES and key in presence
             }
-            add(name, codes, {key: flag for key, flag in given.items() if key not in codes})
-            flags.append(bytes([codes.get(key, 0) for key in presence]))
+            add(
+                name, codes, {key: given[key] for key in given if key not in codes} if len(codes) < len(given) else None
+            )
+            flags.append(bytes([codes.get(key, 0) for key in everyone]))
         for name, agents in (("alive", transition.alive), ("acting", transition.acting)):
-            add(name, [agent for agent in agents if agent in presence])
-            if unknown := [agent for agent in agents if agent not in presence]:
-                extras[name] = unknown
+            known = [agent for agent in agents if agent in presence]
+            add(name, known)
+            if len(known) < len(agents):
+                extras[name] = [agent for agent in agents if agent not in presence]
         infos, reset_infos = transition.infos, transition.reset_infos
         if infos.keys() <= numbers.keys() and all(map(is_empty_info, infos.values())):
             add("infos", infos)
@@ -255,7 +267,7 @@ class TransitionRecords:
         if reset_infos and not all(map(is_empty_info, reset_infos.values())):
             extras["reset_infos"] = reset_infos
         code = (INFOS if extras else 0) | (FINAL if final is not None else 0)
-        rest = bytes(tags.values()), *flags, bytes(presence.values())[:-1]
+        rest = bytes(tags.values()), *flags, bytes([bits | in_all for bits in presence.values()])[:-1]
         self._struct.pack_into(self._buffer, self._headers[record], code, *numbers.values(), *rest)
         return extras or None
 
@@ -306,9 +318,23 @@ class TransitionRecords:
         code = self._words[self._headers[record] >> 3]
         if not code & USUAL:
             return self._read_any(record, extras or {})
-        rows = self.read_span(range(record, record + 1), code, {} if extras is None else {record: extras})
-        (observations,), (rewards,), (terminateds,), (truncateds,), (infos,) = rows
-        return (observations, rewards, terminateds, truncateds, infos), self.agents, self.agents, False
+        # As `read_span`, which takes twice as long for one record.
+        rewards: Iterable[Any]
+        if code & VECTORS:
+            rewards = self._vectors.read_span(record, record + 1, True)
+        else:
+            rewards = self._rewards_struct.unpack_from(self._buffer, self._headers[record] + _CODE_NBYTES)
+            if code >> REWARD_SHIFT & 0xFF:  # another type than float
+                rewards = map(REWARD_TYPES[code >> REWARD_SHIFT & 0xFF], rewards)
+        flags = self._no_flags[code >> FLAG_SHIFT]
+        dicts = (
+            self._build(*self._observations.read_span(record, record + 1, self._copy)),
+            self._build(*rewards),
+            flags.copy(),
+            flags.copy(),
+            self._empty_infos() if extras is None else extras["infos"],
+        )
+        return dicts, self.agents, self.agents, False
 
     def read_rest(self, record: int, extras: Extras) -> tuple[dict[Any, Any], list[AgentID], list[AgentID], bool]:
         """As `read`, with the infos in place of all dicts, where nothing else is pickled beside the record."""
@@ -329,8 +355,9 @@ class TransitionRecords:
 
     def _read_any(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Read a transition of any form."""
-        code, *header = self._struct.unpack_from(self._buffer, self._headers[record])
-        numbers, (tags, *flags, presence) = header[: self._n], header[self._n :]
+        code, *numbers, tags, terminated, truncated, presence = self._struct.unpack_from(
+            self._buffer, self._headers[record]
+        )
         who = self._who(presence)
         seen = self._observations.read(record, who["observations"], self._copy)
         vectors = {agent for agent, tag in zip(self.agents, tags) if tag == VECTOR_TAG} if VECTOR_TAG in tags else ()
@@ -338,15 +365,10 @@ class TransitionRecords:
         rewards = {
             agent: paid[agent] if agent in paid else REWARD_TYPES[tag](number)
             for agent, tag, number, bits in zip(self.agents, tags, numbers, presence)
-            if bits & BITS["rewards"]
+            if bits & _REWARDED
         }
-        terminateds, truncateds = (
-            {agent: FLAGS[code] for agent, code, bits in zip(self.agents, codes, presence) if bits & BITS[name]}
-            | {ALL: FLAGS[codes[-1]]}
-            for name, codes in zip(("terminateds", "truncateds"), flags)
-        )
-        terminateds = self._merged("terminateds", terminateds, extras)
-        truncateds = self._merged("truncateds", truncateds, extras)
+        terminateds = self._flags("terminateds", terminated, presence, extras)
+        truncateds = self._flags("truncateds", truncated, presence, extras)
         dicts = (
             self._merged("observations", seen, extras),
             self._merged("rewards", rewards, extras),
@@ -354,8 +376,16 @@ class TransitionRecords:
             truncateds,
             self._infos(record, code, who, extras),
         )
-        acting, alive = (who[name] + extras[name] if name in extras else who[name] for name in ("acting", "alive"))
+        acting, alive = who["acting"], who["alive"]
+        if extras:
+            acting, alive = acting + extras.get("acting", []), alive + extras.get("alive", [])
         return dicts, acting, alive, bool(terminateds[ALL] or truncateds[ALL])
+
+    def _flags(self, name: str, codes: bytes, presence: bytes, extras: Extras) -> dict[Any, Any]:
+        bit = BITS[name]
+        inside = {agent: FLAGS[code] for agent, code, bits in zip(self.agents, codes, presence) if bits & bit}
+        inside[ALL] = FLAGS[codes[-1]]
+        return self._merged(name, inside, extras)
 
     def _infos(self, record: int, code: int, who: Mapping[str, list[AgentID]], extras: Extras) -> dict[Any, Any]:
         infos: dict[Any, Any] = extras["infos"] if "infos" in extras else {agent: {} for agent in who["infos"]}

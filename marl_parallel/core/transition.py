@@ -8,6 +8,7 @@ What a transition means is decided in `episode.py`; how it travels, in `records.
 from __future__ import annotations
 
 import copy
+import marshal
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, TypeAlias
@@ -85,7 +86,7 @@ FLAGS: tuple[Any, ...] = (False, True, np.False_, np.True_)
 FALSE_CODES: dict[type, int] = {bool: 0, np.bool_: 2}
 """The codes of False, by type."""
 
-_DICT_ONLY = {dict}
+_WITHOUT_REFERENCES = 2  # a version of the format: what is equal always marshals alike
 
 
 def reward_tag(rewards: Collection[Any]) -> int | None:
@@ -117,18 +118,33 @@ class UsualForm:
 
     def __init__(self, agents: Sequence[AgentID], *, vectors: bool = False) -> None:
         self._agents, self._vectors = [*agents], vectors
-        # The keys of all dicts but the infos, by how many flags there are of a kind.
-        flagged_lists = [[*agents], [*agents, ALL]] if agents else []
-        self._keys = {len(flagged): [*agents, *agents, *flagged, *flagged] for flagged in flagged_lists}
+        # By how many flags there are of a kind: the keys of all dicts but the infos; what flags and infos marshal to.
+        self._forms: dict[int, tuple[list[Any], bytes]] = {}
+        for flagged in [[*agents], [*agents, ALL]] if agents else []:
+            empty: tuple[Any, ...] = (*[False] * 2 * len(flagged), *[{}] * len(agents))
+            keys = [*agents, *agents, *flagged, *flagged]
+            self._forms[len(flagged)] = keys, marshal.dumps(empty, _WITHOUT_REFERENCES)
+        self._codes = {(t,) * len(agents): USUAL | _REWARD_TAGS[t] << REWARD_SHIFT for t in FLOATS}
 
     def code(
         self, observations: Values, rewards: Values, terminateds: Values, truncateds: Values, infos: Values
     ) -> int:
         """The code of the header where the form is usual, else 0; `Misfit` where an agent's info is a sequence."""
-        count = len(terminateds)
-        if [*observations, *rewards, *terminateds, *truncateds] != self._keys.get(count) or count != len(truncateds):
+        agents, count = self._agents, len(terminateds)
+        keys, empty = self._forms.get(count, (None, b""))
+        if [*observations, *rewards, *terminateds, *truncateds] != keys or count != len(truncateds):
             return 0
-        agents, flags = self._agents, [*terminateds.values(), *truncateds.values()]
+        try:
+            # Marshalling is the quickest way to compare type and value of many things; nothing large gets there.
+            if not any(infos.values()) and empty == marshal.dumps(
+                (*terminateds.values(), *truncateds.values(), *infos.values()), _WITHOUT_REFERENCES
+            ):
+                known = self._codes.get((*map(type, rewards.values()),))
+                if known is not None and [*infos] == agents:
+                    return known
+        except Exception:  # arrays and the like: they do not marshal, or will not say whether they are true
+            pass
+        flags = [*terminateds.values(), *truncateds.values()]
         if count > len(agents) and (flags.pop() is not False or flags.pop(count - 1) is not False):
             return 0
         kinds = {*map(type, flags)}
@@ -140,7 +156,7 @@ class UsualForm:
             if not self._vectors or not all(map(is_vector, rewards.values())):
                 return 0
             tag, code = VECTOR_TAG, code | VECTORS
-        if [*infos] != agents or {*map(type, infos.values())} != _DICT_ONLY or any(infos.values()):
+        if [*infos] != agents or {*map(type, infos.values())} != {dict} or any(infos.values()):
             check_infos(infos, observations)
             code |= INFOS
         return code | tag << REWARD_SHIFT
