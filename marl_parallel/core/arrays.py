@@ -217,7 +217,7 @@ class ArrayBatch(ArrayView):
                     self._together, self._places = together, self._find_places(together)
                 if self._places is not None:
                     for (agents, values), (group, rows) in zip(actions, self._places):
-                        group.write_stacked(rows, values, f"agents {[*agents]}")
+                        group.write_stacked(rows, values, agents)
                     batch.actions.mark_all(wanted)
                     return {}
                 actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}

@@ -230,12 +230,13 @@ class Group:
         for column, parts in zip(self.columns, split(self.space, values)):
             column.write_span(start, stop, parts)
 
-    def write_stacked(self, row: int | slice, values: Any, whose: str) -> None:
+    def write_stacked(self, row: int | slice, values: Any, agents: Sequence[AgentID]) -> None:
         """Write actions of one or several rows in all records; `Mismatch` when some may have been written."""
         try:
             for column, (part,) in zip(self.columns, split(self.space, [values], check_form)):
                 column.write_stacked(row, part)
         except Mismatch as error:
+            whose = f"agent {agents[0]!r}" if isinstance(row, int) else f"agents {[*agents]}"
             raise Mismatch(f"the actions of {whose}: {error}") from error
 
     def read_span(self, start: int, stop: int, copy: bool) -> list[Any]:
@@ -342,11 +343,11 @@ class AgentColumns:
             if {*map(type, given)} == {np.ndarray} and len({(array.dtype, array.shape) for array in given}) == 1:
                 with contextlib.suppress(Mismatch):  # one by one finds which
                     # `np.stack` would cost more than all the rest.
-                    group.write_stacked(slice(None), np.array(given).swapaxes(0, 1), "")
+                    group.write_stacked(slice(None), np.array(given).swapaxes(0, 1), agents)
                     continue
             for row, agent in enumerate(agents):
                 if agent in values:
-                    group.write_stacked(row, values[agent], f"agent {agent!r}")
+                    group.write_stacked(row, values[agent], [agent])
 
     def rows_of(self, agents: Sequence[AgentID]) -> tuple[Group, slice] | None:
         """Where the values of these of `agents` lie side by side, at equal distances; None where they do not."""

@@ -125,12 +125,8 @@ class ActionRecords:
 # -- transitions -------------------------------------------------------------------------------------------------------
 
 
-BITS = {
-    name: 1 << place
-    for place, name in enumerate(
-        ("observations", "rewards", "terminateds", "truncateds", "infos", "alive", "acting", "final_observations")
-    )
-}
+_NAMES = "observations", "rewards", "terminateds", "truncateds", "infos", "alive", "acting", "final_observations"
+BITS = {name: 1 << place for place, name in enumerate(_NAMES)}
 """Bits of an agent's presence: in which dicts it is, and whether it is alive and acts."""
 _REWARDED, _EVERYWHERE = BITS["rewards"], sum(BITS.values()) - BITS["final_observations"]
 
@@ -250,9 +246,7 @@ class TransitionRecords:
                 for key, flag in given.items()
                 if type(flag) in FALSE_CODES and key in presence
             }
-            add(
-                name, codes, {key: given[key] for key in given if key not in codes} if len(codes) < len(given) else None
-            )
+            add(name, codes, {key: flag for key, flag in given.items() if key not in codes})
             flags.append(bytes([codes.get(key, 0) for key in everyone]))
         for name, agents in (("alive", transition.alive), ("acting", transition.acting)):
             known = [agent for agent in agents if agent in presence]
