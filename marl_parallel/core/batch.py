@@ -255,30 +255,25 @@ class Batch:
                 masks[agent] = mask
         return masks
 
-    # -- where each environment stands ---------------------------------------------------------------------------------
+    # -- where each environment stands, as described in `BatchView`; nobody may change the lists -----------------------
 
     @property
     def acting(self) -> list[list[AgentID]]:
-        """For each environment, the agents that act next; lists that nobody may change."""
         return [slot.acting for slot in self._slots]
 
     @property
     def alive(self) -> list[list[AgentID]]:
-        """For each environment, the agents seen in its episode and neither terminated nor truncated; likewise."""
         return [slot.alive for slot in self._slots]
 
     @property
     def over(self) -> list[bool]:
-        """For each environment, whether its episode has ended and no reset has followed."""
         return [slot.over for slot in self._slots]
 
     @property
     def begun(self) -> list[bool]:
-        """For each environment, whether it has been reset at least once."""
         return [slot.has_reset for slot in self._slots]
 
     def begin(self, env_ids: Iterable[int]) -> None:
-        """Note that these environments have been reset."""
         for env_id in env_ids:
             self._slots[env_id].has_reset = True
 

@@ -58,8 +58,7 @@ _ALL = bytes((_ALL_IN_ORDER,))
 
 _CODE_NBYTES = 8
 _REMEMBERED, _REMEMBERED_AGENTS = 256, 100_000
-"""How many ways in which agents can be present are remembered, at most, and how many agents in all of them: agents that
-have died stay dead for a while."""
+"""How many forms of presence are remembered, and how many agents in them: dead agents stay dead for a while."""
 
 _Rows: TypeAlias = tuple[dict[Any, Any], ...]
 Columns: TypeAlias = tuple[_Rows, _Rows, _Rows, _Rows, _Rows]
