@@ -100,11 +100,12 @@ class ArrayColumn:
     def write_span(self, start: int, stop: int, values: Sequence[Any]) -> None:
         """Write the values of a span; raises as `write` does, when some may have been written."""
         try:
-            if self._flat and [*map(len, values)] == self._lengths * (stop - start):
-                # The other dimensions are compared by NumPy.
-                if stop - start == 1:
+            # The other dimensions are compared by NumPy.
+            if stop - start == 1:
+                if self._flat and [*map(len, values)] == self._lengths:
                     np.concatenate(values, out=self._flat[start], casting=self._casting)
                     return
+            elif self._flat and [*map(len, values)] == self._lengths * (stop - start):
                 end_to_end = np.concatenate(values, casting=self._casting, dtype=self.dtype)
                 if end_to_end.shape[1:] == self.shape[1:]:
                     self.array[start:stop] = end_to_end.reshape(stop - start, self.rows, *self.shape)
