@@ -50,7 +50,7 @@ from marl_parallel.cli.report import (
     write_json,
     write_rows,
 )
-from marl_parallel.core.sharing import usable_cpus
+from marl_parallel.core.backend import usable_cpus
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "async_stepping"

@@ -53,25 +53,23 @@ from marl_parallel.arguments import (
     workers_for,
 )
 from marl_parallel.backends import open_backend
-from marl_parallel.core.backend import Backend
+from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.batch import Batch, Dicts
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import construct
 from marl_parallel.core.deadlines import Limits
 from marl_parallel.core.engine import Engine
 from marl_parallel.core.exclusive import CALL, CallGuard, exclusive
-from marl_parallel.core.messages import Message, Request
+from marl_parallel.core.messages import Answer, Message, Refusal, Request
 from marl_parallel.core.native import NativeSimulator
 from marl_parallel.core.native_batch import NativeBatch
 from marl_parallel.core.native_crew import NativeCrew
-from marl_parallel.core.payloads import Answer, Refusal
 from marl_parallel.core.pickling import loads, sendable, take_along
 from marl_parallel.core.pool import Pool
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema
 from marl_parallel.core.seed_check import SeedCheck
-from marl_parallel.core.sharing import share_out
 from marl_parallel.core.tracing import Tracer
 from marl_parallel.runner import BatchRunner
 from marl_parallel.tiling import tile as tiled

@@ -28,11 +28,10 @@ from marl_parallel.backends.launching import Launcher, open_launcher
 from marl_parallel.backends.memory import Block, anonymous_file, duplicate, socket_pair
 from marl_parallel.backends.semaphores import available
 from marl_parallel.core import reports
-from marl_parallel.core.backend import Backend
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.backend import Backend, usable_cpus
+from marl_parallel.core.columns import Layout, span_of
 from marl_parallel.core.messages import STEP_ALL, STEP_ALL_PROMPTLY, STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.reports import logger
-from marl_parallel.core.sharing import span_of, usable_cpus
 
 _TICK_S = 0.02
 """How often to look for deaths while waiting, should nobody be left to tell of them."""

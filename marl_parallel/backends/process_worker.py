@@ -14,8 +14,8 @@ from marl_parallel.backends import control
 from marl_parallel.backends.channel import Channel
 from marl_parallel.backends.memory import Block
 from marl_parallel.backends.semaphores import Semaphore
+from marl_parallel.core.columns import span_of
 from marl_parallel.core.messages import STEP_ALL, STEP_ALL_PROMPTLY, Message, Reply, Request
-from marl_parallel.core.sharing import span_of
 from marl_parallel.core.worker import Worker
 
 _SPIN_S = 100e-6

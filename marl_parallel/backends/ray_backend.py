@@ -39,13 +39,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from marl_parallel.backends.ray_worker import Greeting, RayNodeMonitor, RayWorker, Remains, unpack
-from marl_parallel.core.backend import Backend
+from marl_parallel.core.backend import Backend, usable_cpus
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost, Message, Reply, Request
-from marl_parallel.core.parcels import WITH_ACTIONS, Parcels
+from marl_parallel.core.records import WITH_ACTIONS, Parcels
 from marl_parallel.core.reports import logger
-from marl_parallel.core.sharing import usable_cpus
 from marl_parallel.types import ParallelEnvError
 
 __doctest_requires__ = ["ray"]

@@ -36,7 +36,7 @@ from marl_parallel.backends.stacks import CrashFile, report_to
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost, Reply
-from marl_parallel.core.parcels import WITH_RESULTS, Parcels
+from marl_parallel.core.records import WITH_RESULTS, Parcels
 from marl_parallel.core.worker import Worker
 
 _LARGE_NBYTES = 1 << 20

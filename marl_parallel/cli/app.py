@@ -28,7 +28,7 @@ from marl_parallel.cli.target import (
     short_errors,
     stdout_to_stderr,
 )
-from marl_parallel.core.sharing import usable_cpus
+from marl_parallel.core.backend import usable_cpus
 
 app = typer.Typer(
     name="marl-parallel",

@@ -35,9 +35,9 @@ from marl_parallel.cli.probes import (
     first_difference,
 )
 from marl_parallel.cli.target import CommandError
+from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.messages import Lost
 from marl_parallel.core.reports import manner_of_death, place
-from marl_parallel.core.sharing import usable_cpus
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import EnvError, WorkerCrashed, WorkerTimeout
 

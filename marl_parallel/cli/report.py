@@ -22,7 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from marl_parallel.cli.measure import LOOP, Measurement
-from marl_parallel.core.sharing import usable_cpus
+from marl_parallel.core.backend import usable_cpus
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import, which only pictures need
     from matplotlib.artist import Artist

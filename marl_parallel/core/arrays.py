@@ -20,22 +20,17 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.columns import Group as ColumnGroup
-from marl_parallel.core.header import BITS
+from marl_parallel.core.records import BITS
 from marl_parallel.core.schema import alike
-from marl_parallel.core.spaces import Mismatch, is_vector
-from marl_parallel.core.transition import ALL, is_empty_info
+from marl_parallel.core.spaces import Mismatch, copied, is_vector
+from marl_parallel.core.transition import ALL, INFOS, VECTOR_TAG, is_empty_info
 
 if TYPE_CHECKING:
     from marl_parallel.core.batch import Batch
 
 
 class Group(NamedTuple):
-    """Agents with equal observation spaces.
-
-    Attributes:
-        space: Theirs.
-        positions: Theirs among the possible agents.
-    """
+    """Agents with equal observation spaces, by their positions among the possible agents."""
 
     space: Space[Any]
     positions: list[int]
@@ -103,10 +98,7 @@ environment; or of several agents at a time. Those of `Discrete` spaces reach si
 
 
 class ArrayView(ABC):
-    """Reads and writes a batch as arrays.
-
-    Args:
-        schema: Names all agents, and a space for each of them.
+    """Reads and writes a batch as arrays; its schema names all agents, and a space for each of them.
 
     Attributes:
         agents: The possible agents, in their order.
@@ -117,12 +109,8 @@ class ArrayView(ABC):
         self.agents = list(schema.possible_agents)
         self.groups = [Group(*group) for group in alike(schema.observation_spaces, self.agents)]
         self._column = {agent: place for place, agent in enumerate(self.agents)}
-        self._rows = {
-            self.agents[position]: (group, row)
-            for group, (_, positions) in enumerate(self.groups)
-            for row, position in enumerate(positions)
-        }
-        self._ordered = [(agent, self._rows[agent]) for agent in self.agents]
+        rows = {at: (group, row) for group, (_, of) in enumerate(self.groups) for row, at in enumerate(of)}
+        self._rows = {agent: rows[place] for agent, place in self._column.items()}
 
     @abstractmethod
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Any:
@@ -153,20 +141,11 @@ class ArrayView(ABC):
 
     @abstractmethod
     def last(self) -> Arrays:
-        """The last observations of all environments, and who is present and acts, without rewards, flags and infos.
-
-        It is taken for `read_some` before some environments are stepped or reset.
-        """
+        """The last observations of all environments, and who is present and acts; for `read_some`, before a step."""
 
     @abstractmethod
     def read_some(self, env_ids: Sequence[int], told: Any, last: Arrays) -> Arrays:
-        """The transitions of some environments, among the observations of all.
-
-        Args:
-            env_ids: Whose; the others have no rewards, flags and infos.
-            told: As of `read`.
-            last: Taken before; not to be used any more.
-        """
+        """As `read`, of some environments, written into `last`; the others have no rewards, flags and infos."""
 
     @abstractmethod
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
@@ -174,7 +153,7 @@ class ArrayView(ABC):
 
     def by_agent(self, observations: list[Any]) -> dict[Any, Any]:
         """The observations of each agent, of the arrays of all groups: views of shape `(num_envs, ...)`."""
-        return {agent: stacking.column(observations[group], row) for agent, (group, row) in self._ordered}
+        return {agent: stacking.column(observations[group], row) for agent, (group, row) in self._rows.items()}
 
     def _check_known(self, actions: Mapping[AgentID, Any]) -> None:
         if not actions.keys() <= self._column.keys():
@@ -199,21 +178,16 @@ _IN_INFOS = {"infos", "reset_infos"}
 
 _OBSERVED, _REWARDED = BITS["observations"], BITS["rewards"]
 _FLAGGED = BITS["terminateds"] | BITS["truncateds"]
-_MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED, _FLAGGED], np.uint8)
+_MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED, _FLAGGED], np.uint8)[:, None, None]
 
 
 class ArrayBatch(ArrayView):
-    """The arrays of what lies in a block.
-
-    Args:
-        batch: Its schema names all agents, and a space for each of them.
-        copy: Whether each observation is in arrays of the caller's own; else they are written again by the next `read`.
-    """
+    """The arrays of what lies in a block; without `copy`, the next `read` writes to the same observations again."""
 
     def __init__(self, batch: Batch, *, copy: bool) -> None:
-        self._batch, self._copy = batch, copy
         layout, schema = batch.layout, batch.layout.schema
         super().__init__(schema)
+        self._batch, self._copy = batch, copy
         self._columns = layout.observations.groups
         self._in_block = bool(layout.agents) and layout.observations.agents == self.agents
         self._actions_in_block = bool(layout.agents) and layout.actions.agents == self.agents and not batch.checks
@@ -223,77 +197,78 @@ class ArrayBatch(ArrayView):
         self._observations: list[Any] = [None] * len(self.groups)
         # Of environments that were not read from the block: what they have observed last, and who was present.
         self._apart: dict[int, tuple[Mapping[Any, Any], NDArray[np.bool_]]] = {}
-        self._reward_spaces = {
-            agent: schema.reward_spaces[agent] for agent in self.agents if agent in schema.reward_spaces
-        }
-        self._row_agents: tuple[tuple[AgentID, ...], ...] | None = None
-        self._row_places: list[tuple[ColumnGroup, slice]] | None = None
+        self._reward_spaces = {a: schema.reward_spaces[a] for a in self.agents if a in schema.reward_spaces}
+        # Where the actions of agents lie that came together last.
+        self._together: tuple[tuple[AgentID, ...], ...] | None = None
+        self._places: list[tuple[ColumnGroup, slice]] | None = None
 
     # -- actions ---------------------------------------------------------------------------------------------------
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
         """By environment, what does not fit into the block, pickled; see `ArrayView`."""
-        everyone = self._batch.acting == [self.agents] * self._num_envs
+        batch = self._batch
+        everyone = batch.acting == [self.agents] * self._num_envs
         wanted = None if everyone else self.acting()
-        ids = self._batch.env_ids if env_ids is None else env_ids
+        ids = batch.env_ids if env_ids is None else env_ids
         try:
             if isinstance(actions, list):
-                if self._write_rows(actions, wanted):
+                together = tuple(of.agents for of in actions)
+                if together != self._together:
+                    self._together, self._places = together, self._find_places(together)
+                if self._places is not None:
+                    for (agents, values), (group, rows) in zip(actions, self._places):
+                        group.write_stacked(rows, values, agents)
+                    batch.actions.mark_all(wanted)
                     return {}
                 actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
             self._check_known(actions)
             if not everyone or len(actions) != len(self.agents):
-                self._check_all_there(actions, self._batch.acting, ids)
-            if self._write_stacked(actions, wanted):
-                return {}
-            return self._batch.write_actions(ids, self._one_by_one(actions, ids))
+                self._check_all_there(actions, batch.acting, ids)
+            if not self._write_stacked(actions, wanted):
+                return batch.write_actions(ids, self._one_by_one(actions, ids))
+            return {}
         except Mismatch as error:
             raise ValueError(str(error)) from None
+
+    def _find_places(self, together: tuple[tuple[AgentID, ...], ...]) -> list[tuple[ColumnGroup, slice]] | None:
+        """Where the actions lie in the block; None unless they are those of all agents, each lot side by side."""
+        columns = sorted(self._column.get(agent, -1) for agents in together for agent in agents)
+        if not self._actions_in_block or columns != [*range(len(self.agents))]:
+            return None
+        found = [self._batch.layout.actions.rows_of(agents) for agents in together]
+        places = [place for place in found if place is not None]
+        return places if len(places) == len(found) else None
 
     def _write_stacked(self, actions: Mapping[AgentID, Any], wanted: NDArray[np.bool_] | None) -> bool:
         """Write actions into the block; says whether it could."""
         if not self._actions_in_block:
             return False
         try:
-            self._batch.actions.write_stacked(actions, wanted)
+            self._batch.layout.actions.write_stacked(actions)
         except Mismatch:
             if wanted is None:
                 raise
             return False  # it may be those that nobody looks at
+        self._batch.actions.mark_all(wanted)
         return True
 
     def _one_by_one(self, actions: Mapping[AgentID, Any], ids: Sequence[int]) -> list[dict[AgentID, Any]]:
         """For each environment, the actions of those who act."""
         declared, acting = self._batch.layout.schema.action_spaces, self._batch.acting
         given: dict[int, dict[AgentID, Any]] = {env_id: {} for env_id in ids}
-        rows_of: dict[AgentID, list[int]] = {agent: [] for agent in self.agents}
+        envs_of: dict[AgentID, list[int]] = {agent: [] for agent in self.agents}
         for env_id in ids:
             for agent in acting[env_id]:
-                if agent in rows_of:
-                    rows_of[agent].append(env_id)
-        for agent, rows in rows_of.items():
+                if agent in envs_of:
+                    envs_of[agent].append(env_id)
+        for agent, rows in envs_of.items():
             try:
-                for env_id, action in zip(
-                    rows, stacking.picked(declared[agent], actions.get(agent), rows, self._num_envs)
-                ):
-                    given[env_id][agent] = action
+                values = stacking.picked(declared[agent], actions.get(agent), rows, self._num_envs)
             except Mismatch as error:
                 raise Mismatch(f"the actions of agent {agent!r}: {error}") from error
+            for env_id, action in zip(rows, values):
+                given[env_id][agent] = action
         return [*given.values()]
-
-    def _write_rows(self, actions: Sequence[Stacked], wanted: NDArray[np.bool_] | None) -> bool:
-        """Write actions of several agents at a time; says whether it could, else they are to be taken apart."""
-        places = tuple(of.agents for of in actions)
-        if places != self._row_agents:
-            self._row_agents, columns = places, self._batch.layout.actions
-            complete = sorted(self._column.get(a, -1) for of in places for a in of) == [*range(len(self.agents))]
-            found = [columns.rows_of(of) for of in places] if self._actions_in_block and complete else [None]
-            self._row_places = [place for place in found if place is not None] if None not in found else None
-        if self._row_places is None:
-            return False
-        rows = [(of.agents, *place, of.values) for of, place in zip(actions, self._row_places)]
-        self._batch.actions.write_rows(rows, wanted)
-        return True
 
     def acting(self) -> NDArray[np.bool_]:
         """Who should act next: `(num_envs, agents)`."""
@@ -306,18 +281,13 @@ class ArrayBatch(ArrayView):
 
     def read(self, told: Mapping[int, Any]) -> Arrays:
         """Of what travelled pickled, or all of it, by environment, and of what lies in the block; see `ArrayView`."""
-        if not self._in_block:
-            arrays = self._unobserved()
-        elif not told and self._batch.transitions.all_usual():
-            self._batch.note_usual(range(self._num_envs))
-            self._apart.clear()
-            rewards = self._batch.transitions.all_rewards()
-            arrays = self._unflagged(self._all_observations(), rewards, self._everybody, quiet=True)
-            return self._with_vectors(arrays) if self._reward_spaces else arrays
-        else:
-            arrays = self._from_block()
-            if self._reward_spaces:
-                arrays = self._with_vectors(arrays)
+        if self._in_block and not told:
+            (_, code), *others = self._batch.transitions.runs(range(self._num_envs))
+            if code and not others and not code & INFOS:
+                self._batch.note_usual(range(self._num_envs))
+                self._apart.clear()
+                return self._with_vectors(self._unflagged(self._all_observations(), self._everybody, quiet=True))
+        arrays = self._from_block() if self._in_block else self._unobserved()
         apart = []
         for env_id in range(self._num_envs):
             more = told.get(env_id)
@@ -326,56 +296,66 @@ class ArrayBatch(ArrayView):
                 self._apart.pop(env_id, None)
             else:
                 apart.append(env_id)
-        self._read_dicts(arrays, apart, told)
-        return arrays
+        return self.read_some(apart, told, arrays)
 
     def _unobserved(self) -> Arrays:
         observations = [stacking.zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
-        return self._unflagged(observations, np.zeros(self._shape), self._nobody)
+        return self._unflagged(observations, self._nobody)
 
-    def _with_vectors(self, arrays: Arrays) -> Arrays:
-        """With the vector rewards that lie in the block."""
-        values, there = self._batch.transitions.all_vectors(self._column)
-        return arrays._replace(vectors=values, vectored=there)
-
-    def _unflagged(
-        self, observations: list[Any], rewards: NDArray[np.float64], there: NDArray[np.bool_], *, quiet: bool = False
-    ) -> Arrays:
-        """With these agents there and acting, and no flag set."""
+    def _unflagged(self, observations: list[Any], there: NDArray[np.bool_], *, quiet: bool = False) -> Arrays:
+        """With these agents there and acting, and no flag set; with the rewards in the block, if `quiet`."""
         no = self._nobody
-        of_all = no[:, 0]
+        rewards = self._batch.transitions.rewards.copy() if quiet else np.zeros(self._shape)
         vectors = {
             agent: np.zeros((self._num_envs, *(space.shape or ())), space.dtype)
             for agent, space in self._reward_spaces.items()
         }
         return Arrays(
-            observations, rewards, no.copy(), no.copy(), of_all.copy(), of_all.copy(),
+            observations, rewards, no.copy(), no.copy(), no[:, 0].copy(), no[:, 0].copy(),
             there.copy(), there.copy(), {}, there.copy(), there.copy(), there if quiet else there.copy(), quiet, quiet,
             vectors, no.copy() if vectors else None,
         )  # fmt: skip
 
+    def _with_vectors(self, arrays: Arrays) -> Arrays:
+        """With the vector rewards that lie in the block."""
+        if not self._reward_spaces:
+            return arrays
+        transitions, columns = self._batch.transitions, self._batch.layout.rewards
+        there = (transitions.tags == VECTOR_TAG) & ((transitions.presence & _REWARDED) != 0)
+        values = {}
+        for group in columns.groups:
+            stacked = group.copied(None)
+            for row, position in enumerate(group.positions):
+                agent = columns.agents[position]
+                values[agent] = stacked[:, row]
+                values[agent][~there[:, self._column[agent]]] = 0
+        return arrays._replace(vectors=values, vectored=there)
+
     def _from_block(self) -> Arrays:
         """All but the infos, as the block has it."""
         transitions, n = self._batch.transitions, len(self.agents)
-        flags, who = transitions.all_flags(), transitions.all_presence(_MASKS)
-        present, acting, observed, rewarded, flagged = who
+        flags = (transitions.flags & 1).view(np.bool_)
+        present, acting, observed, rewarded, flagged = (transitions.presence & _MASKS) != 0
         observations = self._all_observations()
-        self._clear_unobserved(observations, observed)
-        return Arrays(
-            observations, transitions.all_rewards(), flags[:, 0, :n], flags[:, 1, :n], flags[:, 0, n], flags[:, 1, n],
-            present, acting, {}, observed, rewarded, flagged,
-        )  # fmt: skip
-
-    def _clear_unobserved(self, observations: list[Any], observed: NDArray[np.bool_]) -> None:
-        """Put zeros where the block still has what was observed once."""
-        if not observed.all():
+        if not observed.all():  # zeros where the block still has what was observed once
             for stacked, (_, positions) in zip(observations, self.groups):
                 stacking.clear(stacked, ~observed[:, positions])
+        return self._with_vectors(Arrays(
+            observations, transitions.rewards.copy(), flags[:, 0, :n], flags[:, 1, :n], flags[:, 0, n], flags[:, 1, n],
+            present, acting, {}, observed, rewarded, flagged,
+        ))  # fmt: skip
+
+    def _all_observations(self) -> list[Any]:
+        """Everybody's, as they lie in the block."""
+        observations = [group.copied(out) for group, out in zip(self._columns, self._observations)]
+        if not self._copy:
+            self._observations = observations
+        return observations
 
     def last(self) -> Arrays:
         if self._in_block:
             seen = self._from_block()
-            arrays = self._unflagged(seen.observations, np.zeros(self._shape), self._nobody)._replace(
+            arrays = self._unflagged(seen.observations, self._nobody)._replace(
                 present=seen.present, acting=seen.acting, observed=seen.observed
             )
         else:
@@ -388,33 +368,23 @@ class ArrayBatch(ArrayView):
         return arrays
 
     def read_some(self, env_ids: Sequence[int], told: Mapping[int, Any], last: Arrays) -> Arrays:
-        self._read_dicts(last, env_ids, told)
+        wrong: list[ValueError] = []
+        for env_id in env_ids:  # all of them, before something that has no place in an array is an error
+            try:
+                self._read_dicts(last, env_id, told)
+            except ValueError as error:
+                wrong.append(error)
+        if wrong:
+            raise wrong[0]
         return last
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
         present = self._nobody[env_id].copy()
         present[[self._column[agent] for agent in {**observations, **rewards} if agent in self._column]] = True
-        self._apart[env_id] = stacking.copied(observations), present
+        self._apart[env_id] = copied(observations), present
 
-    def _all_observations(self) -> list[Any]:
-        """Everybody's, as they lie in the block."""
-        observations = [group.copied(out) for group, out in zip(self._columns, self._observations)]
-        if not self._copy:
-            self._observations = observations
-        return observations
-
-    def _read_dicts(self, arrays: Arrays, env_ids: Sequence[int], extras: Mapping[int, Any]) -> None:
-        """The transitions of some environments: of all of them, before it is said what has no place in an array."""
-        wrong: list[ValueError] = []
-        for env_id in env_ids:
-            try:
-                self._read_dicts_of(arrays, env_id, extras)
-            except ValueError as error:
-                wrong = wrong or [error]
-        if wrong:
-            raise wrong.pop()
-
-    def _read_dicts_of(self, arrays: Arrays, env_id: int, extras: Mapping[int, Any]) -> None:
+    def _read_dicts(self, arrays: Arrays, env_id: int, extras: Mapping[int, Any]) -> None:
+        """Put the dicts of one environment in place of what the arrays have of it."""
         (seen,), (rewards,), (terminateds,), (truncateds,), (infos,) = self._batch.read((env_id,), extras)
         self._clear(arrays, env_id)
         self._put_observations(arrays, env_id, seen)
@@ -434,7 +404,8 @@ class ArrayBatch(ArrayView):
         self._put_acting(arrays, env_id)
         self._note_infos(arrays, env_id, infos)
 
-    def _clear(self, arrays: Arrays, env_id: int) -> None:
+    @staticmethod
+    def _clear(arrays: Arrays, env_id: int) -> None:
         for part in arrays:
             if isinstance(part, list | np.ndarray):
                 stacking.clear(part, env_id)

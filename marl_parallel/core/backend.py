@@ -6,14 +6,32 @@ workers to live (another machine, another kind of process) writes one subclass.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost, Reply, Request
-from marl_parallel.core.sharing import usable_cpus
+
+
+def usable_cpus() -> int:
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_out(num_envs: int, num_workers: int) -> list[range]:
+    """Which environments each worker has: neighbours, as evenly as can be.
+
+    Example:
+        >>> share_out(5, 2)
+        [range(0, 3), range(3, 5)]
+    """
+    small, larger = divmod(num_envs, num_workers)
+    bounds = [worker * small + min(worker, larger) for worker in range(num_workers + 1)]
+    return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
 class Backend(ABC):

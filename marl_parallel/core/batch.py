@@ -1,7 +1,7 @@
 """The parent's side of the block: actions of many environments in, their transitions out, and where each one stands.
 
-Here it is decided what is taken from the caller's actions and what is refused, before any simulator is touched. The
-dicts of `ParallelEnv` are one view of what lies here, arrays over all environments (`arrays.py`) are another.
+Here it is decided which of the caller's actions are taken and which are refused, before any simulator is touched. The
+dicts of `ParallelEnv` are one view of the block, arrays over all environments (`arrays.py`) are another.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from types import ModuleType
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -20,19 +20,18 @@ from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import mask_of, own_mask
 from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.core.arrays import ArrayBatch
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.columns import Layout, span_of
 from marl_parallel.core.episode import needs_actions
 from marl_parallel.core.pickling import sendable
 from marl_parallel.core.records import ActionRecords, Columns, TransitionRecords
-from marl_parallel.core.sharing import span_of
 from marl_parallel.core.slots import Slot, Snapshot
 from marl_parallel.core.spaces import Mismatch, conform, zeros
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
 
-
 _WORTH_WHILE = 3
+"""Fewer records than these are written and read one by one."""
 
 
 class Batch:
@@ -44,20 +43,10 @@ class Batch:
         buffer: The block.
         rules: Of the environments.
         mode: When episodes begin anew.
-        copy: Whether observations are handed out as arrays of the caller's own.
-        check_actions: Whether every action must be contained in its space.
+        copy: Whether observations are handed out as arrays of the caller's own (attribute `copies`).
+        check_actions: Whether every action must be contained in its space (attribute `checks`).
         needs_all_actions: Whether an agent that acts and is given no action is an error under dict rules too.
         only_here: Modules that workers cannot import.
-
-    Attributes:
-        env_ids: All environments.
-        rules: As given.
-        mode: As given.
-        actions: Their records.
-        transitions: Their records.
-        copies: Whether observations are handed out as arrays of the caller's own.
-        checks: Whether every action must be contained in its space.
-        views: Those made by `arrays` that somebody still has.
     """
 
     mode_is_fixed: ClassVar[bool] = False
@@ -90,6 +79,8 @@ class Batch:
         self.views: WeakSet[ArrayBatch] = WeakSet()
         self._all_act = False  # whether every slot is known to be as `note_usual` leaves it
 
+    # -- actions -------------------------------------------------------------------------------------------------------
+
     def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> dict[int, bytes]:
         """Write one dict of actions for each environment.
 
@@ -119,10 +110,8 @@ class Batch:
         return outside
 
     def _span(self, env_ids: Sequence[int]) -> range | None:
-        """The environments as a range, where they are neighbours, and so many that this is worth while."""
-        if len(env_ids) < _WORTH_WHILE:
-            return None
-        return span_of(env_ids)
+        """The environments as a range, if they are neighbours and enough of them."""
+        return span_of(env_ids) if len(env_ids) >= _WORTH_WHILE else None
 
     def _all_alike(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
         """Whether each has an action for every agent, in order, and all of them act: nothing is left to be decided."""
@@ -158,34 +147,28 @@ class Batch:
                     f"expected an element of {space}, got {action!r}"
                 )
 
-    def read(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> Columns:
-        """The transitions of some environments: five tuples of dicts, in the order of `env_ids`.
+    # -- transitions ---------------------------------------------------------------------------------------------------
 
-        Args:
-            env_ids: Whose.
-            extras: By environment, what travelled pickled, or all of it.
-        """
+    def read(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> Columns:
+        """The transitions of some environments, given what travelled pickled, or all of it, by environment."""
         span = self._everywhere if env_ids is self.env_ids else self._span(env_ids)
-        if span is None:
-            return _as_columns([self._read_one(env_id, extras.get(env_id)) for env_id in env_ids])
         apart = {env_id for env_id, more in extras.items() if type(more) is Snapshot} if extras else ()
         columns: list[Columns] = []
-        for run, code in self.transitions.runs(span, apart):
+        runs: Any = [(env_ids, 0)] if span is None else self.transitions.runs(span, apart)
+        for run, code in runs:
             if not code or len(run) < _WORTH_WHILE:
-                columns.append(_as_columns([self._read_one(env_id, extras.get(env_id)) for env_id in run]))
+                rows = [self._read_one(env_id, extras.get(env_id)) for env_id in run]
+                columns.append(cast(Columns, (*zip(*rows),) or ((),) * 5))
                 continue
             columns.append(self.transitions.read_span(run, code, extras))
             self.note_usual(run)
             if extras:
                 self._all_act = False
                 for env_id, infos in zip(run, columns[-1][4]):
-                    self._note_new_masks(self._slots[env_id], extras.get(env_id), infos, ended=False)
-        if len(columns) == 1:
-            return columns[0]
-        observations, rewards, terminateds, truncateds, infos_of_all = [(*chain(*parts),) for parts in zip(*columns)]
-        return observations, rewards, terminateds, truncateds, infos_of_all
+                    self._note_masks(self._slots[env_id], extras.get(env_id), infos, ended=False)
+        return columns[0] if len(columns) == 1 else cast(Columns, tuple((*chain(*parts),) for parts in zip(*columns)))
 
-    def _read_one(self, env_id: int, more: Any) -> tuple[dict[Any, Any], ...]:
+    def _read_one(self, env_id: int, more: Any) -> Dicts:
         """The transition of one environment; its slot is brought up to date."""
         slot = self._slots[env_id]
         self._all_act = False
@@ -194,18 +177,8 @@ class Batch:
             return dicts
         dicts, slot.acting, slot.alive, ended = self.transitions.read(env_id, more)
         slot.over = ended and self.mode is not AutoresetMode.SAME_STEP
-        self._note_new_masks(slot, more, dicts[4], ended)
+        self._note_masks(slot, more, dicts[4], ended)
         return dicts
-
-    def _note_new_masks(self, slot: Slot, more: Any, infos: Mapping[Any, Any], ended: bool) -> None:
-        if more and not ended and len(more) == 1 and "infos" in more and slot.masks is None:
-            # As with most infos: nothing but them, and no mask so far. One look at each has to do.
-            for info in infos.values():
-                if type(info) is not dict or ACTION_MASK in info:
-                    self._note_masks(slot, more, infos, ended)
-                    break
-        elif more or slot.masks is not None:
-            self._note_masks(slot, more, infos, ended)
 
     def read_rest(self, env_id: int, extras: Any) -> dict[Any, Any]:
         """The infos of one environment of which nothing else travelled pickled; all else is read from the block."""
@@ -213,8 +186,7 @@ class Batch:
         infos, slot.acting, slot.alive, ended = self.transitions.read_rest(env_id, extras or {})
         slot.over = ended and self.mode is not AutoresetMode.SAME_STEP
         self._all_act = False
-        if extras or slot.masks is not None:
-            self._note_masks(slot, extras, infos, ended)
+        self._note_masks(slot, extras, infos, ended)
         return infos
 
     def note_usual(self, span: range) -> None:
@@ -226,74 +198,84 @@ class Batch:
             slot.over, slot.masks = False, None
         self._all_act = len(span) == len(self._slots)
 
-    def _note_masks(self, slot: Slot, extras: Any, infos: Mapping[Any, Any], ended: bool) -> None:
-        """Copy the action masks of the agents that act out of infos and observations that travelled pickled."""
-        slot.masks = None
-        if extras:
-            masks = self._told_masks(slot.acting, extras.get("observations", {}), extras, infos, ended)
-            slot.masks = masks or None
-
-    def _told_masks(
-        self,
-        acting: Sequence[AgentID],
-        observations: Mapping[Any, Any],
-        extras: Any,
-        infos: Mapping[Any, Any],
-        ended: bool,
-    ) -> dict[AgentID, Any]:
-        """The masks of those who act; None for one whose observation is here and has no mask.
-
-        Args:
-            acting: Who acts.
-            observations: Those to look at.
-            extras: What travelled pickled.
-            infos: Of the transition: after a reset in the same step, the finished episode's.
-            ended: Whether the transition ended an episode.
-        """
-        if ended and self.mode is AutoresetMode.SAME_STEP:
-            infos = extras.get("reset_infos", {})
-        masks = {}
-        for agent in acting:
-            info = infos.get(agent)
-            if agent in observations:
-                masks[agent] = mask_of(observations[agent], info)
-            elif info is not None and (mask := mask_of(None, info)) is not None:
-                masks[agent] = mask
-        return masks
-
-    def masks(self, env_id: int) -> dict[AgentID, Any]:
-        """By agent, the action masks of those who act next in one environment that is not in flight; new arrays."""
-        slot, found = self._slots[env_id], {}
-        told = slot.masks or {}
-        for agent in slot.acting:
-            mask = told[agent] if agent in told else self.transitions.observed_part(env_id, agent, ACTION_MASK)
-            if mask is not None:
-                found[agent] = own_mask(mask)
-        return found
-
     def snapshot(self, env_id: int, extras: Any) -> Snapshot:
         """The transition of one environment in memory of its own; the slot stays as it is."""
         dicts, acting, alive, ended = self._own.read(env_id, extras)
         # An agent of whom nothing was observed has none: what the block holds of it may be overwritten meanwhile.
-        masks = {**dict.fromkeys(acting), **self._told_masks(acting, dicts[0], extras or {}, dicts[4], ended)}
+        masks = {**dict.fromkeys(acting), **self._pickled_masks(acting, dicts[0], extras or {}, dicts[4], ended)}
         return Snapshot(dicts, acting, alive, ended and self.mode is not AutoresetMode.SAME_STEP, masks)
 
     def last_known(
         self, slot: Slot, extras: Any, *, partially_written: bool
     ) -> tuple[dict[AgentID, Any], list[AgentID]]:
-        """What each agent of one environment has observed last, in memory of its own, and who is alive.
+        """The last observations in one environment, in memory of their own, and who is alive.
 
-        Args:
-            slot: The environment.
-            extras: What travelled pickled with its last transition.
-            partially_written: Whether it died while the record was being written; then observations are zeros.
+        They are zeros if the record was only `partially_written` when the worker died.
         """
         if not slot.has_reset:
             return {}, []
         if partially_written:
-            schema, agents = self.layout.schema, slot.acting
-            return {a: zeros(schema.observation_spaces[a]) for a in agents if a in schema.observation_spaces}, [*agents]
+            declared = self.layout.schema.observation_spaces
+            return {agent: zeros(declared[agent]) for agent in slot.acting if agent in declared}, [*slot.acting]
         return self._own.last_known(slot.env_id, extras)
+
+    # -- action masks --------------------------------------------------------------------------------------------------
+
+    def masks(self, env_id: int) -> dict[AgentID, Any]:
+        """By agent, the action masks of those who act next in one environment that is not in flight; new arrays."""
+        slot, seen = self._slots[env_id], self.transitions.observed(env_id)
+        found = {agent: seen[agent].get(ACTION_MASK) for agent in slot.acting if type(seen.get(agent)) is dict}
+        found |= slot.masks or {}
+        return {agent: own_mask(found[agent]) for agent in slot.acting if found.get(agent) is not None}
+
+    def _note_masks(self, slot: Slot, extras: Any, infos: Mapping[Any, Any], ended: bool) -> None:
+        """Copy the masks of the agents that act out of infos and observations that travelled pickled."""
+        if not extras:
+            slot.masks = None
+        elif (
+            # As with most infos: nothing but them, and no mask so far. One look at each has to do.
+            ended
+            or slot.masks is not None
+            or [*extras] != ["infos"]
+            or any(type(info) is not dict or ACTION_MASK in info for info in infos.values())
+        ):
+            observations = extras.get("observations", {})
+            slot.masks = self._pickled_masks(slot.acting, observations, extras, infos, ended) or None
+
+    def _pickled_masks(
+        self, acting: Sequence[AgentID], observations: Mapping[Any, Any], extras: Any, infos: Any, ended: bool
+    ) -> dict[AgentID, Any]:
+        """The masks of those who act; None for one whose observation is among `observations` and has no mask."""
+        if ended and self.mode is AutoresetMode.SAME_STEP:  # those infos are the finished episode's
+            infos = extras.get("reset_infos", {})
+        masks = {}
+        for agent in acting:
+            mask = mask_of(observations.get(agent), infos.get(agent))
+            if mask is not None or agent in observations:
+                masks[agent] = mask
+        return masks
+
+    # -- where each environment stands, as described in `BatchView`; nobody may change the lists -----------------------
+
+    @property
+    def acting(self) -> list[list[AgentID]]:
+        return [slot.acting for slot in self._slots]
+
+    @property
+    def alive(self) -> list[list[AgentID]]:
+        return [slot.alive for slot in self._slots]
+
+    @property
+    def over(self) -> list[bool]:
+        return [slot.over for slot in self._slots]
+
+    @property
+    def begun(self) -> list[bool]:
+        return [slot.has_reset for slot in self._slots]
+
+    def begin(self, env_ids: Iterable[int]) -> None:
+        for env_id in env_ids:
+            self._slots[env_id].has_reset = True
 
     def arrays(self, *, copy: bool) -> ArrayBatch:
         """The same as arrays; `copy` says whether observations are arrays of the caller's own."""
@@ -301,47 +283,10 @@ class Batch:
         self.views.add(view)
         return view
 
-    @property
-    def acting(self) -> list[list[AgentID]]:
-        """For each environment, the agents that act next; lists that nobody may change."""
-        return [slot.acting for slot in self._slots]
-
-    @property
-    def alive(self) -> list[list[AgentID]]:
-        """For each environment, the agents seen in its episode and neither terminated nor truncated; likewise."""
-        return [slot.alive for slot in self._slots]
-
-    @property
-    def over(self) -> list[bool]:
-        """For each environment, whether its episode has ended and no reset has followed."""
-        return [slot.over for slot in self._slots]
-
-    @property
-    def begun(self) -> list[bool]:
-        """For each environment, whether it has been reset at least once."""
-        return [slot.has_reset for slot in self._slots]
-
-    def begin(self, env_ids: Iterable[int]) -> None:
-        """Note that these environments have been reset."""
-        for env_id in env_ids:
-            self._slots[env_id].has_reset = True
-
     def states(self, env_ids: Sequence[int], outside: Mapping[int, Any]) -> NDArray[Any]:
-        """The global states that the workers have written, stacked into an array of the caller's own.
-
-        Args:
-            env_ids: Whose.
-            outside: By environment, states that travelled pickled.
-        """
+        """The global states, stacked: those that workers have written, and those that travelled pickled, by id."""
         column = self.layout.state
         return np.stack([column.records[env_id][0] if column is not None else outside[env_id] for env_id in env_ids])
-
-
-def _as_columns(rows: Sequence[tuple[dict[Any, Any], ...]]) -> Columns:
-    if not rows:
-        return (), (), (), (), ()
-    observations, rewards, terminateds, truncateds, infos = zip(*rows)
-    return observations, rewards, terminateds, truncateds, infos
 
 
 def of_acting(env_id: int, given: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:

@@ -6,15 +6,20 @@ Each environment has one record, contiguous and starting on a cache line:
     | final observations | global state
 
 A `Layout` follows from a `Schema` and the number of environments alone, so that workers and parent lay out the same
-block without exchanging offsets. Agents with equal spaces form a `Group`. A group has one column for each leaf of its
-space, with the values of all its agents side by side, so that they are written with one call and read as one array.
-Headers are described and records written and read in `records.py`.
+block without exchanging offsets. `AgentColumns` are the values of all agents, such as their observations. Agents with
+equal spaces form a `Group`. A group has one column for each leaf of its space, with the values of all its agents side
+by side, so that they are written with one call and read as one array. Headers are described in `records.py`.
+
+A span is the records from `start` to `stop`; its values are those of all agents (or rows) of the first record, then
+those of the second, and so on. `row` is an agent's place in its group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeAlias
 
@@ -29,16 +34,15 @@ from marl_parallel.core.spaces import (
     DoesNotFit,
     Mismatch,
     as_array,
-    builder,
+    check_form,
     conform,
-    conform_action,
+    copied,
     fits_block,
     leaves,
     numbers_of,
     rows_builder,
     split,
 )
-from marl_parallel.core.stacking import check_form
 
 RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
 """Bytes: no cache line belongs to two records, as it may be that of two workers; within one, every line counts."""
@@ -60,18 +64,17 @@ def over_records(buffer: Any, starts: Sequence[int], offset: int, dtype: Any, sh
     return view
 
 
-# -- columns: the values of one leaf of a space ------------------------------------------------------------------------
-#
-# `row` is the agent's place in its group. A span is the records from `start` to `stop`; its values are those of all
-# rows of the first record, then those of the second, and so on. Both kinds of columns have the same methods.
+def span_of(env_ids: Sequence[int]) -> range | None:
+    """The same environments as a range, where they are neighbours in ascending order; else None."""
+    span = range(env_ids[0], env_ids[0] + len(env_ids)) if env_ids else None
+    return span if span is None or [*span] == [*env_ids] else None
+
+
+# -- columns: the values of one leaf of a space. Both kinds have the same methods --------------------------------------
 
 
 class ArrayColumn:
-    """Arrays of one dtype and shape.
-
-    Attributes:
-        array: All of them: a view of the block of shape `(records, rows, *shape)`.
-    """
+    """Arrays of one dtype and shape; `array` is a view of all of them, `(records, rows, *shape)`."""
 
     def __init__(self, rows: int, dtype: np.dtype[Any], shape: tuple[int, ...], place: Place) -> None:
         self.rows, self.dtype, self.shape = rows, dtype, shape
@@ -81,7 +84,6 @@ class ArrayColumn:
         self._casting: Literal["same_kind", "equiv"] = "same_kind" if dtype.kind in "fc" else "equiv"
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
-        """Build the views into a block whose records start at these offsets."""
         self.array = over_records(buffer, starts, self.offset, self.dtype, (self.rows, *self.shape))
         self.records = [*self.array]
         # All rows end to end along the first axis, which is how one concatenation fills them.
@@ -118,13 +120,7 @@ class ArrayColumn:
         column = self.array[:, row]
         column[...] = as_array(values, self.dtype, column.shape)
 
-    def read(self, record: int, row: int, copy: bool) -> Any:
-        """One value; a view of the block unless `copy`."""
-        view = self._rows[record * self.rows + row]
-        return view.copy() if copy else view
-
     def read_span(self, start: int, stop: int, copy: bool) -> list[Any]:
-        """The values of a span; views of the block unless `copy`."""
         if copy and self.rows > _FEW_ROWS and self.shape:
             return [*chain.from_iterable([record.copy() for record in self.records[start:stop]])]
         views = self._rows[start * self.rows : stop * self.rows]
@@ -138,22 +134,15 @@ _NUMBER_TAGS = {t: tag for tag, t in enumerate(NUMBER_TYPES)}
 
 
 class NumberColumn:
-    """Discrete values: 64-bit integers, then a tag each that says which type the number had.
-
-    Attributes:
-        array: The integers: a view of the block of shape `(records, rows)`.
-    """
+    """Discrete values: 64-bit integers, `array`, then a tag each that says which type the number had."""
 
     def __init__(self, rows: int, place: Place) -> None:
         self.rows = rows
         self._all = struct.Struct(f"={rows}q{rows}s")
-        self._number = struct.Struct("=q")
         self.offset = place(self._all.size)
-        self._uniform = {t: bytes((tag,)) * rows for t, tag in _NUMBER_TAGS.items()}
-        self._ints = self._uniform[int]
+        self._ints = bytes(rows)
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
-        """Build the views into a block whose records start at these offsets."""
         self._buffer = memoryview(buffer)
         self._starts = [start + self.offset for start in starts]
         self.array = over_records(buffer, starts, self.offset, np.int64, (self.rows,))
@@ -162,28 +151,26 @@ class NumberColumn:
     def write(self, record: int, row: int, value: Any) -> None:
         """Write one value; raises `DoesNotFit` where it has another type or more than 64 bits."""
         try:
-            tag, start = _NUMBER_TAGS[type(value)], self._starts[record]
-            self._number.pack_into(self._buffer, start + 8 * row, value)
-        except (KeyError, struct.error) as error:
+            tag = _NUMBER_TAGS[type(value)]
+            self.array[record, row] = value
+        except (KeyError, OverflowError) as error:
             raise DoesNotFit from error
-        self._buffer[start + 8 * self.rows + row] = tag
+        self._tags[record, row] = tag
 
     def write_span(self, start: int, stop: int, values: Sequence[Any]) -> None:
         """Write the values of a span; raises as `write` does, when some may have been written."""
-        kinds, rows = {*map(type, values)}, self.rows
-        kind = kinds.pop() if len(kinds) == 1 else None
+        kinds = {*map(type, values)}
         try:
-            if stop - start == 1:
-                tags = bytes([_NUMBER_TAGS[type(v)] for v in values]) if kind is None else self._uniform[kind]
-                self._all.pack_into(self._buffer, self._starts[start], *values, tags)
-            elif kind is None:
-                for record in range(start, stop):
-                    place = (record - start) * rows
-                    self.write_span(record, record + 1, values[place : place + rows])
+            if len(kinds) == 1:
+                tags = bytes((_NUMBER_TAGS[kinds.pop()],)) * len(values)
             else:
-                tag = _NUMBER_TAGS[kind]
-                self.array[start:stop] = np.fromiter(values, np.int64, len(values)).reshape(stop - start, rows)
-                self._tags[start:stop] = tag
+                tags = bytes([_NUMBER_TAGS[type(value)] for value in values])
+            if stop - start == 1:
+                self._all.pack_into(self._buffer, self._starts[start], *values, tags)
+                return
+            shape = stop - start, self.rows
+            self.array[start:stop] = np.fromiter(values, np.int64, len(values)).reshape(shape)
+            self._tags[start:stop] = np.frombuffer(tags, np.uint8).reshape(shape)
         except (KeyError, OverflowError, struct.error) as error:
             raise DoesNotFit from error
 
@@ -197,23 +184,17 @@ class NumberColumn:
         column[...] = as_array(array, column.dtype, column.shape)
         self._tags[:, row] = _NUMBER_TAGS[np.int64]
 
-    def read(self, record: int, row: int, copy: bool) -> Any:
-        """One value."""
-        start = self._starts[record]
-        (value,) = self._number.unpack_from(self._buffer, start + 8 * row)
-        return NUMBER_TYPES[self._buffer[start + 8 * self.rows + row]](value)
-
     def read_span(self, start: int, stop: int, copy: bool) -> list[Any]:
-        """The values of a span."""
         if stop - start == 1:
             *values, tags = self._all.unpack_from(self._buffer, self._starts[start])
             if tags == self._ints:  # as unpacked
                 return values
-            return [NUMBER_TYPES[tag](value) for value, tag in zip(values, tags)]
-        tags = self._tags[start:stop].tobytes()
-        if tags == tags[:1] * len(tags):
-            return numbers_of(self.array[start:stop], NUMBER_TYPES[tags[0]])
-        return [*chain.from_iterable([self.read_span(record, record + 1, copy) for record in range(start, stop)])]
+        else:
+            tags = self._tags[start:stop].tobytes()
+            if tags == tags[:1] * len(tags):
+                return numbers_of(self.array[start:stop], NUMBER_TYPES[tags[0]])
+            values = self.array[start:stop].ravel().tolist()
+        return [NUMBER_TYPES[tag](value) for value, tag in zip(values, tags)]
 
 
 Column: TypeAlias = ArrayColumn | NumberColumn
@@ -223,19 +204,11 @@ Column: TypeAlias = ArrayColumn | NumberColumn
 
 
 class Group:
-    """Agents with equal spaces, and the columns of the leaves of their space.
-
-    Attributes:
-        space: Theirs.
-        positions: Theirs among the agents of the `AgentColumns`.
-        columns: In the order of the leaves.
-    """
+    """Agents with equal spaces, by their positions, and the columns of the leaves of their space."""
 
     def __init__(self, space: Space[Any], positions: list[int], place: Place) -> None:
         self.space, self.positions = space, positions
         parts = [*leaves(space)]
-        self._paths = [path for path, _ in parts]
-        self._plain = self._paths == [()]
         # Placed in an order that all environments have in common, read in the space's own.
         columns: dict[Any, Column] = {}
         for path, leaf in sorted(parts, key=lambda part: [*map(repr, part[0])]):
@@ -244,49 +217,30 @@ class Group:
             else:
                 assert leaf.shape is not None
                 columns[path] = ArrayColumn(len(positions), np.dtype(leaf.dtype), leaf.shape, place)
-        self.columns = [columns[path] for path in self._paths]
-        self._build, self._build_rows = builder(space), rows_builder(space)
+        self.columns = [columns[path] for path, _ in parts]
+        self._build_rows = rows_builder(space)
 
     def write(self, record: int, row: int, value: Any) -> None:
         """Write the value of one agent; raises `DoesNotFit` or `Mismatch`."""
-        parts: list[list[Any]] = []
-        split(self.space, [value], parts)
-        for column, (part,) in zip(self.columns, parts):
+        for column, (part,) in zip(self.columns, split(self.space, [value])):
             column.write(record, row, part)
 
     def write_span(self, start: int, stop: int, values: list[Any]) -> None:
         """Write the values of a span; raises as `write` does, when some may have been written."""
-        parts: list[list[Any]] = []
-        split(self.space, values, parts)
-        for column, part in zip(self.columns, parts):
-            column.write_span(start, stop, part)
+        for column, parts in zip(self.columns, split(self.space, values)):
+            column.write_span(start, stop, parts)
 
-    def write_stacked(self, row: int | slice, values: Any) -> None:
-        """Write the values of one row or several rows in all records, from arrays in the form of the space.
-
-        Raises:
-            Mismatch: They are not what the space declares; some may have been written.
-        """
-        check_form(self.space, values)
-        for column, part in zip(self.columns, self._parts(values)):
-            column.write_stacked(row, part)
-
-    def read(self, record: int, row: int, copy: bool) -> Any:
-        """The value of one agent; arrays are views of the block unless `copy`."""
-        return self._build(*[column.read(record, row, copy) for column in self.columns])
-
-    def read_part(self, record: int, row: int, key: Any) -> Any:
-        """The entry of one key in the value of one agent, copied; None if the space has no such key."""
-        if not isinstance(self.space, spaces.Dict) or key not in self.space.spaces:
-            return None
-        if (key,) in self._paths:
-            return self.columns[self._paths.index((key,))].read(record, row, True)
-        return self.read(record, row, True)[key]
+    def write_stacked(self, row: int | slice, values: Any, agents: Sequence[AgentID]) -> None:
+        """Write actions of one or several rows in all records; `Mismatch` when some may have been written."""
+        try:
+            for column, (part,) in zip(self.columns, split(self.space, [values], check_form)):
+                column.write_stacked(row, part)
+        except Mismatch as error:
+            whose = f"agent {agents[0]!r}" if isinstance(row, int) else f"agents {[*agents]}"
+            raise Mismatch(f"the actions of {whose}: {error}") from error
 
     def read_span(self, start: int, stop: int, copy: bool) -> list[Any]:
         """The values of a span; arrays are views of the block unless `copy`."""
-        if self._plain:
-            return self.columns[0].read_span(start, stop, copy)
         if not self.columns:
             return self._build_rows([()] * (len(self.positions) * (stop - start)))
         return self._build_rows(zip(*[column.read_span(start, stop, copy) for column in self.columns]))
@@ -294,38 +248,20 @@ class Group:
     def copied(self, out: Any) -> Any:
         """All values, in arrays `(records, agents, ...)` in the form of the space; written to `out` unless None."""
         if out is None:
-            return self._build(*[column.array.copy() for column in self.columns])
-        for column, array in zip(self.columns, self._parts(out)):
+            return self._build_rows([[column.array.copy() for column in self.columns]])[0]
+        for column, (array,) in zip(self.columns, split(self.space, [out])):
             np.copyto(array, column.array)
         return out
 
-    def _parts(self, tree: Any) -> list[Any]:
-        if self._plain:
-            return [tree]
-        parts = []
-        for path in self._paths:
-            part = tree
-            for key in path:
-                part = part[key]
-            parts.append(part)
-        return parts
-
 
 class AgentColumns:
-    """The values of all agents whose declared space has a fixed size.
-
-    Args:
-        declared: The spaces, by agent.
-        agents: Those with a place in the header.
-        place: Reserves bytes in every record.
-        cast: Casts a value that does not fit to its space.
+    """The values of all agents whose declared space has a fixed size; `cast` is for values that do not fit.
 
     Attributes:
         agents: Those agents, in the order of `possible_agents`.
-        groups: Agents with equal spaces.
-        write_span: Writes the values of all agents in the records from `start` to `stop`, one record's after the
-            other's. Raises `DoesNotFit` or `Mismatch` where a value needs a look of its own; some may have been written
-        read_span: Reads them: takes `start`, `stop`, and whether arrays are copied.
+        write_span: Writes the values of a span. Raises `DoesNotFit` or `Mismatch` where a value needs a look of its
+            own; some may have been written.
+        read_span: Reads the values of a span; takes `start`, `stop`, and whether arrays are copied.
     """
 
     def __init__(
@@ -338,9 +274,7 @@ class AgentColumns:
         self._declared, self._cast = declared, cast
         self.agents = [agent for agent in agents if agent in declared and fits_block(declared[agent])]
         self.groups = [Group(space, positions, place) for space, positions in alike(declared, self.agents)]
-        self._row = {
-            self.agents[position]: (group, row) for group in self.groups for row, position in enumerate(group.positions)
-        }
+        self._row = {self.agents[at]: (group, row) for group in self.groups for row, at in enumerate(group.positions)}
         self.write_span: Callable[[int, int, list[Any]], None] = self._write_groups
         self.read_span: Callable[[int, int, bool], list[Any]] = self._read_groups
         if len(self.groups) == 1:
@@ -350,19 +284,14 @@ class AgentColumns:
             self.write_span, self.read_span = one.write_span, one.read_span
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
-        """Build the views into a block whose records start at these offsets."""
         for group in self.groups:
             for column in group.columns:
                 column.bind(buffer, starts)
 
     def _write_groups(self, start: int, stop: int, values: list[Any]) -> None:
-        size = len(self.agents)
+        firsts = range(0, len(values), len(self.agents) or 1)
         for group in self.groups:
-            if stop - start == 1:
-                own = [values[position] for position in group.positions]
-            else:
-                own = [*chain.from_iterable(zip(*[values[position::size] for position in group.positions]))]
-            group.write_span(start, stop, own)
+            group.write_span(start, stop, [values[first + at] for first in firsts for at in group.positions])
 
     def _read_groups(self, start: int, stop: int, copy: bool) -> list[Any]:
         size = len(self.agents)
@@ -374,38 +303,26 @@ class AgentColumns:
         return values
 
     def write(self, record: int, values: Mapping[AgentID, Any], what: str) -> tuple[list[AgentID], dict[Any, Any]]:
-        """Write what fits.
-
-        Args:
-            record: The record.
-            values: By agent.
-            what: They are, for messages.
-
-        Returns:
-            The agents whose value is in the block; the other values, cast to their space.
+        """Write what fits; returns the agents whose value is in the block, and the other values, cast to their space.
 
         Raises:
-            Mismatch: A value is not what its space declares; the text says whose.
+            Mismatch: A value is not what its space declares; the text says whose, and `what` it is.
         """
         names = [*values]
         if names and names == self.agents:
-            try:
+            with contextlib.suppress(DoesNotFit, Mismatch):  # one by one finds which
                 self.write_span(record, record + 1, [*values.values()])
                 return names, {}
-            except (DoesNotFit, Mismatch):
-                pass  # one by one finds which
         inside: list[AgentID] = []
         others: dict[Any, Any] = {}
         for agent, value in values.items():
             try:
                 if agent in self._row:
                     group, row = self._row[agent]
-                    try:
+                    with contextlib.suppress(DoesNotFit):  # of the declared space, but of another form: pickled
                         group.write(record, row, value)
                         inside.append(agent)
                         continue
-                    except DoesNotFit:
-                        pass  # of the declared space, but of another form: pickled
                 space = self._declared.get(agent)
                 others[agent] = value if space is None else self._cast(space, value)
             except Mismatch as error:
@@ -413,65 +330,36 @@ class AgentColumns:
         return inside, others
 
     def read(self, record: int, agents: Sequence[AgentID], copy: bool) -> dict[AgentID, Any]:
-        """The values of some of `agents`, in this order."""
-        if agents == self.agents:
-            return dict(zip(agents, self.read_span(record, record + 1, copy)))
-        rows = [(agent, *self._row[agent]) for agent in agents]
-        return {agent: group.read(record, row, copy) for agent, group, row in rows}
-
-    def read_part(self, record: int, agent: AgentID, key: Any) -> Any:
-        """The entry of one key in the value of one agent, copied; None if its space has no such key."""
-        if agent not in self._row:
-            return None
-        group, row = self._row[agent]
-        return group.read_part(record, row, key)
+        """The values of some of `agents`, in this order; arrays are views of the block unless `copy`."""
+        everybody = agents == self.agents
+        values = dict(zip(self.agents, self.read_span(record, record + 1, copy and everybody)))
+        return values if everybody else {agent: copied(values[agent]) if copy else values[agent] for agent in agents}
 
     def write_stacked(self, values: Mapping[AgentID, Any]) -> None:
-        """Write the values of some of `agents` in every record.
-
-        Raises:
-            Mismatch: They are not what their agent's space declares; the text says whose.
-        """
+        """Write the values of some of `agents` in every record; raises `Mismatch` with the name of the agent."""
         for group in self.groups:
             agents = [self.agents[position] for position in group.positions]
-            if _write_together(group, [values.get(agent) for agent in agents]):
-                continue
+            given: list[Any] = [values.get(agent) for agent in agents]
+            if {*map(type, given)} == {np.ndarray} and len({(array.dtype, array.shape) for array in given}) == 1:
+                with contextlib.suppress(Mismatch):  # one by one finds which
+                    # `np.stack` would cost more than all the rest.
+                    group.write_stacked(slice(None), np.array(given).swapaxes(0, 1), agents)
+                    continue
             for row, agent in enumerate(agents):
                 if agent in values:
-                    try:
-                        group.write_stacked(row, values[agent])
-                    except Mismatch as error:
-                        raise Mismatch(f"the actions of agent {agent!r}: {error}") from error
+                    group.write_stacked(row, values[agent], [agent])
 
     def rows_of(self, agents: Sequence[AgentID]) -> tuple[Group, slice] | None:
         """Where the values of these of `agents` lie side by side, at equal distances; None where they do not."""
         places = [self._row[agent] for agent in agents if agent in self._row]
-        groups, rows = [group for group, _ in places], [row for _, row in places]
-        span = evenly_spaced(rows)
-        if span is None or len(rows) < len(agents) or any(group is not groups[0] for group in groups):
+        span = evenly_spaced([row for _, row in places])
+        if span is None or len(places) < len(agents) or any(group is not places[0][0] for group, _ in places):
             return None
-        return groups[0], span
-
-
-def _write_together(group: Group, values: Sequence[Any]) -> bool:
-    """Write all rows of a group at once; returns whether that was possible, as with arrays of one dtype."""
-    if {*map(type, values)} != {np.ndarray} or len({value.dtype for value in values}) > 1:
-        return False
-    try:
-        # `np.stack` would cost more than all the rest.
-        group.write_stacked(slice(None), np.array(values).swapaxes(0, 1))
-    except (ValueError, Mismatch):
-        return False  # one by one finds which
-    return True
+        return places[0][0], span
 
 
 def evenly_spaced(rows: Sequence[int]) -> slice | None:
-    """The slice that takes just these rows in this order; None where there is none.
-
-    Example:
-        >>> evenly_spaced([1, 3, 5]), evenly_spaced([2, 1, 4])
-        (slice(1, 6, 2), None)
-    """
+    """The slice that takes just these rows in this order, as of 1:6:2 for 1, 3, 5; None where there is none."""
     step = rows[1] - rows[0] if len(rows) > 1 else 1
     if not rows or step < 1 or [*rows] != [*range(rows[0], rows[-1] + 1, step)]:
         return None
@@ -488,19 +376,13 @@ def _aligned(offset: int, alignment: int) -> int:
 class Layout:
     """Where everything lies, for a number of environments with one schema.
 
-    Args:
-        schema: What the environments have in common.
-        num_records: How many environments.
-        arrays: False leaves every agent out, so that all values travel pickled.
+    Without `arrays`, every agent is left out, so that all values travel pickled.
 
     Attributes:
-        nbytes: Size of the block.
-        stride: Bytes from one record to the next.
-        starts: Offsets of the records.
-        rare: Where, in a record, the part begins which most steps leave alone: final observations and state.
+        nbytes, stride, starts: Size of the block, bytes from one record to the next, offsets of the records.
         agents: The agents with a place in the headers.
         action_header, transition_header: Offsets of the headers in a record; see `records.py`.
-        actions, observations, final_observations: Columns of the agents whose values lie in the block.
+        rare: Where, in a record, the part begins which most steps leave alone: final observations and state.
         rewards: Columns of the agents whose rewards are vectors; those that are numbers lie in the header.
         state: The global state; None where there is none, or where it travels pickled.
     """
@@ -511,7 +393,7 @@ class Layout:
         self._record_nbytes = 0
         place, n = self._place, len(self.agents)
         self.action_header = place(1 + n)
-        self.actions = AgentColumns(schema.action_spaces, self.agents, place, conform_action)
+        self.actions = AgentColumns(schema.action_spaces, self.agents, place, partial(conform, strict=True))
         self.transition_header = place(8 + 12 * n + 2)
         self.rewards = AgentColumns(schema.reward_spaces, self.agents, place)
         self.observations = AgentColumns(schema.observation_spaces, self.agents, place)

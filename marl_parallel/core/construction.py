@@ -10,8 +10,7 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import Schema
-from marl_parallel.core.messages import Message, Request
-from marl_parallel.core.payloads import Built, Plan, Refusal
+from marl_parallel.core.messages import Built, Message, Plan, Refusal, Request
 from marl_parallel.core.pickling import by_value, dumps_by_value, sendable, take_along
 from marl_parallel.core.pool import Pool
 from marl_parallel.core.registrations import dump_registrations

@@ -15,7 +15,6 @@ from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules, refuse_reserved
-from marl_parallel.core.header import UsualForm
 from marl_parallel.core.ledger import Activity, Ledger
 from marl_parallel.core.spaces import zeros
 from marl_parallel.core.transition import (
@@ -24,6 +23,7 @@ from marl_parallel.core.transition import (
     FINAL_OBS,
     RESET_INFO,
     Transition,
+    UsualForm,
     check_infos,
     checked_flags,
     is_empty_info,

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+from gymnasium.vector import AutoresetMode
+
 
 class Message(Enum):
     """The kinds of message; all but the last two are requests, those replies."""
@@ -124,3 +126,89 @@ STEP_ALL_PROMPTLY = Request(Message.STEP, prompt=True)
 """The same; what an environment has to say beyond the block is sent at once."""
 STEPPED = Reply(Message.RESULT, Message.STEP, None, {}, {}, 0.0)
 """The reply to these two where everything is in the block."""
+
+
+# -- payloads and results that are more than bytes ---------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """The payload of `ACCESS`: what a worker builds.
+
+    Attributes:
+        constructors: By environment, pickled by value.
+        seeds: By environment.
+        mode: When episodes begin anew.
+        adapter: Pickled by value: None, a name, or what makes a `MultiAgentEnv` of a simulator.
+        restarts: Whether failed environments are rebuilt, so that what they said before must not be lost.
+        traced: Whether the worker is to keep a trace, where it does not do so yet.
+        counts: By environment, how often it has been rebuilt; None for never.
+        described: The pickled `Schema` of all environments, for those that are rebuilt.
+        registrations: What is registered with Gymnasium and PettingZoo in the caller's process, as of
+            `dump_registrations`; workers in that process ignore it.
+    """
+
+    constructors: Mapping[int, bytes]
+    seeds: Mapping[int, int]
+    mode: AutoresetMode
+    adapter: bytes
+    restarts: bool = False
+    traced: bool = False
+    counts: Mapping[int, int] | None = None
+    described: bytes = b""
+    registrations: bytes = b""
+
+
+class Rebuild(NamedTuple):
+    """The payload of `REBUILD`, by environment; the reply is `Rebuilt`, or a `Refusal` where it has become another.
+
+    Attributes:
+        plan: For this environment.
+        block: The payload of `ATTACH`, for a worker that is new itself.
+        reset: Whether its first episode is to begin at once; else with whatever resets it next.
+        keywords: Pickled keywords of the caller's reset that failed, if one did; its seed is not used again.
+    """
+
+    plan: Plan
+    block: tuple[int, bool]
+    reset: bool
+    keywords: bytes | None = None
+
+
+class Rebuilt(NamedTuple):
+    """The reply to `REBUILD`; `told` is what does not fit the block, pickled."""
+
+    told: bytes | None
+
+
+class Built(NamedTuple):
+    """The reply to `ACCESS`.
+
+    Attributes:
+        description: A `Schema`, pickled.
+        seeded: Whether its constructor got the seed, or had one bound.
+        open: Whether its constructor has a bare `**kwargs`.
+        declared_seed: The seed that the environment says it uses; None where it says none.
+    """
+
+    description: bytes
+    seeded: bool = False
+    open: bool = False
+    declared_seed: int | None = None
+
+
+class Answer(NamedTuple):
+    """The pickled result of a call."""
+
+    pickled: bytes
+
+
+class Refusal(NamedTuple):
+    """In place of a result: the request is impossible, and nothing has happened to the environment.
+
+    Attributes:
+        kind: The type of the error that the caller gets.
+        text: What is missing, or in the way; of a missing module, its name.
+    """
+
+    kind: type[Exception]
+    text: str

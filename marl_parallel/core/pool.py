@@ -28,8 +28,17 @@ from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.deadlines import Deadlines, Limits
 from marl_parallel.core.ledger import Activity, Running
-from marl_parallel.core.messages import STEP_ALL, STEP_ALL_PROMPTLY, STEPPED, Failure, Lost, Message, Reply, Request
-from marl_parallel.core.payloads import Refusal
+from marl_parallel.core.messages import (
+    STEP_ALL,
+    STEP_ALL_PROMPTLY,
+    STEPPED,
+    Failure,
+    Lost,
+    Message,
+    Refusal,
+    Reply,
+    Request,
+)
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.reports import logger

@@ -6,9 +6,17 @@ The parent writes actions and reads transitions, the worker reads actions and wr
     ActionRecords.write_span      ->   header | actions               ->   ActionRecords.read_span
     TransitionRecords.read_span   <-   header | columns               <-   TransitionRecords.write
 
-The header of a transition is described in `header.py`, columns in `columns.py`. The header of actions, in bytes, for
-the n agents whose actions lie in the block: form 1 | present n. The form says whether the actions of all are there; if
-not, `present` says which are.
+Columns are described in `columns.py`. The headers, in bytes, for the n agents that have a place there::
+
+    of actions:        form 1 | present n
+    of a transition:   code 8 | rewards 8n | types of rewards n | terminated n+1 | truncated n+1 | presence n
+
+The form says whether the actions of all are there; if not, `present` says which are. A code with the bit `USUAL` says
+all but the observations and rewards (see `transition.py`); any other, what else there is, and the bytes after it say
+which agents are in which dicts, and of what types their numbers were.
+
+The four methods above are the fast path: spans of neighbouring records, in the usual form only. The others (`write`,
+`read`) take one record of any form. Compiled code may replace the four; it reads and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +31,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
-from marl_parallel.core.columns import AgentColumns, Group, Layout, over_records
+from marl_parallel.core.columns import Layout, over_records, span_of
 from marl_parallel.core.episode import with_final
-from marl_parallel.core.header import (
-    BITS,
-    EVERYWHERE,
+from marl_parallel.core.messages import Message
+from marl_parallel.core.pickling import Extras, in_order
+from marl_parallel.core.spaces import DoesNotFit, Mismatch, builder, is_vector, numbers_of, rows_builder
+from marl_parallel.core.transition import (
+    ALL,
     FALSE_CODES,
     FINAL,
     FLAG_SHIFT,
@@ -38,60 +48,36 @@ from marl_parallel.core.header import (
     USUAL,
     VECTOR_TAG,
     VECTORS,
-    HeaderBuilder,
-    Presence,
+    Transition,
+    is_empty_info,
+    reward_tag,
 )
-from marl_parallel.core.pickling import Extras, in_order
-from marl_parallel.core.spaces import DoesNotFit, Mismatch, builder, is_vector, numbers_of, rows_builder
-from marl_parallel.core.transition import ALL, Transition, is_empty_info
 
 _ALL_IN_ORDER, _SOME = 1, 2
 _ALL = bytes((_ALL_IN_ORDER,))
 
 _CODE_NBYTES = 8
 _REMEMBERED, _REMEMBERED_AGENTS = 256, 100_000
-"""How many ways in which agents can be present are remembered, at most, and how many agents in all of them: agents that
-have died stay dead for a while."""
+"""How many forms of presence are remembered, and how many agents in them: dead agents stay dead for a while."""
 
-Columns: TypeAlias = tuple[
-    tuple[dict[Any, Any], ...],
-    tuple[dict[Any, Any], ...],
-    tuple[dict[Any, Any], ...],
-    tuple[dict[Any, Any], ...],
-    tuple[dict[Any, Any], ...],
-]
+_Rows: TypeAlias = tuple[dict[Any, Any], ...]
+Columns: TypeAlias = tuple[_Rows, _Rows, _Rows, _Rows, _Rows]
 """Observations, rewards, terminateds, truncateds and infos of several records."""
 
 
 class ActionRecords:
-    """Actions, in the records of all environments.
-
-    Args:
-        layout: Bound to the block.
-        buffer: The block.
-    """
+    """Actions, in the records of all environments, of a layout that is bound to the buffer."""
 
     def __init__(self, layout: Layout, buffer: Any) -> None:
-        self._layout, self._columns = layout, layout.actions
-        self._headers = [start + layout.action_header for start in layout.starts]
+        self._columns, self._possible_agents = layout.actions, layout.schema.possible_agents
         self._agents = agents = self._columns.agents
-        self._build, self._build_rows = builder(dict.fromkeys(agents, 0)), rows_builder(dict.fromkeys(agents, 0))
+        self._build_rows = rows_builder(dict.fromkeys(agents, 0))
         self._complete = bool(agents) and agents == layout.agents
-        self._places = {agent: place for place, agent in enumerate(agents)}
-        self._buffer = memoryview(buffer)
         self._forms = over_records(buffer, layout.starts, layout.action_header, np.uint8, ())
         self._present = over_records(buffer, layout.starts, layout.action_header + 1, np.bool_, (len(agents),))
 
     def write_span(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
-        """Write the actions of neighbouring records at once, where that is possible.
-
-        Args:
-            span: The records.
-            actions: Of each, the actions of all possible agents, in their order.
-
-        Returns:
-            Whether it was possible; else `write` each record.
-        """
+        """Write the actions of all agents, in order, into neighbouring records; False where each needs `write`."""
         if not self._complete:
             return False
         values = [*chain.from_iterable([given.values() for given in actions])]
@@ -103,58 +89,21 @@ class ActionRecords:
         return True
 
     def write(self, record: int, actions: Mapping[Any, Any]) -> Extras | None:
-        """Write what fits; returns the rest, to be pickled.
-
-        Raises:
-            Mismatch: An action is not what its space declares; the text says whose. The worker reads the record only
-                once it is told to step, so that nothing is lost.
-        """
+        """Write what fits, and return the rest, to be pickled; `Mismatch` where an action is not of its space."""
         inside, others = self._columns.write(record, actions, "action")
-        header = self._headers[record]
         if inside == self._agents and not others and inside:
-            self._buffer[header] = _ALL_IN_ORDER
+            self._forms[record] = _ALL_IN_ORDER
             return None
-        present = bytearray(len(self._agents))
-        for agent in inside:
-            present[self._places[agent]] = 1
-        self._buffer[header : header + 1 + len(present)] = bytes((_SOME,)) + present
+        there = {*inside}
+        self._present[record] = [agent in there for agent in self._agents]
+        self._forms[record] = _SOME
         return others or None
 
-    def write_stacked(self, actions: Mapping[Any, Any], wanted: NDArray[np.bool_] | None) -> None:
-        """Write the actions of all records at once; only where all agents have a column.
-
-        Args:
-            actions: By agent, of all records, stacked.
-            wanted: `(records, agents)`: which of them count; None for all.
-
-        Raises:
-            Mismatch: Some are not what their agent's space declares; the text says whose. Nothing counts as written.
-        """
-        self._columns.write_stacked(actions)
-        self._write_headers(wanted)
-
-    def write_rows(
-        self, rows: Iterable[tuple[Sequence[Any], Group, slice, Any]], wanted: NDArray[np.bool_] | None
-    ) -> None:
-        """As `write_stacked`, of several agents at a time.
-
-        Args:
-            rows: Agents, where they lie, and their actions of all records, stacked `(records, agents, ...)`.
-            wanted: As there.
-        """
-        for agents, group, span, values in rows:
-            try:
-                group.write_stacked(span, values)
-            except Mismatch as error:
-                raise Mismatch(f"the actions of agents {[*agents]}: {error}") from error
-        self._write_headers(wanted)
-
-    def _write_headers(self, wanted: NDArray[np.bool_] | None) -> None:
-        if wanted is None:
-            self._forms[...] = _ALL_IN_ORDER
-        else:
+    def mark_all(self, wanted: NDArray[np.bool_] | None) -> None:
+        """Say which actions count in records that were written by columns: `(records, agents)`; None for all."""
+        if wanted is not None:
             self._present[...] = wanted
-            self._forms[...] = _SOME
+        self._forms[...] = _ALL_IN_ORDER if wanted is None else _SOME
 
     def read_span(self, span: range) -> list[dict[Any, Any]]:
         """The actions of neighbouring records, of which none has anything pickled beside it; as `read`."""
@@ -164,72 +113,67 @@ class ActionRecords:
         return self._build_rows(zip(*[iter(values)] * len(self._agents)))
 
     def read(self, record: int, extras: Extras | None) -> dict[Any, Any]:
-        """The actions of one record, arrays in memory of their own.
-
-        Args:
-            record: The record.
-            extras: What `write` returned.
-        """
-        header = self._headers[record]
-        if self._buffer[header] == _ALL_IN_ORDER:
-            actions: dict[Any, Any] = self._build(*self._columns.read_span(record, record + 1, True))
-            return actions
-        present = self._buffer[header + 1 : header + 1 + len(self._agents)]
-        agents = [agent for agent, there in zip(self._agents, present, strict=True) if there]
+        """The actions of one record, arrays in memory of their own; `extras` is what `write` returned."""
+        agents = self._agents
+        if self._forms[record] != _ALL_IN_ORDER:
+            agents = [agent for agent, there in zip(agents, self._present[record].tolist()) if there]
         actions = self._columns.read(record, agents, True)
-        return in_order(actions | extras, self._layout.schema.possible_agents) if extras else actions
+        return in_order(actions | extras, self._possible_agents) if extras else actions
+
+
+# -- transitions -------------------------------------------------------------------------------------------------------
+
+
+_NAMES = "observations", "rewards", "terminateds", "truncateds", "infos", "alive", "acting", "final_observations"
+BITS = {name: 1 << place for place, name in enumerate(_NAMES)}
+"""Bits of an agent's presence: in which dicts it is, and whether it is alive and acts."""
+_REWARDED, _EVERYWHERE = BITS["rewards"], sum(BITS.values()) - BITS["final_observations"]
+
+
+def _present(agents: Sequence[AgentID], presence: bytes) -> dict[str, list[AgentID]]:
+    """The agents that have each of the bits, by its name."""
+    return {name: [a for a, bits in zip(agents, presence, strict=True) if bits & bit] for name, bit in BITS.items()}
 
 
 class TransitionRecords:
-    """Transitions, in the records of all environments.
-
-    Args:
-        layout: Bound to the block.
-        buffer: The block.
-        copy: Whether observations are read as arrays of the reader's own rather than views of the block.
+    """Transitions in the records of all environments; observations are read as copies, or as views of the block.
 
     Attributes:
         agents: The agents in the block; all possible ones, unless everything travels pickled.
+        rewards, tags, presence: Views of all headers, `(records, agents)`.
+        flags: The codes of the flags, `(records, 2, agents + 1)`, `__all__` last; odd where True.
     """
 
     def __init__(self, layout: Layout, buffer: Any, *, copy: bool = True) -> None:
-        self._layout, self._copy = layout, copy
-        self._buffer = memoryview(buffer)
-        self._words = self._buffer[: layout.nbytes].cast("B").cast("Q")
-        header = layout.transition_header
-        self._headers = [start + header for start in layout.starts]
-        self._code_places = [start >> 3 for start in self._headers]  # among the words of the block
-        self._reward_places = [start + _CODE_NBYTES for start in self._headers]
+        self._layout, self._copy, self._buffer = layout, copy, memoryview(buffer)
         self.agents = agents = layout.agents
         self._n = n = len(agents)
-        self._rewards_struct = struct.Struct(f"={n}d")
-        self._full_struct = struct.Struct(f"=Q{n}d{n}s{n + 1}s{n + 1}s{n}s")
-        self._places = {agent: place for place, agent in enumerate(agents)}
-        remembered = min(_REMEMBERED, max(_REMEMBERED_AGENTS // max(n, 1), 1))
-        self._presence = functools.lru_cache(remembered)(functools.partial(Presence.of, agents))
-        self._build, self._build_rows = builder(dict.fromkeys(agents, 0)), rows_builder(dict.fromkeys(agents, 0))
-        self._empty_infos = builder({agent: {} for agent in agents})
-        self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in FALSE_CODES.values()}
         self._observations, self._vectors = layout.observations, layout.rewards
         # Whether every agent's observation has a place in the block, and every agent's reward as a vector.
         self._holds_usual = bool(agents) and layout.observations.agents == agents
         self._all_vectors = bool(agents) and layout.rewards.agents == agents
+        # The headers, by record and as arrays of all records.
+        self._headers = [start + layout.transition_header for start in layout.starts]
+        self._words = self._buffer[: layout.nbytes].cast("B").cast("Q")
+        self._rewards_struct, self._struct = struct.Struct(f"={n}d"), struct.Struct(f"=Q{n}d{n}s{n + 1}s{n + 1}s{n}s")
+        view, at = functools.partial(over_records, buffer, layout.starts), layout.transition_header + _CODE_NBYTES
+        self._codes = view(at - _CODE_NBYTES, np.uint64, ())
+        self.rewards = view(at, np.float64, (n,))
+        self.tags = view(at + 8 * n, np.uint8, (n,))
+        self.flags = view(at + 9 * n, np.uint8, (2, n + 1))
+        self.presence = view(at + 11 * n + 2, np.uint8, (n,))
+        # What records of the usual form consist of.
+        self._build, self._build_rows = builder(dict.fromkeys(agents, 0)), rows_builder(dict.fromkeys(agents, 0))
+        self._empty_infos = builder({agent: {} for agent in agents})
+        self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in FALSE_CODES.values()}
         self._no_numbers = [0.0] * n
-        self._codes = over_records(buffer, layout.starts, header, np.uint64, ())
-        header += _CODE_NBYTES
-        self._reward_rows = over_records(buffer, layout.starts, header, np.float64, (n,))
-        self._tag_rows = over_records(buffer, layout.starts, header + 8 * n, np.uint8, (n,))
-        self._flag_rows = over_records(buffer, layout.starts, header + 9 * n, np.uint8, (2, n + 1))
-        self._presence_rows = over_records(buffer, layout.starts, header + 11 * n + 2, np.uint8, (n,))
+        remembered = min(_REMEMBERED, max(_REMEMBERED_AGENTS // max(n, 1), 1))
+        self._who = functools.lru_cache(remembered)(functools.partial(_present, agents))
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def write(self, record: int, transition: Transition) -> Extras | None:
-        """Write what fits; returns the rest, to be pickled.
-
-        Raises:
-            Mismatch: An observation or a vector reward is not what its space declares; the text says whose.
-        """
+        """Write what fits, and return the rest, to be pickled; `Mismatch` where a value is not of its space."""
         code = transition.usual
         if not code or not self._holds_usual:
             return self._write_any(record, transition)
@@ -243,68 +187,92 @@ class TransitionRecords:
                 rewards = self._no_numbers
         except (DoesNotFit, Mismatch):
             return self._write_any(record, transition)  # one by one finds which
+        header = self._headers[record]
         # Where the record already has this code, all bytes of the header but the rewards follow from it.
-        if self._words[self._code_places[record]] == code:
-            self._rewards_struct.pack_into(self._buffer, self._reward_places[record], *rewards)
+        if self._words[header >> 3] == code:
+            self._rewards_struct.pack_into(self._buffer, header + _CODE_NBYTES, *rewards)
         else:
-            n, header = self._n, self._headers[record]
+            n = self._n
             tags, flags = bytes((code >> REWARD_SHIFT & 0xFF,)) * n, bytes((code >> FLAG_SHIFT,)) * n + b"\0"
-            presence = bytes((EVERYWHERE,)) * n
             # The code comes last: a worker that dies in between leaves none that its successor would trust.
-            self._full_struct.pack_into(self._buffer, header, 0, *rewards, tags, flags, flags, presence)
-            self._words[self._code_places[record]] = code
+            self._struct.pack_into(self._buffer, header, 0, *rewards, tags, flags, flags, bytes((_EVERYWHERE,)) * n)
+            self._words[header >> 3] = code
         return {"infos": transition.infos} if code & INFOS else None
 
     def _write_any(self, record: int, transition: Transition) -> Extras | None:
         """Write a transition of any form."""
-        header, final = HeaderBuilder(self._places), transition.final_observations
-        seen = self._observations.write(record, transition.observations, "observation")
-        header.add("observations", *seen)
+        extras: Extras = {}
+        everyone, in_all = [*self.agents, ALL], 0
+        presence = dict.fromkeys(everyone, 0)
+
+        def add(name: str, inside: Iterable[Any], others: Mapping[Any, Any] | None = None) -> None:
+            """Add the agents in a dict that have a place in the header, and the entries that do not fit."""
+            nonlocal in_all
+            bit, keys = BITS[name], [*inside]
+            if keys in (self.agents, everyone):
+                in_all |= bit
+            else:
+                for agent in keys:
+                    presence[agent] |= bit
+            if others:
+                extras.setdefault(name, {}).update(others)
+
+        add("observations", *self._observations.write(record, transition.observations, "observation"))
+        final = transition.final_observations
         if final is not None:
             seen = self._layout.final_observations.write(record, final, "last observation")
-            header.add("final_observations", *seen)
-        numbers: Mapping[AgentID, Any] = transition.rewards
-        vectors: list[AgentID] = []
-        if spaces := self._layout.schema.reward_spaces:
-            paid = {a: reward for a, reward in numbers.items() if a in spaces and is_vector(reward)}
+            add("final_observations", *seen)
+        rewards, declared = transition.rewards, self._layout.schema.reward_spaces
+        paid = {agent: reward for agent, reward in rewards.items() if agent in declared and is_vector(reward)}
+        numbers, tags = dict.fromkeys(self.agents, 0.0), dict.fromkeys(self.agents, 0)
+        if paid:
             vectors, others = self._vectors.write(record, paid, "reward")
-            header.add("rewards", [], others)
-            numbers = {agent: reward for agent, reward in numbers.items() if agent not in paid}
-        rewards, tags = header.add_rewards(numbers, vectors)
-        terminated = header.add_flags("terminateds", transition.terminateds)
-        truncated = header.add_flags("truncateds", transition.truncateds)
-        header.add_list("alive", transition.alive)
-        header.add_list("acting", transition.acting)
-        header.add_infos(transition.infos)
-        reset_infos = transition.reset_infos
+            add("rewards", vectors, others)
+            tags.update(dict.fromkeys(vectors, VECTOR_TAG))
+        common = reward_tag(rewards.values())
+        for agent, reward in rewards.items():
+            if agent not in paid:
+                tag = reward_tag((reward,)) if common is None else common
+                if tag is None or agent not in numbers:
+                    add("rewards", (), {agent: reward})
+                else:
+                    numbers[agent], tags[agent] = reward, tag
+                    presence[agent] |= _REWARDED
+        flags = []
+        for name, given in (("terminateds", transition.terminateds), ("truncateds", transition.truncateds)):
+            codes = {
+                key: FALSE_CODES[type(flag)] + flag
+                for key, flag in given.items()
+                if type(flag) in FALSE_CODES and key in presence
+            }
+            add(name, codes, {key: flag for key, flag in given.items() if key not in codes})
+            flags.append(bytes([codes.get(key, 0) for key in everyone]))
+        for name, agents in (("alive", transition.alive), ("acting", transition.acting)):
+            known = [agent for agent in agents if agent in presence]
+            add(name, known)
+            if len(known) < len(agents):
+                extras[name] = [agent for agent in agents if agent not in presence]
+        infos, reset_infos = transition.infos, transition.reset_infos
+        if infos.keys() <= numbers.keys() and all(map(is_empty_info, infos.values())):
+            add("infos", infos)
+        else:
+            extras["infos"] = infos
         if reset_infos and not all(map(is_empty_info, reset_infos.values())):
-            header.extras["reset_infos"] = reset_infos
-        code = (INFOS if header.extras else 0) | (FINAL if final is not None else 0)
-        self._full_struct.pack_into(
-            self._buffer, self._headers[record], code, *rewards, tags, terminated, truncated, header.presence
-        )
-        return header.extras or None
+            extras["reset_infos"] = reset_infos
+        code = (INFOS if extras else 0) | (FINAL if final is not None else 0)
+        rest = bytes(tags.values()), *flags, bytes([bits | in_all for bits in presence.values()])[:-1]
+        self._struct.pack_into(self._buffer, self._headers[record], code, *numbers.values(), *rest)
+        return extras or None
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def runs(self, span: range, apart: Collection[int] = ()) -> list[tuple[range, int]]:
-        """Cut neighbouring records into runs that `read_span` reads.
-
-        Args:
-            span: The records.
-            apart: Records that are not to be read from the block.
-
-        Returns:
-            Runs of neighbours, with their common code where they are of the usual form, else 0.
-        """
-        codes = self._codes[span.start : span.stop].tobytes()
-        first = self._words[self._code_places[span.start]]
-        if first & USUAL and not apart and codes == codes[:_CODE_NBYTES] * len(span):
+        """Cut a span into runs with the code they have in common, 0 where it is not usual or the record is `apart`."""
+        codes = self._codes[span.start : span.stop]
+        first, raw = self._words[self._headers[span.start] >> 3], codes.tobytes()
+        if first & USUAL and not apart and raw == raw[:_CODE_NBYTES] * len(span):
             return [(span, first)]
-        usual = [
-            code if code & USUAL and record not in apart else 0
-            for record, code in zip(span, self._codes[span.start : span.stop].tolist())
-        ]
+        usual = [code if code & USUAL and record not in apart else 0 for record, code in zip(span, codes.tolist())]
         found, start = [], span.start
         for code, run in groupby(usual):
             stop = start + len([*run])
@@ -313,25 +281,20 @@ class TransitionRecords:
         return found
 
     def read_span(self, span: range, code: int, extras: Mapping[int, Extras]) -> Columns:
-        """The five dicts of a run of neighbouring records of the usual form; as `read`.
-
-        Args:
-            span: The records.
-            code: Their common code, of `runs`.
-            extras: By record, what `write` returned.
-        """
+        """The five dicts of records of the usual form, with their code, and by record what `write` returned."""
         start, stop, n = span.start, span.stop, self._n
+        observations = self._observations.read_span(start, stop, self._copy)
         if code & VECTORS:
             rewards = self._vectors.read_span(start, stop, True)
         else:
-            rewards = numbers_of(self._reward_rows[start:stop], REWARD_TYPES[code >> REWARD_SHIFT & 0xFF])
+            rewards = numbers_of(self.rewards[start:stop], REWARD_TYPES[code >> REWARD_SHIFT & 0xFF])
         flags = self._no_flags[code >> FLAG_SHIFT]
         if code & INFOS:
             infos = [extras[record]["infos"] if record in extras else self._empty_infos() for record in span]
         else:
             infos = [self._empty_infos() for _ in span]
         return (
-            (*self._build_rows(zip(*[iter(self._observations.read_span(start, stop, self._copy))] * n)),),
+            (*self._build_rows(zip(*[iter(observations)] * n)),),
             (*self._build_rows(zip(*[iter(rewards)] * n)),),
             (*[flags.copy() for _ in span],),
             (*[flags.copy() for _ in span],),
@@ -339,26 +302,23 @@ class TransitionRecords:
         )
 
     def read(self, record: int, extras: Extras | None) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
-        """Rebuild the five dicts, exactly as they were, with what an automatic reset adds to the infos.
-
-        Args:
-            record: The record.
-            extras: What `write` returned.
+        """Rebuild the five dicts of a record, with what an automatic reset adds to the infos.
 
         Returns:
             The dicts; the agents who should act next, and those who are alive, lists not to be changed; whether the
             episode is over.
         """
-        code = self._words[self._code_places[record]]
+        code = self._words[self._headers[record] >> 3]
         if not code & USUAL:
             return self._read_any(record, extras or {})
-        rewards: Sequence[Any]
+        # As `read_span`, which takes twice as long for one record.
+        rewards: Iterable[Any]
         if code & VECTORS:
             rewards = self._vectors.read_span(record, record + 1, True)
         else:
-            rewards = self._rewards_struct.unpack_from(self._buffer, self._reward_places[record])
+            rewards = self._rewards_struct.unpack_from(self._buffer, self._headers[record] + _CODE_NBYTES)
             if code >> REWARD_SHIFT & 0xFF:  # another type than float
-                rewards = [*map(REWARD_TYPES[code >> REWARD_SHIFT & 0xFF], rewards)]
+                rewards = map(REWARD_TYPES[code >> REWARD_SHIFT & 0xFF], rewards)
         flags = self._no_flags[code >> FLAG_SHIFT]
         dicts = (
             self._build(*self._observations.read_span(record, record + 1, self._copy)),
@@ -370,116 +330,113 @@ class TransitionRecords:
         return dicts, self.agents, self.agents, False
 
     def read_rest(self, record: int, extras: Extras) -> tuple[dict[Any, Any], list[AgentID], list[AgentID], bool]:
-        """As `read`, of a record with nothing but infos pickled beside it: the infos in place of all dicts."""
-        code, *_, terminated, truncated, presence = self._full_struct.unpack_from(self._buffer, self._headers[record])
-        who = self._presence(presence)
-        return self._infos(record, code, who, extras), who.acting, who.alive, bool((terminated[-1] | truncated[-1]) & 1)
+        """As `read`, with the infos in place of all dicts, where nothing else is pickled beside the record."""
+        code, *_, terminated, truncated, presence = self._struct.unpack_from(self._buffer, self._headers[record])
+        who = self._who(presence)
+        over = bool((terminated[-1] | truncated[-1]) & 1)
+        return self._infos(record, code, who, extras), who["acting"], who["alive"], over
 
     def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
         """The last observations, and the agents that are alive."""
-        (observations, _, _, _, _), _, alive, _ = self._read_any(record, extras or {})
+        (observations, *_), _, alive, _ = self._read_any(record, extras or {})
         return observations, alive
 
-    def observed_part(self, record: int, agent: AgentID, key: str) -> Any:
-        """The entry `key` of an agent's observation, copied; None if its observation in this record has no such key."""
-        place = self._places.get(agent)
-        if place is None or not self._presence_rows[record, place] & BITS["observations"]:
-            return None
-        return self._observations.read_part(record, agent, key)
+    def observed(self, record: int) -> dict[AgentID, Any]:
+        """The observations in a record, without those that are pickled; arrays are views."""
+        *_, presence = self._struct.unpack_from(self._buffer, self._headers[record])
+        return self._observations.read(record, self._who(presence)["observations"], False)
 
     def _read_any(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Read a transition of any form."""
-        code, *rewards, tags, terminated, truncated, presence = self._full_struct.unpack_from(
+        code, *numbers, tags, terminated, truncated, presence = self._struct.unpack_from(
             self._buffer, self._headers[record]
         )
-        who, places = self._presence(presence), self._places
-        vectors = [agent for agent in who.rewards if tags[places[agent]] == VECTOR_TAG] if VECTOR_TAG in tags else []
-        of_vectors = self._vectors.read(record, vectors, True) if vectors else {}
-        paid = {
-            agent: of_vectors[agent]
-            if agent in of_vectors
-            else REWARD_TYPES[tags[place := places[agent]]](rewards[place])
-            for agent in who.rewards
+        who = self._who(presence)
+        seen = self._observations.read(record, who["observations"], self._copy)
+        vectors = {agent for agent, tag in zip(self.agents, tags) if tag == VECTOR_TAG} if VECTOR_TAG in tags else ()
+        paid = self._vectors.read(record, [a for a in who["rewards"] if a in vectors], True) if vectors else {}
+        rewards = {
+            agent: paid[agent] if agent in paid else REWARD_TYPES[tag](number)
+            for agent, tag, number, bits in zip(self.agents, tags, numbers, presence)
+            if bits & _REWARDED
         }
-        terminateds = self._flags("terminateds", who.terminateds, terminated, extras)
-        truncateds = self._flags("truncateds", who.truncateds, truncated, extras)
-        return (
-            (
-                self._seen(record, "observations", self._observations, who.observations, extras),
-                self._merged("rewards", paid, extras),
-                terminateds,
-                truncateds,
-                self._infos(record, code, who, extras),
-            ),
-            [*who.acting, *extras["acting"]] if "acting" in extras else who.acting,
-            [*who.alive, *extras["alive"]] if "alive" in extras else who.alive,
-            bool(terminateds[ALL] or truncateds[ALL]),
+        terminateds = self._flags("terminateds", terminated, presence, extras)
+        truncateds = self._flags("truncateds", truncated, presence, extras)
+        dicts = (
+            self._merged("observations", seen, extras),
+            self._merged("rewards", rewards, extras),
+            terminateds,
+            truncateds,
+            self._infos(record, code, who, extras),
         )
+        acting, alive = who["acting"], who["alive"]
+        if extras:
+            acting, alive = acting + extras.get("acting", []), alive + extras.get("alive", [])
+        return dicts, acting, alive, bool(terminateds[ALL] or truncateds[ALL])
 
-    def _flags(self, name: str, agents: list[AgentID], codes: bytes, extras: Extras) -> dict[Any, Any]:
-        inside = {agent: FLAGS[codes[self._places[agent]]] for agent in agents}
+    def _flags(self, name: str, codes: bytes, presence: bytes, extras: Extras) -> dict[Any, Any]:
+        bit = BITS[name]
+        inside = {agent: FLAGS[code] for agent, code, bits in zip(self.agents, codes, presence) if bits & bit}
         inside[ALL] = FLAGS[codes[-1]]
         return self._merged(name, inside, extras)
 
-    def _infos(self, record: int, code: int, who: Presence, extras: Extras) -> dict[Any, Any]:
-        infos: dict[Any, Any] = extras["infos"] if "infos" in extras else {agent: {} for agent in who.infos}
+    def _infos(self, record: int, code: int, who: Mapping[str, list[AgentID]], extras: Extras) -> dict[Any, Any]:
+        infos: dict[Any, Any] = extras["infos"] if "infos" in extras else {agent: {} for agent in who["infos"]}
         if code & FINAL:
-            columns, name = self._layout.final_observations, "final_observations"
-            final = self._seen(record, name, columns, who.final_observations, extras)
-            with_final(infos, final, extras.get("reset_infos", {}))
+            final = self._layout.final_observations.read(record, who["final_observations"], self._copy)
+            with_final(infos, self._merged("final_observations", final, extras), extras.get("reset_infos", {}))
         return infos
-
-    def _seen(
-        self, record: int, name: str, columns: AgentColumns, agents: list[AgentID], extras: Extras
-    ) -> dict[Any, Any]:
-        return self._merged(name, columns.read(record, agents, self._copy), extras)
 
     def _merged(self, name: str, inside: dict[Any, Any], extras: Extras) -> dict[Any, Any]:
         return in_order(inside | extras[name], self._layout.schema.possible_agents) if name in extras else inside
 
-    # -- reading all records, as arrays --------------------------------------------------------------------------------
 
-    def all_usual(self) -> bool:
-        """Whether all records are of the usual form and alike, with nothing pickled beside them."""
-        runs = self.runs(range(len(self._headers)))
-        return len(runs) == 1 and bool(runs[0][1]) and not runs[0][1] & INFOS
+# -- slices of records, for workers that share no memory with the parent -----------------------------------------------
 
-    def all_rewards(self) -> NDArray[np.float64]:
-        """Of all records: `(records, agents)`, a copy; zeros for agents without one, and for what is pickled."""
-        rewards: NDArray[np.float64] = self._reward_rows.copy()
-        return rewards
-
-    def all_vectors(self, row_of: Mapping[AgentID, int]) -> tuple[dict[AgentID, NDArray[Any]], NDArray[np.bool_]]:
-        """The vector rewards of all records.
-
-        Args:
-            row_of: The places of the agents among all.
-
-        Returns:
-            By agent, `(records, objectives)`, copies; and whose rewards of this record they are: `(records, agents)`.
-        """
-        there: NDArray[np.bool_] = self._tag_rows == VECTOR_TAG
-        there &= (self._presence_rows & BITS["rewards"]) != 0
-        values: dict[AgentID, NDArray[Any]] = {}
-        for group in self._vectors.groups:
-            stacked = group.copied(None)
-            for row, position in enumerate(group.positions):
-                agent = self._vectors.agents[position]
-                values[agent] = stacked[:, row]
-                values[agent][~there[:, row_of[agent]]] = 0
-        return values, there
-
-    def all_flags(self) -> NDArray[np.bool_]:
-        """Terminated and truncated: `(records, 2, agents + 1)`, `__all__` last; a copy."""
-        flags: NDArray[np.bool_] = (self._flag_rows & 1).view(np.bool_)
-        return flags
-
-    def all_presence(self, masks: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Agents with any of the bits of each mask, in all records: `(masks, records, agents)`; see `header.BITS`."""
-        presence: NDArray[np.bool_] = (self._presence_rows & masks[:, None, None]) != 0
-        return presence
+WITH_ACTIONS = frozenset({Message.STEP})
+"""Requests that are sent with the actions that the parent has written."""
+WITH_RESULTS = frozenset({Message.STEP, Message.RESET, Message.REBUILD, Message.STATE})
+"""Requests whose replies are sent with the results that the worker has written."""
 
 
-def with_finals(codes: NDArray[np.uint8]) -> bool:
-    """Whether any of these headers has final observations beside it: `(records, 8)`, the bytes of their codes."""
-    return bool((np.ascontiguousarray(codes).view(np.uint64) & np.uint64(FINAL)).any())
+class Parcels:
+    """Record slices: the same part of several records as an array `(records, bytes)`, a copy.
+
+    Each end has a block of its own; what one end has written, the other writes into its own.
+    """
+
+    def __init__(self, layout: Layout, buffer: Any) -> None:
+        shape = layout.num_records, layout.stride
+        self._records: NDArray[np.uint8] = np.frombuffer(buffer, np.uint8, layout.nbytes).reshape(shape)
+        self._layout = layout
+
+    def actions(self, env_ids: Sequence[int]) -> NDArray[np.uint8]:
+        return np.array(self._records[_rows(env_ids), : self._layout.transition_header], order="C")
+
+    def put_actions(self, env_ids: Sequence[int], parcel: NDArray[np.uint8]) -> None:
+        self._records[_rows(env_ids), : parcel.shape[1]] = parcel
+
+    def results(self, env_ids: Sequence[int], message: Message) -> NDArray[np.uint8]:
+        """What a worker has written to carry out a request, without the room for final observations if it has none."""
+        rows, head = _rows(env_ids), self._layout.transition_header
+        codes = np.ascontiguousarray(self._records[rows, head : head + _CODE_NBYTES]).view(np.uint64)
+        rare = message is Message.STATE or bool((codes & np.uint64(FINAL)).any())
+        return np.array(self._records[rows, head : self._layout.stride if rare else self._layout.rare], order="C")
+
+    def put_results(self, env_ids: Sequence[int], parcel: NDArray[np.uint8]) -> None:
+        head = self._layout.transition_header
+        self._records[_rows(env_ids), head : head + parcel.shape[1]] = parcel
+
+    def places(self, env_ids: range) -> tuple[int, int]:
+        """Where the whole records of neighbours begin and end in a block, in bytes."""
+        return env_ids.start * self._layout.stride, env_ids.stop * self._layout.stride
+
+    def put_records(self, env_ids: Sequence[int], records: bytes) -> None:
+        """Write the results out of whole records."""
+        whole = np.frombuffer(records, np.uint8).reshape(len(env_ids), self._layout.stride)
+        self.put_results(env_ids, whole[:, self._layout.transition_header :])
+
+
+def _rows(env_ids: Sequence[int]) -> slice | list[int]:
+    span = span_of(env_ids)
+    return [*env_ids] if span is None else slice(span.start, span.stop)

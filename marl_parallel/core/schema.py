@@ -31,24 +31,24 @@ def common_schema(described: Sequence[Schema]) -> Schema:
         if other is first:  # also where several environments gave the same description
             continue
         if other.rules is not first.rules:
-            _differ(env_id, "rules", other.rules.value, first.rules.value)
+            raise _difference(env_id, "rules", other.rules.value, first.rules.value)
         if other.possible_agents != first.possible_agents:
-            _differ(env_id, "possible_agents", other.possible_agents, first.possible_agents)
+            raise _difference(env_id, "possible_agents", other.possible_agents, first.possible_agents)
+        pairs = {"the state space": (first.state_space, other.state_space)}
         for kind in ("observation", "action", "reward"):
-            ours, theirs = (getattr(d, f"{kind}_spaces") for d in (first, other))
-            for agent in dict.fromkeys([*ours, *theirs]):
-                if not _travel_alike(ours.get(agent), theirs.get(agent)):
-                    what = f"the {kind} space of agent {agent!r}"
-                    _differ(env_id, what, theirs.get(agent), ours.get(agent))
-        if not _travel_alike(first.state_space, other.state_space):
-            _differ(env_id, "the state space", other.state_space, first.state_space)
+            ours, theirs = (getattr(schema, f"{kind}_spaces") for schema in (first, other))
+            for agent in {**ours, **theirs}:
+                pairs[f"the {kind} space of agent {agent!r}"] = ours.get(agent), theirs.get(agent)
+        for what, (own, another) in pairs.items():
+            if not equal(own, another, classes=True):
+                raise _difference(env_id, what, another, own)
     return first
 
 
-def _differ(env_id: int, what: str, theirs: Any, ours: Any) -> None:
+def _difference(env_id: int, what: str, theirs: Any, ours: Any) -> ValueError:
     if str(theirs) == str(ours):  # such as a class and what it is derived from
         ours = "what looks the same, but is of another class, or has one in it"
-    raise ValueError(
+    return ValueError(
         f"all environments must have the same agents and spaces, but environment {env_id} differs from "
         f"environment 0 in {what}: {theirs} against {ours}"
     )
@@ -60,55 +60,39 @@ def _differ(env_id: int, what: str, theirs: Any, ours: Any) -> None:
 def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> list[tuple[Space[Any], list[int]]]:
     """Groups of agents whose spaces are equal: the space, and their positions among `agents`."""
     groups: list[tuple[Space[Any], list[int]]] = []
-    group_of: dict[int, list[int]] = {}  # by the id of a space that has been looked at: most agents share one object
+    group_of: dict[int, list[int]] = {}  # by the id of a space that has been compared: most agents share one object
     for position, agent in enumerate(agents):
         own = declared[agent]
         if id(own) not in group_of:
-            for space, positions in groups:
-                if equal(space, own):
-                    group_of[id(own)] = positions
-                    break
-            else:
-                groups.append((own, positions := []))
-                group_of[id(own)] = positions
+            found = next((positions for space, positions in groups if equal(space, own)), None)
+            if found is None:
+                groups.append((own, found := []))
+            group_of[id(own)] = found
         group_of[id(own)].append(position)
     return groups
 
 
-def equal(ours: Space[Any], theirs: Space[Any]) -> bool:
+def equal(ours: Space[Any] | None, theirs: Space[Any] | None, *, classes: bool = False) -> bool:
     """Whether two spaces are equal; as `ours == theirs`, but quick for large boxes that are bit for bit the same.
 
-    Example:
-        >>> equal(spaces.Box(0, 1, (3,)), spaces.Box(0, 1, (3,))), equal(spaces.Box(0, 1, (3,)), spaces.Box(0, 2, (3,)))
-        (True, False)
+    With `classes`, all parts must have the same classes, too: values of a derived class may travel in another way.
     """
-    if ours is theirs:
-        return True
-    if type(ours) is type(theirs):
-        if type(ours) is spaces.Box and _same_box(ours, theirs):
-            return True
-        if type(ours) is spaces.Dict and [*ours.spaces] == [*theirs.spaces]:  # type: ignore[attr-defined]
-            return all(map(equal, ours.spaces.values(), theirs.spaces.values()))  # type: ignore[attr-defined]
-        if type(ours) is spaces.Tuple and len(ours.spaces) == len(theirs.spaces):  # type: ignore[attr-defined]
-            return all(map(equal, ours.spaces, theirs.spaces))  # type: ignore[attr-defined]
-    return bool(ours == theirs)
-
-
-def _travel_alike(ours: Space[Any] | None, theirs: Space[Any] | None) -> bool:
-    """Whether two spaces are equal, and of the same classes: values of a derived class may travel in another way."""
+    kind, other = type(ours), type(theirs)
     if ours is theirs:
         return True
     # By name: a class that is made in the constructor is another one in each environment.
-    if (type(ours).__module__, type(ours).__qualname__) != (type(theirs).__module__, type(theirs).__qualname__):
+    if classes and (kind.__module__, kind.__qualname__) != (other.__module__, other.__qualname__):
         return False
-    if isinstance(ours, spaces.Dict) and isinstance(theirs, spaces.Dict):
-        return ours.keys() == theirs.keys() and all(_travel_alike(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, spaces.Tuple) and isinstance(theirs, spaces.Tuple):
-        return len(ours) == len(theirs) and all(map(_travel_alike, ours, theirs))
-    assert ours is not None
-    assert theirs is not None
+    if classes or (kind is other and kind in (spaces.Dict, spaces.Tuple)):
+        if isinstance(ours, spaces.Dict) and isinstance(theirs, spaces.Dict):
+            return ours.keys() == theirs.keys() and all(equal(ours[key], theirs[key], classes=classes) for key in ours)
+        if isinstance(ours, spaces.Tuple) and isinstance(theirs, spaces.Tuple):
+            pairs = zip(ours, theirs)
+            return len(ours) == len(theirs) and all(equal(own, another, classes=classes) for own, another in pairs)
     # Gymnasium leaves equality to each kind of space; of one that has none, only the kind can be compared.
-    return type(ours).__eq__ is object.__eq__ or equal(ours, theirs)
+    if classes and kind.__eq__ is object.__eq__:
+        return True
+    return (kind is other is spaces.Box and _same_box(ours, theirs)) or bool(ours == theirs)
 
 
 _LARGE = 1024
@@ -122,15 +106,12 @@ def _same_box(ours: Any, theirs: Any) -> bool:
         math.prod(ours.shape) > _LARGE
         and ours.shape == theirs.shape
         and ours.dtype == theirs.dtype
-        and _same_elements(ours.low, theirs.low)
-        and _same_elements(ours.high, theirs.high)
+        and _same_elements(ours.low.reshape(-1), theirs.low.reshape(-1))
+        and _same_elements(ours.high.reshape(-1), theirs.high.reshape(-1))
     )
 
 
 def _same_elements(ours: NDArray[Any], theirs: NDArray[Any]) -> bool:
-    if not ours.flags.c_contiguous or not theirs.flags.c_contiguous:
-        return bool(np.array_equal(ours, theirs))
-    ours, theirs = ours.reshape(-1), theirs.reshape(-1)
     chunks = range(0, ours.size, _CHUNK)
     return not any((ours[start : start + _CHUNK] != theirs[start : start + _CHUNK]).any() for start in chunks)
 
@@ -156,31 +137,24 @@ def dumps_compactly(value: Any) -> bytes:
 
 class _CompactPickler(ByValuePickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is np.ndarray and (pattern := _constant(obj)) is not None:
-            return _filled, (obj.shape, obj.dtype, pattern)
+        if type(obj) is np.ndarray and (constant := _constant(obj)) is not None:
+            return _filled, (obj.shape, obj.dtype, constant)
         return super().reducer_override(obj)
 
 
-def _filled(shape: tuple[int, ...], dtype: np.dtype[Any], pattern: bytes) -> NDArray[Any]:
-    if not any(pattern):
+def _filled(shape: tuple[int, ...], dtype: np.dtype[Any], constant: bytes) -> NDArray[Any]:
+    if not any(constant):
         return np.zeros(shape, dtype)  # takes no time, and memory only once it is written to
-    return np.full(shape, np.frombuffer(pattern, dtype)[0], dtype)
-
-
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+    return np.full(shape, np.frombuffer(constant, dtype)[0], dtype)
 
 
 def _constant(array: NDArray[Any]) -> bytes | None:
     """The bytes of the value that all elements of a large array have; None for other arrays."""
-    unsigned = _UNSIGNED.get(array.dtype.itemsize)
-    if array.nbytes < _LARGE or array.dtype.kind not in "biuf" or unsigned is None:
+    if array.nbytes < _LARGE or array.dtype.kind not in "biuf" or array.dtype.itemsize not in (1, 2, 4, 8):
         return None
     first = array[(slice(0, 1),) * array.ndim].tobytes()
     if not any(array.strides):  # one element, broadcast
         return first
-    bits = array.ravel("K").view(unsigned)
-    value = np.frombuffer(first, unsigned)[0]
-    for start in range(0, bits.size, _CHUNK):
-        if (bits[start : start + _CHUNK] != value).any():
-            return None
-    return first
+    # As integers: zeros of both signs differ in their bits only, and so does one NaN from another.
+    bits = array.ravel("K").view(f"u{array.dtype.itemsize}")
+    return first if _same_elements(bits, np.broadcast_to(np.frombuffer(first, bits.dtype), bits.shape)) else None

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from marl_parallel.core.payloads import Built
+from marl_parallel.core.messages import Built
 from marl_parallel.core.pickling import dumps
 
 _WHAT_TO_DO = (

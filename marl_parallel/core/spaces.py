@@ -1,13 +1,13 @@
-"""Values of a space: trees of dicts and tuples with arrays and numbers as leaves.
+"""Spaces and their values: trees of dicts and tuples, with arrays and numbers as leaves.
 
-This module casts one value to its space, decides whether values of a space have a fixed size, walks trees, and builds
-functions that make dicts of fixed keys quickly. Stacks of values are in `stacking.py`, values in the block in
-`columns.py`.
+`tree_map` walks every kind of tree: spaces, values, and stacks of values (`stacking.py`). `conform` casts one value to
+its space. `builder` compiles functions that make dicts of fixed keys quickly. Spaces are compared in `schema.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,13 @@ _SEQUENCES = (list, tuple)
 
 
 class Mismatch(ValueError):
-    """A value that is not what its space declares; the text says what was expected and what came."""
+    """A value that is not what its space declares; the text says what was expected and what came.
+
+    Attributes:
+        path: The keys of the part within its tree, as `['eyes'][1]`; empty for the whole value.
+    """
+
+    path = ""
 
 
 class DoesNotFit(Exception):
@@ -31,13 +37,16 @@ class DoesNotFit(Exception):
 # -- trees -------------------------------------------------------------------------------------------------------------
 
 
-def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Apply a function to the leaves of a tree, or of a space, and to what other trees have in the same places.
+def tree_map(
+    function: Callable[..., Any], tree: Any, *others: Any, form: Callable[[Any, Iterable[Any]], None] | None = None
+) -> Any:
+    """Apply a function to the leaves of a tree, or of a space, and to the parts of other trees in the same places.
 
     Args:
         function: Takes one leaf of each tree.
         tree: Dicts, lists and tuples of leaves; or a space, whose leaves are those of `leaves`.
         others: Trees of the same form.
+        form: Called with each dict or tuple of `tree` and the parts of the others there; raises where the form differs.
 
     Returns:
         A tree of the same form: dicts for `spaces.Dict`, tuples for `spaces.Tuple`. None stays None.
@@ -51,28 +60,70 @@ def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     kind = type(tree)
     if kind is np.ndarray or kind in _FIXED_SIZE:  # the most frequent; `isinstance` of a `spaces.Dict` takes long
         return function(tree, *others)
-    if isinstance(tree, dict):
-        return {key: tree_map(function, part, *[other[key] for other in others]) for key, part in tree.items()}
-    if isinstance(tree, _SEQUENCES):
-        return kind([tree_map(function, *parts) for parts in zip(tree, *others)])
     if kind is spaces.Dict or kind is spaces.Tuple:
-        return tree_map(function, tree.spaces, *others)
-    return None if tree is None else function(tree, *others)
+        tree = tree.spaces
+    is_dict = isinstance(tree, dict)
+    if not is_dict and not isinstance(tree, _SEQUENCES):
+        return None if tree is None else function(tree, *others)
+    if form is not None:
+        form(tree, others)
+    mapped = {}
+    for key, part in tree.items() if is_dict else enumerate(tree):
+        try:
+            mapped[key] = tree_map(function, part, *[other[key] for other in others], form=form)
+        except Mismatch as error:
+            error.path = f"[{key!r}]{error.path}"
+            raise
+    return mapped if is_dict else type(tree)(mapped.values())
+
+
+def check_form(tree: Any, others: Iterable[Any], remark: str = "") -> None:
+    """Raise `Mismatch` where one has other keys or another length than `tree`; a list may stand for a tuple."""
+    for other in others:
+        if isinstance(tree, dict):
+            if not isinstance(other, Mapping) or other.keys() != tree.keys():
+                got = f"the keys {[*other]}" if isinstance(other, Mapping) else f"{other!r:.200}"
+                raise Mismatch(f"expected a dict with the keys {[*tree]}{remark}, got {got}")
+        elif not isinstance(other, _SEQUENCES) or len(other) != len(tree):
+            raise Mismatch(f"expected a tuple of {len(tree)}{remark}, got {other!r:.200}")
+
+
+def _check_same_form(tree: Any, values: Iterable[Any]) -> None:
+    """Check that a reader would rebuild the same dicts and tuples from the leaves; raises `DoesNotFit`."""
+    if isinstance(tree, dict):
+        keys = tree.keys()
+        for value in values:
+            if not isinstance(value, dict) or value.keys() != keys:
+                raise DoesNotFit
+    elif any(type(value) is not tuple or len(value) != len(tree) for value in values):
+        raise DoesNotFit
+
+
+def split(
+    space: Space[Any], values: Sequence[Any], form: Callable[[Any, Sequence[Any]], None] = _check_same_form
+) -> list[Sequence[Any]]:
+    """The parts of all values, in one list for each leaf of their space; `form` raises where a value is not of it."""
+    # As `tree_map`, whose calls would take most of the time of writing a record.
+    if type(space) is not spaces.Dict and type(space) is not spaces.Tuple:
+        return [values]
+    tree: Any = space.spaces
+    form(tree, values)
+    columns: list[Sequence[Any]] = []
+    for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        parts = [value[key] for value in values]
+        if type(child) in _FIXED_SIZE:
+            columns.append(parts)
+        else:
+            columns += split(child, parts, form)
+    return columns
 
 
 def leaves(space: Space[Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Space[Any]]]:
-    """The leaves of a space, each with its path: keys of `Dict`s and positions in `Tuple`s.
-
-    A class derived from `Dict` or `Tuple` is a leaf: its values may have any form.
-    """
-    if type(space) is spaces.Dict:
-        children: Iterable[tuple[Any, Space[Any]]] = space.spaces.items()
-    elif type(space) is spaces.Tuple:
-        children = enumerate(space.spaces)
-    else:
+    """The leaves of a space, each with its path; a class derived from `Dict` or `Tuple` is a leaf, of any form."""
+    if type(space) is not spaces.Dict and type(space) is not spaces.Tuple:
         yield path, space
         return
-    for key, child in children:
+    for key, child in space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces):
         yield from leaves(child, (*path, key))
 
 
@@ -82,45 +133,11 @@ def fits_block(space: Space[Any]) -> bool:
 
 
 def unfit_leaf(space: Space[Any]) -> str:
-    """The first part of a space whose values have no fixed size, with its path; empty if there is none.
-
-    Example:
-        >>> unfit_leaf(spaces.Dict({"image": spaces.Box(0, 1), "mission": spaces.Text(9)}))
-        "['mission'], Text(1, 9, charset=...)"
-    """
+    """The first part of a space whose values have no fixed size, with its path; empty if there is none."""
     for path, leaf in leaves(space):
         if type(leaf) not in _FIXED_SIZE:
             return f"{''.join(f'[{key!r}]' for key in path)}, {leaf}" if path else str(leaf)
     return ""
-
-
-def split(space: Space[Any], values: list[Any], columns: list[list[Any]]) -> None:
-    """Append one list for each leaf of a space to `columns`: the parts of all values.
-
-    Raises:
-        DoesNotFit: A value is not of the form of the space.
-    """
-    if type(space) is spaces.Dict:
-        keys = space.spaces.keys()
-        for value in values:
-            if not isinstance(value, dict) or value.keys() != keys:
-                raise DoesNotFit
-        children: Iterable[tuple[Any, Space[Any]]] = space.spaces.items()
-    elif type(space) is spaces.Tuple:
-        size = len(space.spaces)
-        for value in values:
-            if type(value) is not tuple or len(value) != size:
-                raise DoesNotFit
-        children = enumerate(space.spaces)
-    else:
-        columns.append(values)
-        return
-    for key, child in children:
-        parts = [value[key] for value in values]
-        if type(child) in _FIXED_SIZE:
-            columns.append(parts)
-        else:
-            split(child, parts, columns)
 
 
 _MOST_LEAVES = 256
@@ -128,85 +145,69 @@ _MOST_LEAVES = 256
 
 
 def builder(tree: Any) -> Callable[..., Any]:
-    """A function that takes one value for each leaf of a tree and returns a tree of this form with these values.
+    """A function that takes one value for each leaf of a tree, or of a space, and returns a tree with these values.
 
     It is compiled, at half the price of `dict(zip(keys, values))`. Empty dicts and tuples are new in each result.
-
-    Args:
-        tree: Dicts and tuples, or a space; what its leaves are does not matter.
 
     Example:
         >>> builder({"a": 0, "b": (0, {})})(1, 2)
         {'a': 1, 'b': (2, {})}
     """
-    source, keys, count = _source(tree)
-    if max(count, len(keys)) > _MOST_LEAVES:
-        return lambda *values: _filled(tree, iter(values))
-    return _compiled(f"lambda {_names('v', count)}: {source}", keys)
+    build = _compiled(tree, "lambda {values}: {tree}")
+    return build or (lambda *values: _filled(tree, values))
 
 
 def rows_builder(tree: Any) -> Callable[[Iterable[Any]], list[Any]]:
-    """A function that takes rows with one value for each leaf and returns a list with a tree of each; see `builder`.
-
-    Example:
-        >>> rows_builder({"a": 0, "b": 0})([(1, 2), (3, 4)])
-        [{'a': 1, 'b': 2}, {'a': 3, 'b': 4}]
-    """
-    source, keys, count = _source(tree)
-    if max(count, len(keys)) > _MOST_LEAVES:
-        return lambda rows: [_filled(tree, iter(row)) for row in rows]
-    return _compiled(f"lambda rows: [{source} for ({_names('v', count)}) in rows]", keys)
+    """As `builder`, but the function takes an iterable of rows of values and returns a list of trees."""
+    build = _compiled(tree, "lambda rows: [{tree} for ({values}) in rows]")
+    return build or (lambda rows: [_filled(tree, row) for row in rows])
 
 
-def _filled(tree: Any, values: Iterator[Any]) -> Any:
-    return tree_map(lambda _: next(values), tree)
+def _filled(tree: Any, values: Iterable[Any]) -> Any:
+    left = iter(values)
+    return tree_map(lambda _: next(left), tree)
 
 
-def _source(tree: Any) -> tuple[str, list[Any], int]:
-    """The source of an expression for a tree; the keys it names; the number of its leaves."""
+def _compiled(tree: Any, source: str) -> Callable[..., Any] | None:
+    """Compile a function from its source, with the tree and the names of its leaves filled in; None for large trees."""
     keys: list[Any] = []
-    count = 0
+    numbers = count()
 
-    def of(part: Any) -> str:
-        nonlocal count
+    def source_of(part: Any) -> str:
         if type(part) in (spaces.Dict, spaces.Tuple):
             part = part.spaces
         if isinstance(part, dict):
             entries = []
             for key, child in part.items():
                 keys.append(key)
-                entries.append(f"k{len(keys) - 1}: {of(child)}")
+                entries.append(f"k{len(keys) - 1}: {source_of(child)}")
             return "{" + ", ".join(entries) + "}"
         if isinstance(part, tuple):
-            return "(" + "".join(f"{of(child)}, " for child in part) + ")"
-        count += 1
-        return f"v{count - 1}"
+            return "(" + "".join([f"{source_of(child)}, " for child in part]) + ")"
+        return f"v{next(numbers)}"
 
-    return of(tree), keys, count
-
-
-def _names(letter: str, count: int) -> str:
-    return "".join(f"{letter}{place}, " for place in range(count))
-
-
-def _compiled(source: str, keys: list[Any]) -> Callable[..., Any]:
+    tree_source = source_of(tree)
+    size = next(numbers)
+    if max(size, len(keys)) > _MOST_LEAVES:
+        return None
+    names, values = ("".join(f"{letter}{at}, " for at in range(n)) for letter, n in (("k", len(keys)), ("v", size)))
     # The source holds numbered names only; the keys themselves, whatever they are, come in as arguments.
-    make: Callable[..., Any] = eval(f"lambda {_names('k', len(keys))}: {source}")(*keys)
+    make: Callable[..., Any] = eval(f"lambda {names}: {source.format(tree=tree_source, values=values)}")(*keys)
     return make
 
 
 # -- one value ---------------------------------------------------------------------------------------------------------
 
 
-def conform(space: Space[Any], value: Any) -> Any:
+def conform(space: Space[Any], value: Any, *, strict: bool = False) -> Any:
     """Give the arrays in a value the dtype that their space declares; everything else stays as it is.
+
+    It follows the value, not the space: other keys are kept, and a list may stand for a tuple.
 
     Args:
         space: The declared space.
-        value: The value of the simulator or the caller. Parts that are not of the form of the space are left alone.
-
-    Returns:
-        The value, with each `Box`, `MultiDiscrete` and `MultiBinary` leaf an array of the space's dtype.
+        value: The value of the simulator or the caller; None stays None.
+        strict: Whether missing keys and another length are errors, as in actions; else such parts are left alone.
 
     Raises:
         Mismatch: An array has another shape, or a dtype that cannot be cast without loss of meaning.
@@ -216,54 +217,27 @@ def conform(space: Space[Any], value: Any) -> Any:
         dtype('float32')
     """
     kind = type(space)
-    if kind in ARRAY_SPACES:
-        return value if value is None else as_array(value, np.dtype(space.dtype), space.shape)  # type: ignore[arg-type]
-    if isinstance(space, spaces.Dict) and kind is spaces.Dict and isinstance(value, dict):
-        return {k: conform(space.spaces[k], v) if k in space.spaces else v for k, v in value.items()}
-    if isinstance(space, spaces.Tuple) and kind is spaces.Tuple and type(value) in _SEQUENCES:
-        if len(value) != len(space.spaces):
-            return value
-        if type(value) is tuple:
-            return tuple(map(conform, space.spaces, value))
-        try:  # a list in place of a tuple stays a list, unchanged where it does not fit the space
-            return [*map(conform, space.spaces, value)]
+    if value is None or (kind is not spaces.Dict and kind is not spaces.Tuple):
+        is_array = value is not None and kind in ARRAY_SPACES
+        return as_array(value, np.dtype(space.dtype), space.shape) if is_array else value  # type: ignore[arg-type]
+    parts: Any = space.spaces  # type: ignore[attr-defined]
+    if isinstance(parts, dict):
+        if isinstance(value, Mapping) and (value.keys() >= parts.keys() if strict else isinstance(value, dict)):
+            return {k: conform(parts[k], v, strict=strict) if k in parts else v for k, v in value.items()}
+    elif (strict or type(value) in _SEQUENCES) and isinstance(value, _SEQUENCES) and len(value) == len(parts):
+        if isinstance(value, tuple):
+            return tuple(conform(child, part, strict=strict) for child, part in zip(parts, value))
+        try:
+            return [*map(conform, parts, value)]
         except Mismatch:
             return value
+    if strict:
+        check_form(parts, [value])
     return value
 
 
-def conform_action(space: Space[Any], action: Any) -> Any:
-    """As `conform`, but parts that are missing in an action are an error. None stays None.
-
-    Raises:
-        Mismatch: As there; or a dict has not all keys, or a tuple another length.
-
-    Example:
-        >>> conform_action(spaces.Dict({"go": spaces.Discrete(3)}), {"go": 2})
-        {'go': 2}
-    """
-    if action is None:
-        return None
-    if type(space) is spaces.Dict:
-        if not isinstance(action, Mapping) or not action.keys() >= space.spaces.keys():
-            got = f"the keys {[*action]}" if isinstance(action, Mapping) else repr(action)
-            raise Mismatch(f"expected a dict with the keys {[*space.spaces]}, got {got}")
-        return {k: conform_action(space.spaces[k], v) if k in space.spaces else v for k, v in action.items()}
-    if type(space) is spaces.Tuple:
-        if not isinstance(action, _SEQUENCES) or len(action) != len(space.spaces):
-            raise Mismatch(f"expected a tuple of {len(space.spaces)}, got {action!r}")
-        if isinstance(action, tuple):
-            return tuple(map(conform_action, space.spaces, action))
-        action = [*action]
-    return conform(space, action)
-
-
 def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Turn one value into an array of exactly this dtype and shape.
-
-    Raises:
-        Mismatch: It has another shape, or numbers that the dtype does not hold.
-    """
+    """Turn a value into an array of exactly this dtype and shape; raises `Mismatch` where that would change numbers."""
     try:
         array = np.asarray(value)
     except Exception as error:  # whatever its `__array__` raises
@@ -296,23 +270,19 @@ def numbers_of(array: NDArray[Any], kind: type) -> list[Any]:
 
 
 def is_vector(reward: Any) -> bool:
-    """Whether a reward has axes, as an array or as nested sequences; a number, None and a dict have none.
-
-    Example:
-        >>> is_vector(np.zeros(2)), is_vector([1, 2.0]), is_vector(np.float32(1)), is_vector(None)
-        (True, True, False, False)
-    """
+    """Whether a reward has axes, as an array or as nested sequences; a number, None and a dict have none."""
     return reward.ndim > 0 if isinstance(reward, np.ndarray) else isinstance(reward, list | tuple)
+
+
+def copied(tree: Any) -> Any:
+    """The same in arrays of one's own; what is no array stays what it is."""
+    return tree_map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
 
 
 def zeros(space: Space[Any]) -> Any:
     """A value of zeros; None for each part without a fixed form."""
-    return tree_map(_zero, space)
-
-
-def _zero(space: Space[Any]) -> Any:
-    if isinstance(space, spaces.Dict | spaces.Tuple):  # of a derived class
-        return zeros(space.spaces)  # type: ignore[arg-type]
+    if isinstance(space, spaces.Dict | spaces.Tuple):  # of a derived class too, which `tree_map` takes for a leaf
+        return tree_map(zeros, space.spaces)
     if isinstance(space, spaces.Discrete):
         return 0
     return None if space.shape is None or not fits_block(space) else np.zeros(space.shape, space.dtype)

@@ -19,9 +19,9 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters import Dicts as FiveDicts
+from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.engine import BatchView
 from marl_parallel.core.exclusive import CallGuard, exclusive
-from marl_parallel.core.sharing import usable_cpus
 from marl_parallel.core.transition import ALL, COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.stepper import ForwardedCalls, Scalarize, as_number, open_runner, reward_rules

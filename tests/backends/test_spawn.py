@@ -15,8 +15,7 @@ from helpers import ROOT, TESTS
 
 from marl_parallel.backends import spawn
 from marl_parallel.backends.spawn import PortableProcessBackend
-from marl_parallel.core.messages import Lost, Message, Reply, Request
-from marl_parallel.core.payloads import Plan
+from marl_parallel.core.messages import Lost, Message, Plan, Reply, Request
 
 pytestmark = pytest.mark.release_independent
 

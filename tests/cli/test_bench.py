@@ -23,7 +23,7 @@ from marl_parallel.cli.app import app
 from marl_parallel.cli.measure import Contender, contenders, draw_actions, measure, stepping, turns
 from marl_parallel.cli.report import read_json
 from marl_parallel.cli.target import constructor_of
-from marl_parallel.core.sharing import usable_cpus
+from marl_parallel.core.backend import usable_cpus
 
 SPREAD = "mpe2.simple_spread_v3"
 BRIEF = ["--num-envs", "2", "--workers", "1,2", "--seconds", "0.01", "--repeats", "2"]

@@ -15,7 +15,7 @@ from simulators.failing import Fragile
 
 from marl_parallel.adapters import Misfit
 from marl_parallel.backends.channel import Channel
-from marl_parallel.core.header import (
+from marl_parallel.core.transition import (
     FALSE_CODES,
     FLAG_SHIFT,
     FLOATS,

@@ -10,8 +10,7 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.ledger import Activity, Ledger
 from marl_parallel.core.messages import Message
-from marl_parallel.core.parcels import Parcels
-from marl_parallel.core.records import ActionRecords, TransitionRecords
+from marl_parallel.core.records import ActionRecords, Parcels, TransitionRecords
 from marl_parallel.core.transition import Transition
 
 AGENTS = ["a", "b"]

@@ -11,9 +11,8 @@ from helpers.comparison import assert_same
 
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.header import UsualForm
 from marl_parallel.core.records import TransitionRecords
-from marl_parallel.core.transition import Transition
+from marl_parallel.core.transition import Transition, UsualForm
 
 AGENTS = ["a", "b"]
 BOX = spaces.Box(-1.0, 1.0, (3,), np.float32)

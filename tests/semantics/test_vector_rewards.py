@@ -18,9 +18,8 @@ from marl_parallel.adapters import adapt
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import pickling
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.header import UsualForm
 from marl_parallel.core.records import TransitionRecords
-from marl_parallel.core.transition import Transition
+from marl_parallel.core.transition import Transition, UsualForm
 from marl_parallel.vector import ArrayStepper, GymnasiumVectorEnv, PettingZooVecEnv
 from marl_parallel.vector.stepper import as_number, reward_rules
 
