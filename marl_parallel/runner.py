@@ -1,7 +1,7 @@
 r"""`BatchRunner`: resets and steps a batch of environments, below the dicts of `ParallelEnv`.
 
 It decides about env ids, about the seeds and options of resets, and about the order of calls. How actions and results
-look is up to whoever stands on it::
+look is up to its user::
 
     ParallelEnv (dicts)     vector.ArrayStepper (arrays)
                    \           /
@@ -24,14 +24,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeed
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import Schema
-from marl_parallel.arguments import (
-    base_seed,
-    checked_ids,
-    checked_minimum,
-    checked_options,
-    checked_patience,
-    seeds_of,
-)
+from marl_parallel.arguments import base_seed, checked_ids, checked_minimum, checked_options, checked_patience, seeds_of
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.engine import BatchView, Engine
 from marl_parallel.core.exclusive import CallGuard
@@ -55,34 +48,22 @@ class BatchRunner:
 
     A step is three calls: actions are written by the batch (as dicts, or as arrays by `batch.arrays()`), `step` carries
     them out, and the batch reads the results. All three belong under one entry of `guard`; `vector.ArrayStepper` does
-    this for facades.
-
-    Args:
-        pool: Carries out requests.
-        batch: Holds actions and transitions.
-        schema: The agents and their spaces.
-        seeds: The seed that each environment was constructed with.
-        metadata: The metadata of environment 0.
-        render_mode: The render mode of environment 0.
-        reset_keywords: Which of `seed` and `options` the environments' `reset` takes.
-        check_options: Raises where the environments do not take some options.
-        seeded_when_made: Whether only constructors take a seed, so that a seed for `reset` is ignored with a warning.
-        only_here: Modules that workers cannot import.
+    this for facades. All methods raise `ClosedEnvironmentError` after `close`, and `ParallelEnvError` for a fault.
 
     Attributes:
-        pool: As given.
-        batch: As given. Its `acting`, `alive` and `over` say where each environment stands.
-        schema: As given.
-        metadata: As given, with the key `"autoreset_mode"`.
-        render_mode: As given.
+        pool: Carries out requests.
+        batch: Holds actions and transitions. Its `acting`, `alive` and `over` say what state each environment is in.
+        schema: The agents and their spaces.
+        metadata: The metadata of environment 0, with the key `"autoreset_mode"`.
+        render_mode: The render mode of environment 0.
         num_envs: The number of environments.
         env_ids: All environments.
-        mode: When episodes begin anew.
-        seeds: The seed that each environment was given, or declared when it was asked last.
+        mode: The auto-reset mode.
+        seeds: The seed that each environment was given, or declared last.
         takes_options: Whether `reset` takes options.
         restarts: Whether environments that fail are rebuilt (`on_error="restart"`).
         guard: The call in progress; one call at a time.
-        only_here: As given.
+        only_here: Modules that workers cannot import.
     """
 
     def __init__(
@@ -129,11 +110,8 @@ class BatchRunner:
             The env ids, and the extras of the results, which the batch needs to read them.
 
         Raises:
-            ValueError: Unknown or doubled env ids, a wrong number of seeds, or options that are not taken. Nothing has
-                been reset.
-            AlreadyPendingCallError: Environments are in flight. Nothing has been reset.
-            ClosedEnvironmentError: Everything has been closed.
-            ParallelEnvError: A fault.
+            ValueError: Unknown or doubled env ids, a wrong number of seeds, or options that are not taken.
+            AlreadyPendingCallError: Environments are in flight.
         """
         self.check_idle("reset")
         ids = self.checked_ids(env_ids)
@@ -149,14 +127,7 @@ class BatchRunner:
         self.pool.send(Message.RESET, ids, self._reset_keywords(ids, seed, options))
 
     def ids_to_step(self, env_ids: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The env ids of a step that may be taken now.
-
-        Raises:
-            ValueError: Unknown or doubled env ids.
-            ResetNeeded: An environment has never been reset.
-            AlreadyPendingCallError: Environments are in flight.
-            ClosedEnvironmentError: Everything has been closed.
-        """
+        """The env ids of a step that may be taken now; errors as of `reset`, or `ResetNeeded`."""
         if self.pool.closed or self.pool.in_flight:
             self.check_idle("step")
         ids = self.env_ids if env_ids is None else self.checked_ids(env_ids)
@@ -173,21 +144,15 @@ class BatchRunner:
 
         Returns:
             The extras of the results, which the batch needs to read them.
-
-        Raises:
-            ParallelEnvError: A fault.
         """
         if written or env_ids is not self.env_ids:
             return self.pool.run(Message.STEP, env_ids, written or None)
         return self.pool.step_all()
 
     def send(self, env_ids: Sequence[int], written: Any, *, together: bool = False) -> None:
-        """Begin to carry out actions, and return; arguments as of `step`.
+        """Begin to carry out actions of environments that are not in flight, and return; arguments as of `step`.
 
-        Args:
-            env_ids: Which environments; none of them is in flight, and all have been reset.
-            written: What the batch returned when the actions were written.
-            together: Whether all are received at once, which is faster.
+        With `together`, all are received at once, which is faster.
         """
         self.pool.send(Message.STEP, env_ids, written or None, together=together)
 
@@ -202,7 +167,6 @@ class BatchRunner:
             NoAsyncCallError: Nothing is in flight.
             ValueError: `min_envs` is more than there are in flight.
             TimeoutError: There were fewer in time. Nothing is lost.
-            ParallelEnvError: A fault.
         """
         self.pool.check_open()
         in_flight = self.pool.in_flight
@@ -219,7 +183,7 @@ class BatchRunner:
         return self.env_ids if env_ids is None else checked_ids(env_ids, self.num_envs)
 
     def check_open(self) -> None:
-        """Raise `ClosedEnvironmentError` where everything has been closed."""
+        """Raise `ClosedEnvironmentError` if everything has been closed."""
         self.pool.check_open()
 
     def check_idle(self, name: str) -> None:
@@ -239,7 +203,7 @@ class BatchRunner:
             )
 
     def check_has_reset(self, env_ids: Sequence[int], name: str) -> None:
-        """Raise `ResetNeeded` where one of these environments has never been reset."""
+        """Raise `ResetNeeded` if one of these environments has never been reset."""
         if not self._all_have_reset:
             begun = self.batch.begun
             self._all_have_reset = all(begun)
@@ -248,12 +212,12 @@ class BatchRunner:
                 raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
 
     def check_seed(self, seed: Any) -> None:
-        """Raise `ValueError` for a seed where `reset` can take none."""
+        """Raise `ValueError` for a seed if `reset` can take none."""
         if seed is not None and self.pool.seeded_at_start:
             raise ValueError(f"seed={seed!r}, but these environments are seeded only once, where they are made")
 
     def check_mode(self, facade: str, modes: Collection[AutoresetMode]) -> None:
-        """Raise `ValueError` unless the auto-reset mode is one that a facade serves.
+        """Raise `ValueError` unless a facade supports the auto-reset mode.
 
         A simulator that has no mode but `NEXT_STEP` passes for `DISABLED`: a reset right after an episode's end cancels
         the one that it would do.
@@ -264,12 +228,7 @@ class BatchRunner:
             raise ValueError(f"{facade} wants a ParallelEnv with {served}, got auto_reset={_AUTO_RESET[self.mode]}")
 
     def check_comes_together(self, facade: str, *, partial_resets: bool = False) -> None:
-        """Raise `ValueError` unless the results of all environments can be received at once.
-
-        Args:
-            facade: The name of the facade that receives them.
-            partial_resets: Whether some environments must be able to be reset without the others, too.
-        """
+        """Raise `ValueError` unless a facade can receive all results at once, and reset some environments if needed."""
         batch_size = self.pool.batch_size
         if self.num_envs % batch_size:
             raise ValueError(
@@ -286,11 +245,7 @@ class BatchRunner:
     # -- the one facade that steps ---------------------------------------------------------------------------------
 
     def claim(self, facade: weakref.ref[Any]) -> None:
-        """Let one facade step, and no other one as long as it lives and has not called `release`.
-
-        Raises:
-            RuntimeError: Another facade steps already.
-        """
+        """Let one facade step; `RuntimeError` if another one does that is alive and has not called `release`."""
         if self._stepped_by is facade:
             return
         other = None if self._stepped_by is None else self._stepped_by()
@@ -314,7 +269,7 @@ class BatchRunner:
             self._seed_check = check
 
     def _note_resets(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> None:
-        """Note resets; warn, once all environments have been reset, where their first observations are equal."""
+        """Note resets; once all environments have been reset, warn if their first observations are equal."""
         self.batch.begin(env_ids)
         check = self._seed_check
         if check is None:
@@ -354,19 +309,18 @@ class BatchRunner:
             if own_options is not None and self._check_options is not None:
                 self._check_options(own_options)
         keywords: dict[int, bytes] = {}
-        given: dict[int, int] = {}
+        new_seeds = [*self.seeds]
         for env_id, own, own_options in zip(env_ids, seeds, for_each, strict=True):
-            if own_options is not None and recovery is not None:
-                own_options = recovery.reset_options(env_id, own_options)
-            if own is None and not begun[env_id] and (recovery is None or not recovery.is_rebuilt(env_id)):
+            passed: dict[str, Any] = {}
+            if own is None and not begun[env_id] and (recovery is None or not recovery.slots[env_id].restarts):
                 own = base + env_id
             if own is not None:
-                given[env_id] = own
-            passed = {name: value for name, value in (("seed", own), ("options", own_options)) if value is not None}
+                passed["seed"] = new_seeds[env_id] = own
+            if own_options is not None:
+                passed["options"] = recovery.reset_options(env_id, own_options) if recovery else own_options
             keywords[env_id] = sendable(passed, "options", self.only_here)
         # Before the reset: an environment that fails in it is rebuilt with a seed of the new base.
-        self._base_seed, self.pool.seeds_stale = base, True
-        self.seeds = tuple(given.get(env_id, own) for env_id, own in enumerate(self.seeds))
+        self._base_seed, self.seeds, self.pool.seeds_stale = base, tuple(new_seeds), True
         if recovery is not None:
             recovery.base_seed = base
         return keywords

@@ -108,11 +108,11 @@ def test_a_ledger_of_another_machine():
     theirs.enter(3, Activity.STEP)
     ours.discard()
     ours.mirror(bytes(theirs._view), 100.0)
-    assert ours.running == theirs.running._replace(since=theirs.since + 100.0)
+    assert ours.running == theirs.running._replace(since=theirs.running.since + 100.0)
     assert ours.discarded
     assert not theirs.discarded
     theirs.leave()
     theirs.lay_down()
     ours.mirror(bytes(theirs._view), 100.0)
-    assert (ours.steps, ours.running, ours.settled) == (1, None, 3)
+    assert (ours.stats.steps, ours.running, ours.settled) == (1, None, 3)
     assert ours.simulator_s == theirs.simulator_s
