@@ -106,24 +106,21 @@ class ParallelEnv:
 
     Args:
         env_constructors: One callable for each environment, called inside its worker, with those of the keywords
-            `seed`, `env_id` and `restarts` (how often it has been rebuilt) that its signature names. Lambdas,
-            closures and functions of a script or notebook are allowed. `functools.partial(gymnasium.make, id)` gets the
-            seed if the registered entry point names it; `docs/seeding.md` has the rules.
-        auto_reset: What happens when an episode is over, that is when `terminateds["__all__"]` or
-            `truncateds["__all__"]` is true: True or `AutoresetMode.SAME_STEP` begins the next one in the same step,
-            `NEXT_STEP` with the next, False or `DISABLED` leaves it to you. Names of modes are allowed.
+            `seed`, `env_id` and `restarts` (how often it has been rebuilt) that its signature names. Lambdas and
+            closures are allowed. See `docs/seeding.md` for `functools.partial(gymnasium.make, id)`.
+        auto_reset: When the next episode begins after `terminateds["__all__"]` or `truncateds["__all__"]`: True or
+            `AutoresetMode.SAME_STEP` in the same step, `NEXT_STEP` with the next; False or `DISABLED` never by itself.
         seed: Environment i is seeded with `seed + i`; None draws a base seed.
-        num_workers: How many workers share the environments evenly; at most one for each environment is used. None:
-            one for each environment up to the number of CPUs that this process may use, or the cluster has.
-        envs_per_worker: The most environments of one worker, in place of `num_workers`; this may need more workers than
-            there are CPUs. 1 is for simulators that allow one simulation per process.
+        num_workers: How many workers share the environments evenly; None: one for each environment up to the number
+            of CPUs that this process may use, or the cluster has.
+        envs_per_worker: The most environments of one worker, in place of `num_workers`, whatever the number of CPUs.
         backend: Where the workers run: `"process"`, `"thread"`, `"serial"`, `"ray"` for actors of a Ray cluster, or
             a `Backend`, such as a `RayBackend` with the cluster's address and resources.
         adapter: The kind of simulator, if it is not recognised correctly: `"dict"`, `"pettingzoo"`, `"aec"`,
             `"gymnasium"`, `"rllib"`, `"mlagents"`, or a function that makes a `MultiAgentEnv` of it.
         shared_memory: False sends all values pickled.
-        copy: False returns observations that are views of the block: each is valid until its environment is
-            next stepped or reset, and stays readable after `close`.
+        copy: False returns observations that are views of shared memory: each is valid until its environment is next
+            stepped, sent to or reset, and stays readable after `close`.
         context: How worker processes start: `"forkserver"` (the default where available), `"spawn"` or `"fork"`.
         check_actions: Check every action against its space.
         on_error: What happens when an environment raises, or its worker dies or hangs: `"raise"` raises here and
@@ -133,27 +130,22 @@ class ParallelEnv:
         restart_policy: How often that may happen to one environment; then `RestartLimitExceeded` is raised.
         step_timeout: Seconds for each step, call, frame and attribute; None for no limit.
         reset_timeout: Seconds for each reset, automatic ones too; None for no limit.
-        start_timeout: Seconds for each constructor; None for no limit. For all three: time in which the whole program
-            is frozen while it waits (a paused virtual machine or container) does not count. A step past its limit is
-            reported as interrupted, even if it finishes before its worker is ended.
+        start_timeout: Seconds for each constructor; None for no limit. Time in which the whole program is frozen (a
+            paused virtual machine or container) does not count.
         worker_threads: Threads of BLAS, OpenMP and torch in each worker process; None leaves them alone.
         trace: Path of a timeline that is written by `close` or `stop_trace`; see `start_trace`.
 
     Raises:
         TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
-        ValueError: There are no constructors, their environments' spaces differ, or two agents have the same key, or
-            one is named `"__all__"` or `"__common__"`.
+        ValueError: There are no constructors, their environments' spaces differ, or agents' names cannot be used.
         EnvError: A constructor raised, with `on_error="restart"` too.
         WorkerCrashed: A worker died while constructing.
         WorkerTimeout: A constructor took longer than `start_timeout`.
 
-    One call at a time: a call in the middle of another one, from a second thread or a signal handler, raises
-    `AlreadyPendingCallError` and does nothing; the call in progress goes on. `close`, `stats`, `pending` and the
-    properties that never change may be used from any thread at any time; see `docs/concurrency.md`.
-
-    All methods raise `ClosedEnvironmentError` after `close`, and `AlreadyPendingCallError` if they need environments
-    that are in flight (between `send` or `reset_async` and `recv`). `env_ids` are environments in any order, None for
-    all; unknown or doubled ones are a `ValueError`. If arguments are refused, nothing has been done.
+    For all methods: `env_ids` are environments in any order, None for all; unknown or doubled ones are a `ValueError`.
+    If arguments are refused, nothing has been done. Environments in flight (between `send` or `reset_async` and `recv`)
+    are an `AlreadyPendingCallError`, and so is a call in the middle of another one, from a second thread or a signal
+    handler. After `close` there is a `ClosedEnvironmentError`. `docs/concurrency.md` says what other threads may use.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -264,8 +256,7 @@ class ParallelEnv:
 
         Episodes begin again with the next step (`NEXT_STEP`). What such a simulator cannot do is an error: `reset` with
         a seed or options, `recv` with a timeout or another `min_envs` than its `batch_size` or all in flight, traces.
-        After a partial reset, facades return the other environments' observations as they are in the arrays returned
-        last: with what has been written into those since.
+        After a partial reset, facades return the other environments' observations from the arrays returned last.
 
         Args:
             simulator: Nobody else may use it; it is closed with this.
@@ -299,11 +290,6 @@ class ParallelEnv:
             num_threads: Of EnvPool; None lets it choose.
             seed: Environment i is seeded with `seed + i`; a sequence has one for each; None draws one.
             task_arguments: For EnvPool, such as `max_episode_steps`.
-
-        Raises:
-            ImportError: EnvPool is not installed, or in an unsupported version.
-            ValueError: There is no such task, or a number is out of range.
-            TypeError: The task takes no such argument.
         """
         from marl_parallel.backends.envpool import open_pool
 
@@ -353,11 +339,9 @@ class ParallelEnv:
     def action_masks(self) -> tuple[dict[AgentID, Any], ...]:
         """For each environment, a dict of the action masks of the agents that act next and have one.
 
-        A mask is the entry `"action_mask"` of the agent's info, else of its observation, and always the running
-        episode's. Arrays of zeros and ones become bool, True for an allowed action; dicts and tuples stay as they are.
-        All arrays are the caller's own. The dict is empty for an environment that is in flight, whose episode is over,
-        that has never been reset, or whose next action is ignored because it was restarted. `docs/values.md` has an
-        example.
+        A mask is the entry `"action_mask"` of the agent's info, else of its observation, in the running episode. Arrays
+        of zeros and ones become bool, True for an allowed action; dicts and tuples stay as they are. All arrays are the
+        caller's own. The dict is empty for an environment whose next action does not count. See `docs/values.md`.
         """
         runner = self.runner
         return tuple(runner.batch.masks(i) if runner.pool.acts_next(i) else {} for i in runner.env_ids)
@@ -379,9 +363,7 @@ class ParallelEnv:
     def reward_space(self) -> spaces.Dict | None:
         """Spaces by agent of those whose rewards are vectors of several objectives; None if no agent declares one.
 
-        Such rewards are arrays of the space's dtype and shape, the caller's own. Another shape, or a cast from float to
-        integer, is an `EnvError`; a reward that comes as a number stays one. `docs/values.md` says how environments
-        declare them, with an example.
+        Such rewards are arrays of the space's dtype and shape, the caller's own; see `docs/values.md`.
         """
         return _space_of(self.runner.schema.reward_spaces)
 
@@ -419,8 +401,7 @@ class ParallelEnv:
             env_ids: Which environments.
 
         Returns:
-            Observations and infos: two tuples of dicts by agent, in the order of `env_ids`. Views, with `copy=False`,
-            are valid until that environment is next stepped or reset.
+            Observations and infos: two tuples of dicts by agent, in the order of `env_ids`.
 
         Raises:
             ValueError: A wrong number of seeds, or options that the environments' `reset` does not take.
@@ -443,17 +424,15 @@ class ParallelEnv:
         Returns:
             Observations, rewards, terminateds, truncateds, infos: five tuples of dicts by agent, in the order of
             `env_ids`. The flags also have the key `"__all__"`. After an automatic reset in the same step, the last
-            observation of the old episode is `infos[i][agent]["final_obs"]`. Views, with `copy=False`, are valid until
-            that environment is next stepped or reset.
+            observation of the old episode is `infos[i][agent]["final_obs"]`.
 
         Raises:
             ValueError: A wrong number of dicts, an action that is missing or of a wrong form, shape or dtype, or, with
                 `check_actions`, outside its space.
             TypeError: Actions are not dicts.
             ResetNeeded: An environment has never been reset.
-            EnvError: An environment raised; everything has been closed.
-            WorkerCrashed: A worker process died; everything has been closed.
-            WorkerTimeout: An environment took longer than it may; everything has been closed.
+            EnvError, WorkerCrashed, WorkerTimeout: An environment raised, its worker died, or it took longer than it
+                may; everything has been closed.
             RestartLimitExceeded: With `on_error="restart"` in place of these, if a policy is exhausted.
         """
         runner = self.runner
@@ -477,14 +456,11 @@ class ParallelEnv:
     ) -> None:
         """Begin to step environments and return; `recv` has the results, each as soon as it is there.
 
-        With `backend="serial"`, the steps are taken here.
+        With `backend="serial"`, the steps are taken here. Errors as of `step`.
 
         Args:
             actions: As of `step`, or a mapping from env id to a dict by agent.
             env_ids: Which environments; None for all, or all keys of a mapping.
-
-        Raises:
-            ValueError, TypeError, ResetNeeded: As of `step`.
         """
         runner = self.runner
         ids, rows = addressed(actions, env_ids, runner.num_envs)
@@ -505,15 +481,11 @@ class ParallelEnv:
 
     @exclusive("recv")
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> StepBatch:
-        """Take the results of all environments in flight that are ready, waiting for some of them.
+        """Take the results of all environments in flight that are ready, in order of completion.
 
         Args:
             min_envs: How many to wait for; None for all in flight, 0 for none.
             timeout: Seconds to wait at most; None for no limit.
-
-        Returns:
-            What is ready, in order of completion; at least `min_envs`. With `copy=False`, the views of an environment
-            are valid until it is sent to again.
 
         Raises:
             NoAsyncCallError: Nothing is in flight.
@@ -541,10 +513,7 @@ class ParallelEnv:
     def state(self, *, env_ids: Sequence[int] | None = None) -> NDArray[Any]:
         """The global states as they are now: an array `(num_envs, *state_space.shape)` of the caller's own.
 
-        Raises:
-            NotImplementedError: The environment has none.
-            ResetNeeded: An environment has never been reset.
-            ParallelEnvError: A fault, as in `call`; `step_timeout` applies.
+        Raises `NotImplementedError` if the environment has none; `step_timeout` applies.
         """
         runner = self.runner
         runner.check_idle("state")
@@ -592,8 +561,7 @@ class ParallelEnv:
             AttributeError: An environment has no such attribute. Nothing is closed.
             TypeError: The arguments or the result cannot be pickled or unpickled. Nothing is closed.
             ModuleNotFoundError: The arguments need a module that the worker cannot have. Nothing is closed.
-            EnvError: The method raised; everything has been closed, or, with `on_error="restart"`, the environment is
-                rebuilt.
+            EnvError: The method raised. Everything has been closed, or, with `"restart"`, the environment is rebuilt.
         """
         runner = self.runner
         runner.check_idle("call")
@@ -617,9 +585,6 @@ class ParallelEnv:
             name: The attribute's name; it must exist.
             values: A list or tuple with one for each of `env_ids`; anything else is set in all of them.
             env_ids: Which environments.
-
-        Raises:
-            ValueError: There is not one value for each environment.
         """
         runner = self.runner
         runner.check_idle("set_attr")
@@ -667,20 +632,15 @@ class ParallelEnv:
 
     @exclusive("render")
     def render(self, *, tile: bool = False, env_ids: Sequence[int] | None = None) -> Any:
-        """Render one frame of each environment.
+        """Render one frame of each environment; `step_timeout` applies.
 
         Args:
-            tile: Lay the frames out in a grid.
+            tile: Lay the frames, which must be arrays, out in a grid.
             env_ids: Which environments.
 
         Returns:
             A tuple of frames; with `tile`, one array of shape `(rows * height, columns * width, ...)`; None if
             `render_mode` is None.
-
-        Raises:
-            ValueError: `tile`, and the frames are not arrays.
-            ResetNeeded: An environment has never been reset.
-            ParallelEnvError: A fault, as in `call`; `step_timeout` applies.
         """
         runner = self.runner
         runner.check_idle("render")
@@ -707,7 +667,7 @@ class ParallelEnv:
         Raises:
             ValueError: No file can be written there.
             RuntimeError: A trace is being kept already.
-            ParallelEnvError: A worker has died meanwhile. With `on_error="restart"`, only the trace is ended.
+            ParallelEnvError: A worker has died meanwhile; no trace is kept.
         """
         self.runner.check_idle("start_trace")
         pool = self.runner.pool
@@ -733,8 +693,7 @@ class ParallelEnv:
         Raises:
             RuntimeError: No trace is being kept.
             OSError: The file cannot be written.
-            ParallelEnvError: A worker has died meanwhile. With `on_error="restart"` nothing is closed: call this again
-                for the trace of the others.
+            ParallelEnvError: A worker has died meanwhile; with `on_error="restart"`, call this again for the others'.
         """
         self.runner.check_idle("stop_trace")
         pool = self.runner.pool
@@ -823,12 +782,7 @@ def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:
 def tiled(frames: Sequence[Any]) -> NDArray[Any]:
     """Lay frames out in a grid, row by row, as square as can be.
 
-    Args:
-        frames: Arrays of shape `(height, width, ...)` and one dtype; smaller ones are padded with zeros, to the right
-            and below.
-
-    Returns:
-        One array of shape `(rows * height, columns * width, ...)`; places without a frame are zeros.
+    Frames are arrays `(height, width, ...)` of one dtype; smaller ones are padded with zeros to the right and below.
 
     Example:
         >>> tiled([np.ones((4, 6, 3), np.uint8)] * 5).shape
@@ -844,7 +798,7 @@ def tiled(frames: Sequence[Any]) -> NDArray[Any]:
             )
     height, width = (max(array.shape[axis] for array in arrays) for axis in (0, 1))
     columns = math.ceil(math.sqrt(len(arrays)))
-    rows = math.ceil(len(arrays) / columns)
+    rows = -(-len(arrays) // columns)
     picture = np.zeros((rows * height, columns * width, *arrays[0].shape[2:]), arrays[0].dtype)
     for place, array in enumerate(arrays):
         top, left = place // columns * height, place % columns * width
@@ -866,8 +820,6 @@ def make(
     Raises:
         ModuleNotFoundError: There is no such module, or `name` is a file.
         AttributeError: The module has no such attribute.
-        TypeError: An argument has a wrong type, or `ParallelEnv` has no such argument.
-        ValueError: `num_envs` is less than 1, or `name` is empty.
 
     Example:
         >>> with make("mpe2.simple_spread_v3", num_envs=2, env_kwargs={"N": 4}) as env:

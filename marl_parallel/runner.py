@@ -99,19 +99,10 @@ class BatchRunner:
     def reset(
         self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None
     ) -> tuple[tuple[int, ...], Any]:
-        """Begin new episodes, and wait.
-
-        Args:
-            seed: The seed of environment 0, so that environment i gets `seed + i`; or one for each of `env_ids`.
-            options: For the reset of every environment, or a list with one for each of `env_ids`.
-            env_ids: Which environments; None for all.
+        """Begin new episodes, and wait; arguments and errors as of `ParallelEnv.reset`, `options` also one for each.
 
         Returns:
             The env ids, and the extras of the results, which the batch needs to read them.
-
-        Raises:
-            ValueError: Unknown or doubled env ids, a wrong number of seeds, or options that are not taken.
-            AlreadyPendingCallError: Environments are in flight.
         """
         self.check_idle("reset")
         ids = self.checked_ids(env_ids)
@@ -136,14 +127,11 @@ class BatchRunner:
         return ids
 
     def step(self, env_ids: tuple[int, ...], written: Any) -> Any:
-        """Carry out actions, and wait.
+        """Carry out actions, and wait; returns the extras of the results, which the batch needs to read them.
 
         Args:
             env_ids: As `ids_to_step` returned them.
             written: What the batch returned when the actions were written.
-
-        Returns:
-            The extras of the results, which the batch needs to read them.
         """
         if written or env_ids is not self.env_ids:
             return self.pool.run(Message.STEP, env_ids, written or None)
@@ -157,17 +145,7 @@ class BatchRunner:
         self.pool.send(Message.STEP, env_ids, written or None, together=together)
 
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> Results:
-        """Wait for results of `send` and `send_reset`, and take all that are here.
-
-        Args:
-            min_envs: The number of environments to wait for; None for all in flight.
-            timeout: Seconds to wait at most; None for no limit.
-
-        Raises:
-            NoAsyncCallError: Nothing is in flight.
-            ValueError: `min_envs` is more than there are in flight.
-            TimeoutError: There were fewer in time. Nothing is lost.
-        """
+        """Wait for results of `send` and `send_reset`, and take all that are here; as `ParallelEnv.recv`."""
         self.pool.check_open()
         in_flight = self.pool.in_flight
         if not in_flight:
