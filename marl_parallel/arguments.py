@@ -141,46 +141,37 @@ def autoreset_mode(auto_reset: bool | AutoresetMode | str) -> AutoresetMode:
 
 def at_least_one(number: Any, name: str) -> int:
     """An integer that is positive."""
-    value = _integer(number, f"{name} must be an integer")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
+    return _integer(number, name, 1)
 
 
-def _integer(given: Any, wanted: str) -> int:
+def _integer(given: Any, name: str, least: int, or_none: str = "") -> int:
     try:
-        return operator.index(given)
+        value = operator.index(given)
     except TypeError:
-        raise TypeError(f"{wanted}, got {given!r}") from None
-
-
-def checked_patience(seconds: Any) -> float | None:
-    """How long `recv` waits: a number of seconds that is not negative, or None."""
-    if seconds == 0 and not isinstance(seconds, bool):
-        return 0.0
-    return checked_timeout(seconds, "timeout")
+        raise TypeError(f"{name} must be an integer{or_none}, got {given!r}") from None
+    if value < least:
+        raise ValueError(f"{name} must {'be at least 1' if least else 'not be negative'}, got {value}")
+    return value
 
 
 def checked_minimum(min_envs: Any, in_flight: int) -> int:
     """How many environments `recv` waits for; None stands for all in flight."""
     if min_envs is None:
         return in_flight
-    number = _integer(min_envs, "min_envs must be an integer or None")
-    if number < 0:
-        raise ValueError(f"min_envs must not be negative, got {number}")
+    number = _integer(min_envs, "min_envs", 0, " or None")
     if number > in_flight:
         raise ValueError(f"min_envs={number}, but only {in_flight} environments are in flight")
     return number
 
 
-def checked_timeout(seconds: Any, name: str) -> float | None:
-    """A positive number of seconds, or None."""
+def checked_timeout(seconds: Any, name: str, *, zero: bool = False) -> float | None:
+    """A positive number of seconds, or None; with `zero`, also 0."""
     if seconds is None:
         return None
     if isinstance(seconds, bool) or not isinstance(seconds, Real):
         raise TypeError(f"{name} must be a number of seconds or None, got {seconds!r}")
     value = float(seconds)
-    if not value > 0:
+    if not (value > 0 or (zero and value == 0)):
         raise ValueError(f"{name} must be positive, got {seconds}; None stands for no limit")
     return value
 
@@ -236,10 +227,7 @@ def base_seed(seed: Any) -> int:
     """The seed of environment 0; None draws one of 31 bits."""
     if seed is None:
         return int(np.random.SeedSequence().generate_state(1)[0] >> 1)
-    number = _integer(seed, "seed must be an integer or None")
-    if number < 0:
-        raise ValueError(f"seed must not be negative, got {number}")
-    return number
+    return _integer(seed, "seed", 0, " or None")
 
 
 def seeds_of(seeds: Sequence[Any], env_ids: Sequence[int]) -> list[int | None]:
@@ -290,11 +278,12 @@ def checked_ids(env_ids: Sequence[int], num_envs: int) -> tuple[int, ...]:
         raise TypeError(f"env_ids must be a sequence of integers or None, got {env_ids!r}") from None
     if mask:
         raise TypeError(f"env_ids must be numbers of environments, got a mask, {env_ids!r}: pass np.flatnonzero of it")
-    unknown = [env_id for env_id in ids if not 0 <= env_id < num_envs]
-    if unknown or len(set(ids)) != len(ids) or not ids:
-        reason = (
-            f"there is no environment {unknown[0]}" if unknown else "one is named twice" if ids else "that is nobody"
-        )
+    reason = "" if ids else "that is nobody"
+    if unknown := [env_id for env_id in ids if not 0 <= env_id < num_envs]:
+        reason = f"there is no environment {unknown[0]}"
+    elif len(set(ids)) != len(ids):
+        reason = "one is named twice"
+    if reason:
         raise ValueError(f"env_ids={[*ids]}: {reason}; there are environments 0 to {num_envs - 1}")
     return ids
 
@@ -312,7 +301,7 @@ def checked_options(options: Any, count: int) -> list[Any]:
 
 def closing_time(seconds: Any) -> float:
     """How long environments may take to close: a number of seconds that is not negative; None is no limit."""
-    patience = checked_patience(seconds)
+    patience = checked_timeout(seconds, "timeout", zero=True)
     return _ELEVEN_DAYS_S if patience is None else min(patience, _ELEVEN_DAYS_S)
 
 
@@ -336,8 +325,8 @@ def check_one_for_each(actions: Any, ids: Sequence[int]) -> None:
         got = "one dict"
     elif not hasattr(actions, "__len__"):
         got = f"{type(actions).__name__}, which has no length"
-    elif len(actions) != len(ids):
-        got = str(len(actions))
-    else:
+    elif len(actions) == len(ids):
         return
+    else:
+        got = str(len(actions))
     raise ValueError(f"expected a sequence of {len(ids)} action dicts, one for each environment, got {got}")

@@ -24,7 +24,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeed
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import Schema
-from marl_parallel.arguments import base_seed, checked_ids, checked_minimum, checked_options, checked_patience, seeds_of
+from marl_parallel.arguments import base_seed, checked_ids, checked_minimum, checked_options, checked_timeout, seeds_of
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.engine import BatchView, Engine
 from marl_parallel.core.exclusive import CallGuard
@@ -50,20 +50,7 @@ class BatchRunner:
     them out, and the batch reads the results. All three belong under one entry of `guard`; `vector.ArrayStepper` does
     this for facades. All methods raise `ClosedEnvironmentError` after `close`, and `ParallelEnvError` for a fault.
 
-    Attributes:
-        pool: Carries out requests.
-        batch: Holds actions and transitions. Its `acting`, `alive` and `over` say what state each environment is in.
-        schema: The agents and their spaces.
-        metadata: The metadata of environment 0, with the key `"autoreset_mode"`.
-        render_mode: The render mode of environment 0.
-        num_envs: The number of environments.
-        env_ids: All environments.
-        mode: The auto-reset mode.
-        seeds: The seed that each environment was given, or declared last.
-        takes_options: Whether `reset` takes options.
-        restarts: Whether environments that fail are rebuilt (`on_error="restart"`).
-        guard: The call in progress; one call at a time.
-        only_here: Modules that workers cannot import.
+    `docs/facades.md` lists its attributes for facades.
     """
 
     def __init__(
@@ -83,11 +70,11 @@ class BatchRunner:
         self.pool, self.batch, self.schema = pool, batch, schema
         self.mode, self.env_ids, self.num_envs = batch.mode, batch.env_ids, len(batch.env_ids)
         self.metadata, self.render_mode = {**metadata, "autoreset_mode": batch.mode}, render_mode
-        self.seeds = tuple(seeds)
-        self.takes_options = "options" in reset_keywords
-        self.restarts = pool.recovery is not None
-        self.guard = CallGuard(pool.check_open)
-        self.only_here = [] if only_here is None else only_here
+        self.seeds = tuple(seeds)  # the seed that each environment was given, or declared last
+        self.takes_options = "options" in reset_keywords  # whether `reset` takes options
+        self.restarts = pool.recovery is not None  # whether environments that fail are rebuilt
+        self.guard = CallGuard(pool.check_open)  # the call in progress; one call at a time
+        self.only_here = [] if only_here is None else only_here  # modules that workers cannot import
         self._base_seed = self.seeds[0]
         self._check_options, self._seeded_when_made = check_options, seeded_when_made
         self._all_have_reset = False  # whether every environment is known to have been reset
@@ -150,7 +137,7 @@ class BatchRunner:
         in_flight = self.pool.in_flight
         if not in_flight:
             raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
-        results = self.pool.recv(checked_minimum(min_envs, in_flight), checked_patience(timeout))
+        results = self.pool.recv(checked_minimum(min_envs, in_flight), checked_timeout(timeout, "timeout", zero=True))
         self._note_resets(results.resets, results.extras)
         return results
 

@@ -52,19 +52,12 @@ BEFORE_OR_AFTER = (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE)
 
 
 class Running(NamedTuple):
-    """An environment in the middle of something.
-
-    Attributes:
-        env_id: Its number.
-        activity: What it is doing.
-        since: When that began, in seconds of `time.monotonic`.
-        inside: Whether the simulator has not returned yet; else its result is being written.
-    """
+    """An environment in the middle of something."""
 
     env_id: int
     activity: Activity
-    since: float
-    inside: bool
+    since: float  # in seconds of `time.monotonic`
+    inside: bool  # whether the simulator has not returned yet; else its result is being written
 
 
 # Numbers of 8 bytes: what is running and since when; whether requests are discarded; then what `_SUMS` packs: seconds
@@ -146,9 +139,7 @@ class Ledger:
     def mirror(self, others: bytes, ahead: float) -> None:
         """Become a copy of another machine's ledger, except for the number that the parent writes.
 
-        Args:
-            others: The other's bytes.
-            ahead: Seconds that this machine's clock is ahead of that one's.
+        This machine's clock is `ahead` of that one's by so many seconds.
         """
         discarded = self._ints[_DISCARDED]
         self._view[:] = others
@@ -188,10 +179,7 @@ class Ledger:
 
     @property
     def parts(self) -> int:
-        """How many parts of requests the worker has begun.
-
-        A request has one part for each environment that gets a reply of its own, else one part.
-        """
+        """How many parts of requests the worker has begun; each reply is for one part."""
         return int(self._ints[_PARTS])
 
     @property
@@ -274,12 +262,7 @@ def end_slices(ledger: Ledger) -> array[float] | None:
 
 
 class Tracer:
-    """The parent's side of one trace: lane 0 is the parent's, lane `worker + 1` a worker's.
-
-    Args:
-        path: The file to write.
-        shares: The environments of each worker.
-    """
+    """The parent's side of a trace; lane 0 of the file is the parent's, lane `worker + 1` a worker's."""
 
     def __init__(self, path: Path, shares: Sequence[range]) -> None:
         self.path = path
@@ -295,12 +278,9 @@ class Tracer:
         self._open: set[str] = set()
 
     def watch(self, owner: Any, method: str, name: Callable[..., str]) -> None:
-        """Keep a slice of each call of an object's method; none for a call inside another of the same name.
+        """Keep a slice of each call of an object's method, with a name made of its arguments.
 
-        Args:
-            owner: The object.
-            method: The method's name.
-            name: Gives the slice's name, from the arguments of the call.
+        There is none for a call inside another of the same name.
         """
         inner = getattr(owner, method)
 
@@ -364,11 +344,7 @@ class Tracer:
         self._events.append({"ph": "i", "s": "t", "name": text, "pid": 1, "tid": worker + 1, "ts": moment})
 
     def finish(self) -> None:
-        """End the watching, and write the file, whole or not at all.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """End the watching, and write the file, whole or not at all; `OSError` if it cannot be written."""
         for owner, method in self._watched:
             delattr(owner, method)  # the class's own method is found again
         self._watched.clear()

@@ -37,7 +37,7 @@ from marl_parallel.core.payloads import Refusal
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.reports import logger
-from marl_parallel.core.slots import Deadlines, Limits, Queued, Slot, State, WorkerQueue
+from marl_parallel.core.slots import Deadlines, Limits, Slot, State, WorkerQueue
 from marl_parallel.types import EnvError, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
 _ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
@@ -53,21 +53,12 @@ class Results(NamedTuple):
 
 
 class Pool:
-    """The workers of one `ParallelEnv`, with a slot for each environment.
+    """The workers of one `ParallelEnv`, with a slot for each environment; as `Engine`.
 
     Args:
         backend: Started by the caller before the first request; closed here.
         shares: The environments of each worker.
         limits: How long each environment may take.
-
-    Attributes:
-        slots: One for each environment.
-        recovery: Set if environments that fail are rebuilt; None if their errors are raised.
-        in_flight: How many environments have been sent to and not received.
-        closed: Whether everything has been freed, or is just being freed.
-        tracer: Of the trace that is being kept, if any.
-        seeds_stale: Whether environments may use other seeds than those they declared last.
-        batch_size: All environments: results come in any number.
     """
 
     seeded_at_start = False
@@ -76,12 +67,12 @@ class Pool:
     def __init__(self, backend: Backend, shares: Sequence[range], limits: Limits = Limits()) -> None:  # noqa: B008
         self.backend, self.shares = backend, shares
         self.slots = [Slot(env_id, worker) for worker, share in enumerate(shares) for env_id in share]
-        self.batch_size = len(self.slots)
-        self.recovery: Recovery | None = None
-        self.in_flight = 0
+        self.batch_size = len(self.slots)  # results come in any number
+        self.recovery: Recovery | None = None  # set if environments that fail are rebuilt
+        self.in_flight = 0  # how many environments have been sent to and not received
         self.closed = False
-        self.tracer: Tracer | None = None
-        self.seeds_stale = True
+        self.tracer: Tracer | None = None  # of the trace that is being kept
+        self.seeds_stale = True  # whether environments may use other seeds than those they declared last
         self._queues = [WorkerQueue(share) for share in shares]
         self._deadlines = Deadlines(backend, limits, self._queues)
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
@@ -111,12 +102,14 @@ class Pool:
                 if not self._plain:
                     return self._run(Message.STEP, range(len(self.slots)), None)
                 self._plain = False
-                self.backend.post(self._step_all, together=True)
+                request, limit = self._step_all[0], self._deadlines.shortest[Message.STEP]
+                now = time.monotonic()
                 for queue in self._queues:
                     queue.posted += 1
-                if limited := self._deadlines.shortest[Message.STEP] is not None:
-                    self._queue_steps()
-                replies = self.backend.wait(self._deadlines.patience() if limited else None, len(self._step_all))
+                    queue.requests.append((request, queue.posted, limit))
+                    queue.since = now
+                self.backend.post(self._step_all, together=True)
+                replies = self.backend.wait(self._deadlines.patience() if limit else None, len(self._step_all))
                 plain = 0
                 for _, reply in replies:
                     plain += reply is STEPPED
@@ -125,24 +118,26 @@ class Pool:
                     extras = {}
                 else:
                     extras = self._plain_extras(replies)
-                if extras is None:
-                    return self._recv_steps(replies, limited)
-                if limited:
+                if extras is not None:
                     for queue in self._queues:
                         queue.requests.clear()
                         queue.suspect = None
-                self._plain = True
-                return extras
+                    self._plain = True
+                    return extras
+                self._mark_sent(Message.STEP, range(len(self.slots)))
+                self._apply(replies)
+                self._look_for_late()
+                return self._recv_all(len(self.slots))
             except BaseException as error:
                 self._close_after(error)
                 raise
 
     def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
-        """Send a step or a reset to environments, and return.
+        """Send `STEP` or `RESET` to environments that are not in flight, and return.
 
         Args:
-            message: `STEP` or `RESET`.
-            env_ids: Which environments; none of them is in flight.
+            message: What to send.
+            env_ids: Which environments.
             payloads: By environment, pickled; None for nothing.
             together: Whether all are received at once, which is faster.
         """
@@ -170,17 +165,13 @@ class Pool:
         return extras
 
     def execute(self, requests: Mapping[int, Request]) -> dict[int, Any]:
-        """Carry out requests other than steps and resets, while nothing is in flight.
-
-        Args:
-            requests: By worker.
+        """Carry out requests, by worker, other than steps and resets, while nothing is in flight.
 
         Returns:
             The results, by environment, of those that have one.
 
         Raises:
             ParallelEnvError: A fault. Everything has been closed, or the environments have been rebuilt.
-            ClosedEnvironmentError: Another thread has closed everything.
         """
         answers: dict[int, Any]
         answers, errors = self._call(self._execute, requests)
@@ -235,22 +226,6 @@ class Pool:
                 return None
             extras.update(reply.results)
         return {env_id: self.read(env_id, result) for env_id, result in extras.items()}
-
-    def _recv_steps(self, replies: Sequence[tuple[int, Reply | Lost]], queued: bool) -> Mapping[int, Any]:
-        """Go on with a step of all environments after the first replies: slots say what is going on from here."""
-        self._mark_sent(Message.STEP, range(len(self.slots)))
-        if not queued:
-            self._queue_steps()
-        self._apply(replies)
-        self._look_for_late()
-        return self._recv_all(len(self.slots))
-
-    def _queue_steps(self) -> None:
-        """Note the requests that `step_all` has posted."""
-        now, request, limit = time.monotonic(), self._step_all[0], self._deadlines.shortest[Message.STEP]
-        for queue in self._queues:
-            queue.requests.append(Queued(request, queue.posted, limit))
-            queue.since = now
 
     def _send(self, message: Message, env_ids: Sequence[int], payloads: Any, together: bool) -> None:
         self._plain = False
@@ -325,7 +300,7 @@ class Pool:
             queue = self._queues[worker]
             if not queue.requests:
                 queue.since = now
-            queue.requests.append(Queued(request, queue.posted + 1, self._deadlines.shortest[request.message]))
+            queue.requests.append((request, queue.posted + 1, self._deadlines.shortest[request.message]))
             queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1
         self.backend.post(requests, together=together)
 
@@ -366,7 +341,7 @@ class Pool:
             self._apply_results(queue, reply, failures)
         else:
             self._answers.update(reply.results)
-        if reply.last and queue.requests and queue.requests.popleft().limit is not None:
+        if reply.last and queue.requests and queue.requests.popleft()[2] is not None:
             queue.since, queue.suspect = time.monotonic(), None
 
     def _apply_results(self, queue: WorkerQueue, reply: Reply, failures: Mapping[int, Failure]) -> None:
@@ -377,7 +352,7 @@ class Pool:
                     self.slots[env_id].saved = result
         env_ids = reply.env_ids
         if env_ids is None and queue.requests:
-            env_ids = queue.requests[0].request.env_ids
+            env_ids = queue.requests[0][0].env_ids
         for env_id in queue.share if env_ids is None else env_ids:
             slot = self.slots[env_id]
             if slot.state is State.BUSY and env_id not in failures:
@@ -421,10 +396,8 @@ class Pool:
     def _lost(self, worker: int, lost: Lost) -> None:
         """A worker has died."""
         share, running = self.shares[worker], self.backend.ledgers[worker].running
-        slots = self.slots[share.start : share.stop]
-        self._rebuild_or_raise(
-            slots, reports.crashed(worker, share, lost, running, self._advice), running, replaces=True
-        )
+        slots, advice = self.slots[share.start : share.stop], self._advice
+        self._rebuild_or_raise(slots, reports.crashed(worker, share, lost, running, advice), running, replaces=True)
 
     def _late(self, worker: int) -> None:
         """A worker is past its timeout."""
@@ -470,18 +443,16 @@ class Pool:
     ) -> None:
         """Rebuild environments of one worker, or raise the error.
 
-        Args:
-            slots: The environments.
-            error: Passed without a variable in the caller's frame, which its traceback would refer to.
-            running: What the worker is doing, or was doing when it died.
-            replaces: Whether they are rebuilt in a new worker: all of the worker's are lost.
+        `running` is what the worker is doing, or was doing when it died. With `replaces`, the environments are all of
+        the worker's, and are rebuilt in a new one. The caller keeps the error in no variable: its traceback would
+        refer to the caller's frame, and the cycle would keep everything from being freed.
         """
         recovery, worker = self.recovery, slots[0].worker
         if recovery is None or (replaces and not self.backend.can_kill):
             try:
                 raise error
             finally:
-                del error  # likewise: a cycle would keep everything from being freed
+                del error  # likewise
         recovery.count_fault([self.slots[env_id] for env_id in error.env_ids], error)
         where = f"restarted: environments {[*self.shares[worker]]}" if replaces else "it is restarted"
         logger.warning("%s; %s", reports.first_line(error), where)
@@ -508,11 +479,10 @@ class Pool:
     def _finished_before(self, worker: int, running: Running | None) -> Sequence[int]:
         """Of environments that a worker was stepping one after the other, those that had finished."""
         queue, status = self._queues[worker], self.backend.ledgers[worker]
-        if not queue.together or status.parts < queue.requests[0].part:  # it had not begun
+        if not queue.together or status.parts < queue.requests[0][1]:  # it had not begun
             return ()
-        env_ids = queue.requests[0].request.env_ids
-        if env_ids is None:
-            env_ids = queue.share
+        env_ids = queue.requests[0][0].env_ids
+        env_ids = queue.share if env_ids is None else env_ids
         last = status.settled if running is None else running.env_id
         if last not in env_ids:
             return ()
@@ -582,12 +552,8 @@ class Pool:
     def close(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
         """Close all environments, end all workers and free everything. Idempotent.
 
-        Args:
-            ask: Let the environments close themselves first.
-            timeout: Seconds that they have for it.
-
-        Returns:
-            The error of an environment that failed to close; everything has been freed all the same.
+        With `ask`, the environments close themselves first, and have `timeout` seconds for it. Returns the error of one
+        that failed to close; everything has been freed all the same.
         """
         if self.closed:
             return None

@@ -104,20 +104,14 @@ class Slot:
         return State.DONE if self.done else State.BUSY
 
 
-class Queued(NamedTuple):
-    """A request before a worker."""
-
-    request: Request
-    part: int  # the number of its first part, counted as in `Ledger.parts`
-    limit: float | None  # the shortest timeout that may apply to it, in seconds
-
-
 @dataclass(slots=True, eq=False)
 class WorkerQueue:
     """The requests before one worker, seen from the parent."""
 
     share: Sequence[int]  # its environments
-    requests: deque[Queued] = field(default_factory=deque)  # those without a last reply, oldest first
+    # Requests without a last reply, oldest first; each with the number of its first part, counted as in `Ledger.parts`,
+    # and the shortest timeout that may apply to it, in seconds.
+    requests: deque[tuple[Request, int, float | None]] = field(default_factory=deque)
     posted: int = 0  # how many parts of requests have been posted to this process
     since: float = 0.0  # when the worker was last expected to begin something, in seconds of `time.monotonic`
     suspect: tuple[tuple[int, float], float] | None = None  # a status past its timeout, and when it was first seen
@@ -128,13 +122,13 @@ class WorkerQueue:
         """Whether the worker carries out a step or reset whose environments are received at once."""
         if not self.requests:
             return False
-        request = self.requests[0].request
+        request = self.requests[0][0]
         return not request.each and (request.message is Message.STEP or request.message is Message.RESET)
 
     @property
     def limited(self) -> Message | None:
         """The oldest request that has a timeout."""
-        return next((queued.request.message for queued in self.requests if queued.limit is not None), None)
+        return next((request.message for request, _, limit in self.requests if limit is not None), None)
 
 
 # -- timeouts ----------------------------------------------------------------------------------------------------------
@@ -185,7 +179,7 @@ class Deadlines:
 
     def patience(self) -> float | None:
         """How long to wait before the next call of `late`; None for no limit. Called before each wait."""
-        limits = [queued[2] for queue in self._queues for queued in queue.requests if queued[2] is not None]
+        limits = [limit for queue in self._queues for _, _, limit in queue.requests if limit is not None]
         if not limits:
             self._wait_ends = None
             return None
