@@ -30,6 +30,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import get_ident
 from types import ModuleType, TracebackType
@@ -211,37 +212,20 @@ class ParallelEnv:
             started = True
             only_here: list[ModuleType] = []
             described, plan, built = construct(pool, constructors, seeds, mode, adapter, survive, only_here)
-            schema, one = common_schema(described), described[0]
+            schema = common_schema(described)
             layout = Layout(schema, len(seeds), arrays=shared_memory)
             block = opened.allocate(layout)
             attach = Request(Message.ATTACH, None, (len(seeds), shared_memory))
             pool.execute(dict.fromkeys(range(len(shares)), attach))
             batch = Batch(
-                pool.slots,
-                layout,
-                block,
-                one.rules,
-                mode,
-                copy=copy,
-                check_actions=check_actions,
-                needs_all_actions=one.needs_all_actions,
-                only_here=only_here,
-            )
+                pool.slots, layout, block, schema.rules, mode,
+                copy=copy, check_actions=check_actions, needs_all_actions=schema.needs_all_actions, only_here=only_here,
+            )  # fmt: skip
             if survive:
-                pool.survive(Recovery(pool.slots, restart_policy, plan, attach.payload, batch, base, one.options_last))
-            self.runner = BatchRunner(
-                pool,
-                batch,
-                schema,
-                seeds,
-                one.metadata,
-                one.render_mode,
-                reset_keywords=one.reset_keywords,
-                check_options=one.check_options,
-                seeded_when_made=one.seeded_when_made,
-                only_here=only_here,
-            )
-            self.runner.begin_seed_check(SeedCheck(built, "seed" in one.reset_keywords))
+                policy, options_last = restart_policy, schema.options_last
+                pool.survive(Recovery(pool.slots, policy, plan, attach.payload, batch, base, options_last))
+            self.runner = BatchRunner(pool, batch, schema, seeds, only_here)
+            self.runner.begin_seed_check(SeedCheck(built, "seed" in schema.reset_keywords))
             if trace is not None:
                 self.start_trace(trace)
         except BaseException:
@@ -266,9 +250,8 @@ class ParallelEnv:
         pool = NativeCrew(simulator)
         env._own(pool)
         batch = NativeBatch(simulator.schema, pool.env_ids)
-        env.runner = BatchRunner(
-            pool, batch, simulator.schema, simulator.seeds, simulator.metadata, simulator.render_mode
-        )
+        schema = replace(simulator.schema, metadata=simulator.metadata, render_mode=simulator.render_mode)
+        env.runner = BatchRunner(pool, batch, schema, simulator.seeds)
         return env
 
     @classmethod

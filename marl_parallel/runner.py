@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -59,24 +59,17 @@ class BatchRunner:
         batch: BatchView,
         schema: Schema,
         seeds: Sequence[int],
-        metadata: Mapping[str, Any],
-        render_mode: str | None,
-        *,
-        reset_keywords: Collection[str] = (),
-        check_options: Callable[[Any], None] | None = None,
-        seeded_when_made: bool = False,
         only_here: list[ModuleType] | None = None,
     ) -> None:
         self.pool, self.batch, self.schema = pool, batch, schema
         self.mode, self.env_ids, self.num_envs = batch.mode, batch.env_ids, len(batch.env_ids)
-        self.metadata, self.render_mode = {**metadata, "autoreset_mode": batch.mode}, render_mode
+        self.metadata, self.render_mode = {**schema.metadata, "autoreset_mode": batch.mode}, schema.render_mode
         self.seeds = tuple(seeds)  # the seed that each environment was given, or declared last
-        self.takes_options = "options" in reset_keywords  # whether `reset` takes options
+        self.takes_options = "options" in schema.reset_keywords  # whether `reset` takes options
         self.restarts = pool.recovery is not None  # whether environments that fail are rebuilt
         self.guard = CallGuard(pool.check_open)  # the call in progress; one call at a time
         self.only_here = [] if only_here is None else only_here  # modules that workers cannot import
         self._base_seed = self.seeds[0]
-        self._check_options, self._seeded_when_made = check_options, seeded_when_made
         self._all_have_reset = False  # whether every environment is known to have been reset
         self._seed_check: SeedCheck | None = None
         self._stepped_by: weakref.ref[object] | None = None
@@ -259,7 +252,7 @@ class BatchRunner:
         self.check_seed(seed)
         if self.pool.seeded_at_start:
             return {}
-        if seed is not None and self._seeded_when_made:
+        if seed is not None and self.schema.seeded_when_made:
             warnings.warn(
                 f"seed={seed!r} is refused: these environments are seeded when they are made; give it to ParallelEnv, "
                 "which gives it to their constructors",
@@ -271,8 +264,8 @@ class BatchRunner:
         recovery, begun = self.pool.recovery, self.batch.begun
         for_each = checked_options(options, len(env_ids))
         for own_options in for_each:
-            if own_options is not None and self._check_options is not None:
-                self._check_options(own_options)
+            if own_options is not None:
+                self.schema.check_options(own_options)
         keywords: dict[int, bytes] = {}
         new_seeds = [*self.seeds]
         for env_id, own, own_options in zip(env_ids, seeds, for_each, strict=True):
