@@ -80,7 +80,7 @@ from marl_parallel.core.seed_check import SeedCheck
 from marl_parallel.core.sharing import share_out
 from marl_parallel.core.slots import Limits
 from marl_parallel.runner import BatchRunner
-from marl_parallel.types import ParallelEnvError, RestartPolicy, Stats, StepBatch
+from marl_parallel.types import EnvError, ParallelEnvError, RestartPolicy, Stats, StepBatch
 
 START_TIMEOUT_S = 60.0
 _MORE_REQUESTS = 8  # before a worker, beyond two for each of its environments: such as the one to close
@@ -747,12 +747,11 @@ class ParallelEnv:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        try:
             self.close()
-            return
-        self._finalizer.detach()
-        failed = self.runner.pool.close()
-        if failed is not None:
+        except EnvError as failed:
+            if error is None:
+                raise
             logger.warning("while closing after another error: %s", failed)
 
 

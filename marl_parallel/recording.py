@@ -169,7 +169,7 @@ class _Picture:
 
     def __init__(self, width: int | None, labels: bool) -> None:
         self._width, self._labels = width, labels
-        self._image, self._draw, self._font = _pillow()
+        _, self._image, self._draw, self._font = _libraries()
 
     def of(self, frame: Any, env_id: int, value: float) -> NDArray[np.uint8]:
         array = np.asarray(frame)
@@ -207,13 +207,17 @@ def _padded(picture: NDArray[np.uint8], size: tuple[int, ...], env_id: int) -> N
 @contextlib.contextmanager
 def _writer(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], None]]:
     """A function that takes frames; the file is there after the last one, or not at all."""
-    imageio = _imageio()
+    imageio, image, *_ = _libraries()
     part = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
     try:
         if path.suffix.lower() == ".gif":
             frames: list[NDArray[np.uint8]] = []
             yield lambda frame: frames.append(_even(frame))
-            _write_gif(part, frames, fps)
+            # Frames last whole hundredths of a second, some one more than others, so that the speed is right.
+            ends = [round(100 * count / fps) for count in range(len(frames) + 1)]
+            lengths = [10 * (end - begin) for begin, end in pairwise(ends)]
+            first, *others = map(image.fromarray, frames)
+            first.save(part, save_all=True, append_images=others, duration=lengths, loop=0)
         else:
             writer = imageio.get_writer(part, fps=fps, macro_block_size=2)
             with contextlib.closing(writer):  # imageio's own `with` leaves it open after an error
@@ -223,31 +227,16 @@ def _writer(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], No
         part.unlink(missing_ok=True)
 
 
-def _write_gif(path: Path, frames: Sequence[NDArray[np.uint8]], fps: float) -> None:
-    """Frames last whole hundredths of a second, some one more than others, so that the speed is right."""
-    first, *others = map(_pillow()[0].fromarray, frames)
-    ends = [round(100 * count / fps) for count in range(len(frames) + 1)]
-    lengths = [10 * (end - begin) for begin, end in pairwise(ends)]
-    first.save(path, save_all=True, append_images=others, duration=lengths, loop=0)
-
-
 def _even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Add a row or column of black if their number is odd, which the codec of mp4 does not take."""
     return np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)))
 
 
-def _imageio() -> Any:
+def _libraries() -> tuple[Any, ...]:
     try:
         import imageio.v2
         import imageio_ffmpeg  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f'videos need imageio: pip install "marl-parallel[video]" ({error})') from error
-    return imageio.v2
-
-
-def _pillow() -> tuple[Any, Any, Any]:
-    try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:
-        raise ImportError(f'videos need Pillow: pip install "marl-parallel[video]" ({error})') from error
-    return Image, ImageDraw, ImageFont
+        raise ImportError(f'videos need imageio and Pillow: pip install "marl-parallel[video]" ({error})') from error
+    return imageio.v2, Image, ImageDraw, ImageFont

@@ -79,9 +79,7 @@ class Episode:
         check_infos(infos, observations)
         self._flagged.clear()
         self._over, self.ended_for_now = None, False
-        self._alive = list(observations)
-        self._acting = self._who_acts(observations)
-        self._all_act = self._do_all_act()
+        self._note(observations, observations)
         rewards = no_rewards(observations, self.env.reward_spaces)
         terminateds = {**dict.fromkeys(observations, False), ALL: False}
         truncateds = {**terminateds}
@@ -119,23 +117,21 @@ class Episode:
                 self._over = None
                 agents = self._acting
                 return Transition(observations, rewards, terminateds, truncateds, infos, agents, agents, usual)
-        return self._interpret(observations, rewards, terminateds, truncateds, infos)
+        return self._interpret((observations, rewards, terminateds, truncateds, infos))
 
-    def _interpret(
-        self,
-        observations: dict[AgentID, Any],
-        rewards: dict[AgentID, Any],
-        terminateds: dict[Any, Any],
-        truncateds: dict[Any, Any],
-        infos: dict[Any, Any],
-    ) -> Transition:
+    def _interpret(self, dicts: Dicts) -> Transition:
         """Decide what a step means: who is alive and acts now, and whether the episode is over."""
+        observations, rewards, terminateds, truncateds, infos = dicts
         if ALL in observations or ALL in rewards or COMMON in observations:
             refuse_reserved("step", observations, rewards)
         terminateds, truncateds = checked_flags(terminateds, "terminated"), checked_flags(truncateds, "truncated")
         check_infos(infos, observations)
-        before = self._alive
-        self._note(observations, terminateds, truncateds)
+        before, alive = self._alive, self.env.alive()
+        if alive is None:
+            for flags in (terminateds, truncateds):
+                self._flagged.update(agent for agent, flag in flags.items() if flag and agent != ALL)
+            alive = [agent for agent in dict.fromkeys([*before, *observations]) if agent not in self._flagged]
+        self._note(alive, observations)
         if ALL not in terminateds or ALL not in truncateds:
             ended = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
             terminateds, truncateds = {**terminateds}, {**truncateds}  # the simulator may use its own again
@@ -183,22 +179,11 @@ class Episode:
             self._ahead = self.reset({})
             self._put_off, self._over = keywords, over
 
-    def _note(
-        self, observations: dict[AgentID, Any], terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]
-    ) -> None:
+    def _note(self, alive: Iterable[AgentID], observations: dict[AgentID, Any]) -> None:
         """Update alive and acting, as new lists: transitions hold the old ones."""
-        alive = self.env.alive()
-        if alive is None:
-            for flags in (terminateds, truncateds):
-                self._flagged.update(agent for agent, flag in flags.items() if flag and agent != ALL)
-            seen = dict.fromkeys([*self._alive, *observations])
-            alive = [agent for agent in seen if agent not in self._flagged]
         self._alive = [*alive]
         self._acting = self._who_acts(observations)
-        self._all_act = self._do_all_act()
-
-    def _do_all_act(self) -> bool:
-        return self._acting == self._alive == self.env.possible_agents and not self._flagged
+        self._all_act = self._acting == self._alive == self.env.possible_agents and not self._flagged
 
     def _who_acts(self, observations: dict[AgentID, Any]) -> list[AgentID]:
         turn = self.env.turn()
@@ -274,22 +259,13 @@ def interrupted(
 
 def marked(dicts: Dicts, report: str) -> Dicts:
     """The same dicts with the mark of a restart in their infos."""
-    *others, infos = dicts
-    common = infos.get(COMMON)
-    own = common if isinstance(common, dict) else {}
-    observations, rewards, terminateds, truncateds = others
-    mark = {"restarted": True, "error": report, **own}
-    return observations, rewards, terminateds, truncateds, {**infos, COMMON: mark}
+    common = dicts[4].get(COMMON)
+    mark = {"restarted": True, "error": report, **(common if isinstance(common, dict) else {})}
+    return (*dicts[:4], {**dicts[4], COMMON: mark})
 
 
 def renewed(interrupted: Dicts, fresh: Dicts) -> Dicts:
-    """The dicts of a step in which the environment was restarted, with `SAME_STEP`.
-
-    Args:
-        interrupted: Those of the old episode.
-        fresh: Those of the fresh environment's reset.
-    """
-    observations, rewards, terminateds, truncateds, infos = interrupted
-    infos = dict(infos)
-    with_final(infos, observations, fresh[4])
-    return fresh[0], rewards, terminateds, truncateds, infos
+    """The dicts of a step with `SAME_STEP`, from the old episode's and those of the fresh environment's reset."""
+    infos = dict(interrupted[4])
+    with_final(infos, interrupted[0], fresh[4])
+    return (fresh[0], *interrupted[1:4], infos)
