@@ -5,7 +5,7 @@ keys are added to the simulator's. The worker holds an `Episode` for each of its
 
     reset(keywords) -> Transition
     step(actions)   -> Transition         and with SAME_STEP, when the episode has ended (`ended_for_now`):
-                       begin_anew(last)   -> Transition: the last step's rewards, the new episode's first observations
+                       begin_next(last)   -> Transition: the last step's rewards, the new episode's first observations
 
 The parent uses the functions at the end on the same facts. How transitions travel is in `records.py`.
 """
@@ -43,7 +43,7 @@ class Episode:
     """One environment and its state.
 
     Attributes:
-        ended_for_now: Whether the last step ended an episode and `begin_anew` is due.
+        ended_for_now: Whether the last step ended an episode and `begin_next` is due.
     """
 
     def __init__(self, env: MultiAgentEnv, env_id: int, mode: AutoresetMode, ledger: Ledger) -> None:
@@ -57,8 +57,8 @@ class Episode:
         self._usual = UsualForm(env.possible_agents, vectors=vectors)
         self._all_act = False  # whether every possible agent is alive and acting, and nobody has been flagged
         self._over: tuple[Any, Any] | None = None
-        self._put_off: Mapping[str, Any] | None = None
-        self._ahead: Transition | None = None
+        self._postponed: Mapping[str, Any] | None = None
+        self._early: Transition | None = None
         self.ended_for_now = False
 
     def reset(self, keywords: Mapping[str, Any]) -> Transition:
@@ -67,8 +67,8 @@ class Episode:
         Returns:
             The first observations and infos; the agents in them have flags False and rewards of zero.
         """
-        if self._put_off is not None:
-            keywords, self._put_off, self._ahead = {**self._put_off, **keywords}, None, None
+        if self._postponed is not None:
+            keywords, self._postponed, self._early = {**self._postponed, **keywords}, None, None
         self._ledger.enter(self.env_id, _RESET)
         try:
             observations, infos = self.env.reset(**keywords)
@@ -93,16 +93,16 @@ class Episode:
             actions: For the simulator, without those of agents that do not act.
 
         Returns:
-            The transition; if `ended_for_now`, for `begin_anew`.
+            The transition; if `ended_for_now`, for `begin_next`.
         """
         if self._over is not None:
             if self._mode is AutoresetMode.NEXT_STEP:
-                ahead = self._ahead
+                ahead = self._early
                 if ahead is None:
                     return self.reset({})
-                self._over = self._put_off = self._ahead = None
+                self._over = self._postponed = self._early = None
                 return ahead
-            if not self._dict_rules or self._put_off is not None:
+            if not self._dict_rules or self._postponed is not None:
                 terminated, truncated = self._over
                 return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {}, (), ())
         self._ledger.enter(self.env_id, _STEP)
@@ -153,7 +153,7 @@ class Episode:
         )
         return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, ())
 
-    def begin_anew(self, last: Transition) -> Transition:
+    def begin_next(self, last: Transition) -> Transition:
         """Begin the next episode in the step whose transition is `last`.
 
         Returns:
@@ -165,19 +165,19 @@ class Episode:
             final_observations=last.observations, reset_infos=first.infos,
         )  # fmt: skip
 
-    def put_off(self, keywords: Mapping[str, Any]) -> None:
+    def postpone_reset(self, keywords: Mapping[str, Any]) -> None:
         """Count as truncated until the next reset, which gets these keywords: the simulator is new."""
-        self._put_off, self._over = keywords, (False, True)
+        self._postponed, self._over = keywords, (False, True)
 
-    def begin_early(self) -> None:
+    def reset_early(self) -> None:
         """Do a reset that was put off, for a look at the simulator before it.
 
         Its transition is kept for the step that begins the episode; a reset by the caller replaces it.
         """
-        if self._put_off is not None and self._ahead is None:
-            keywords, over = self._put_off, self._over
-            self._ahead = self.reset({})
-            self._put_off, self._over = keywords, over
+        if self._postponed is not None and self._early is None:
+            keywords, over = self._postponed, self._over
+            self._early = self.reset({})
+            self._postponed, self._over = keywords, over
 
     def _note(self, alive: Iterable[AgentID], observations: dict[AgentID, Any]) -> None:
         """Update alive and acting, as new lists: transitions hold the old ones."""

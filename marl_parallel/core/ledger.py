@@ -92,7 +92,7 @@ class Ledger:
         _RUNNING.pack_into(self._view, 0, env_id + 1, activity, now)
 
     def leave(self) -> None:
-        """Note that it has returned, or raised; sums and counts are written by `lay_down`."""
+        """Note that it has returned, or raised; sums and counts are written by `end_request`."""
         self._inside += time.monotonic() - self._entered
         ints = self._ints
         ints[0] = -ints[0]
@@ -107,7 +107,7 @@ class Ledger:
         finally:
             self.leave()
 
-    def take_up(self) -> None:
+    def begin_request(self) -> None:
         """Note that the worker begins a request, or a part of one, now."""
         now = time.monotonic()
         ints = self._ints
@@ -118,7 +118,7 @@ class Ledger:
         self._floats[_WAITING] = self._waited
         self._changed = now
 
-    def lay_down(self) -> float:
+    def end_request(self) -> float:
         """Note that the worker has carried it out; returns the moment."""
         now = time.monotonic()
         ints = self._ints
@@ -205,7 +205,7 @@ def _guard_in_forked_child() -> None:
     these methods here costs nothing in a step.
     """
     for ledger in list(_of_this_process):
-        vars(ledger).update(dict.fromkeys(("enter", "leave", "take_up", "lay_down"), end_returning_copy))
+        vars(ledger).update(dict.fromkeys(("enter", "leave", "begin_request", "end_request"), end_returning_copy))
     _of_this_process.clear()
 
 
@@ -234,9 +234,9 @@ class TracedLedger(Ledger):
         super().leave()
         self._keep(-self._ints[_ENV] - 1, self._ints[_ACTIVITY], self._entered, time.monotonic())
 
-    def lay_down(self) -> float:
+    def end_request(self) -> float:
         begun = self._changed
-        moment = super().lay_down()
+        moment = super().end_request()
         self._keep(-1, _REQUEST, begun, moment)
         return moment
 

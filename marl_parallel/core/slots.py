@@ -25,24 +25,18 @@ class State(Enum):
     """What an environment is doing, seen from the parent."""
 
     IDLE = "idle"
-    BUSY = "busy"
-    """A step or reset has been sent, and its result is not here yet."""
-    DONE = "done"
-    """A result is here that the caller has not received yet."""
-    REBUILDING = "rebuilding"
-    """The environment has failed, and its worker constructs it again."""
+    BUSY = "busy"  # a step or reset has been sent, and its result is not here yet
+    DONE = "done"  # a result is here that the caller has not received yet
+    REBUILDING = "rebuilding"  # the environment has failed, and its worker constructs it again
 
 
 class Interrupted(Enum):
     """What a fault interrupts."""
 
     STEP = "step"
-    AUTO_RESET = "auto-reset"
-    """The reset within the step that ended an episode."""
-    RESET = "reset"
-    """A reset that the caller sent, or that was due."""
-    NOTHING = "nothing"
-    """The environment was idle: its next result carries the mark of the restart."""
+    AUTO_RESET = "auto-reset"  # the reset within the step that ended an episode
+    RESET = "reset"  # a reset that the caller sent, or that was due
+    NOTHING = "nothing"  # the environment was idle: its next result carries the mark of the restart
 
 
 class Fault(NamedTuple):

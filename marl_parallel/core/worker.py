@@ -6,7 +6,7 @@ How a step goes::
                                   |
                                   | for each environment, with its actions from the block
                                   v
-                                _advance      Episode.step, begin_anew if the episode has ended,
+                                _advance      Episode.step, begin_next if the episode has ended,
                                               TransitionRecords.write; returns what does not fit, pickled
 
 `_carry_out` catches whatever a simulator raises and sends it as a `Failure`; the other environments go on. A crash
@@ -87,7 +87,7 @@ class Worker:
         self, request: Request, env_ids: Sequence[int] | None, send: Callable[[Reply], None], *, last: bool
     ) -> None:
         message, _, payload, _, prompt = request
-        self._ledger.take_up()
+        self._ledger.begin_request()
         handler: Callable[[Worker, int, Any], Any] = _HANDLERS[message]
         payloads: Iterable[Any] = repeat(payload)
         if message is Message.STEP and payload is None:  # all actions are in the block
@@ -112,7 +112,7 @@ class Worker:
                 self._check_not_forked()
                 send(Reply(_kind(failures), message, (env_id,), results, failures, time.monotonic(), last=False))
                 results, failures = {}, {}
-        moment = self._ledger.lay_down()
+        moment = self._ledger.end_request()
         self._check_not_forked()
         if message is Message.CLOSE and (slices := end_slices(self._ledger)) is not None:
             results[SLICES] = slices
@@ -190,7 +190,7 @@ class Worker:
         keywords = {} if pickled is None else loads(pickled)
         keywords = self._taken(env_id, {**keywords, "seed": plan.seeds[env_id]})
         if not reset:
-            episode.put_off(keywords)
+            episode.postpone_reset(keywords)
             return Rebuilt(None)
         return Rebuilt(self._write(env_id, episode.reset(keywords)))
 
@@ -226,7 +226,7 @@ class Worker:
                 if self._restarts:
                     self._save(env_id, transition)
                     last = transition
-                transition = episode.begin_anew(transition)
+                transition = episode.begin_next(transition)
             more = self._transitions.write(env_id, transition)
             return None if more is None else dump_extras(more)
         except BaseException:
@@ -251,7 +251,7 @@ class Worker:
         return [self._actions.read(env_id, None) for env_id in (self._seeds if env_ids is None else env_ids)]
 
     def _state(self, env_id: int, _: Any) -> bytes | None:
-        self._episodes[env_id].begin_early()
+        self._episodes[env_id].reset_early()
         with self._ledger.during(env_id, Activity.STATE):
             state = self._episodes[env_id].env.state()
         assert self._layout is not None
@@ -267,7 +267,7 @@ class Worker:
         return dumps(as_array(state, np.dtype(space.dtype), space.shape))
 
     def _render(self, env_id: int, _: Any) -> bytes:
-        self._episodes[env_id].begin_early()
+        self._episodes[env_id].reset_early()
         with self._ledger.during(env_id, Activity.RENDER):
             return dumps(self._episodes[env_id].env.render())
 
