@@ -39,7 +39,9 @@ class ParallelEnvError(RuntimeError):
         super().__init__(message)
         self.env_ids = tuple(env_ids)
         self.worker = worker
-        for name, value in attributes.items():
+        for name, value in attributes.items():  # those that a subclass declares
+            if not hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__} has no attribute {name!r}")
             setattr(self, name, value)
 
 
