@@ -414,13 +414,12 @@ class Pool:
             return
         # Taking the stack continues a worker that was stopped, and it may finish what it was doing. That is late all
         # the same: what its caller receives is read from the block before.
-        finished = self._finished_before(worker, running)
-        late = [
-            slot
-            for slot in slots
-            if not slot.done
-            and (slot.env_id == running.env_id if running else slot.request and slot.env_id not in finished)
-        ]
+        if running is not None:
+            late = [self.slots[running.env_id]]
+        else:
+            finished = self._finished_before(worker, running)
+            late = [slot for slot in slots if slot.request is not None and slot.env_id not in finished]
+        late = [slot for slot in late if not slot.done]
         cut_off = [(slot, *self.recovery.cut_off(slot, running)) for slot in late]
         if self._deadlines.changed(worker):
             return
