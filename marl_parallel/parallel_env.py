@@ -41,23 +41,8 @@ from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from marl_parallel import arguments
 from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_function, check_agents
-from marl_parallel.arguments import (
-    addressed,
-    at_least_one,
-    autoreset_mode,
-    base_seed,
-    check_one_for_each,
-    check_signature,
-    checked_constructors,
-    checked_timeout,
-    checked_trace,
-    closing_time,
-    find_constructor,
-    pool_arguments,
-    survives,
-    workers_for,
-)
 from marl_parallel.backends import open_backend
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.batch import Batch, Dicts
@@ -183,17 +168,17 @@ class ParallelEnv:
         worker_threads: int | None = 1,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        constructors = checked_constructors(env_constructors)
-        mode = autoreset_mode(auto_reset)
+        constructors = arguments.checked_constructors(env_constructors)
+        mode = arguments.autoreset_mode(auto_reset)
         timeouts = {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "start_timeout": start_timeout}
-        limits = Limits(*(checked_timeout(seconds, name) for name, seconds in timeouts.items()))
-        survive = survives(on_error, restart_policy)
+        limits = Limits(*(arguments.checked_timeout(seconds, name) for name, seconds in timeouts.items()))
+        survive = arguments.survives(on_error, restart_policy)
         if worker_threads is not None:
-            worker_threads = at_least_one(worker_threads, "worker_threads")
+            worker_threads = arguments.at_least_one(worker_threads, "worker_threads")
         if trace is not None:
-            checked_trace(trace)
+            arguments.checked_trace(trace)
         adapter_function(adapter)
-        base = base_seed(seed)
+        base = arguments.base_seed(seed)
         seeds = [base + env_id for env_id in range(len(constructors))]
         opened = open_backend(backend, context=context, worker_threads=worker_threads)
         if start_timeout == START_TIMEOUT_S:
@@ -203,7 +188,7 @@ class ParallelEnv:
             warnings.warn(
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
-        shares = share_out(len(seeds), workers_for(len(seeds), num_workers, envs_per_worker, opened))
+        shares = share_out(len(seeds), arguments.workers_for(len(seeds), num_workers, envs_per_worker, opened))
         pool = Pool(opened, shares, limits)
         self._own(pool)
         started = False
@@ -276,7 +261,7 @@ class ParallelEnv:
         """
         from marl_parallel.backends.envpool import open_pool
 
-        numbers, seeds = pool_arguments(num_envs, batch_size, num_threads, seed)
+        numbers, seeds = arguments.pool_arguments(num_envs, batch_size, num_threads, seed)
         return cls.from_native(open_pool(task, seeds, {**numbers, **task_arguments}))
 
     def _own(self, pool: Engine) -> None:
@@ -425,7 +410,7 @@ class ParallelEnv:
                 guard.refuse(entry, first)
             ids, batch = runner.ids_to_step(env_ids), runner.batch
             if type(actions) is not list or len(actions) != len(ids):  # the usual case first: it is quick to tell
-                check_one_for_each(actions, ids)
+                arguments.check_one_for_each(actions, ids)
             return batch.read(ids, runner.step(ids, batch.write_actions(ids, actions)))
         finally:
             if guard[CALL] is entry:
@@ -446,7 +431,7 @@ class ParallelEnv:
             env_ids: Which environments; None for all, or all keys of a mapping.
         """
         runner = self.runner
-        ids, rows = addressed(actions, env_ids, runner.num_envs)
+        ids, rows = arguments.addressed(actions, env_ids, runner.num_envs)
         runner.check_not_in_flight(ids, "send")
         runner.check_has_reset(ids, "send")
         runner.send(ids, runner.batch.write_actions(ids, rows))
@@ -656,7 +641,7 @@ class ParallelEnv:
         pool = self.runner.pool
         if pool.tracer is not None:
             raise RuntimeError(f"a trace is being kept already, for {pool.tracer.path}: call stop_trace first")
-        tracer = Tracer(checked_trace(path), pool.shares)
+        tracer = Tracer(arguments.checked_trace(path), pool.shares)
         _, fault = self._trace_workers(True)
         if fault is not None:
             self._trace_workers(False)
@@ -732,7 +717,7 @@ class ParallelEnv:
         Raises:
             EnvError: An environment raised in its own `close`; everything has been freed all the same.
         """
-        patience = closing_time(timeout)
+        patience = arguments.closing_time(timeout)
         self._finalizer.detach()
         error = self.runner.pool.close(ask=not terminate, timeout=patience)
         if error is not None:
@@ -808,12 +793,12 @@ def make(
         ...     env.num_envs, env.possible_agents
         (2, ['agent_0', 'agent_1', 'agent_2', 'agent_3'])
     """
-    at_least_one(num_envs, "num_envs")
+    arguments.at_least_one(num_envs, "num_envs")
     if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
         raise TypeError(f"env_kwargs must be a dict of keywords for each copy's constructor, got {env_kwargs!r}")
     unknown = [key for key in parallel_env_arguments if key not in inspect.signature(ParallelEnv).parameters]
     if unknown:
         raise TypeError(f"ParallelEnv takes no argument {unknown[0]!r}; what is for each copy goes into env_kwargs")
-    constructor = functools.partial(find_constructor(name), **(env_kwargs or {}))
-    check_signature(constructor, name, "make(..., env_kwargs=dict({}))")
+    constructor = functools.partial(arguments.find_constructor(name), **(env_kwargs or {}))
+    arguments.check_signature(constructor, name, "make(..., env_kwargs=dict({}))")
     return ParallelEnv([constructor] * num_envs, **parallel_env_arguments)
