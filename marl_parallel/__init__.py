@@ -9,9 +9,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.core.backend import Backend
-from marl_parallel.making import make
-from marl_parallel.optional import installed
-from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.parallel_env import ParallelEnv, make
 from marl_parallel.recording import record_video
 from marl_parallel.types import (
     EnvError,
@@ -23,6 +21,7 @@ from marl_parallel.types import (
     WorkerCrashed,
     WorkerStats,
     WorkerTimeout,
+    installed,
 )
 
 if TYPE_CHECKING:

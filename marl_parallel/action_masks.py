@@ -1,7 +1,6 @@
-"""Action masks by PettingZoo's convention: where environments report them, and the form that Gymnasium's spaces take.
+"""Action masks by PettingZoo's convention: where environments report them, and what `Space.sample(mask)` takes.
 
-`mask_of` finds the mask of one agent in its observation and info. `for_sample` brings it into the form that
-`Space.sample(mask)` takes. Which info belongs to the running episode is decided in `core/batch.py`.
+Which info belongs to the running episode is decided in `core/batch.py`.
 """
 
 from __future__ import annotations
@@ -24,13 +23,7 @@ def mask_of(observation: Any, info: Any) -> Any:
 
     If both have one, the info's is returned: the loop in PettingZoo's documentation asks in this order.
 
-    Args:
-        observation: The agent's latest observation, of any type.
-        info: The agent's latest info, of any type.
-
     Example:
-        >>> mask_of({"observation": 3, "action_mask": [1, 0]}, {})
-        array([ True, False])
         >>> mask_of({"action_mask": [1, 0]}, {"action_mask": np.array([0, 1], np.int8)})
         array([False,  True])
     """
@@ -68,10 +61,6 @@ def for_sample(space: Space[Any], mask: Any) -> Any:
 
     Gymnasium returns the first action if a mask allows none, which looks like a valid choice; hence None.
 
-    Args:
-        space: The action space.
-        mask: The mask, from `mask_of`.
-
     Example:
         >>> for_sample(spaces.Discrete(2), np.array([True, False]))
         array([1, 0], dtype=int8)
@@ -81,13 +70,11 @@ def for_sample(space: Space[Any], mask: Any) -> Any:
     if mask is None:
         return None
     if isinstance(space, spaces.Discrete):
-        return _of_choice(int(space.n), mask)
+        return _of_choice(space.n, mask)
     if isinstance(space, spaces.MultiDiscrete):
         return _of_choices(space.nvec, mask)
     if isinstance(space, spaces.MultiBinary):
-        array = _numbers(mask)
-        fits = array is not None and array.shape == space.shape and np.isin(array, (0, 1, 2)).all()
-        return array.astype(np.int8) if array is not None and fits else None
+        return _numbers(mask, space.shape, (0, 1, 2))
     if isinstance(space, spaces.Dict):
         if not isinstance(mask, Mapping):
             return None
@@ -108,22 +95,22 @@ def allows_nothing(mask: Any) -> bool:
     return mask is None or not np.any(mask)
 
 
-def _numbers(mask: Any) -> NDArray[Any] | None:
+def _numbers(mask: Any, shape: tuple[int, ...], values: tuple[int, ...]) -> NDArray[np.int8] | None:
     array = np.asarray(mask) if isinstance(mask, np.ndarray | list | tuple) else None
-    return array if array is not None and array.dtype.kind in _NUMBERS else None
-
-
-def _of_choice(count: int, mask: Any) -> NDArray[np.int8] | None:
-    array = _numbers(mask)
-    if array is None or array.shape != (count,) or not np.isin(array, (0, 1)).all() or not array.any():
+    if array is None or array.dtype.kind not in _NUMBERS or array.shape != shape or not np.isin(array, values).all():
         return None
     return array.astype(np.int8)
+
+
+def _of_choice(count: Any, mask: Any) -> NDArray[np.int8] | None:
+    array = _numbers(mask, (int(count),), (0, 1))
+    return array if array is not None and array.any() else None
 
 
 def _of_choices(counts: NDArray[Any], mask: Any) -> Any:
     """Tuples of arrays, nested as `counts` is; one flat array of all choices, as MaskablePPO has them, is split."""
     if counts.ndim == 0:
-        return _of_choice(int(counts), mask)
+        return _of_choice(counts, mask)
     if isinstance(mask, np.ndarray) and mask.ndim == counts.ndim == 1 and len(mask) == counts.sum():
         mask = np.split(mask, np.cumsum(counts)[:-1])
     if not isinstance(mask, tuple | list | np.ndarray) or len(mask) != len(counts):

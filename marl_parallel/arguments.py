@@ -1,7 +1,11 @@
-"""What a caller has passed, checked and brought to one form; nothing here touches a simulator."""
+"""Checks of arguments. Each function returns its argument in one form, or raises `TypeError` or `ValueError`.
+
+Nothing here touches a simulator.
+"""
 
 from __future__ import annotations
 
+import importlib
 import operator
 import os
 import warnings
@@ -11,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
@@ -18,17 +23,15 @@ from marl_parallel.core.backend import Backend
 from marl_parallel.core.signatures import missing_arguments
 from marl_parallel.types import RestartPolicy
 
+ATTRIBUTES = ("parallel_env", "env", "raw_env")
+"""The attributes of a module that may be constructors, in this order, if none is named."""
+
 _POOL_SEEDS = 2**31  # they are 32-bit integers with a sign
-_ELEVEN_DAYS_S = 1e6  # in milliseconds this still fits where operating systems are told to wait
+_ELEVEN_DAYS_S = 1e6  # in milliseconds, the longest wait that all operating systems take
 
 
 def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
-    """The constructors as a list.
-
-    Raises:
-        ValueError: There are none.
-        TypeError: It is no sequence, or something in it cannot be called, or requires more than it is called with.
-    """
+    """The constructors as a list; each is callable, and requires nothing that it is not called with."""
     one_thing = callable(env_constructors) or isinstance(env_constructors, str | bytes | Mapping)
     if one_thing or not isinstance(env_constructors, Iterable):
         raise TypeError(
@@ -44,11 +47,9 @@ def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
                 f"env_constructors[{env_id}] must be a callable that returns an environment, got {constructor!r}"
                 f"{_instead(constructor)}"
             )
-    checked: set[int] = set()  # n times one constructor is the usual case
-    for env_id, constructor in enumerate(constructors):
-        if id(constructor) not in checked:
-            checked.add(id(constructor))
-            check_signature(constructor, f"env_constructors[{env_id}]")
+    first_of = {id(constructor): env_id for env_id, constructor in reversed([*enumerate(constructors)])}
+    for env_id in sorted(first_of.values()):  # n times one constructor is the usual case
+        check_signature(constructors[env_id], f"env_constructors[{env_id}]")
     return constructors
 
 
@@ -57,13 +58,7 @@ def check_signature(
 ) -> None:
     """Refuse a constructor that requires more than it is called with.
 
-    Args:
-        constructor: Makes one environment.
-        name: What the error calls it.
-        bind: How a value can be bound to a parameter, for the error.
-
-    Raises:
-        TypeError: A parameter without a default is none of ours.
+    In the error, `name` is the constructor's, and `bind` says how a value can be bound to a parameter.
     """
     missing = missing_arguments(constructor)
     if not missing:
@@ -79,7 +74,7 @@ def check_signature(
 
 
 def _instead(given: Any) -> str:
-    """What to pass in the place of something that makes no environment."""
+    """What to pass instead of something that makes no environment."""
     if hasattr(given, "reset") and hasattr(given, "step"):
         return "; that is one: pass what makes it, such as its class, or a function that returns a new one"
     if isinstance(given, ModuleType):
@@ -88,11 +83,46 @@ def _instead(given: Any) -> str:
     return f"; make({given!r}, num_envs=...) takes names" if isinstance(given, str) else ""
 
 
+def find_constructor(name: str) -> Callable[..., Any]:
+    """The constructor that `module[:attribute]` names.
+
+    Example:
+        >>> find_constructor("gymnasium:make").__name__
+        'make'
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be 'module' or 'module:attribute', got {name!r}; ParallelEnv takes constructors")
+    module_name, colon, attribute = name.partition(":")
+    if not module_name:
+        raise ValueError(f"name must be 'module' or 'module:attribute', got {name!r}")
+    if "/" in module_name or os.sep in module_name or module_name.endswith(".py"):
+        instead = f"{Path(module_name).stem}{colon}{attribute}"
+        raise ModuleNotFoundError(
+            f"{module_name!r} is a file, but modules are wanted: put its folder on sys.path and pass {instead!r}"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # one that it imports
+        raise ModuleNotFoundError(f"{error}{_meant(module_name)}", name=error.name) from None
+    for candidate in [attribute] if attribute else ATTRIBUTES:
+        found = getattr(module, candidate, None)
+        if callable(found):
+            return found  # type: ignore[no-any-return]
+    looked_for = repr(attribute) if attribute else ", ".join(map(repr, ATTRIBUTES))
+    raise AttributeError(f"module {module_name!r} has nothing to call by the name of {looked_for}")
+
+
+def _meant(name: str) -> str:
+    above, _, last = name.rpartition(".")
+    if name in gymnasium.registry:
+        return f"; for Gymnasium's {name}, pass 'gymnasium:make' with env_kwargs={{'id': {name!r}}}"
+    return f"; a function of a module is named '{above}:{last}'" if above else ""
+
+
 def autoreset_mode(auto_reset: bool | AutoresetMode | str) -> AutoresetMode:
     """The mode that True, False, a mode or its name stands for.
-
-    Raises:
-        ValueError: It stands for none.
 
     Example:
         >>> autoreset_mode("NEXT_STEP"), autoreset_mode(False)
@@ -110,78 +140,44 @@ def autoreset_mode(auto_reset: bool | AutoresetMode | str) -> AutoresetMode:
 
 
 def at_least_one(number: Any, name: str) -> int:
-    """A positive integer.
+    """An integer that is positive."""
+    return _integer(number, name, 1)
 
-    Raises:
-        TypeError: It is no integer.
-        ValueError: It is less than 1.
-    """
-    value = _integer(number, f"{name} must be an integer")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+
+def _integer(given: Any, name: str, least: int, or_none: str = "") -> int:
+    try:
+        value = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer{or_none}, got {given!r}") from None
+    if value < least:
+        raise ValueError(f"{name} must {'be at least 1' if least else 'not be negative'}, got {value}")
     return value
 
 
-def _integer(given: Any, wanted: str) -> int:
-    try:
-        return operator.index(given)
-    except TypeError:
-        raise TypeError(f"{wanted}, got {given!r}") from None
-
-
-def checked_patience(seconds: Any) -> float | None:
-    """For how long `recv` may wait: a number of seconds that is not negative, or None.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is negative.
-    """
-    if seconds == 0 and not isinstance(seconds, bool):
-        return 0.0
-    return checked_timeout(seconds, "timeout")
-
-
 def checked_minimum(min_envs: Any, in_flight: int) -> int:
-    """How many environments `recv` waits for; None stands for all.
-
-    Raises:
-        TypeError: It is no integer.
-        ValueError: It is negative, or more than there are in flight.
-    """
+    """How many environments `recv` waits for; None stands for all in flight."""
     if min_envs is None:
         return in_flight
-    number = _integer(min_envs, "min_envs must be an integer or None")
-    if number < 0:
-        raise ValueError(f"min_envs must not be negative, got {number}")
+    number = _integer(min_envs, "min_envs", 0, " or None")
     if number > in_flight:
         raise ValueError(f"min_envs={number}, but only {in_flight} environments are in flight")
     return number
 
 
-def checked_timeout(seconds: Any, name: str) -> float | None:
-    """A positive number of seconds, or None.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is not positive.
-    """
+def checked_timeout(seconds: Any, name: str, *, zero: bool = False) -> float | None:
+    """A positive number of seconds, or None; with `zero`, also 0."""
     if seconds is None:
         return None
     if isinstance(seconds, bool) or not isinstance(seconds, Real):
         raise TypeError(f"{name} must be a number of seconds or None, got {seconds!r}")
     value = float(seconds)
-    if not value > 0:
+    if not (value > 0 or (zero and value == 0)):
         raise ValueError(f"{name} must be positive, got {seconds}; None stands for no limit")
     return value
 
 
 def checked_trace(path: Any) -> Path:
-    """Where a trace is to be written, wherever this process will work by then.
-
-    Raises:
-        TypeError: It is no path.
-        ValueError: There can be no file there.
-    """
+    """The absolute path of a trace; a file can be written there."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"trace must be the path of a file to be written, or None; got {path!r}")
     file = Path(path)
@@ -191,12 +187,7 @@ def checked_trace(path: Any) -> Path:
 
 
 def survives(on_error: Any, restart_policy: Any) -> bool:
-    """Whether faults are to be survived.
-
-    Raises:
-        ValueError: `on_error` is neither "raise" nor "restart".
-        TypeError: The policy is none.
-    """
+    """Whether environments that fail are rebuilt."""
     if on_error not in ("raise", "restart"):
         raise ValueError(f'on_error must be "raise" or "restart", got {on_error!r}')
     if not isinstance(restart_policy, RestartPolicy):
@@ -205,20 +196,10 @@ def survives(on_error: Any, restart_policy: Any) -> bool:
 
 
 def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | None, backend: Backend) -> int:
-    """How many workers there will be: at most one for each environment.
-
-    Args:
-        num_envs: The number of environments.
-        num_workers: The number of workers; None for one for each CPU.
-        envs_per_worker: The most environments that a worker may have; it sets the number of workers.
-        backend: Where the workers live.
+    """How many workers there are: at most one for each environment, and by default one for each CPU.
 
     Warns:
         ResourceWarning: They are more than there are CPUs.
-
-    Raises:
-        TypeError: A number is no integer.
-        ValueError: A number is less than 1, or the two numbers do not agree.
     """
     workers = None if num_workers is None else min(at_least_one(num_workers, "num_workers"), num_envs)
     if envs_per_worker is not None:
@@ -243,31 +224,14 @@ def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | N
 
 
 def base_seed(seed: Any) -> int:
-    """The seed of environment 0; None draws one of 31 bits.
-
-    Raises:
-        TypeError: It is no integer.
-        ValueError: It is negative.
-
-    Example:
-        >>> base_seed(42)
-        42
-    """
+    """The seed of environment 0; None draws one of 31 bits."""
     if seed is None:
         return int(np.random.SeedSequence().generate_state(1)[0] >> 1)
-    number = _integer(seed, "seed must be an integer or None")
-    if number < 0:
-        raise ValueError(f"seed must not be negative, got {number}")
-    return number
+    return _integer(seed, "seed", 0, " or None")
 
 
 def seeds_of(seeds: Sequence[Any], env_ids: Sequence[int]) -> list[int | None]:
-    """One seed for each environment, as given; None leaves its generators as they are.
-
-    Raises:
-        ValueError: There is not one for each, or one is negative.
-        TypeError: One is no integer.
-    """
+    """One seed for each environment; None leaves its generators as they are."""
     if len(seeds) != len(env_ids):
         raise ValueError(f"expected one seed for each of {len(env_ids)} environments, got {len(seeds)}")
     return [None if seed is None else base_seed(seed) for seed in seeds]
@@ -276,11 +240,7 @@ def seeds_of(seeds: Sequence[Any], env_ids: Sequence[int]) -> list[int | None]:
 def pool_arguments(
     num_envs: Any, batch_size: Any, num_threads: Any, seed: int | Sequence[int] | None
 ) -> tuple[dict[str, int], list[int]]:
-    """Those numbers of a pool that were given, and the seed of each copy.
-
-    Raises:
-        TypeError: Something is no integer.
-        ValueError: A number is out of range, or there is not one seed for each copy.
+    """The numbers that a pool gets, and the seed of each of its environments.
 
     Example:
         >>> pool_arguments(2, None, None, seed=3)
@@ -304,10 +264,7 @@ def pool_arguments(
 
 
 def checked_ids(env_ids: Sequence[int], num_envs: int) -> tuple[int, ...]:
-    """Some environments' ids, in the order given.
-
-    Raises:
-        ValueError: There is none, one is unknown, or one is named twice.
+    """Environment ids as a tuple, in the order given.
 
     Example:
         >>> checked_ids([2, 0], 4)
@@ -321,26 +278,18 @@ def checked_ids(env_ids: Sequence[int], num_envs: int) -> tuple[int, ...]:
         raise TypeError(f"env_ids must be a sequence of integers or None, got {env_ids!r}") from None
     if mask:
         raise TypeError(f"env_ids must be numbers of environments, got a mask, {env_ids!r}: pass np.flatnonzero of it")
-    unknown = [env_id for env_id in ids if not 0 <= env_id < num_envs]
-    if unknown or len(set(ids)) != len(ids) or not ids:
-        reason = (
-            f"there is no environment {unknown[0]}" if unknown else "one is named twice" if ids else "that is nobody"
-        )
+    reason = "" if ids else "that is nobody"
+    if unknown := [env_id for env_id in ids if not 0 <= env_id < num_envs]:
+        reason = f"there is no environment {unknown[0]}"
+    elif len(set(ids)) != len(ids):
+        reason = "one is named twice"
+    if reason:
         raise ValueError(f"env_ids={[*ids]}: {reason}; there are environments 0 to {num_envs - 1}")
     return ids
 
 
 def checked_options(options: Any, count: int) -> list[Any]:
-    """A reset's options for each environment.
-
-    Args:
-        options: A dict or None for all, or a list with one for each.
-        count: How many there are.
-
-    Raises:
-        TypeError: They are something else.
-        ValueError: They are not so many.
-    """
+    """A reset's options for each of `count` environments, from a dict or None for all, or a list with one for each."""
     for_each = options if isinstance(options, list) else [options] * count
     if len(for_each) != count:
         raise ValueError(f"expected options for each of {count} environments, got {len(for_each)}")
@@ -351,23 +300,13 @@ def checked_options(options: Any, count: int) -> list[Any]:
 
 
 def closing_time(seconds: Any) -> float:
-    """For how long environments may close: a number of seconds that is not negative; None is no limit.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is negative.
-    """
-    patience = checked_patience(seconds)
+    """How long environments may take to close: a number of seconds that is not negative; None is no limit."""
+    patience = checked_timeout(seconds, "timeout", zero=True)
     return _ELEVEN_DAYS_S if patience is None else min(patience, _ELEVEN_DAYS_S)
 
 
 def addressed(actions: Any, env_ids: Sequence[int] | None, num_envs: int) -> tuple[tuple[int, ...], Sequence[Any]]:
-    """Environments and the actions for each, from a sequence in the order of `env_ids` or from a mapping by env id.
-
-    Raises:
-        ValueError: There is not one dict for each, or an environment is unknown or named twice.
-        TypeError: An env id is no integer.
-    """
+    """Environments and their actions, from a sequence in the order of `env_ids` or from a mapping by env id."""
     if not isinstance(actions, Mapping):
         ids = tuple(range(num_envs)) if env_ids is None else checked_ids(env_ids, num_envs)
         check_one_for_each(actions, ids)
@@ -381,17 +320,13 @@ def addressed(actions: Any, env_ids: Sequence[int] | None, num_envs: int) -> tup
 
 
 def check_one_for_each(actions: Any, ids: Sequence[int]) -> None:
-    """Refuse what is not a sequence with one dict of actions for each environment.
-
-    Raises:
-        ValueError: It has another length, or none.
-    """
+    """Refuse actions that are not a sequence with one dict for each environment."""
     if isinstance(actions, Mapping):
         got = "one dict"
     elif not hasattr(actions, "__len__"):
         got = f"{type(actions).__name__}, which has no length"
-    elif len(actions) != len(ids):
-        got = str(len(actions))
-    else:
+    elif len(actions) == len(ids):
         return
+    else:
+        got = str(len(actions))
     raise ValueError(f"expected a sequence of {len(ids)} action dicts, one for each environment, got {got}")

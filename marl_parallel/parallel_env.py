@@ -1,6 +1,6 @@
-"""`ParallelEnv`: N environments stepped side by side; dicts in, dicts out.
+"""`ParallelEnv`: N environments stepped side by side, dicts in and dicts out; and `make`, from a module's name.
 
-Construction, `close` and the view of the batch as dicts are here. A step::
+A step::
 
     ParallelEnv.step(actions)
       |  Batch.write_actions      checks actions, writes them into shared memory                core/batch.py
@@ -15,51 +15,42 @@ Construction, `close` and the view of the batch as dicts are here. A step::
       v
     observations, rewards, terminateds, truncateds, infos
 
-`send` and `recv` are the two halves of it. A crash goes this way: `Backend.wait` returns `Lost` in place of a reply;
-`Pool` raises it as an error and closes everything, or has `core/recovery.py` rebuild the environments in a new worker.
-With a simulator that steps many environments by itself, `NativeCrew` and `NativeBatch` stand in the place of `Pool` and
-`Batch` (`core/engine.py`), with nothing below them but the simulator.
+`send` and `recv` are its two halves. A crash: `Backend.wait` returns `Lost` in place of a reply; `Pool` raises an error
+and closes everything, or has `core/recovery.py` rebuild the environments in a new worker. With a simulator that steps
+many environments by itself (`from_native`), `NativeCrew` and `NativeBatch` replace `Pool` and `Batch`.
 """
 
 from __future__ import annotations
 
 import copy as copying
+import functools
+import inspect
+import math
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import get_ident
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
+import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from marl_parallel import arguments
 from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_function, check_agents
-from marl_parallel.arguments import (
-    addressed,
-    at_least_one,
-    autoreset_mode,
-    base_seed,
-    check_one_for_each,
-    checked_constructors,
-    checked_timeout,
-    checked_trace,
-    closing_time,
-    pool_arguments,
-    survives,
-    workers_for,
-)
 from marl_parallel.backends import open_backend
 from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.batch import Batch, Dicts
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import construct
-from marl_parallel.core.deadlines import Limits
 from marl_parallel.core.engine import Engine
 from marl_parallel.core.exclusive import CALL, CallGuard, exclusive
+from marl_parallel.core.ledger import Tracer
 from marl_parallel.core.messages import Answer, Message, Refusal, Request
 from marl_parallel.core.native import NativeSimulator
 from marl_parallel.core.native_batch import NativeBatch
@@ -70,10 +61,9 @@ from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema
 from marl_parallel.core.seed_check import SeedCheck
-from marl_parallel.core.tracing import Tracer
+from marl_parallel.core.slots import Limits
 from marl_parallel.runner import BatchRunner
-from marl_parallel.tiling import tile as tiled
-from marl_parallel.types import ParallelEnvError, RestartPolicy, Stats, StepBatch
+from marl_parallel.types import EnvError, ParallelEnvError, RestartPolicy, Stats, StepBatch
 
 START_TIMEOUT_S = 60.0
 _MORE_REQUESTS = 8  # before a worker, beyond two for each of its environments: such as the one to close
@@ -82,7 +72,7 @@ _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
-    """In a forked child: what the parent made counts as closed, and nothing of it is touched."""
+    """In a forked child: every `ParallelEnv` of the parent counts as closed, and nothing of it is touched."""
     for engine in _live:
         engine.abandon()
 
@@ -92,62 +82,54 @@ if hasattr(os, "register_at_fork"):
 
 
 class ParallelEnv:
-    """Many copies of a multi-agent environment, stepped side by side.
+    """Many multi-agent environments, stepped side by side.
 
-    Environments are dict environments (`reset` gives observations and infos, `step` five dicts with `__all__` in
+    Environments are dict environments (`reset` returns observations and infos, `step` five dicts with `__all__` in
     the flags), PettingZoo's `ParallelEnv` and `AECEnv`, RLlib's `MultiAgentEnv`, ML-Agents' `BaseEnv` and Gymnasium's
-    `Env` (whose one agent is `agent_0`). What their dicts say arrives unchanged; see the README for what is added.
+    `Env` (whose one agent is `agent_0`). The values of their dicts arrive unchanged; the README lists the added keys.
 
     Args:
         env_constructors: One callable for each environment, called inside its worker, with those of the keywords
-            `seed`, `env_id` and `restarts` (how often it has been built anew) that its signature names. Lambdas,
-            closures and functions of a script or notebook will do. `functools.partial(gymnasium.make, id)` gets the
-            seed where the registered entry point names it; `docs/seeding.md` says which others do.
-        auto_reset: What happens when an episode is over, that is when `terminateds["__all__"]` or
-            `truncateds["__all__"]` is true: True or `AutoresetMode.SAME_STEP` begins the next one in the same step,
-            `NEXT_STEP` with the next, False or `DISABLED` leaves it to you. Names of modes will do.
+            `seed`, `env_id` and `restarts` (how often it has been rebuilt) that its signature names. Lambdas and
+            closures are allowed. See `docs/seeding.md` for `functools.partial(gymnasium.make, id)`.
+        auto_reset: When the next episode begins after `terminateds["__all__"]` or `truncateds["__all__"]`: True or
+            `AutoresetMode.SAME_STEP` in the same step, `NEXT_STEP` with the next; False or `DISABLED` never by itself.
         seed: Environment i is seeded with `seed + i`; None draws a base seed.
-        num_workers: How many workers share the environments evenly; at most one for each environment is used. None:
-            one for each environment up to the number of CPUs that this process may use, or the cluster has.
-        envs_per_worker: The most environments that a worker has, in place of `num_workers`; there are as many workers
-            as that takes, also more than CPUs. 1 is for simulators that allow one simulation per process.
-        backend: Where the workers live: `"process"`, `"thread"`, `"serial"`, `"ray"` for actors of a Ray cluster, or
-            a `Backend`, such as a `RayBackend` that says which cluster and how much of it.
-        adapter: How the simulator is understood where it is not recognised rightly: `"dict"`, `"pettingzoo"`,
-            `"aec"`, `"gymnasium"`, `"rllib"`, `"mlagents"`, or what makes a `MultiAgentEnv` of it.
+        num_workers: How many workers share the environments evenly; None: one for each environment up to the number
+            of CPUs that this process may use, or the cluster has.
+        envs_per_worker: The most environments of one worker, in place of `num_workers`, whatever the number of CPUs.
+        backend: Where the workers run: `"process"`, `"thread"`, `"serial"`, `"ray"` for actors of a Ray cluster, or
+            a `Backend`, such as a `RayBackend` with the cluster's address and resources.
+        adapter: The kind of simulator, if it is not recognised correctly: `"dict"`, `"pettingzoo"`, `"aec"`,
+            `"gymnasium"`, `"rllib"`, `"mlagents"`, or a function that makes a `MultiAgentEnv` of it.
         shared_memory: False sends all values pickled.
-        copy: False hands out observations that are views of the block: each is valid until its environment is
-            next stepped or reset, and stays readable after `close`.
-        context: How worker processes start: `"forkserver"` (the default where there is one), `"spawn"` or `"fork"`.
+        copy: False returns observations that are views of shared memory: each is valid until its environment is next
+            stepped, sent to or reset, and stays readable after `close`.
+        context: How worker processes start: `"forkserver"` (the default where available), `"spawn"` or `"fork"`.
         check_actions: Check every action against its space.
         on_error: What happens when an environment raises, or its worker dies or hangs: `"raise"` raises here and
-            closes everything; `"restart"` builds it anew and goes on. The step it interrupted says so: every agent is
-            truncated and `infos[i]["__common__"]` is `{"restarted": True, "error": <report>}`. So does a `reset` that
-            failed: what it returns is the fresh environment's, reset with the same options and a seed of its own.
-        restart_policy: How often that may happen to one environment.
-        step_timeout: Seconds that each step may take, and each call, frame and attribute; None for no limit.
-        reset_timeout: Seconds that each reset may take, automatic ones too; None for no limit.
-        start_timeout: Seconds that each constructor may take; None for no limit. For all three: time in which the
-            whole program is frozen while it waits (a paused virtual machine or container) does not count. A step
-            that is found past its limit is reported as interrupted, even if it finishes before its worker is ended.
+            closes everything; `"restart"` rebuilds it and goes on. In the step it interrupted, every agent is
+            truncated and `infos[i]["__common__"]` is `{"restarted": True, "error": <report>}`. A `reset` that failed
+            has this mark too: it returns the fresh environment's, with the same options and a seed of its own.
+        restart_policy: How often that may happen to one environment; then `RestartLimitExceeded` is raised.
+        step_timeout: Seconds for each step, call, frame and attribute; None for no limit.
+        reset_timeout: Seconds for each reset, automatic ones too; None for no limit.
+        start_timeout: Seconds for each constructor; None for no limit. Time in which the whole program is frozen (a
+            paused virtual machine or container) does not count.
         worker_threads: Threads of BLAS, OpenMP and torch in each worker process; None leaves them alone.
-        trace: Path of a timeline that is written when all is closed, or by `stop_trace`; see `start_trace`.
+        trace: Path of a timeline that is written by `close` or `stop_trace`; see `start_trace`.
 
     Raises:
-        TypeError: Something is no callable or cannot be pickled, a constructor requires arguments that it is not
-            called with, or a constructor returned no environment.
-        ValueError: There are no constructors, their environments' spaces differ, or agents are named by one key, or by
-            `"__all__"` or `"__common__"`.
-        EnvError: A constructor raised.
+        TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
+        ValueError: There are no constructors, their environments' spaces differ, or agents' names cannot be used.
+        EnvError: A constructor raised, with `on_error="restart"` too.
         WorkerCrashed: A worker died while constructing.
         WorkerTimeout: A constructor took longer than `start_timeout`.
 
-    One call at a time: a call in the middle of another one, from a second thread or a signal handler, raises
-    `AlreadyPendingCallError` and does nothing; the call in progress goes on. `close` may be called at any time from any
-    thread, as may `stats`, `pending` and the properties that never change. `docs/concurrency.md` has the whole list.
-
-    With `on_error="restart"`, a constructor that fails here still raises, and so does an environment that fails more
-    often than its policy allows: `RestartLimitExceeded`.
+    For all methods: `env_ids` are environments in any order, None for all; unknown or doubled ones are a `ValueError`.
+    If arguments are refused, nothing has been done. Environments in flight (between `send` or `reset_async` and `recv`)
+    are an `AlreadyPendingCallError`, and so is a call in the middle of another one, from a second thread or a signal
+    handler. After `close` there is a `ClosedEnvironmentError`. `docs/concurrency.md` says what other threads may use.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -159,7 +141,7 @@ class ParallelEnv:
         (4, (18,))
 
     Attributes:
-        runner: The interface below dicts, on which facades stand; see `BatchRunner` and `docs/facades.md`.
+        runner: The interface below dicts, on which facades are built; see `BatchRunner` and `docs/facades.md`.
     """
 
     def __init__(
@@ -184,71 +166,49 @@ class ParallelEnv:
         worker_threads: int | None = 1,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        constructors = checked_constructors(env_constructors)
-        mode = autoreset_mode(auto_reset)
-        limits = Limits(
-            checked_timeout(step_timeout, "step_timeout"),
-            checked_timeout(reset_timeout, "reset_timeout"),
-            checked_timeout(start_timeout, "start_timeout"),
-        )
-        survive = survives(on_error, restart_policy)
+        constructors = arguments.checked_constructors(env_constructors)
+        mode = arguments.autoreset_mode(auto_reset)
+        timeouts = {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "start_timeout": start_timeout}
+        limits = Limits(*(arguments.checked_timeout(seconds, name) for name, seconds in timeouts.items()))
+        survive = arguments.survives(on_error, restart_policy)
         if worker_threads is not None:
-            worker_threads = at_least_one(worker_threads, "worker_threads")
+            worker_threads = arguments.at_least_one(worker_threads, "worker_threads")
         if trace is not None:
-            checked_trace(trace)
+            arguments.checked_trace(trace)
         adapter_function(adapter)
-        base = base_seed(seed)
+        base = arguments.base_seed(seed)
         seeds = [base + env_id for env_id in range(len(constructors))]
-        hosts = open_backend(backend, context=context, worker_threads=worker_threads)
-        passed = {"step_timeout": step_timeout, "reset_timeout": reset_timeout}
-        if start_timeout != START_TIMEOUT_S:
-            passed["start_timeout"] = start_timeout
-        unenforced = [f"{name}={limit}" for name, limit in passed.items() if limit is not None]
-        if unenforced and not hosts.enforces_timeouts:
+        opened = open_backend(backend, context=context, worker_threads=worker_threads)
+        if start_timeout == START_TIMEOUT_S:
+            del timeouts["start_timeout"]
+        unenforced = [f"{name}={seconds}" for name, seconds in timeouts.items() if seconds is not None]
+        if unenforced and not opened.enforces_timeouts:
             warnings.warn(
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
-        shares = share_out(len(seeds), workers_for(len(seeds), num_workers, envs_per_worker, hosts))
-        pool = Pool(hosts, shares, limits)
+        shares = share_out(len(seeds), arguments.workers_for(len(seeds), num_workers, envs_per_worker, opened))
+        pool = Pool(opened, shares, limits)
         self._own(pool)
         started = False
         try:
-            hosts.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
+            opened.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
             started = True
             only_here: list[ModuleType] = []
             described, plan, built = construct(pool, constructors, seeds, mode, adapter, survive, only_here)
             schema = common_schema(described)
             layout = Layout(schema, len(seeds), arrays=shared_memory)
-            block = hosts.allocate(layout)
+            block = opened.allocate(layout)
             attach = Request(Message.ATTACH, None, (len(seeds), shared_memory))
             pool.execute(dict.fromkeys(range(len(shares)), attach))
             batch = Batch(
-                pool.slots,
-                layout,
-                block,
-                described[0].rules,
-                mode,
-                copy=copy,
-                check_actions=check_actions,
-                needs_all_actions=described[0].needs_all_actions,
-                only_here=only_here,
-            )
-            one = described[0]
+                pool.slots, layout, block, schema.rules, mode,
+                copy=copy, check_actions=check_actions, needs_all_actions=schema.needs_all_actions, only_here=only_here,
+            )  # fmt: skip
             if survive:
-                pool.survive(Recovery(pool.slots, restart_policy, plan, attach.payload, batch, base, one.options_last))
-            self.runner = runner = BatchRunner(
-                pool,
-                batch,
-                schema,
-                seeds,
-                one.metadata,
-                one.render_mode,
-                reset_keywords=one.reset_keywords,
-                check_options=one.check_options,
-                seeded_when_made=one.seeded_when_made,
-                only_here=only_here,
-            )
-            runner.begin_seed_check(SeedCheck(built, "seed" in one.reset_keywords))
+                policy, options_last = restart_policy, schema.options_last
+                pool.survive(Recovery(pool.slots, policy, plan, attach.payload, batch, base, options_last))
+            self.runner = BatchRunner(pool, batch, schema, seeds, only_here)
+            self.runner.begin_seed_check(SeedCheck(built, "seed" in schema.reset_keywords))
             if trace is not None:
                 self.start_trace(trace)
         except BaseException:
@@ -259,12 +219,11 @@ class ParallelEnv:
 
     @classmethod
     def from_native(cls, simulator: NativeSimulator) -> ParallelEnv:
-        """Put this interface in front of a simulator that steps many copies by itself; there are no workers then.
+        """Wrap a simulator that steps many environments by itself; there are no workers then.
 
-        Episodes begin anew with the next step (`NEXT_STEP`). What such a simulator cannot do is an error: `reset` with
+        Episodes begin again with the next step (`NEXT_STEP`). What such a simulator cannot do is an error: `reset` with
         a seed or options, `recv` with a timeout or another `min_envs` than its `batch_size` or all in flight, traces.
-        After a partial reset, facades hand out the other copies' observations as they lie in the arrays handed out
-        last: with what has been written into those since.
+        After a partial reset, facades return the other environments' observations from the arrays returned last.
 
         Args:
             simulator: Nobody else may use it; it is closed with this.
@@ -274,9 +233,8 @@ class ParallelEnv:
         pool = NativeCrew(simulator)
         env._own(pool)
         batch = NativeBatch(simulator.schema, pool.env_ids)
-        env.runner = BatchRunner(
-            pool, batch, simulator.schema, simulator.seeds, simulator.metadata, simulator.render_mode
-        )
+        schema = replace(simulator.schema, metadata=simulator.metadata, render_mode=simulator.render_mode)
+        env.runner = BatchRunner(pool, batch, schema, simulator.seeds)
         return env
 
     @classmethod
@@ -289,24 +247,19 @@ class ParallelEnv:
         seed: int | Sequence[int] | None = 42,
         **task_arguments: Any,
     ) -> ParallelEnv:
-        """Step a task of EnvPool, whose copies run in threads of its own; as `from_native`.
+        """Step a task of EnvPool, whose environments run in threads of its own; as `from_native`.
 
         Args:
             task: Its name there. The agent of a single-player task is `agent_0`; players are `agent_0`, `agent_1`, ...
-            num_envs: How many copies.
+            num_envs: How many environments.
             batch_size: How many results `recv` returns at a time, the quickest first; None for all that were sent.
-            num_threads: Of EnvPool; None leaves it to choose.
-            seed: Copy i is seeded with `seed + i`; a sequence has one for each; None draws one.
+            num_threads: Of EnvPool; None lets it choose.
+            seed: Environment i is seeded with `seed + i`; a sequence has one for each; None draws one.
             task_arguments: For EnvPool, such as `max_episode_steps`.
-
-        Raises:
-            ImportError: EnvPool is not there, or another version than this was written for.
-            ValueError: There is no such task, or a number is out of range.
-            TypeError: The task takes no such argument.
         """
         from marl_parallel.backends.envpool import open_pool
 
-        numbers, seeds = pool_arguments(num_envs, batch_size, num_threads, seed)
+        numbers, seeds = arguments.pool_arguments(num_envs, batch_size, num_threads, seed)
         return cls.from_native(open_pool(task, seeds, {**numbers, **task_arguments}))
 
     def _own(self, pool: Engine) -> None:
@@ -322,17 +275,17 @@ class ParallelEnv:
 
     @property
     def num_envs(self) -> int:
-        """How many environments there are."""
+        """The number of environments."""
         return self.runner.num_envs
 
     @property
     def batch_size(self) -> int:
-        """How many results come together at the least: `num_envs`, but where a simulator has batches of its own."""
+        """The smallest number of results that come together: `num_envs`, unless a simulator has batches of its own."""
         return self.runner.pool.batch_size
 
     @property
     def num_workers(self) -> int:
-        """How many workers share them."""
+        """The number of workers."""
         return len(self.runner.pool.shares)
 
     def __len__(self) -> int:
@@ -340,108 +293,54 @@ class ParallelEnv:
 
     @property
     def possible_agents(self) -> list[AgentID]:
-        """All agents that may appear, in the environment's own order; empty where that is open-ended."""
+        """All agents that may appear, in the environment's own order; empty if that is open-ended."""
         return list(self.runner.schema.possible_agents)
 
     @property
     def acting(self) -> tuple[list[AgentID], ...]:
-        """Who should act next in each environment; empty before its first reset and where its episode is over."""
+        """The agents that act next in each environment; none before its first reset and when its episode is over."""
         return tuple([*acting] for acting in self.runner.batch.acting)
 
     @property
     def action_masks(self) -> tuple[dict[AgentID, Any], ...]:
-        """The action masks of those who act next: for each environment a dict by agent, without agents that have none.
+        """For each environment, a dict of the action masks of the agents that act next and have one.
 
-        A mask is the entry `"action_mask"` of the agent's info or, if that has none, of its observation. It is always
-        the running episode's: after a reset in the same step, `infos[i][agent]["action_mask"]` is the finished
-        episode's, and this is the one in `reset_info`. Arrays of zeros and ones come back as bool, True for an action
-        that is allowed; dicts and tuples stay what they are, as Gymnasium's `sample(mask)` takes them. `sample` itself
-        wants int8: `space.sample(mask.astype("int8"))`.
-
-        All arrays are the caller's own, with `copy=False` too. The dict is empty for an environment that is in flight,
-        whose episode is over, that has never been reset, or whose next action is ignored because it was restarted.
-
-        Example:
-            >>> import numpy as np
-            >>> from gymnasium import spaces
-            >>> from marl_parallel import ParallelEnv
-            >>> class Elevator:
-            ...     possible_agents = ["cabin"]
-            ...     observation_space = spaces.Dict({"cabin": spaces.Discrete(3)})
-            ...     action_space = spaces.Dict({"cabin": spaces.Discrete(2)})  # down, up
-            ...     def reset(self):
-            ...         self.floor = 0
-            ...         return {"cabin": 0}, self.infos()
-            ...     def step(self, actions):
-            ...         self.floor += 2 * int(actions["cabin"]) - 1
-            ...         ended = {"__all__": self.floor == 2}
-            ...         return {"cabin": self.floor}, {"cabin": 0.0}, ended, {"__all__": False}, self.infos()
-            ...     def infos(self):
-            ...         return {"cabin": {"action_mask": np.array([self.floor > 0, self.floor < 2])}}
-            >>> with ParallelEnv([Elevator] * 2, backend="serial") as env:
-            ...     observations, infos = env.reset()
-            ...     *_, infos = env.step([{"cabin": 1}, {"cabin": 1}])
-            ...     *_, infos = env.step([{"cabin": 1}, {"cabin": 0}])  # environment 0 ends and is reset
-            ...     infos[0]["cabin"]["action_mask"], env.action_masks[0]["cabin"]
-            (array([ True, False]), array([False,  True]))
+        A mask is the entry `"action_mask"` of the agent's info, else of its observation, in the running episode. Arrays
+        of zeros and ones become bool, True for an allowed action; dicts and tuples stay as they are. All arrays are the
+        caller's own. The dict is empty for an environment whose next action does not count. See `docs/values.md`.
         """
-        return tuple(
-            self.runner.batch.masks(env_id) if self.runner.pool.acts_next(env_id) else {}
-            for env_id in self.runner.env_ids
-        )
+        runner = self.runner
+        return tuple(runner.batch.masks(i) if runner.pool.acts_next(i) else {} for i in runner.env_ids)
 
     @property
     def observation_space(self) -> spaces.Dict | None:
-        """Spaces by agent, in the order of `possible_agents`; None where no agent declares one.
+        """Spaces by agent, in the order of `possible_agents`; None if no agent declares one.
 
-        Where agents are open-ended and belong to groups, it has the groups' spaces, and finds an agent's by its id.
+        If agents are open-ended and belong to groups, it has the groups' spaces, and finds an agent's by its id.
         """
         return _space_of(self.runner.schema.observation_spaces)
 
     @property
     def action_space(self) -> spaces.Dict | None:
-        """Spaces by agent, as those of `observation_space`."""
+        """Spaces by agent, as in `observation_space`."""
         return _space_of(self.runner.schema.action_spaces)
 
     @property
     def reward_space(self) -> spaces.Dict | None:
-        """Spaces by agent of those whose rewards are vectors of several objectives; None where no agent declares one.
+        """Spaces by agent of those whose rewards are vectors of several objectives; None if no agent declares one.
 
-        An environment declares them as MOMAland and MO-Gymnasium do: a method `reward_space(agent)`, or an attribute
-        `reward_space` that is a `Box` or a mapping by agent. Then rewards are arrays of the space's dtype and shape in
-        every dict, the caller's own, and they travel in shared memory. They are cast as observations are: a cast from
-        float to integer or another shape is an `EnvError`. Where a number is 0.0, as in the step that begins a new
-        episode (`NEXT_STEP`) and after a restart, an array is zeros. A reward that comes as a number stays one.
-
-        Example:
-            >>> import numpy as np
-            >>> from gymnasium import spaces
-            >>> from marl_parallel import ParallelEnv
-            >>> class Courier:
-            ...     possible_agents = ["van"]
-            ...     observation_space = spaces.Dict({"van": spaces.Discrete(9)})
-            ...     action_space = spaces.Dict({"van": spaces.Discrete(2)})
-            ...     reward_space = spaces.Dict({"van": spaces.Box(-1, 1, (2,), np.float32)})  # parcels, fuel
-            ...     def reset(self):
-            ...         return {"van": 0}, {}
-            ...     def step(self, actions):
-            ...         return {"van": 1}, {"van": np.array([1.0, -0.5])}, {"__all__": False}, {"__all__": False}, {}
-            >>> with ParallelEnv([Courier] * 2, backend="serial") as env:
-            ...     observations, infos = env.reset()
-            ...     observations, rewards, *_ = env.step([{"van": 1}] * 2)
-            ...     env.reward_space["van"].shape, rewards[0]["van"]
-            ((2,), array([ 1. , -0.5], dtype=float32))
+        Such rewards are arrays of the space's dtype and shape, the caller's own; see `docs/values.md`.
         """
         return _space_of(self.runner.schema.reward_spaces)
 
     @property
     def state_space(self) -> Space[Any] | None:
-        """The space of one environment's global state; None where it has none."""
+        """The space of one environment's global state; None if it has none."""
         return self.runner.schema.state_space
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The metadata of environment 0, copied; `"autoreset_mode"` is ours."""
+        """The metadata of environment 0, copied, with our `"autoreset_mode"`."""
         return copying.deepcopy(self.runner.metadata)
 
     @property
@@ -463,26 +362,19 @@ class ParallelEnv:
 
         Args:
             seed: Environment i gets `seed + i`, also with `env_ids`, and `seed` becomes the base; a sequence has one
-                for each of `env_ids`, where None stands for none given.
-            options: For each environment's own `reset`. With `on_error="restart"`, what is built in the place of an
-                environment whose reset fails is given them too.
-            env_ids: Which environments, in any order; None for all of them.
+                for each of `env_ids`, None for an environment that gets none.
+            options: For each environment's own `reset`, also of one that is rebuilt because its reset fails.
+            env_ids: Which environments.
 
         Returns:
-            Observations and infos: two tuples of dicts by agent, in the order of `env_ids`. Views, with `copy=False`,
-            are valid until that environment is next stepped or reset.
+            Observations and infos: two tuples of dicts by agent, in the order of `env_ids`.
 
         Raises:
-            ValueError: Unknown or doubled `env_ids`, a wrong number of seeds, or options that the environments'
-                `reset` does not take. Nothing has been reset.
-            TypeError: `seed`, `options` or `env_ids` are something else than they should be. Nothing has been reset.
-            AlreadyPendingCallError: Something is in flight, or another call is in progress. Nothing has been reset.
-            ClosedEnvironmentError: Everything has been closed.
+            ValueError: A wrong number of seeds, or options that the environments' `reset` does not take.
             ParallelEnvError: A fault, as in `step`; everything has been closed.
         """
-        runner = self.runner
-        ids, extras = runner.reset(seed, options, env_ids)
-        observations, _, _, _, infos = runner.batch.read(ids, extras)
+        ids, extras = self.runner.reset(seed, options, env_ids)
+        observations, _, _, _, infos = self.runner.batch.read(ids, extras)
         return observations, infos
 
     def step(
@@ -492,26 +384,22 @@ class ParallelEnv:
 
         Args:
             actions: One dict by agent for each environment, in the order of `env_ids`. An array is cast to its
-                space's dtype. Agents who do not act may be left out, or are ignored, where PettingZoo's rules apply.
-            env_ids: Which environments, in any order; None for all of them.
+                space's dtype. With PettingZoo's rules, actions of agents that do not act are ignored.
+            env_ids: Which environments.
 
         Returns:
             Observations, rewards, terminateds, truncateds, infos: five tuples of dicts by agent, in the order of
             `env_ids`. The flags also have the key `"__all__"`. After an automatic reset in the same step, the last
-            observation of the old episode is `infos[i][agent]["final_obs"]`. Views, with `copy=False`, are valid until
-            that environment is next stepped or reset.
+            observation of the old episode is `infos[i][agent]["final_obs"]`.
 
         Raises:
             ValueError: A wrong number of dicts, an action that is missing or of a wrong form, shape or dtype, or, with
-                `check_actions`, outside its space; unknown or doubled `env_ids`. Nothing has been stepped.
-            TypeError: Actions are no dicts, or `env_ids` no integers. Nothing has been stepped.
-            ResetNeeded: An environment has never been reset. Nothing has been stepped.
-            AlreadyPendingCallError: Something is in flight, or another call is in progress. Nothing has been stepped.
-            ClosedEnvironmentError: Everything has been closed.
-            EnvError: An environment raised; everything has been closed.
-            WorkerCrashed: A worker process died; everything has been closed.
-            WorkerTimeout: An environment took longer than it may; everything has been closed.
-            RestartLimitExceeded: With `on_error="restart"` in place of these, where a policy is exhausted.
+                `check_actions`, outside its space.
+            TypeError: Actions are not dicts.
+            ResetNeeded: An environment has never been reset.
+            EnvError, WorkerCrashed, WorkerTimeout: An environment raised, its worker died, or it took longer than it
+                may; everything has been closed.
+            RestartLimitExceeded: With `on_error="restart"` in place of these, if a policy is exhausted.
         """
         runner = self.runner
         guard, entry = runner.guard, ("step", get_ident())
@@ -520,7 +408,7 @@ class ParallelEnv:
                 guard.refuse(entry, first)
             ids, batch = runner.ids_to_step(env_ids), runner.batch
             if type(actions) is not list or len(actions) != len(ids):  # the usual case first: it is quick to tell
-                check_one_for_each(actions, ids)
+                arguments.check_one_for_each(actions, ids)
             return batch.read(ids, runner.step(ids, batch.write_actions(ids, actions)))
         finally:
             if guard[CALL] is entry:
@@ -534,22 +422,14 @@ class ParallelEnv:
     ) -> None:
         """Begin to step environments and return; `recv` has the results, each as soon as it is there.
 
-        With `backend="serial"`, the steps are taken here.
+        With `backend="serial"`, the steps are taken here. Errors as of `step`.
 
         Args:
-            actions: One dict by agent for each environment, in the order of `env_ids`; or a mapping from env id to
-                such a dict.
-            env_ids: Which environments, in any order; None for all of them, or for all that a mapping names.
-
-        Raises:
-            AlreadyPendingCallError: One of them is in flight already, or another call is in progress. Nothing
-                has been stepped.
-            ValueError: As of `step`, or no environment is named, as where `recv(min_envs=0)` has returned none. Nothing
-                has been stepped.
-            ResetNeeded: An environment has never been reset. Nothing has been stepped.
+            actions: As of `step`, or a mapping from env id to a dict by agent.
+            env_ids: Which environments; None for all, or all keys of a mapping.
         """
         runner = self.runner
-        ids, rows = addressed(actions, env_ids, runner.num_envs)
+        ids, rows = arguments.addressed(actions, env_ids, runner.num_envs)
         runner.check_not_in_flight(ids, "send")
         runner.check_has_reset(ids, "send")
         runner.send(ids, runner.batch.write_actions(ids, rows))
@@ -562,32 +442,16 @@ class ParallelEnv:
         options: dict[str, Any] | None = None,
         env_ids: Sequence[int] | None = None,
     ) -> None:
-        """Begin new episodes and return; `recv` has the first observations, each as soon as it is there.
-
-        Args:
-            seed: As of `reset`.
-            options: As of `reset`.
-            env_ids: Which environments, in any order; None for all of them.
-
-        Raises:
-            AlreadyPendingCallError: One of them is in flight already, or another call is in progress. Nothing
-                has been reset.
-            ValueError: As of `reset`. Nothing has been reset.
-        """
-        runner = self.runner
-        runner.send_reset(seed, options, env_ids)
+        """Begin new episodes and return; `recv` has the first observations. Arguments and errors as of `reset`."""
+        self.runner.send_reset(seed, options, env_ids)
 
     @exclusive("recv")
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> StepBatch:
-        """Take the results of all environments in flight that are ready, waiting for some of them.
+        """Take the results of all environments in flight that are ready, in order of completion.
 
         Args:
             min_envs: How many to wait for; None for all in flight, 0 for none.
-            timeout: Seconds to wait at most; None for as long as it takes.
-
-        Returns:
-            What is ready, in the order in which it was completed; at least `min_envs`. With `copy=False`, the views of
-            an environment are valid until it is sent to again.
+            timeout: Seconds to wait at most; None for no limit.
 
         Raises:
             NoAsyncCallError: Nothing is in flight.
@@ -600,16 +464,14 @@ class ParallelEnv:
             >>> from mpe2 import simple_spread_v3
             >>> with ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2) as env:
             ...     env.reset_async()
-            ...     batch = env.recv(min_envs=1)
             ...     while env.pending:
             ...         batch = env.recv(min_envs=1)
             ...     env.send({2: {agent: 0 for agent in env.acting[2]}})
             ...     env.recv().env_ids
             (2,)
         """
-        runner = self.runner
-        ids, _, extras = runner.recv(min_envs, timeout)
-        return StepBatch(ids, *runner.batch.read(ids, extras))
+        ids, _, extras = self.runner.recv(min_envs, timeout)
+        return StepBatch(ids, *self.runner.batch.read(ids, extras))
 
     # -- calls, attributes, frames, state ---------------------------------------------------------------------------
 
@@ -617,14 +479,7 @@ class ParallelEnv:
     def state(self, *, env_ids: Sequence[int] | None = None) -> NDArray[Any]:
         """The global states as they are now: an array `(num_envs, *state_space.shape)` of the caller's own.
 
-        Args:
-            env_ids: Which environments, in any order; None for all of them.
-
-        Raises:
-            NotImplementedError: The environment has none.
-            ValueError: Unknown or doubled `env_ids`.
-            ResetNeeded: An environment has never been reset.
-            ParallelEnvError: A fault, as in `call`; `step_timeout` applies.
+        Raises `NotImplementedError` if the environment has none; `step_timeout` applies.
         """
         runner = self.runner
         runner.check_idle("state")
@@ -637,15 +492,14 @@ class ParallelEnv:
         return runner.batch.states(ids, runner.pool.execute_in(Message.STATE, ids))
 
     def seed(self) -> tuple[int, ...]:
-        """The seed that each environment uses: its own `unwrapped.seed` where that is an int, else the one we gave.
+        """The seed that each environment uses: its own `unwrapped.seed` if that is an int, else the one it was given.
 
-        While environments are in flight, it is what they were given, or had said when they were asked last.
+        While environments are in flight, the seeds known last.
         """
-        runner = self.runner
-        runner.check_open()
-        if runner.pool.seeds_stale and not runner.pool.in_flight:
+        self.runner.check_open()
+        if self.runner.pool.seeds_stale and not self.runner.pool.in_flight:
             self._ask_for_seeds()
-        return runner.seeds
+        return self.runner.seeds
 
     @exclusive("seed")
     def _ask_for_seeds(self) -> None:
@@ -660,58 +514,43 @@ class ParallelEnv:
         """Call a method of each environment, looked for through wrappers and conversions.
 
         Args:
-            name: Of the method; the value of what is not callable is returned as it is. Or a function, which is called
-                where each environment is, with it as the first argument.
+            name: The method's name; the value of an attribute that is not callable is returned as it is. Or a function,
+                which is called in the worker with the environment as its first argument.
             args: For the method.
-            env_ids: Which environments, in any order; None for all of them.
+            env_ids: Which environments.
             kwargs: For the method.
 
         Returns:
-            What it returned, for each of `env_ids`: copies, as everything crosses over to the caller by pickling.
+            The results, one for each of `env_ids`: copies, as they are pickled in the worker.
 
         Raises:
             AttributeError: An environment has no such attribute. Nothing is closed.
-            TypeError: `name` is something else, or the arguments or the result cannot be pickled, or not be made again
-                from that. Nothing is closed.
-            ModuleNotFoundError: They need a module that a worker can have in no way. Nothing is closed.
-            EnvError: The method raised; everything has been closed, or, with `on_error="restart"`, the environment is
-                built anew.
+            TypeError: The arguments or the result cannot be pickled or unpickled. Nothing is closed.
+            ModuleNotFoundError: The arguments need a module that the worker cannot have. Nothing is closed.
+            EnvError: The method raised. Everything has been closed, or, with `"restart"`, the environment is rebuilt.
         """
         runner = self.runner
         runner.check_idle("call")
         if not isinstance(name, str) and not callable(name):
             raise TypeError(f"name must be that of a method or attribute, or a function, got {name!r}")
         ids = runner.checked_ids(env_ids)
-        results = self._told(
+        results = self._execute_pickled(
             Message.CALL, ids, lambda: sendable((name, args, kwargs), f"the arguments of {name!r}", runner.only_here)
         )
         return tuple(results[env_id] for env_id in ids)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of each environment, as `call` finds it; a method is returned called, without arguments.
-
-        Raises:
-            AttributeError: An environment has no such attribute. Nothing is closed.
-            TypeError: It cannot be pickled. Nothing is closed.
-            EnvError: A property or method raised, as in `call`.
-        """
+        """An attribute of each environment, as by `call`; of a method, the result without arguments."""
         return self.call(name)
 
     @exclusive("set_attr")
     def set_attr(self, name: str, values: Any, env_ids: Sequence[int] | None = None) -> None:
-        """Set an attribute of each environment, on whichever of its wrappers has it.
+        """Set an attribute of each environment, on whichever of its wrappers has it. Errors as of `call`.
 
         Args:
-            name: Of the attribute, which must exist.
-            values: A list or tuple with one for each of `env_ids`; anything else is given to all of them.
-            env_ids: Which environments, in any order; None for all of them.
-
-        Raises:
-            AttributeError: An environment has no such attribute. Nothing is closed.
-            ValueError: There is not one value for each environment.
-            TypeError: A value cannot be pickled. Nothing is closed.
-            ModuleNotFoundError: It needs a module that a worker can have in no way. Nothing is closed.
-            EnvError: A property raised, as in `call`.
+            name: The attribute's name; it must exist.
+            values: A list or tuple with one for each of `env_ids`; anything else is set in all of them.
+            env_ids: Which environments.
         """
         runner = self.runner
         runner.check_idle("set_attr")
@@ -720,7 +559,7 @@ class ParallelEnv:
             values = [values] * len(ids)
         if len(values) != len(ids):
             raise ValueError(f"expected one value for each of {len(ids)} environments, got {len(values)}")
-        self._told(
+        self._execute_pickled(
             Message.ASSIGN,
             ids,
             lambda: {
@@ -729,37 +568,45 @@ class ParallelEnv:
             },
         )
 
-    def _told(self, message: Message, env_ids: tuple[int, ...], pickled: Callable[[], Any]) -> dict[int, Any]:
-        """What each environment says to something of the caller's, which workers may not be able to import."""
-        results: dict[int, Any] = self.runner.pool.execute_in(message, env_ids, pickled())
-        while missing := _missing(results):
-            take_along(self.runner.only_here, missing, "what is sent to")
-            answered = {env_id: result for env_id, result in results.items() if env_id not in missing}
-            results = answered | self.runner.pool.execute_in(message, tuple(missing), pickled())
+    def _execute_pickled(
+        self, message: Message, env_ids: tuple[int, ...], pickled: Callable[[], Any]
+    ) -> dict[int, Any]:
+        """The results of a request with values of the caller's; modules that workers cannot import are pickled too."""
+        runner = self.runner
+        results: dict[int, Any] = runner.pool.execute_in(message, env_ids, pickled())
+        while missing := {
+            env_id: result.text
+            for env_id, result in results.items()
+            if isinstance(result, Refusal) and result.kind is ModuleNotFoundError
+        }:
+            take_along(runner.only_here, missing, "what is sent to")
+            done = {env_id: result for env_id, result in results.items() if env_id not in missing}
+            results = done | runner.pool.execute_in(message, tuple(missing), pickled())
         for env_id in sorted(results):
             result = results[env_id]
             if isinstance(result, Refusal):
                 raise result.kind(f"environment {env_id}: {result.text}")
             if isinstance(result, Answer):
-                results[env_id] = _made_again(env_id, result)
+                try:
+                    results[env_id] = loads(result.pickled)
+                except Exception as error:
+                    raise TypeError(
+                        f"environment {env_id}: the result pickles there, but cannot be made again here: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
         return results
 
     @exclusive("render")
     def render(self, *, tile: bool = False, env_ids: Sequence[int] | None = None) -> Any:
-        """Render one frame of each environment.
+        """Render one frame of each environment; `step_timeout` applies.
 
         Args:
-            tile: Lay the frames out in a grid.
-            env_ids: Which environments, in any order; None for all of them.
+            tile: Lay the frames, which must be arrays, out in a grid.
+            env_ids: Which environments.
 
         Returns:
-            A tuple of frames; with `tile`, one array of shape `(rows * height, columns * width, ...)`; None where
+            A tuple of frames; with `tile`, one array of shape `(rows * height, columns * width, ...)`; None if
             `render_mode` is None.
-
-        Raises:
-            ValueError: `tile`, and the frames are no arrays; or unknown or doubled `env_ids`.
-            ResetNeeded: An environment has never been reset.
-            ParallelEnvError: A fault, as in `call`; `step_timeout` applies.
         """
         runner = self.runner
         runner.check_idle("render")
@@ -771,57 +618,55 @@ class ParallelEnv:
         frames = tuple(rendered[env_id] for env_id in ids)
         return tiled(frames) if tile else frames
 
+    # -- traces and statistics ---------------------------------------------------------------------------------------
+
     @exclusive("start_trace")
     def start_trace(self, path: str | os.PathLike[str]) -> None:
         """Keep a timeline of what workers and this process do, until `stop_trace` or `close`.
 
-        While one is kept, a step takes a microsecond or so longer, and each lane keeps up to a million slices of time.
-        What a worker had kept when it died is lost.
+        A step takes about a microsecond longer, and at most a million slices of time are kept for each worker. The
+        slices of a worker that dies are lost.
 
         Args:
-            path: Of the file: JSON that https://ui.perfetto.dev and `chrome://tracing` show.
+            path: The file: JSON that https://ui.perfetto.dev and `chrome://tracing` show.
 
         Raises:
             ValueError: No file can be written there.
-            RuntimeError: One is being kept already.
-            ParallelEnvError: A worker has died meanwhile. Where it is there again (`on_error="restart"`), none is kept.
+            RuntimeError: A trace is being kept already.
+            ParallelEnvError: A worker has died meanwhile; no trace is kept.
         """
         self.runner.check_idle("start_trace")
         pool = self.runner.pool
         if pool.tracer is not None:
             raise RuntimeError(f"a trace is being kept already, for {pool.tracer.path}: call stop_trace first")
-        tracer = Tracer(checked_trace(path), pool.shares)
-        _, fault = self._tell_workers_to_trace(True)
+        tracer = Tracer(arguments.checked_trace(path), pool.shares)
+        _, fault = self._trace_workers(True)
         if fault is not None:
-            self._tell_workers_to_trace(False)
+            self._trace_workers(False)
             raise fault
         pool.tracer = tracer
         tracer.watch(pool, "step_all", lambda: "wait for step")
         tracer.watch(pool, "run", lambda message, *_: f"wait for {message.name.lower()}")
-        tracer.watch(pool, "execute", lambda requests: f"wait for {_kind_of(requests)}")
+        tracer.watch(pool, "execute", lambda sent: f"wait for {next(iter(sent.values())).message.name.lower()}")
         tracer.watch(pool, "send", lambda message, *_: f"send {message.name.lower()}")
         tracer.watch(pool, "recv", lambda *_: "wait")
         tracer.watch_batch(self.runner.batch)
 
     @exclusive("stop_trace")
     def stop_trace(self) -> Path:
-        """Write the trace that `start_trace` began, or the argument `trace`.
-
-        Returns:
-            Where it is.
+        """Write the trace that `start_trace` or the argument `trace` began; returns its path.
 
         Raises:
-            RuntimeError: None is being kept.
+            RuntimeError: No trace is being kept.
             OSError: The file cannot be written.
-            ParallelEnvError: A worker has died meanwhile. Where it is there again (`on_error="restart"`), the others'
-                lanes are not lost: call this once more.
+            ParallelEnvError: A worker has died meanwhile; with `on_error="restart"`, call this again for the others'.
         """
         self.runner.check_idle("stop_trace")
         pool = self.runner.pool
         if pool.tracer is None:
             raise RuntimeError("no trace is being kept: call start_trace first, or pass trace=")
         tracer = pool.tracer
-        kept, fault = self._tell_workers_to_trace(False)
+        kept, fault = self._trace_workers(False)
         for worker, slices in kept.items():
             tracer.add(worker, slices, pool.ahead(worker))
         if fault is not None:
@@ -830,31 +675,31 @@ class ParallelEnv:
         tracer.finish()
         return tracer.path
 
-    def _tell_workers_to_trace(self, on: bool) -> tuple[dict[int, Any], ParallelEnvError | None]:
-        """By worker, what it has kept, and the first error of one that failed and is there again."""
+    def _trace_workers(self, on: bool) -> tuple[dict[int, Any], ParallelEnvError | None]:
+        """Begin or end traces in all workers; returns their slices, and the first error of one that was replaced."""
         pool = self.runner.pool
         if pool.recovery is not None:
             pool.recovery.traced = on
         kept: dict[int, Any] = {}
         fault = None
-        for worker, share in enumerate(pool.shares):  # one by one: what some answer is not lost with others
+        for worker, share in enumerate(pool.shares):  # one by one: an error must not lose the others' slices
             try:
-                told = pool.execute({worker: Request(Message.TRACE, (share[0],), on)})
+                results = pool.execute({worker: Request(Message.TRACE, (share[0],), on)})
             except ParallelEnvError as error:
                 if pool.closed:
                     raise
                 fault = fault or error
             else:
-                kept.update((worker, slices) for slices in told.values())
+                kept.update((worker, slices) for slices in results.values())
         return kept, fault
 
     def stats(self) -> Stats:
-        """What has been done so far, and where the time went; of each worker and summed up."""
+        """Steps, resets and restarts so far, and where the time went; of each worker and summed up."""
         return self.runner.pool.stats()
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """The environments that something has been sent to and that have not been received yet."""
+        """The environments in flight: sent to, and not received yet."""
         pool = self.runner.pool
         return () if pool.closed else pool.pending
 
@@ -865,14 +710,12 @@ class ParallelEnv:
 
         Args:
             terminate: Do not let the environments close themselves first.
-            timeout: Seconds they are given for it; then workers are killed, where the backend can. None is no limit.
+            timeout: Seconds that they have for it; then workers are killed, if the backend can. None is no limit.
 
         Raises:
-            TypeError: `timeout` is no number. Nothing has been closed.
-            ValueError: It is negative. Likewise.
             EnvError: An environment raised in its own `close`; everything has been freed all the same.
         """
-        patience = closing_time(timeout)
+        patience = arguments.closing_time(timeout)
         self._finalizer.detach()
         error = self.runner.pool.close(ask=not terminate, timeout=patience)
         if error is not None:
@@ -887,12 +730,11 @@ class ParallelEnv:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        try:
             self.close()
-            return
-        self._finalizer.detach()
-        failed = self.runner.pool.close()
-        if failed is not None:
+        except EnvError as failed:
+            if error is None:
+                raise
             logger.warning("while closing after another error: %s", failed)
 
 
@@ -902,21 +744,59 @@ def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:
     return spaces.Dict([*declared.items()]) if declared else None  # type: ignore[list-item]
 
 
-def _missing(results: Mapping[int, Any]) -> dict[int, str]:
-    """By environment, the module that its worker could not import."""
-    refused = {env_id: result for env_id, result in results.items() if isinstance(result, Refusal)}
-    return {env_id: refusal.text for env_id, refusal in refused.items() if refusal.kind is ModuleNotFoundError}
+def tiled(frames: Sequence[Any]) -> NDArray[Any]:
+    """Lay frames out in a grid, row by row, as square as can be.
+
+    Frames are arrays `(height, width, ...)` of one dtype; smaller ones are padded with zeros to the right and below.
+
+    Example:
+        >>> tiled([np.ones((4, 6, 3), np.uint8)] * 5).shape
+        (8, 18, 3)
+    """
+    arrays = [np.asarray(frame) for frame in frames]
+    for env_id, (frame, array) in enumerate(zip(frames, arrays, strict=True)):
+        if array.ndim < 2 or array.shape[2:] != arrays[0].shape[2:]:
+            raise ValueError(
+                f"environment {env_id}: expected a frame of shape (height, width, ...), "
+                f"got {'None' if frame is None else f'{type(frame).__name__} of shape {array.shape}'}; "
+                'frames can be tiled where render_mode is "rgb_array"'
+            )
+    height, width = (max(array.shape[axis] for array in arrays) for axis in (0, 1))
+    columns = math.ceil(math.sqrt(len(arrays)))
+    rows = -(-len(arrays) // columns)
+    picture = np.zeros((rows * height, columns * width, *arrays[0].shape[2:]), arrays[0].dtype)
+    for place, array in enumerate(arrays):
+        top, left = place // columns * height, place % columns * width
+        picture[top : top + array.shape[0], left : left + array.shape[1]] = array
+    return picture
 
 
-def _made_again(env_id: int, answer: Answer) -> Any:
-    try:
-        return loads(answer.pickled)
-    except Exception as error:
-        raise TypeError(
-            f"environment {env_id}: the result pickles there, but cannot be made again here: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+def make(
+    name: str, num_envs: int = 1, env_kwargs: Mapping[str, Any] | None = None, **parallel_env_arguments: Any
+) -> ParallelEnv:
+    """Make a `ParallelEnv` of `num_envs` equal environments.
 
+    Args:
+        name: `module` or `module:attribute`; the attribute makes an environment when called.
+        num_envs: How many environments.
+        env_kwargs: Keywords for each environment's constructor.
+        parallel_env_arguments: For `ParallelEnv`.
 
-def _kind_of(requests: Mapping[int, Request]) -> str:
-    return next(iter(requests.values())).message.name.lower()
+    Raises:
+        ModuleNotFoundError: There is no such module, or `name` is a file.
+        AttributeError: The module has no such attribute.
+
+    Example:
+        >>> with make("mpe2.simple_spread_v3", num_envs=2, env_kwargs={"N": 4}) as env:
+        ...     env.num_envs, env.possible_agents
+        (2, ['agent_0', 'agent_1', 'agent_2', 'agent_3'])
+    """
+    arguments.at_least_one(num_envs, "num_envs")
+    if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
+        raise TypeError(f"env_kwargs must be a dict of keywords for each copy's constructor, got {env_kwargs!r}")
+    unknown = [key for key in parallel_env_arguments if key not in inspect.signature(ParallelEnv).parameters]
+    if unknown:
+        raise TypeError(f"ParallelEnv takes no argument {unknown[0]!r}; what is for each copy goes into env_kwargs")
+    constructor = functools.partial(arguments.find_constructor(name), **(env_kwargs or {}))
+    arguments.check_signature(constructor, name, "make(..., env_kwargs=dict({}))")
+    return ParallelEnv([constructor] * num_envs, **parallel_env_arguments)

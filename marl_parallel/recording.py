@@ -1,7 +1,6 @@
-"""`record_video`: a batch at work, as one video of all its copies side by side.
+"""`record_video`: step a `ParallelEnv` and write one video of all environments side by side.
 
-Here live the running of it, the label above each copy's frame, and the writing of the file. How frames are laid out is
-in `tiling.py`; videos and text are drawn by imageio and Pillow, which are imported only here, when they are needed.
+imageio and Pillow are imported only here, when they are needed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -23,18 +22,15 @@ from marl_parallel.action_masks import for_sample
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import at_least_one
 from marl_parallel.core.batch import Dicts
-from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.tiling import tile
+from marl_parallel.parallel_env import ParallelEnv, tiled
 
 Policy: TypeAlias = Callable[[Dicts], Sequence[Mapping[AgentID, Any]]]
-"""Takes the observations of all environments, a tuple of dicts by agent, and gives what `step` takes."""
-
-_Act: TypeAlias = Callable[[Dicts, Dicts], Sequence[Mapping[AgentID, Any]]]  # from observations and infos
+"""Takes the observations of all environments, a tuple of dicts by agent, and returns what `step` takes."""
 
 _MOST_FPS = {".gif": 50.0, ".mp4": float("inf")}
-"""By suffix; viewers take a GIF's frames of less than two hundredths of a second for ten."""
+"""By suffix; viewers show a GIF's frames of less than two hundredths of a second for ten."""
 _DEFAULT_FPS = 30.0
-_LABEL_SHARE = 14  # the label's height is that part of a frame's
+_LABEL_SHARE = 14  # a frame is that many times as high as its label
 _LABEL_LEAST = 12
 
 
@@ -48,32 +44,31 @@ def record_video(
     tile_width: int | None = None,
     labels: bool = True,
 ) -> Path:
-    """Reset all environments, run them, and write what they render as one video: a grid of all copies.
+    """Reset all environments, step them, and write their frames as one video: a grid of all environments.
 
-    Above each copy stands its number and its return so far: the sum of all agents' rewards in the episode. With
-    `auto_reset=True` the frame after an episode's last step is the next episode's first; with `"NEXT_STEP"` the last
-    one is seen, too. What is over and does not reset itself is reset here.
+    Above each frame stands the environment's number and its return so far: the sum of all agents' rewards in the
+    episode. With `auto_reset=True` the frame after an episode's last step is the next episode's first; with
+    `"NEXT_STEP"` the last frame is shown too. Environments that are over and do not reset themselves are reset here.
 
     Args:
         env: Made of simulators whose `render_mode` is `"rgb_array"`. It stays open, in the middle of its episodes.
-        path: Of the file; `.gif` and `.mp4` will do. One that is there is replaced, once the new one is whole.
-        steps: Of every environment. There is a frame more than that, the first after `reset`.
-        policy: Gives the actions; None acts at random, by action masks where observations or infos have them.
-        fps: Frames per second; None takes what the simulators' metadata say in `render_fps`, else 30. A GIF has 50 at
-            most, and its frames are kept in memory until all have come.
-        tile_width: Pixels; frames are scaled to it. None leaves them as they are. Later frames may be smaller than the
-            first ones, not larger.
-        labels: False leaves out what stands above the copies.
+        path: A `.gif` or `.mp4`. An existing file is replaced once the new one is complete.
+        steps: The number of steps; there is one frame more, the first after `reset`.
+        policy: Returns the actions; None draws them at random, by action masks if there are any.
+        fps: Frames per second; None takes `render_fps` of the simulators' metadata, else 30. A GIF has at most 50, and
+            its frames are kept in memory until the end.
+        tile_width: Pixels; frames are scaled to it. None leaves them as they are. Later frames must not be larger than
+            the first ones.
+        labels: False leaves out the text above the frames.
 
     Returns:
-        Where the file is.
+        The path of the file.
 
     Raises:
         ImportError: imageio or Pillow are missing: they come with the extra `video`.
         TypeError: `env` is no `ParallelEnv`, or `policy` cannot be called. Nothing has been reset or written.
-        ValueError: Another suffix, no folder there or one in its place, a number that is not positive or too large,
-            environments that do not render arrays, or agents without action spaces and no policy. Nothing has been
-            reset or written. Or frames that grow: nothing has been written.
+        ValueError: A wrong suffix, folder or number, environments that do not render arrays, or agents without action
+            spaces and no policy: nothing has been reset or written. Or frames that grow: nothing has been written.
 
     Example:
         >>> import tempfile
@@ -103,14 +98,13 @@ def record_video(
             f"a video wants simulators that render arrays; their render_mode is {env.render_mode!r}: "
             'construct them with render_mode="rgb_array"'
         )
-    act = _Chance(env).actions if policy is None else _asking(policy)
-    picture = _Picture(tile_width, labels)
-    with _written(path, float(fps)) as write:
-        cell = None
+    act = _RandomActions(env) if policy is None else policy
+    picture, size = _Picture(tile_width, labels), None
+    with _writer(path, float(fps)) as write:
         for frames, returns in _run(env, steps, act):
             pictures = [picture.of(frame, env_id, returns[env_id]) for env_id, frame in enumerate(frames)]
-            cell = cell or _Size(*(max(one.shape[axis] for one in pictures) for axis in (0, 1)))
-            write(tile([cell.filled(one, env_id) for env_id, one in enumerate(pictures)]))
+            size = size or tuple(max(one.shape[axis] for one in pictures) for axis in (0, 1))
+            write(tiled([_padded(one, size, env_id) for env_id, one in enumerate(pictures)]))
     return path
 
 
@@ -125,37 +119,28 @@ def _checked_path(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _asking(policy: Policy) -> _Act:
-    return lambda observations, infos: policy(observations)
-
-
-def _run(env: ParallelEnv, steps: int, act: _Act) -> Iterator[tuple[tuple[Any, ...], list[float]]]:
+def _run(env: ParallelEnv, steps: int, policy: Policy) -> Iterator[tuple[tuple[Any, ...], list[float]]]:
     """The frames and the returns so far, after the first reset and after each step."""
-    same_step, disabled = (
-        env.metadata["autoreset_mode"] is mode for mode in (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED)
-    )
-    observations, infos = env.reset()
+    mode = env.metadata["autoreset_mode"]
+    observations, _ = env.reset()
     returns, over = [0.0] * env.num_envs, [False] * env.num_envs
     yield env.render(), returns
     for _ in range(steps):
         due = [env_id for env_id, is_over in enumerate(over) if is_over]
-        if due and disabled:
-            fresh = env.reset(env_ids=due)
-            observations, infos = (
-                tuple(new[due.index(env_id)] if env_id in due else old[env_id] for env_id in range(env.num_envs))
-                for new, old in zip(fresh, (observations, infos))
-            )
-        observations, rewards, terminateds, truncateds, infos = env.step([*act(observations, infos)])
+        if due and mode is AutoresetMode.DISABLED:
+            fresh = dict(zip(due, env.reset(env_ids=due)[0]))
+            observations = tuple(fresh.get(env_id, old) for env_id, old in enumerate(observations))
+        observations, rewards, terminateds, truncateds, _ = env.step([*policy(observations)])
         for env_id, one in enumerate(rewards):
             returns[env_id] = (0.0 if over[env_id] else returns[env_id]) + float(sum(map(np.sum, one.values())))
         over = [a["__all__"] or b["__all__"] for a, b in zip(terminateds, truncateds)]
-        if same_step:  # what is rendered now is the new episode
+        if mode is AutoresetMode.SAME_STEP:  # the frame is the new episode's
             returns = [0.0 if is_over else value for is_over, value in zip(over, returns)]
         yield env.render(), returns
 
 
-class _Chance:
-    """Random actions that leave the environments' own spaces, and so their generators, alone."""
+class _RandomActions:
+    """Draws from copies of the action spaces, which leaves the generators of the environment's own alone."""
 
     def __init__(self, env: ParallelEnv) -> None:
         declared: Any = env.action_space  # agents need not be strings, as a Dict's keys are declared
@@ -171,23 +156,20 @@ class _Chance:
         self._env, self._spaces = env, copy.deepcopy(declared)
         self._spaces.seed(0)
 
-    def actions(self, observations: Dicts, infos: Dicts) -> list[dict[AgentID, Any]]:
+    def __call__(self, _: Dicts) -> list[dict[AgentID, Any]]:
+        of = self._spaces
         return [
-            {agent: self._drawn(agent, masks.get(agent)) for agent in acting}
+            {agent: of[agent].sample(for_sample(of[agent], masks.get(agent))) for agent in acting}
             for acting, masks in zip(self._env.acting, self._env.action_masks)
         ]
 
-    def _drawn(self, agent: AgentID, mask: Any) -> Any:
-        space = self._spaces[agent]
-        return space.sample(for_sample(space, mask))
-
 
 class _Picture:
-    """One environment's frame as it is shown."""
+    """Makes pictures of frames: scaled and labelled."""
 
     def __init__(self, width: int | None, labels: bool) -> None:
         self._width, self._labels = width, labels
-        self._image, self._draw, self._font = _pillow()
+        _, self._image, self._draw, self._font = _libraries()
 
     def of(self, frame: Any, env_id: int, value: float) -> NDArray[np.uint8]:
         array = np.asarray(frame)
@@ -211,67 +193,50 @@ class _Picture:
         return np.asarray(whole)
 
 
-class _Size(NamedTuple):
-    """Of what is shown of one environment, in pixels."""
-
-    height: int
-    width: int
-
-    def filled(self, picture: NDArray[np.uint8], env_id: int) -> NDArray[np.uint8]:
-        """With black to the right and below where a picture is smaller; a video's frames are all of one size."""
-        height, width, _ = picture.shape
-        if height > self.height or width > self.width:
-            raise ValueError(
-                f"environment {env_id}: expected frames no larger than the first ones, which are shown in "
-                f"{self.width} x {self.height} pixels, got one of {width} x {height}"
-            )
-        return np.pad(picture, ((0, self.height - height), (0, self.width - width), (0, 0)))
+def _padded(picture: NDArray[np.uint8], size: tuple[int, ...], env_id: int) -> NDArray[np.uint8]:
+    """Pad with black to the right and below: all frames of a video have one size."""
+    (height, width), (shown_height, shown_width) = size, picture.shape[:2]
+    if shown_height > height or shown_width > width:
+        raise ValueError(
+            f"environment {env_id}: expected frames no larger than the first ones, which are shown in "
+            f"{width} x {height} pixels, got one of {shown_width} x {shown_height}"
+        )
+    return np.pad(picture, ((0, height - shown_height), (0, width - shown_width), (0, 0)))
 
 
 @contextlib.contextmanager
-def _written(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], None]]:
-    """What takes the frames of a file that is there when all have come, or not at all."""
-    imageio = _imageio()
+def _writer(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], None]]:
+    """A function that takes frames; the file is there after the last one, or not at all."""
+    imageio, image, *_ = _libraries()
     part = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
     try:
         if path.suffix.lower() == ".gif":
             frames: list[NDArray[np.uint8]] = []
             yield lambda frame: frames.append(_even(frame))
-            _write_gif(part, frames, fps)
+            # Frames last whole hundredths of a second, some one more than others, so that the speed is right.
+            ends = [round(100 * count / fps) for count in range(len(frames) + 1)]
+            lengths = [10 * (end - begin) for begin, end in pairwise(ends)]
+            first, *others = map(image.fromarray, frames)
+            first.save(part, save_all=True, append_images=others, duration=lengths, loop=0)
         else:
             writer = imageio.get_writer(part, fps=fps, macro_block_size=2)
-            with contextlib.closing(writer):  # its own `with` leaves it open after an error
+            with contextlib.closing(writer):  # imageio's own `with` leaves it open after an error
                 yield lambda frame: writer.append_data(_even(frame))
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
-def _write_gif(path: Path, frames: Sequence[NDArray[np.uint8]], fps: float) -> None:
-    """Each frame lasts whole hundredths of a second, some of them one more than others, so that the speed is right."""
-    first, *others = map(_pillow()[0].fromarray, frames)
-    ends = [round(100 * count / fps) for count in range(len(frames) + 1)]
-    lengths = [10 * (end - begin) for begin, end in pairwise(ends)]
-    first.save(path, save_all=True, append_images=others, duration=lengths, loop=0)
-
-
 def _even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """With a row and a column of black where their number is odd, which the codec of mp4 does not take."""
+    """Add a row or column of black if their number is odd, which the codec of mp4 does not take."""
     return np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)))
 
 
-def _imageio() -> Any:
+def _libraries() -> tuple[Any, ...]:
     try:
         import imageio.v2
         import imageio_ffmpeg  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f'videos need imageio: pip install "marl-parallel[video]" ({error})') from error
-    return imageio.v2
-
-
-def _pillow() -> tuple[Any, Any, Any]:
-    try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:
-        raise ImportError(f'videos need Pillow: pip install "marl-parallel[video]" ({error})') from error
-    return Image, ImageDraw, ImageFont
+        raise ImportError(f'videos need imageio and Pillow: pip install "marl-parallel[video]" ({error})') from error
+    return imageio.v2, Image, ImageDraw, ImageFont

@@ -1,7 +1,7 @@
 r"""`BatchRunner`: resets and steps a batch of environments, below the dicts of `ParallelEnv`.
 
 It decides about env ids, about the seeds and options of resets, and about the order of calls. How actions and results
-look is up to whoever stands on it::
+look is up to its user::
 
     ParallelEnv (dicts)     vector.ArrayStepper (arrays)
                    \           /
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -24,14 +24,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeed
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import Schema
-from marl_parallel.arguments import (
-    base_seed,
-    checked_ids,
-    checked_minimum,
-    checked_options,
-    checked_patience,
-    seeds_of,
-)
+from marl_parallel.arguments import base_seed, checked_ids, checked_minimum, checked_options, checked_timeout, seeds_of
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.engine import BatchView, Engine
 from marl_parallel.core.exclusive import CallGuard
@@ -55,34 +48,9 @@ class BatchRunner:
 
     A step is three calls: actions are written by the batch (as dicts, or as arrays by `batch.arrays()`), `step` carries
     them out, and the batch reads the results. All three belong under one entry of `guard`; `vector.ArrayStepper` does
-    this for facades.
+    this for facades. All methods raise `ClosedEnvironmentError` after `close`, and `ParallelEnvError` for a fault.
 
-    Args:
-        pool: Carries out requests.
-        batch: Holds actions and transitions.
-        schema: The agents and their spaces.
-        seeds: The seed that each environment was constructed with.
-        metadata: The metadata of environment 0.
-        render_mode: The render mode of environment 0.
-        reset_keywords: Which of `seed` and `options` the environments' `reset` takes.
-        check_options: Raises where the environments do not take some options.
-        seeded_when_made: Whether only constructors take a seed, so that a seed for `reset` is ignored with a warning.
-        only_here: Modules that workers cannot import.
-
-    Attributes:
-        pool: As given.
-        batch: As given. Its `acting`, `alive` and `over` say where each environment stands.
-        schema: As given.
-        metadata: As given, with the key `"autoreset_mode"`.
-        render_mode: As given.
-        num_envs: The number of environments.
-        env_ids: All environments.
-        mode: When episodes begin anew.
-        seeds: The seed that each environment was given, or declared when it was asked last.
-        takes_options: Whether `reset` takes options.
-        restarts: Whether environments that fail are rebuilt (`on_error="restart"`).
-        guard: The call in progress; one call at a time.
-        only_here: As given.
+    `docs/facades.md` lists its attributes for facades.
     """
 
     def __init__(
@@ -91,24 +59,17 @@ class BatchRunner:
         batch: BatchView,
         schema: Schema,
         seeds: Sequence[int],
-        metadata: Mapping[str, Any],
-        render_mode: str | None,
-        *,
-        reset_keywords: Collection[str] = (),
-        check_options: Callable[[Any], None] | None = None,
-        seeded_when_made: bool = False,
         only_here: list[ModuleType] | None = None,
     ) -> None:
         self.pool, self.batch, self.schema = pool, batch, schema
         self.mode, self.env_ids, self.num_envs = batch.mode, batch.env_ids, len(batch.env_ids)
-        self.metadata, self.render_mode = {**metadata, "autoreset_mode": batch.mode}, render_mode
-        self.seeds = tuple(seeds)
-        self.takes_options = "options" in reset_keywords
-        self.restarts = pool.recovery is not None
-        self.guard = CallGuard(pool.check_open)
-        self.only_here = [] if only_here is None else only_here
+        self.metadata, self.render_mode = {**schema.metadata, "autoreset_mode": batch.mode}, schema.render_mode
+        self.seeds = tuple(seeds)  # the seed that each environment was given, or declared last
+        self.takes_options = "options" in schema.reset_keywords  # whether `reset` takes options
+        self.restarts = pool.recovery is not None  # whether environments that fail are rebuilt
+        self.guard = CallGuard(pool.check_open)  # the call in progress; one call at a time
+        self.only_here = [] if only_here is None else only_here  # modules that workers cannot import
         self._base_seed = self.seeds[0]
-        self._check_options, self._seeded_when_made = check_options, seeded_when_made
         self._all_have_reset = False  # whether every environment is known to have been reset
         self._seed_check: SeedCheck | None = None
         self._stepped_by: weakref.ref[object] | None = None
@@ -118,22 +79,10 @@ class BatchRunner:
     def reset(
         self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None
     ) -> tuple[tuple[int, ...], Any]:
-        """Begin new episodes, and wait.
-
-        Args:
-            seed: The seed of environment 0, so that environment i gets `seed + i`; or one for each of `env_ids`.
-            options: For the reset of every environment, or a list with one for each of `env_ids`.
-            env_ids: Which environments; None for all.
+        """Begin new episodes, and wait; arguments and errors as of `ParallelEnv.reset`, `options` also one for each.
 
         Returns:
             The env ids, and the extras of the results, which the batch needs to read them.
-
-        Raises:
-            ValueError: Unknown or doubled env ids, a wrong number of seeds, or options that are not taken. Nothing has
-                been reset.
-            AlreadyPendingCallError: Environments are in flight. Nothing has been reset.
-            ClosedEnvironmentError: Everything has been closed.
-            ParallelEnvError: A fault.
         """
         self.check_idle("reset")
         ids = self.checked_ids(env_ids)
@@ -149,14 +98,7 @@ class BatchRunner:
         self.pool.send(Message.RESET, ids, self._reset_keywords(ids, seed, options))
 
     def ids_to_step(self, env_ids: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The env ids of a step that may be taken now.
-
-        Raises:
-            ValueError: Unknown or doubled env ids.
-            ResetNeeded: An environment has never been reset.
-            AlreadyPendingCallError: Environments are in flight.
-            ClosedEnvironmentError: Everything has been closed.
-        """
+        """The env ids of a step that may be taken now; errors as of `reset`, or `ResetNeeded`."""
         if self.pool.closed or self.pool.in_flight:
             self.check_idle("step")
         ids = self.env_ids if env_ids is None else self.checked_ids(env_ids)
@@ -165,50 +107,30 @@ class BatchRunner:
         return ids
 
     def step(self, env_ids: tuple[int, ...], written: Any) -> Any:
-        """Carry out actions, and wait.
+        """Carry out actions, and wait; returns the extras of the results, which the batch needs to read them.
 
         Args:
             env_ids: As `ids_to_step` returned them.
             written: What the batch returned when the actions were written.
-
-        Returns:
-            The extras of the results, which the batch needs to read them.
-
-        Raises:
-            ParallelEnvError: A fault.
         """
         if written or env_ids is not self.env_ids:
             return self.pool.run(Message.STEP, env_ids, written or None)
         return self.pool.step_all()
 
     def send(self, env_ids: Sequence[int], written: Any, *, together: bool = False) -> None:
-        """Begin to carry out actions, and return; arguments as of `step`.
+        """Begin to carry out actions of environments that are not in flight, and return; arguments as of `step`.
 
-        Args:
-            env_ids: Which environments; none of them is in flight, and all have been reset.
-            written: What the batch returned when the actions were written.
-            together: Whether all are received at once, which is faster.
+        With `together`, all are received at once, which is faster.
         """
         self.pool.send(Message.STEP, env_ids, written or None, together=together)
 
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> Results:
-        """Wait for results of `send` and `send_reset`, and take all that are here.
-
-        Args:
-            min_envs: The number of environments to wait for; None for all in flight.
-            timeout: Seconds to wait at most; None for no limit.
-
-        Raises:
-            NoAsyncCallError: Nothing is in flight.
-            ValueError: `min_envs` is more than there are in flight.
-            TimeoutError: There were fewer in time. Nothing is lost.
-            ParallelEnvError: A fault.
-        """
+        """Wait for results of `send` and `send_reset`, and take all that are here; as `ParallelEnv.recv`."""
         self.pool.check_open()
         in_flight = self.pool.in_flight
         if not in_flight:
             raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
-        results = self.pool.recv(checked_minimum(min_envs, in_flight), checked_patience(timeout))
+        results = self.pool.recv(checked_minimum(min_envs, in_flight), checked_timeout(timeout, "timeout", zero=True))
         self._note_resets(results.resets, results.extras)
         return results
 
@@ -219,7 +141,7 @@ class BatchRunner:
         return self.env_ids if env_ids is None else checked_ids(env_ids, self.num_envs)
 
     def check_open(self) -> None:
-        """Raise `ClosedEnvironmentError` where everything has been closed."""
+        """Raise `ClosedEnvironmentError` if everything has been closed."""
         self.pool.check_open()
 
     def check_idle(self, name: str) -> None:
@@ -239,7 +161,7 @@ class BatchRunner:
             )
 
     def check_has_reset(self, env_ids: Sequence[int], name: str) -> None:
-        """Raise `ResetNeeded` where one of these environments has never been reset."""
+        """Raise `ResetNeeded` if one of these environments has never been reset."""
         if not self._all_have_reset:
             begun = self.batch.begun
             self._all_have_reset = all(begun)
@@ -248,12 +170,12 @@ class BatchRunner:
                 raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
 
     def check_seed(self, seed: Any) -> None:
-        """Raise `ValueError` for a seed where `reset` can take none."""
+        """Raise `ValueError` for a seed if `reset` can take none."""
         if seed is not None and self.pool.seeded_at_start:
             raise ValueError(f"seed={seed!r}, but these environments are seeded only once, where they are made")
 
     def check_mode(self, facade: str, modes: Collection[AutoresetMode]) -> None:
-        """Raise `ValueError` unless the auto-reset mode is one that a facade serves.
+        """Raise `ValueError` unless a facade supports the auto-reset mode.
 
         A simulator that has no mode but `NEXT_STEP` passes for `DISABLED`: a reset right after an episode's end cancels
         the one that it would do.
@@ -264,12 +186,7 @@ class BatchRunner:
             raise ValueError(f"{facade} wants a ParallelEnv with {served}, got auto_reset={_AUTO_RESET[self.mode]}")
 
     def check_comes_together(self, facade: str, *, partial_resets: bool = False) -> None:
-        """Raise `ValueError` unless the results of all environments can be received at once.
-
-        Args:
-            facade: The name of the facade that receives them.
-            partial_resets: Whether some environments must be able to be reset without the others, too.
-        """
+        """Raise `ValueError` unless a facade can receive all results at once, and reset some environments if needed."""
         batch_size = self.pool.batch_size
         if self.num_envs % batch_size:
             raise ValueError(
@@ -286,11 +203,7 @@ class BatchRunner:
     # -- the one facade that steps ---------------------------------------------------------------------------------
 
     def claim(self, facade: weakref.ref[Any]) -> None:
-        """Let one facade step, and no other one as long as it lives and has not called `release`.
-
-        Raises:
-            RuntimeError: Another facade steps already.
-        """
+        """Let one facade step; `RuntimeError` if another one does that is alive and has not called `release`."""
         if self._stepped_by is facade:
             return
         other = None if self._stepped_by is None else self._stepped_by()
@@ -314,7 +227,7 @@ class BatchRunner:
             self._seed_check = check
 
     def _note_resets(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> None:
-        """Note resets; warn, once all environments have been reset, where their first observations are equal."""
+        """Note resets; once all environments have been reset, warn if their first observations are equal."""
         self.batch.begin(env_ids)
         check = self._seed_check
         if check is None:
@@ -339,7 +252,7 @@ class BatchRunner:
         self.check_seed(seed)
         if self.pool.seeded_at_start:
             return {}
-        if seed is not None and self._seeded_when_made:
+        if seed is not None and self.schema.seeded_when_made:
             warnings.warn(
                 f"seed={seed!r} is refused: these environments are seeded when they are made; give it to ParallelEnv, "
                 "which gives it to their constructors",
@@ -351,22 +264,21 @@ class BatchRunner:
         recovery, begun = self.pool.recovery, self.batch.begun
         for_each = checked_options(options, len(env_ids))
         for own_options in for_each:
-            if own_options is not None and self._check_options is not None:
-                self._check_options(own_options)
+            if own_options is not None:
+                self.schema.check_options(own_options)
         keywords: dict[int, bytes] = {}
-        given: dict[int, int] = {}
+        new_seeds = [*self.seeds]
         for env_id, own, own_options in zip(env_ids, seeds, for_each, strict=True):
-            if own_options is not None and recovery is not None:
-                own_options = recovery.reset_options(env_id, own_options)
-            if own is None and not begun[env_id] and (recovery is None or not recovery.is_rebuilt(env_id)):
+            passed: dict[str, Any] = {}
+            if own is None and not begun[env_id] and (recovery is None or not recovery.slots[env_id].restarts):
                 own = base + env_id
             if own is not None:
-                given[env_id] = own
-            passed = {name: value for name, value in (("seed", own), ("options", own_options)) if value is not None}
+                passed["seed"] = new_seeds[env_id] = own
+            if own_options is not None:
+                passed["options"] = recovery.reset_options(env_id, own_options) if recovery else own_options
             keywords[env_id] = sendable(passed, "options", self.only_here)
         # Before the reset: an environment that fails in it is rebuilt with a seed of the new base.
-        self._base_seed, self.pool.seeds_stale = base, True
-        self.seeds = tuple(given.get(env_id, own) for env_id, own in enumerate(self.seeds))
+        self._base_seed, self.seeds, self.pool.seeds_stale = base, tuple(new_seeds), True
         if recovery is not None:
             recovery.base_seed = base
         return keywords

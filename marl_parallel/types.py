@@ -1,78 +1,73 @@
-"""What every part of the package and every user may import: errors, results, statistics, the restart policy.
+"""Errors, results, statistics and the restart policy; this module imports nothing of the package.
 
-Errors of calls out of order are Gymnasium's own (`gymnasium.error`), those of bad arguments Python's. This module
-imports nothing of the package.
+Errors of calls out of order are Gymnasium's own (`gymnasium.error`), those of bad arguments Python's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
-_HEADINGS = ("", "steps", "resets", "restarts", "simulator s", "transport s", "waiting s")
+
+def installed(library: str) -> bool:
+    """Whether a library can be imported; a folder that happens to have its name, such as Ray's `/tmp/ray`, is none.
+
+    Example:
+        >>> installed("numpy"), installed("no_such_library")
+        (True, False)
+    """
+    spec = find_spec(library)
+    return spec is not None and spec.origin is not None
 
 
 class ParallelEnvError(RuntimeError):
     """Something went wrong in a worker.
 
     Attributes:
-        env_ids: The environments concerned: the one that was running, or all of the worker's where that is unknown.
-        worker: The worker's number, None where no worker is to blame.
-    """
-
-    def __init__(self, message: str, *, env_ids: Iterable[int] = (), worker: int | None = None) -> None:
-        super().__init__(message)
-        self.env_ids = tuple(env_ids)
-        self.worker = worker
-
-
-class EnvError(ParallelEnvError):
-    """An environment raised. `__cause__` is the original exception where it could be pickled.
-
-    Attributes:
-        method: What the environment was doing: `"constructor"`, `"reset"`, `"step"`, `"render"`, `"close"`, ...;
-            or `"observation_space('agent_0')"` where a method that gives a space raised.
-        remote_traceback: The traceback from inside the worker, as text.
+        env_ids: The environment that was running, or all of the worker's if that is unknown.
+        worker: The worker's number; None if there is none.
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        env_ids: Iterable[int] = (),
-        worker: int | None = None,
-        method: str = "",
-        remote_traceback: str = "",
+        self, message: str, *, env_ids: Iterable[int] = (), worker: int | None = None, **attributes: Any
     ) -> None:
-        super().__init__(message, env_ids=env_ids, worker=worker)
-        self.method = method
-        self.remote_traceback = remote_traceback
+        super().__init__(message)
+        self.env_ids = tuple(env_ids)
+        self.worker = worker
+        for name, value in attributes.items():  # those that a subclass declares
+            if not hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__} has no attribute {name!r}")
+            setattr(self, name, value)
+
+
+class EnvError(ParallelEnvError):
+    """An environment raised. `__cause__` is the original exception if it could be pickled.
+
+    Attributes:
+        method: What the environment was doing: `"constructor"`, `"reset"`, `"step"`, `"render"`, `"close"`, ...;
+            or `"observation_space('agent_0')"` if a method that gives a space raised.
+        remote_traceback: The traceback from inside the worker, as text.
+    """
+
+    method: str = ""
+    remote_traceback: str = ""
 
 
 class WorkerCrashed(ParallelEnvError):
     """A worker process died: killed, crashed natively, or ended by the simulator itself.
 
     Attributes:
-        exitcode: Its exit code; minus the signal's number where a signal ended it; None where unknown.
-        stack: The stack at a native crash (segmentation fault and the like), empty where there is none.
+        exitcode: Its exit code; minus the signal's number if a signal ended it; None if unknown.
+        stack: The stack at a native crash (segmentation fault and the like), empty if there is none.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        env_ids: Iterable[int] = (),
-        worker: int | None = None,
-        exitcode: int | None = None,
-        stack: str = "",
-    ) -> None:
-        super().__init__(message, env_ids=env_ids, worker=worker)
-        self.exitcode = exitcode
-        self.stack = stack
+    exitcode: int | None = None
+    stack: str = ""
 
 
 class RestartLimitExceeded(ParallelEnvError):
@@ -87,35 +82,18 @@ class WorkerTimeout(ParallelEnvError, TimeoutError):
 
     Attributes:
         method: What the environment was doing, as in `EnvError`.
-        stack: The Python stack of the hung worker, taken while it hung; empty where it could not be had.
+        stack: The Python stack of the hung worker, taken while it hung; empty if it was not available.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        env_ids: Iterable[int] = (),
-        worker: int | None = None,
-        method: str = "",
-        stack: str = "",
-    ) -> None:
-        super().__init__(message, env_ids=env_ids, worker=worker)
-        self.method = method
-        self.stack = stack
+    method: str = ""
+    stack: str = ""
 
 
 class StepBatch(NamedTuple):
-    """Results of some environments, in the order in which they were completed.
+    """Results of some environments, in order of completion: one dict for each of `env_ids`.
 
-    Steps and resets may be in the same batch: a reset's rewards are 0.0 and its flags False, with the same agents.
-
-    Attributes:
-        env_ids: Whose they are; the others have one dict for each of these.
-        observations: By agent.
-        rewards: By agent.
-        terminateds: By agent and for `"__all__"`.
-        truncateds: By agent and for `"__all__"`.
-        infos: By agent.
+    All dicts are by agent; the flags also have the key `"__all__"`. Steps and resets may be in the same batch: a
+    reset's rewards are 0.0 and its flags False, with the same agents.
     """
 
     env_ids: tuple[int, ...]
@@ -131,13 +109,9 @@ class RestartPolicy:
     """How often an environment may be restarted; then `RestartLimitExceeded` is raised.
 
     Attributes:
-        max_restarts: In its life; None for no limit.
+        max_restarts: In all; None for no limit.
         rate_limit: Within any `rate_period_s` seconds; None for no limit.
         rate_period_s: Seconds.
-
-    Raises:
-        TypeError: Something is no number.
-        ValueError: A number is negative, or the period not positive.
 
     Example:
         >>> RestartPolicy(max_restarts=100).rate_limit
@@ -163,12 +137,12 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """What one worker has done, with those in whose place it may have come.
+    """What one worker has done, with the workers that it has replaced.
 
     Attributes:
         steps: Environment steps.
-        resets: Episodes begun, whoever asked for them.
-        restarts: Environments built anew after a fault.
+        resets: Episodes begun, automatically too.
+        restarts: Environments rebuilt after a fault.
         simulator_s: Seconds inside the simulators.
         transport_s: Seconds spent on reading actions and writing transitions.
         waiting_s: Seconds without work.
@@ -215,14 +189,12 @@ class Stats(WorkerStats):
             worker 1  1,200      48         0        0.000        0.000      0.500
             all       2,400      96         0        0.261        0.012      0.503
         """
-        named = [*((f"worker {number}", own) for number, own in enumerate(self.workers)), ("all", self)]
-        lines = [_HEADINGS, *((name, *_cells(own)) for name, own in named)]
+        names = [field.name for field in fields(WorkerStats)]
+        lines = [["", *(name.replace("_", " ") for name in names)]]
+        for label, own in [*((f"worker {i}", own) for i, own in enumerate(self.workers)), ("all", self)]:
+            values = [getattr(own, name) for name in names]
+            lines.append([label, *(f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in values)])
         widths = [max(map(len, column)) for column in zip(*lines)]
         return "\n".join(
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
         )
-
-
-def _cells(own: WorkerStats) -> list[str]:
-    values = [getattr(own, field.name) for field in fields(WorkerStats)]
-    return [f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in values]

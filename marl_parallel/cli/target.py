@@ -18,8 +18,8 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
+from marl_parallel.arguments import find_constructor
 from marl_parallel.backends import NAMES
-from marl_parallel.making import find_constructor
 
 FORMS = "ENV is module[:attribute] or path/to/file.py[:function]"
 _JSON_HINT = "single quotes around it, double quotes within: --env-kwargs '{\"N\": 5}'"

@@ -1,7 +1,7 @@
-"""`Backend`: a place for workers to live, and a way for requests and replies.
+"""`Backend`: where workers run, and how requests and replies travel.
 
-A backend carries; it never looks into what it carries, and knows nothing of environments. Whoever adds a place for
-workers to live (another machine, another kind of process) writes one subclass.
+A backend carries requests and replies; it never looks into them and knows nothing of environments. A new kind of
+worker (another machine, another kind of process) is one subclass.
 """
 
 from __future__ import annotations
@@ -35,34 +35,29 @@ def share_out(num_envs: int, num_workers: int) -> list[range]:
 
 
 class Backend(ABC):
-    """Workers, numbered from 0, and the way to them. Used by one `ParallelEnv`, once.
+    """Workers, numbered from 0. Used by one `ParallelEnv`, once.
 
     Attributes:
-        ledgers: What each worker is doing and has done; readable at any time, after `look` where it is to be now.
-        enforces_timeouts: Whether `wait` returns while a worker is busy, so that timeouts can be seen to pass.
-        can_kill: Whether `stop` ends workers, and what they have started, whatever they are doing.
-        side_by_side: Whether workers want a CPU each.
+        ledgers: The status of each worker; readable at any time, and current after `look`.
+        enforces_timeouts: Whether `wait` returns while a worker is busy, so that timeouts can be enforced.
+        can_kill: Whether `stop` ends workers, and the processes they have started, whatever they are doing.
+        side_by_side: Whether each worker needs a CPU of its own.
     """
 
     enforces_timeouts: ClassVar[bool] = True
     can_kill: ClassVar[bool] = True
     side_by_side: ClassVar[bool] = True
+    ledgers: list[Ledger]
     _claimed = False
 
     def claim(self) -> None:
-        """Take it into use, once.
-
-        Raises:
-            ValueError: Somebody has.
-        """
+        """Take it into use; raises `ValueError` the second time."""
         if self._claimed:
             raise ValueError("a backend serves one ParallelEnv, once; make a new one for each")
         self._claimed = True
 
-    ledgers: list[Ledger]
-
     def capacity(self) -> int:
-        """How many workers can run side by side; asked before `start`."""
+        """How many workers can run side by side; called before `start`."""
         return usable_cpus()
 
     @abstractmethod
@@ -71,15 +66,12 @@ class Backend(ABC):
 
         Args:
             shares: The environments of each worker.
-            most_requests: How many requests and replies there will be at most before one worker, or from it.
+            most_requests: The largest number of requests and replies in flight for one worker.
         """
 
     @abstractmethod
     def allocate(self, layout: Layout) -> Any:
-        """Make the block that all workers will attach to; called once, before the first request that uses it.
-
-        Args:
-            layout: What will lie in it, and so its size.
+        """Make the block of memory for a layout; called once, before the first request that uses it.
 
         Returns:
             Zeroed, writable memory. It stays readable for as long as anything refers to it, also after `stop`.
@@ -87,72 +79,68 @@ class Backend(ABC):
 
     @abstractmethod
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
-        """Hand one request each to some of the workers; returns at once where the backend can.
+        """Send one request each to some of the workers, and return at once if the backend can.
 
-        A worker may have several requests before it; it takes them in order. One that is gone gets nothing, and
-        `wait` reports it as `Lost`.
+        A worker takes its requests in order. One that is gone gets nothing, and `wait` reports it as `Lost`.
 
         Args:
             requests: By worker.
-            together: The caller will not look at any reply before it has all of these, so that it need be woken
-                only once.
+            together: The caller waits until it has all the replies, so that it need be woken only once.
         """
 
     @abstractmethod
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
-        """Wait for replies, and take all that are there.
+        """Wait for replies, and take all that are here.
 
         Args:
-            timeout: In seconds; None waits for as long as it takes, or until `interrupt`.
+            timeout: Seconds; None waits until there are enough, or until `interrupt`.
             at_least: How many to wait for.
 
         Returns:
-            Workers with their replies, in the order of each worker's requests; fewer than `at_least` when the time is
-            over, after `interrupt`, or where somebody has died. A worker that died with requests before it is
-            reported once, as `Lost`.
+            Workers with their replies, in the order of each worker's requests; fewer than `at_least` after the timeout,
+            after `interrupt`, or when a worker has died. A worker that died with requests before it is reported once,
+            as `Lost`.
         """
 
     @abstractmethod
     def end(self, worker: int) -> Sequence[Reply]:
-        """End a worker that is to be replaced, whatever it is doing: what it has written changes no more.
-
-        For backends that `can_kill`.
+        """End a worker, whatever it is doing, so that it writes nothing more; only if the backend `can_kill`.
 
         Returns:
-            What it has said and `wait` has not returned.
+            Its replies that `wait` has not returned.
         """
 
     @abstractmethod
     def replace(self, worker: int) -> None:
-        """Start a fresh worker, with a ledger of its own, in the place of one that was ended or is lost.
+        """Start a new worker in the place of one that was ended or is lost, with a status of its own.
 
-        What had been asked of the old one is forgotten. For backends that `can_kill`.
+        Requests to the old one are dropped. Only if the backend `can_kill`.
         """
 
     def look(self) -> None:
-        """Bring the ledgers up to date; nothing is to be done where they lie in shared memory."""
+        """Bring `ledgers` up to date; there is nothing to do if they are in shared memory."""
         return
 
     def ahead(self, worker: int) -> float:
-        """Seconds that this clock is ahead of a worker's; 0 where they are the same."""
+        """Seconds that this clock is ahead of a worker's; 0 if they are the same."""
         return 0.0
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Make a `wait` in another thread return soon, with whatever is there."""
+        """Make a `wait` in another thread return soon, with the replies that are here."""
 
     @abstractmethod
     def stack(self, worker: int) -> str:
-        """The Python stack of a worker as it is right now, empty where it cannot be had."""
+        """The Python stack of a worker as it is right now; empty if it is not available."""
 
     @abstractmethod
     def stop(self, timeout: float) -> list[int]:
         """End all workers and free everything but memory that is still referred to. Idempotent.
 
-        Those that have carried out a CLOSE end by themselves; the others are made to, where the backend can.
+        Workers that have carried out a CLOSE end by themselves; the others are killed if the backend can.
 
         Args:
-            timeout: Seconds that workers which are about to end are given.
+            timeout: Seconds that workers have to end by themselves.
 
         Returns:
             The workers that could not be ended.

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.core.arrays import ArrayView
+from marl_parallel.core.ledger import Tracer
 from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.pool import Results
 from marl_parallel.core.records import Columns
 from marl_parallel.core.recovery import Recovery
-from marl_parallel.core.tracing import Tracer
 from marl_parallel.types import EnvError, Stats
 
 

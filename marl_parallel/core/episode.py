@@ -1,8 +1,13 @@
-"""What a transition means: one environment's life, from reset to the end of an episode and on to the next.
+"""What a transition means: one environment from reset to the end of an episode and on to the next.
 
-This is the only place that knows who is alive and who acts, when an episode is over, what auto-reset returns and
-which keys we add to the simulator's. The worker holds an `Episode` for each of its environments; the parent
-uses the functions at the end, on the same facts. How transitions travel is the business of `records.py`.
+Only this file decides who is alive and who acts, when an episode is over, what an automatic reset returns and which
+keys are added to the simulator's. The worker holds an `Episode` for each of its environments::
+
+    reset(keywords) -> Transition
+    step(actions)   -> Transition         and with SAME_STEP, when the episode has ended (`ended_for_now`):
+                       begin_next(last)   -> Transition: the last step's rewards, the new episode's first observations
+
+The parent uses the functions at the end on the same facts. How transitions travel is in `records.py`.
 """
 
 from __future__ import annotations
@@ -30,21 +35,15 @@ from marl_parallel.core.transition import (
     kept,
 )
 
-_RESET, _STEP = int(Activity.RESET), int(Activity.STEP)  # a member of an Enum costs a look-up each time
+_RESET, _STEP = int(Activity.RESET), int(Activity.STEP)  # quicker than a member of an Enum
 _NOT_ENDED = (False, False)
 
 
 class Episode:
-    """One environment and where it stands.
-
-    Args:
-        env: The environment.
-        env_id: Its number in the batch.
-        mode: What happens when an episode is over.
-        ledger: Where the worker notes what its environments are doing.
+    """One environment and its state.
 
     Attributes:
-        ended_for_now: Whether the last step ended an episode and `begin_anew` is due.
+        ended_for_now: Whether the last step ended an episode and `begin_next` is due.
     """
 
     def __init__(self, env: MultiAgentEnv, env_id: int, mode: AutoresetMode, ledger: Ledger) -> None:
@@ -58,22 +57,18 @@ class Episode:
         self._usual = UsualForm(env.possible_agents, vectors=vectors)
         self._all_act = False  # whether every possible agent is alive and acting, and nobody has been flagged
         self._over: tuple[Any, Any] | None = None
-        self._put_off: Mapping[str, Any] | None = None
-        self._ahead: Transition | None = None
+        self._postponed: Mapping[str, Any] | None = None
+        self._early: Transition | None = None
         self.ended_for_now = False
 
     def reset(self, keywords: Mapping[str, Any]) -> Transition:
-        """Begin a new episode.
-
-        Args:
-            keywords: For the simulator's `reset`.
+        """Begin a new episode, with keywords for the simulator's `reset`.
 
         Returns:
-            The first observations and infos; the agents in them have flags that are False, and reward 0.0, or zeros
-            where rewards are vectors.
+            The first observations and infos; the agents in them have flags False and rewards of zero.
         """
-        if self._put_off is not None:
-            keywords, self._put_off, self._ahead = {**self._put_off, **keywords}, None, None
+        if self._postponed is not None:
+            keywords, self._postponed, self._early = {**self._postponed, **keywords}, None, None
         self._ledger.enter(self.env_id, _RESET)
         try:
             observations, infos = self.env.reset(**keywords)
@@ -84,9 +79,7 @@ class Episode:
         check_infos(infos, observations)
         self._flagged.clear()
         self._over, self.ended_for_now = None, False
-        self._alive = list(observations)
-        self._acting = self._who_acts(observations)
-        self._all_act = self._do_all_act()
+        self._note(observations, observations)
         rewards = no_rewards(observations, self.env.reward_spaces)
         terminateds = {**dict.fromkeys(observations, False), ALL: False}
         truncateds = {**terminateds}
@@ -94,22 +87,22 @@ class Episode:
         return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting, usual)
 
     def step(self, actions: dict[Any, Any]) -> Transition:
-        """Step once, or begin the next episode where that is due.
+        """Step once, or begin the next episode if that is due.
 
         Args:
-            actions: For the simulator, those of agents who do not act already left out.
+            actions: For the simulator, without those of agents that do not act.
 
         Returns:
-            The transition; where `ended_for_now`, it is to be handed to `begin_anew`.
+            The transition; if `ended_for_now`, for `begin_next`.
         """
         if self._over is not None:
             if self._mode is AutoresetMode.NEXT_STEP:
-                ahead = self._ahead
+                ahead = self._early
                 if ahead is None:
                     return self.reset({})
-                self._over = self._put_off = self._ahead = None
+                self._over = self._postponed = self._early = None
                 return ahead
-            if not self._dict_rules or self._put_off is not None:
+            if not self._dict_rules or self._postponed is not None:
                 terminated, truncated = self._over
                 return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {}, (), ())
         self._ledger.enter(self.env_id, _STEP)
@@ -119,32 +112,30 @@ class Episode:
             self._ledger.leave()
         if self._all_act:
             usual = self._usual.code(observations, rewards, terminateds, truncateds, infos)
-            # Nobody's state changes, and it is over only where the simulator says that nobody is left.
+            # No agent's state changes, and the episode is over only if the simulator says that no agent is left.
             if usual and (self._dict_rules or (left := self.env.agents_left()) is None or left):
                 self._over = None
                 agents = self._acting
                 return Transition(observations, rewards, terminateds, truncateds, infos, agents, agents, usual)
-        return self._interpret(observations, rewards, terminateds, truncateds, infos)
+        return self._interpret((observations, rewards, terminateds, truncateds, infos))
 
-    def _interpret(
-        self,
-        observations: dict[AgentID, Any],
-        rewards: dict[AgentID, Any],
-        terminateds: dict[Any, Any],
-        truncateds: dict[Any, Any],
-        infos: dict[Any, Any],
-    ) -> Transition:
-        """Decide what a step of any form means: who is alive and acts now, and whether the episode is over."""
+    def _interpret(self, dicts: Dicts) -> Transition:
+        """Decide what a step means: who is alive and acts now, and whether the episode is over."""
+        observations, rewards, terminateds, truncateds, infos = dicts
         if ALL in observations or ALL in rewards or COMMON in observations:
             refuse_reserved("step", observations, rewards)
         terminateds, truncateds = checked_flags(terminateds, "terminated"), checked_flags(truncateds, "truncated")
         check_infos(infos, observations)
-        before = self._alive
-        self._note(observations, terminateds, truncateds)
-        if ALL not in terminateds or ALL not in truncateds:  # in dicts of our own: the simulator may keep its
+        before, alive = self._alive, self.env.alive()
+        if alive is None:
+            for flags in (terminateds, truncateds):
+                self._flagged.update(agent for agent, flag in flags.items() if flag and agent != ALL)
+            alive = [agent for agent in dict.fromkeys([*before, *observations]) if agent not in self._flagged]
+        self._note(alive, observations)
+        if ALL not in terminateds or ALL not in truncateds:
             ended = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
-            terminateds, truncateds = {**terminateds}, {**truncateds}
-            # What the simulator says of one kind stays, and the other is what makes it true that the episode is over.
+            terminateds, truncateds = {**terminateds}, {**truncateds}  # the simulator may use its own again
+            # If the simulator sets one of the two, the other one is set so that the episode is over if it has ended.
             terminateds.setdefault(ALL, ended[0] or (any(ended) and not truncateds.get(ALL, True)))
             truncateds.setdefault(ALL, any(ended) and not terminateds[ALL])
         over = terminateds[ALL], truncateds[ALL]
@@ -162,11 +153,8 @@ class Episode:
         )
         return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, ())
 
-    def begin_anew(self, last: Transition) -> Transition:
-        """Begin the next episode in the same step as the last one ended in.
-
-        Args:
-            last: That step's transition.
+    def begin_next(self, last: Transition) -> Transition:
+        """Begin the next episode in the step whose transition is `last`.
 
         Returns:
             The old episode's last rewards, flags and infos with the new one's first observations.
@@ -177,40 +165,25 @@ class Episode:
             final_observations=last.observations, reset_infos=first.infos,
         )  # fmt: skip
 
-    def put_off(self, keywords: Mapping[str, Any]) -> None:
-        """The simulator is new and has not been reset, though its episode counts as over, being truncated.
+    def postpone_reset(self, keywords: Mapping[str, Any]) -> None:
+        """Count as truncated until the next reset, which gets these keywords: the simulator is new."""
+        self._postponed, self._over = keywords, (False, True)
 
-        Args:
-            keywords: For the reset that will come.
+    def reset_early(self) -> None:
+        """Do a reset that was put off, for a look at the simulator before it.
+
+        Its transition is kept for the step that begins the episode; a reset by the caller replaces it.
         """
-        self._put_off, self._over = keywords, (False, True)
+        if self._postponed is not None and self._early is None:
+            keywords, over = self._postponed, self._over
+            self._early = self.reset({})
+            self._postponed, self._over = keywords, over
 
-    def begin_early(self) -> None:
-        """Reset a simulator whose first reset was put off, for whoever wants to look at it before.
-
-        What it says is kept for the step that is to begin the episode; a reset by the caller goes before it.
-        """
-        if self._put_off is not None and self._ahead is None:
-            keywords, over = self._put_off, self._over
-            self._ahead = self.reset({})
-            self._put_off, self._over = keywords, over
-
-    def _note(
-        self, observations: dict[AgentID, Any], terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]
-    ) -> None:
-        """Bring alive and acting up to date: new lists, never the old ones changed, as transitions hold them."""
-        alive = self.env.alive()
-        if alive is None:
-            for flags in (terminateds, truncateds):
-                self._flagged.update(agent for agent, flag in flags.items() if flag and agent != ALL)
-            seen = dict.fromkeys([*self._alive, *observations])
-            alive = [agent for agent in seen if agent not in self._flagged]
+    def _note(self, alive: Iterable[AgentID], observations: dict[AgentID, Any]) -> None:
+        """Update alive and acting, as new lists: transitions hold the old ones."""
         self._alive = [*alive]
         self._acting = self._who_acts(observations)
-        self._all_act = self._do_all_act()
-
-    def _do_all_act(self) -> bool:
-        return self._acting == self._alive == self.env.possible_agents and not self._flagged
+        self._all_act = self._acting == self._alive == self.env.possible_agents and not self._flagged
 
     def _who_acts(self, observations: dict[AgentID, Any]) -> list[AgentID]:
         turn = self.env.turn()
@@ -218,7 +191,7 @@ class Episode:
             return [turn] if turn in self._alive else []
         acting = [*observations]
         if acting != self._alive:
-            alive = {*self._alive}  # a set: looking each agent up in a list takes time quadratic in their number
+            alive = {*self._alive}
             acting = [agent for agent in acting if agent in alive]
         possible = self.env.possible_agents
         if acting != possible:
@@ -227,25 +200,19 @@ class Episode:
         return acting
 
     def _left_or_ended(self, before: list[AgentID], terminateds: Mapping[Any, Any]) -> tuple[bool, bool]:
-        """PettingZoo's end: nobody is left. Returns the two flags of `__all__`."""
+        """PettingZoo's end of an episode: no agent is left. Returns the two flags of `__all__`."""
         left = self.env.agents_left()
         remaining = self._alive if left is None else left
         if remaining and (not self._flagged or any(agent not in self._flagged for agent in remaining)):
             return _NOT_ENDED
-        # Who was alive; if nobody had been seen yet, whoever is told of now.
+        # Who was alive; if no agent had been seen yet, those that have flags now.
         judged = before or [agent for agent in terminateds if agent != ALL]
         terminated = all(terminateds.get(agent, False) for agent in judged)
         return terminated, not terminated
 
 
 def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:
-    """Whether the caller's actions will be looked at in the next step of an environment.
-
-    Args:
-        rules: The environment's.
-        mode: The batch's.
-        over: Whether its last transition ended an episode that no reset has followed yet.
-    """
+    """Whether the next step uses the caller's actions, for an environment whose episode is `over` or not."""
     return not over or (mode is AutoresetMode.DISABLED and rules is Rules.DICT)
 
 
@@ -255,12 +222,12 @@ def with_final(
     """Add the results of an automatic reset to the infos of the step before it, in place.
 
     Args:
-        infos: The parent's own copy of the step's infos; mappings that are no dicts become dicts.
+        infos: The parent's own copy; mappings that are no dicts become dicts.
         final_observations: Go under `final_obs` of each agent.
         reset_infos: Those that are not empty go under `reset_info` of each key.
     """
-    told = {key: info for key, info in reset_infos.items() if info is not None and not is_empty_info(info)}
-    for name, additions in ((FINAL_OBS, final_observations), (RESET_INFO, told)):
+    not_empty = {key: info for key, info in reset_infos.items() if info is not None and not is_empty_info(info)}
+    for name, additions in ((FINAL_OBS, final_observations), (RESET_INFO, not_empty)):
         for key, value in additions.items():
             info = infos.get(key)
             if info is None or isinstance(info, Mapping):
@@ -279,13 +246,7 @@ def no_rewards(agents: Iterable[AgentID], reward_spaces: Mapping[AgentID, Space[
 def interrupted(
     observations: dict[AgentID, Any], alive: Iterable[AgentID], reward_spaces: Mapping[AgentID, Space[Any]]
 ) -> Dicts:
-    """What a step says that the end of its simulator has interrupted, or prevented: the old episode is cut off.
-
-    Args:
-        observations: The last ones known.
-        alive: Who was, before.
-        reward_spaces: Of the agents whose rewards are vectors.
-    """
+    """The dicts of a step that a fault has interrupted or prevented: all agents that were alive are truncated."""
     alive = list(alive)
     return (
         observations,
@@ -297,23 +258,14 @@ def interrupted(
 
 
 def marked(dicts: Dicts, report: str) -> Dicts:
-    """The same with a word in its infos that the environment has been restarted."""
-    *others, infos = dicts
-    common = infos.get(COMMON)
-    own = common if isinstance(common, dict) else {}
-    observations, rewards, terminateds, truncateds = others
-    mark = {"restarted": True, "error": report, **own}
-    return observations, rewards, terminateds, truncateds, {**infos, COMMON: mark}
+    """The same dicts with the mark of a restart in their infos."""
+    common = dicts[4].get(COMMON)
+    mark = {"restarted": True, "error": report, **(common if isinstance(common, dict) else {})}
+    return (*dicts[:4], {**dicts[4], COMMON: mark})
 
 
-def renewed(told: Dicts, fresh: Dicts) -> Dicts:
-    """What a step says whose environment was restarted in it, where the mode is `SAME_STEP`.
-
-    Args:
-        told: What is told of the old episode.
-        fresh: The fresh environment's reset.
-    """
-    observations, rewards, terminateds, truncateds, infos = told
-    infos = dict(infos)
-    with_final(infos, observations, fresh[4])
-    return fresh[0], rewards, terminateds, truncateds, infos
+def renewed(interrupted: Dicts, fresh: Dicts) -> Dicts:
+    """The dicts of a step with `SAME_STEP`, from the old episode's and those of the fresh environment's reset."""
+    infos = dict(interrupted[4])
+    with_final(infos, interrupted[0], fresh[4])
+    return (fresh[0], *interrupted[1:4], infos)

@@ -1,23 +1,32 @@
-"""One worker's open book: what it is doing right now, and what it has done so far.
+"""What a worker is doing now and has done so far, as numbers in shared memory; and the timeline of a trace.
 
-The worker writes, the parent reads, at any time and without asking: the book is a few numbers in memory that both
-can see. That is how the parent knows which environment was running when a process died, for how long one has been
-running, and what `stats()` says. Each number is written whole; there is no lock, so two of them may be read a
-moment apart. One number is the parent's to write: that nothing new is to be begun.
+The worker writes its `Ledger`, and the parent reads it at any time without asking: that is how the parent knows which
+environment was running when a process died, how long one has been running, and what `stats()` returns. Each number is
+written whole. There is no lock, so two numbers may be read a moment apart. One number is written by the parent: that
+no more work may begin.
+
+While a trace is kept, a ledger also stores slices of time. The parent's `Tracer` collects them, stores slices of its
+own, and writes the file that Perfetto and Chrome's `chrome://tracing` read. Without a trace, none of this runs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import os
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from marl_parallel.core.forked import end_returning_copy
+from marl_parallel.types import WorkerStats
 
 
 class Activity(IntEnum):
@@ -39,53 +48,43 @@ class Activity(IntEnum):
 
 
 BEFORE_OR_AFTER = (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE)
-"""What is no part of any episode."""
+"""Activities outside of every episode."""
 
 
 class Running(NamedTuple):
-    """An environment in the middle of something.
-
-    Attributes:
-        env_id: Which.
-        activity: Doing what.
-        since: The moment it began, in seconds of `time.monotonic`.
-        inside: Whether the simulator has not returned yet; else what it has said is being told.
-    """
+    """An environment in the middle of something."""
 
     env_id: int
     activity: Activity
-    since: float
-    inside: bool
+    since: float  # in seconds of `time.monotonic`
+    inside: bool  # whether the simulator has not returned yet; else its result is being written
 
 
+# Numbers of 8 bytes: what is running and since when; whether requests are discarded; then what `_SUMS` packs: seconds
+# in simulators, at work and waiting, the number of parts of requests begun, and how often each activity has ended.
+# `_ENV` is an environment's number plus one while its simulator runs, minus that from when it returns until the next
+# one's runs, that plus `_SETTLED` when the request has been carried out, and 0 before anything has begun.
+_ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _BUSY, _WAITING, _PARTS, _ENDED = range(9)
 _RUNNING = struct.Struct("=qqd")
 _SUMS = struct.Struct(f"=3dq{len(Activity)}q")
 _SETTLED = 1 << 40
 
 
 class Ledger:
-    """The book over a buffer of `NBYTES` zeroed bytes, aligned to 8.
-
-    Args:
-        buffer: Writable memory, shared with whoever reads it.
-    """
+    """A worker's status, over a buffer of `NBYTES` zeroed bytes aligned to 8 that worker and parent share."""
 
     NBYTES = 128
-
-    # Places of 8 bytes: what runs now and since when; whether all is discarded; then what `_SUMS` packs: sums of
-    # seconds, how many parts of requests have been begun, and how often each activity has ended. The first holds an
-    # environment's number plus one: as it is while the simulator runs, negative until the next one's does, with a bit
-    # added once the worker is done with all; 0 where nothing has been begun yet.
-    _ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _BUSY, _WAITING, _PARTS, _ENDED = 0, 1, 2, 3, 4, 5, 6, 7, 8
 
     def __init__(self, buffer: Any) -> None:
         view = memoryview(buffer).cast("B")[: self.NBYTES]
         self._view, self._ints, self._floats = view, view.cast("q"), view.cast("d")
-        self._changed = time.monotonic()  # when the worker last took up work, or laid it down
+        self._changed = time.monotonic()  # when the worker last began or finished a request
         self._entered = self._inside = self._busy = self._waited = 0.0
         self._parts = 0
         self._ended = [0] * len(Activity)
         _of_this_process.add(self)
+
+    # -- written by the worker ---------------------------------------------------------------------------------------
 
     def enter(self, env_id: int, activity: int) -> None:
         """Note that an environment begins something, now."""
@@ -93,13 +92,13 @@ class Ledger:
         _RUNNING.pack_into(self._view, 0, env_id + 1, activity, now)
 
     def leave(self) -> None:
-        """Note that it has returned, or raised; sums and counts are written by `lay_down`."""
+        """Note that it has returned, or raised; sums and counts are written by `end_request`."""
         self._inside += time.monotonic() - self._entered
         ints = self._ints
         ints[0] = -ints[0]
         self._ended[ints[1]] += 1
 
-    @contextmanager
+    @contextlib.contextmanager
     def during(self, env_id: int, activity: Activity) -> Iterator[None]:
         """`enter` and `leave` around a block of code."""
         self.enter(env_id, activity)
@@ -108,111 +107,92 @@ class Ledger:
         finally:
             self.leave()
 
-    def take_up(self) -> None:
-        """Note that the worker begins to work on a request, now."""
+    def begin_request(self) -> None:
+        """Note that the worker begins a request, or a part of one, now."""
         now = time.monotonic()
         ints = self._ints
         ints[0] = ints[1] = 0
         self._parts += 1
         ints[7] = self._parts
         self._waited += now - self._changed
-        self._floats[self._WAITING] = self._waited
+        self._floats[_WAITING] = self._waited
         self._changed = now
 
-    def lay_down(self) -> float:
-        """Note that the worker is done with it; returns the moment."""
+    def end_request(self) -> float:
+        """Note that the worker has carried it out; returns the moment."""
         now = time.monotonic()
         ints = self._ints
         if (env := ints[0]) < 0:
             ints[0] = _SETTLED - env
         self._busy += now - self._changed
         sums = (self._inside, self._busy, self._waited, self._parts, *self._ended)
-        _SUMS.pack_into(self._view, 8 * self._SIMULATOR, *sums)
+        _SUMS.pack_into(self._view, 8 * _SIMULATOR, *sums)
         self._changed = now
         return now
 
+    # -- written by the parent ---------------------------------------------------------------------------------------
+
     def discard(self) -> None:
-        """The parent's: from now on nothing is to be begun but a CLOSE; nobody waits for what is discarded."""
-        self._ints[self._DISCARDED] = 1
+        """From now on the worker begins nothing but a CLOSE: nobody waits for the results."""
+        self._ints[_DISCARDED] = 1
 
-    def mirror(self, told: bytes, ahead: float) -> None:
-        """Become what another machine's ledger was; what is the parent's to write stays.
+    def mirror(self, others: bytes, ahead: float) -> None:
+        """Become a copy of another machine's ledger, except for the number that the parent writes.
 
-        Args:
-            told: The other's bytes.
-            ahead: Seconds that this machine's clock is ahead of that one's.
+        This machine's clock is `ahead` of that one's by so many seconds.
         """
-        discarded = self._ints[self._DISCARDED]
-        self._view[:] = told
-        self._floats[self._SINCE] += ahead
-        self._ints[self._DISCARDED] = discarded
+        discarded = self._ints[_DISCARDED]
+        self._view[:] = others
+        self._floats[_SINCE] += ahead
+        self._ints[_DISCARDED] = discarded
+
+    # -- read --------------------------------------------------------------------------------------------------------
 
     @property
     def discarded(self) -> bool:
-        """Whether the parent has said so."""
-        return self._ints[self._DISCARDED] != 0
+        """Whether the parent has called `discard`."""
+        return self._ints[_DISCARDED] != 0
 
     @property
     def latest(self) -> Activity:
-        """What was begun last in the present request, whether it has ended or not; `START` where nothing was."""
-        return Activity(self._ints[self._ACTIVITY])
-
-    @property
-    def since(self) -> float:
-        """The moment at which that began, in seconds of `time.monotonic`; 0 before anything has."""
-        return float(self._floats[self._SINCE])
+        """What was begun last in the present request, whether it has ended or not; `START` if nothing was."""
+        return Activity(self._ints[_ACTIVITY])
 
     @property
     def running(self) -> Running | None:
-        """What is going on in the worker's environments, None where nothing is."""
-        env, activity, since = self._ints[self._ENV], self._ints[self._ACTIVITY], self.since
+        """The environment that is running; None if none is."""
+        env = self._ints[_ENV]
         if env == 0 or env >= _SETTLED:
             return None
-        return Running(abs(env) - 1, Activity(activity), since, env > 0)
+        return Running(abs(env) - 1, self.latest, self._floats[_SINCE], env > 0)
 
     @property
     def settled(self) -> int | None:
-        """The environment that was running last, where all has been told that it and others had to say."""
-        env = self._ints[self._ENV]
+        """The environment that was running last, if the request has been carried out."""
+        env = self._ints[_ENV]
         return env - _SETTLED - 1 if env >= _SETTLED else None
 
     @property
     def state(self) -> tuple[int, float]:
-        """What changes whenever anything begins or ends."""
-        return self._ints[self._ENV], self.since
+        """A value that changes whenever anything begins or ends."""
+        return self._ints[_ENV], self._floats[_SINCE]
 
     @property
     def parts(self) -> int:
-        """How many parts of requests the worker has begun.
-
-        A request has one part for each environment that gets a reply of its own, else one part.
-        """
-        return int(self._ints[self._PARTS])
+        """How many parts of requests the worker has begun; each reply is for one part."""
+        return int(self._ints[_PARTS])
 
     @property
-    def steps(self) -> int:
-        """Environment steps so far."""
-        return int(self._ints[self._ENDED + Activity.STEP])
-
-    @property
-    def resets(self) -> int:
-        """Episodes begun so far."""
-        return int(self._ints[self._ENDED + Activity.RESET])
-
-    @property
-    def simulator_s(self) -> float:
-        """Seconds spent inside the simulators."""
-        return float(self._floats[self._SIMULATOR])
-
-    @property
-    def transport_s(self) -> float:
-        """Seconds spent by the worker on requests, but outside the simulators."""
-        return max(float(self._floats[self._BUSY]) - self.simulator_s, 0.0)
-
-    @property
-    def waiting_s(self) -> float:
-        """Seconds spent by the worker without anything to do."""
-        return float(self._floats[self._WAITING])
+    def stats(self) -> WorkerStats:
+        """What the worker has done so far."""
+        ints, (inside, busy, waited) = self._ints, self._floats[_SIMULATOR:_PARTS]
+        return WorkerStats(
+            steps=ints[_ENDED + Activity.STEP],
+            resets=ints[_ENDED + Activity.RESET],
+            simulator_s=inside,
+            transport_s=max(busy - inside, 0.0),
+            waiting_s=waited,
+        )
 
 
 _of_this_process: WeakSet[Ledger] = WeakSet()
@@ -221,13 +201,195 @@ _of_this_process: WeakSet[Ledger] = WeakSet()
 def _guard_in_forked_child() -> None:
     """In a forked child: end it as soon as it comes back from a simulator to a worker of its parent.
 
-    A worker writes to its ledger whenever a method of a simulator is entered or left, and nobody but the worker does.
-    Replacing these methods here costs nothing in a step.
+    A worker writes to its ledger whenever a method of a simulator is entered or left, and nobody else does. Replacing
+    these methods here costs nothing in a step.
     """
     for ledger in list(_of_this_process):
-        vars(ledger).update(dict.fromkeys(("enter", "leave", "take_up", "lay_down"), end_returning_copy))
+        vars(ledger).update(dict.fromkeys(("enter", "leave", "begin_request", "end_request"), end_returning_copy))
     _of_this_process.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_guard_in_forked_child)
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+MOST_SLICES = 1_000_000
+"""The most slices kept for each lane; later ones are dropped, so that a forgotten trace does not fill the memory."""
+
+SLICES = -1
+"""In place of an environment's number in the results of a CLOSE: the slices that the worker has kept."""
+
+_FIELDS = 4  # of a slice: environment, activity, begin, end; both in seconds of `time.monotonic`
+_REQUEST = -1.0  # in place of an activity: the worker carried out a request
+
+
+class TracedLedger(Ledger):
+    """A ledger that keeps slices, `_FIELDS` numbers each."""
+
+    slices: array[float]
+
+    def leave(self) -> None:
+        super().leave()
+        self._keep(-self._ints[_ENV] - 1, self._ints[_ACTIVITY], self._entered, time.monotonic())
+
+    def end_request(self) -> float:
+        begun = self._changed
+        moment = super().end_request()
+        self._keep(-1, _REQUEST, begun, moment)
+        return moment
+
+    def _keep(self, *slice_: float) -> None:
+        if len(self.slices) < _FIELDS * MOST_SLICES:
+            self.slices.extend(slice_)
+
+
+def begin_slices(ledger: Ledger) -> None:
+    """Have a ledger keep slices from now on."""
+    if not isinstance(ledger, TracedLedger):
+        ledger.__class__ = TracedLedger
+        ledger.slices = array("d")  # type: ignore[attr-defined]
+
+
+def end_slices(ledger: Ledger) -> array[float] | None:
+    """Have it keep no more; returns its slices, None if it kept none."""
+    if not isinstance(ledger, TracedLedger):
+        return None
+    slices, ledger.slices = ledger.slices, array("d")
+    ledger.__class__ = Ledger  # type: ignore[assignment]
+    return slices
+
+
+class Tracer:
+    """The parent's side of a trace; lane 0 of the file is the parent's, lane `worker + 1` a worker's."""
+
+    def __init__(self, path: Path, shares: Sequence[range]) -> None:
+        self.path = path
+        self._begun = time.monotonic()
+        names = ["parent", *(f"worker {worker} (environments {[*share]})" for worker, share in enumerate(shares))]
+        self._events: list[dict[str, Any]] = [
+            {"ph": "M", "name": kind, "pid": 1, "tid": lane, "args": value}
+            for lane, name in enumerate(names)
+            for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": lane}))
+        ]
+        self._own: list[tuple[str, float, float]] = []
+        self._watched: list[tuple[Any, str]] = []
+        self._open: set[str] = set()
+
+    def watch(self, owner: Any, method: str, name: Callable[..., str]) -> None:
+        """Keep a slice of each call of an object's method, with a name made of its arguments.
+
+        There is none for a call inside another of the same name.
+        """
+        inner = getattr(owner, method)
+
+        @functools.wraps(inner)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            slice_ = name(*args)
+            if slice_ in self._open:
+                return inner(*args, **kwargs)
+            self._open.add(slice_)
+            begun = time.monotonic()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._open.discard(slice_)
+                if len(self._own) < MOST_SLICES:
+                    self._own.append((slice_, begun, time.monotonic()))
+
+        self._replace(owner, method, watched)
+
+    def watch_batch(self, batch: Any) -> None:
+        """Keep a slice whenever actions are written to a batch or results read from it, also by its array views."""
+        make = batch.arrays
+
+        @functools.wraps(make)
+        def arrays(**keywords: Any) -> Any:
+            view = make(**keywords)
+            self._watch_transport(view, "write", "read", "read_some")
+            return view
+
+        self._replace(batch, "arrays", arrays)
+        self._watch_transport(batch, "write_actions", "read")
+        for view in [*batch.views]:
+            self._watch_transport(view, "write", "read", "read_some")
+
+    def _watch_transport(self, owner: Any, write: str, *reads: str) -> None:
+        self.watch(owner, write, lambda *_: "write actions")
+        for method in reads:
+            self.watch(owner, method, lambda *_: "read results")
+
+    def _replace(self, owner: Any, method: str, by: Callable[..., Any]) -> None:
+        setattr(owner, method, by)
+        self._watched.append((owner, method))
+
+    def add(self, worker: int, slices: array[float], ahead: float) -> None:
+        """Add the slices of a worker, whose clock this one is `ahead` of by so many seconds."""
+        rows = sorted(zip(*[iter(slices)] * _FIELDS), key=lambda row: (row[2], -row[3]))
+        inside = [row for row in rows if row[1] != _REQUEST]
+        busy = [(begun, ended) for _, activity, begun, ended in rows if activity == _REQUEST]
+        for env_id, activity, begun, ended in inside:
+            name = Activity(int(activity)).method
+            self._slice(worker + 1, name, "simulator", begun + ahead, ended + ahead, env_id=int(env_id))
+        transport = _without(busy, [(begun, ended) for _, _, begun, ended in inside])
+        waiting = [(ended, begun) for (_, ended), (begun, _) in pairwise(busy)]
+        for name, spans in (("transport", transport), ("waiting", waiting)):
+            for begun, ended in spans:
+                self._slice(worker + 1, name, "worker", begun + ahead, ended + ahead)
+
+    def mark(self, worker: int, text: str) -> None:
+        """Mark this moment in a worker's lane."""
+        moment = self._microseconds(time.monotonic())
+        self._events.append({"ph": "i", "s": "t", "name": text, "pid": 1, "tid": worker + 1, "ts": moment})
+
+    def finish(self) -> None:
+        """End the watching, and write the file, whole or not at all; `OSError` if it cannot be written."""
+        for owner, method in self._watched:
+            delattr(owner, method)  # the class's own method is found again
+        self._watched.clear()
+        for name, begun, ended in self._own:
+            self._slice(0, name, "parent", begun, ended)
+        target = self.path.resolve()
+        special = self.path.exists() and not self.path.is_file()  # such as a pipe
+        file = target.with_name(f".{target.name}-{os.getpid()}")
+        if special or not os.access(target.parent, os.W_OK):
+            file = target
+        try:
+            with file.open("w") as stream:
+                json.dump({"traceEvents": self._events, "displayTimeUnit": "ms"}, stream)
+            if file is not target:
+                file.replace(target)
+        finally:
+            if file is not target:
+                file.unlink(missing_ok=True)
+
+    def _slice(self, lane: int, name: str, category: str, begun: float, ended: float, **arguments: Any) -> None:
+        span = {"ts": self._microseconds(begun), "dur": round(1e6 * (ended - begun), 3)}
+        self._events.append(
+            {"ph": "X", "name": name, "cat": category, "pid": 1, "tid": lane, **span, "args": arguments}
+        )
+
+    def _microseconds(self, moment: float) -> float:
+        return round(1e6 * (moment - self._begun), 3)
+
+
+def _without(
+    spans: Sequence[tuple[float, float]], parts: Sequence[tuple[float, float]]
+) -> Iterator[tuple[float, float]]:
+    """What is left of spans of time without parts that lie within them; all in order.
+
+    Example:
+        >>> [*_without([(0, 5), (7, 9)], [(1, 2), (2, 3), (7, 9)])]
+        [(0, 1), (3, 5)]
+    """
+    rest = iter([*parts, (float("inf"), float("inf"))])
+    part = next(rest)
+    for begun, ended in spans:
+        while part[0] < ended:
+            if part[0] > begun:
+                yield begun, part[0]
+            begun = max(begun, part[1])
+            part = next(rest)
+        if begun < ended:
+            yield begun, ended

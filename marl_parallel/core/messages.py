@@ -1,7 +1,7 @@
-"""What parent and workers say to each other: the kinds of message, requests and what comes back.
+"""What the parent and its workers send each other: kinds of messages, requests, replies.
 
-Everything here pickles with plain `pickle`: whatever a simulator made (constructors, infos, results, exceptions)
-travels inside as bytes, so that a backend never has to look. How messages travel is the business of `backends/`.
+Everything here pickles with plain `pickle`: what comes from a simulator (constructors, infos, results, exceptions)
+travels inside as bytes, so that a backend never has to look into it.
 """
 
 from __future__ import annotations
@@ -14,118 +14,71 @@ from gymnasium.vector import AutoresetMode
 
 
 class Message(Enum):
-    """The kinds of message; all but the last two are requests, those replies."""
+    """The kinds of messages: requests, and the last two, replies."""
 
-    ACCESS = 1
-    """Construct the environments and tell their spaces and other fixed attributes."""
-    ATTACH = 2
-    """There is a block of memory now that actions and transitions travel in, laid out for so many environments."""
-    SEED = 3
-    """Which seeds do the environments use?"""
-    RESET = 4
-    """Begin new episodes."""
-    STEP = 5
-    """Take the actions in the block, step, and reset where the episode is over and the mode says so."""
-    STATE = 6
-    """Write the global state into the block."""
-    RENDER = 7
-    """Render one frame of each."""
-    CALL = 8
-    """Call a method, or get an attribute, looked for through wrappers."""
-    ASSIGN = 9
-    """Set an attribute, looked for through wrappers."""
-    CLOSE = 10
-    """Close the environments; the last request a worker gets."""
-    REBUILD = 11
-    """Close the environment, if it is still there, and construct it anew."""
-    TRACE = 12
-    """Keep slices of time from now on, or keep no more and tell them."""
-    RESULT = 13
-    """The request was carried out in every environment it names."""
-    EXCEPTION = 14
-    """The request failed in at least one environment."""
+    ACCESS = 1  # construct the environments, and describe them
+    ATTACH = 2  # lay out the block of shared memory in which actions and transitions travel
+    SEED = 3  # which seeds do the environments use?
+    RESET = 4  # begin new episodes
+    STEP = 5  # read the actions in the block, step, and reset where the episode is over and the mode says so
+    STATE = 6  # write the global state into the block
+    RENDER = 7  # render one frame of each
+    CALL = 8  # call a method, or get an attribute, looked for through wrappers
+    ASSIGN = 9  # set an attribute, looked for through wrappers
+    CLOSE = 10  # close the environments; the last request a worker gets
+    REBUILD = 11  # close the environment, if it is still there, and construct it again
+    TRACE = 12  # keep slices of time from now on, or return them
+    RESULT = 13  # the request was carried out in every environment it names
+    EXCEPTION = 14  # the request failed in at least one environment
 
 
 class Request(NamedTuple):
-    """Work for one worker.
-
-    Attributes:
-        message: What to do.
-        env_ids: With which of the worker's environments, in this order; None for all of them.
-        payload: By environment, or whatever the message needs; None for most steps.
-        each: Whether each of `env_ids` is replied for as soon as it is done; else there is one reply for all.
-        prompt: Whether what an environment has to say beyond the block is sent at once, ahead of the reply for all.
-    """
+    """Work for one worker."""
 
     message: Message
-    env_ids: Sequence[int] | None = None
-    payload: Any = None
-    each: bool = False
-    prompt: bool = False
+    env_ids: Sequence[int] | None = None  # which of its environments, in this order; None for all of them
+    payload: Any = None  # by environment, or whatever the message needs; None for most steps
+    each: bool = False  # whether each environment gets a reply of its own as soon as it is done; else one for all
+    prompt: bool = False  # whether extras and failures are sent at once, ahead of the reply for all
 
 
 class Failure(NamedTuple):
-    """What went wrong in one environment, told so that it survives any pickling.
+    """What went wrong in one environment, in a form that survives pickling."""
 
-    Attributes:
-        method: What the environment was doing.
-        summary: The exception in one line.
-        traceback: The traceback, as text.
-        exception: The exception, pickled; None where it does not pickle.
-        torn: Whether its record does not hold any more what it has said last.
-        to_do: What to do about it where a restart cannot help, as with a wrong `adapter=`; else empty.
-    """
-
-    method: str
-    summary: str
+    method: str  # what the environment was doing
+    summary: str  # the exception in one line
     traceback: str
-    exception: bytes | None
-    torn: bool = False
-    to_do: str = ""
+    exception: bytes | None  # pickled; None if it does not pickle
+    torn: bool = False  # whether its record may be partially written
+    to_do: str = ""  # what to do about it where a restart cannot help, as with a wrong `adapter=`
 
 
 class Reply(NamedTuple):
-    """What became of a request.
+    """The outcome of a request."""
 
-    Attributes:
-        message: `RESULT` or `EXCEPTION`.
-        answers: The request's message.
-        env_ids: The environments it was about; None for all of the worker's.
-        results: By environment, for those that have something to say beyond what is in the block.
-        failures: By environment, for those that failed.
-        completed: When, in seconds of `time.monotonic`.
-        last: Whether no other reply to the same request follows.
-    """
-
-    message: Message
-    answers: Message
-    env_ids: Sequence[int] | None
-    results: Mapping[int, Any]
-    failures: Mapping[int, Failure]
-    completed: float
-    last: bool = True
+    message: Message  # RESULT or EXCEPTION
+    answers: Message  # the request's message
+    env_ids: Sequence[int] | None  # the environments it was about; None for all of the worker's
+    results: Mapping[int, Any]  # by environment, for those with a result beyond what is in the block
+    failures: Mapping[int, Failure]  # by environment, for those that failed
+    completed: float  # when, in seconds of `time.monotonic`
+    last: bool = True  # whether no other reply to the same request follows
 
 
 class Lost(NamedTuple):
-    """In place of a reply: the worker is gone.
+    """In place of a reply: the worker is gone."""
 
-    Attributes:
-        exitcode: Its exit code, minus the signal's number where a signal ended it; None where unknown.
-        stack: The stack at a native crash, empty where there is none.
-        reason: How it came to that where somebody knows better than the exit code tells, else empty.
-    """
-
-    exitcode: int | None
-    stack: str
-    reason: str = ""
+    exitcode: int | None  # minus the signal's number where a signal ended it; None where unknown
+    stack: str  # at a native crash; empty if there is none
+    reason: str = ""  # why it is gone, where that is known better than by the exit code
 
 
 STEP_ALL = Request(Message.STEP)
 """Step all environments of a worker with the actions in the block."""
 STEP_ALL_PROMPTLY = Request(Message.STEP, prompt=True)
-"""The same; what an environment has to say beyond the block is sent at once."""
+"""The same; extras and failures are sent at once."""
 STEPPED = Reply(Message.RESULT, Message.STEP, None, {}, {}, 0.0)
-"""The reply to these two where everything is in the block."""
+"""The reply to these two when everything is in the block."""
 
 
 # -- payloads and results that are more than bytes ---------------------------------------------------------------------

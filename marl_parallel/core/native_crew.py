@@ -13,11 +13,11 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 
+from marl_parallel.core.ledger import Tracer
 from marl_parallel.core.messages import Message, Refusal, Request
 from marl_parallel.core.native import EnvIds, NativeSimulator, Received, merged
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool import Results
-from marl_parallel.core.tracing import Tracer
 from marl_parallel.types import EnvError, Stats, WorkerStats
 
 

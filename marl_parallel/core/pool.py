@@ -10,24 +10,28 @@ that is neither a step nor a reset::
        +-----------> REBUILDING --------------------+        (an environment that was idle becomes IDLE with a mark)
 
 There is one loop: each call of `_wait_once` waits for replies, applies them to slots, and looks for workers that died
-or are past their timeout. Without `on_error="restart"` every fault is raised, and everything is closed. `recovery.py`
-says how often an environment may be rebuilt and what its caller receives, `deadlines.py` which workers are late,
-`reports.py` what an error says.
+or are past their timeout. Without `on_error="restart"` every fault is raised, and everything is closed. A crash::
+
+      Backend.wait returns Lost -> _lost -> _replace -> Recovery.cut_off, begin    keep what the callers receive
+                                                     -> Backend.replace            a new worker
+                                                     -> _rebuild                   REBUILD requests; replies: _rebuilt
+
+`recovery.py` says how often an environment may be rebuilt and what its caller receives, `slots.py` which workers are
+late, `reports.py` what an error says.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gymnasium.error import ClosedEnvironmentError
 
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.deadlines import Deadlines, Limits
-from marl_parallel.core.ledger import Activity, Running
+from marl_parallel.core.ledger import SLICES, Activity, Running, Tracer
 from marl_parallel.core.messages import (
     STEP_ALL,
     STEP_ALL_PROMPTLY,
@@ -42,8 +46,7 @@ from marl_parallel.core.messages import (
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.reports import logger
-from marl_parallel.core.slots import Interrupted, Slot, State, WorkerQueue
-from marl_parallel.core.tracing import LAST_WORDS, Tracer
+from marl_parallel.core.slots import Deadlines, Limits, Slot, State, WorkerQueue
 from marl_parallel.types import EnvError, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
 _ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
@@ -51,34 +54,20 @@ _THREAD_ADVICE = '; a thread cannot be ended, so nothing could be restarted: bac
 
 
 class Results(NamedTuple):
-    """Results that the caller receives.
+    """Results that the caller receives."""
 
-    Attributes:
-        env_ids: The environments, in order of completion.
-        resets: Those of them whose result is of a reset.
-        extras: By environment, what is not in its record: what travelled pickled, read, or a `Snapshot`.
-    """
-
-    env_ids: tuple[int, ...]
-    resets: list[int]
-    extras: Any
+    env_ids: tuple[int, ...]  # in order of completion
+    resets: list[int]  # those of them whose result is of a reset
+    extras: Any  # by environment, what is not in its record: the unpickled extras, or a `Snapshot`
 
 
 class Pool:
-    """The workers of one `ParallelEnv`, with a slot for each environment.
+    """The workers of one `ParallelEnv`, with a slot for each environment; as `Engine`.
 
     Args:
         backend: Started by the caller before the first request; closed here.
         shares: The environments of each worker.
         limits: How long each environment may take.
-
-    Attributes:
-        slots: One for each environment.
-        recovery: Set where faults are survived; None where they are raised.
-        in_flight: How many environments have been sent to and not received.
-        closed: Whether everything has been freed, or is just being freed.
-        tracer: Of the trace that is being kept, if any.
-        seeds_stale: Whether environments may use other seeds than those they declared last.
     """
 
     seeded_at_start = False
@@ -87,18 +76,19 @@ class Pool:
     def __init__(self, backend: Backend, shares: Sequence[range], limits: Limits = Limits()) -> None:  # noqa: B008
         self.backend, self.shares = backend, shares
         self.slots = [Slot(env_id, worker) for worker, share in enumerate(shares) for env_id in share]
-        self.recovery: Recovery | None = None
-        self.in_flight = 0
+        self.batch_size = len(self.slots)  # results come in any number
+        self.recovery: Recovery | None = None  # set if environments that fail are rebuilt
+        self.in_flight = 0  # how many environments have been sent to and not received
         self.closed = False
-        self.tracer: Tracer | None = None
-        self.seeds_stale = True
+        self.tracer: Tracer | None = None  # of the trace that is being kept
+        self.seeds_stale = True  # whether environments may use other seeds than those they declared last
         self._queues = [WorkerQueue(share) for share in shares]
         self._deadlines = Deadlines(backend, limits, self._queues)
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
         self._plain = False  # whether every slot is idle, with nothing kept for a restart
         self._done = 0  # how many slots are done
         self._answers: dict[int, Any] = {}  # of `execute`, by environment
-        self._errors: list[ParallelEnvError] | None = None  # of faults survived in the present `execute`
+        self._errors: list[ParallelEnvError] | None = None  # of environments rebuilt in the present `execute`
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
         self._lock = threading.RLock()
 
@@ -110,14 +100,9 @@ class Pool:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def step_all(self) -> Mapping[int, Any]:
-        """Step every environment with the actions in the block, and wait; as `send` and `recv`, with less work.
+        """Step every environment with the actions in the block, and wait; as `run`, with less work.
 
-        Returns:
-            The extras of the results, as in `Results`.
-
-        Raises:
-            ParallelEnvError: As of `recv`.
-            ClosedEnvironmentError: Likewise.
+        If nothing fails and no result is kept for restarts, no slot is touched.
         """
         with self._lock:
             if self.closed:
@@ -126,12 +111,14 @@ class Pool:
                 if not self._plain:
                     return self._run(Message.STEP, range(len(self.slots)), None)
                 self._plain = False
-                self.backend.post(self._step_all, together=True)
+                request, limit = self._step_all[0], self._deadlines.shortest[Message.STEP]
+                now = time.monotonic()
                 for queue in self._queues:
                     queue.posted += 1
-                if limited := self._deadlines.shortest[Message.STEP] is not None:
-                    self._queue_steps()
-                replies = self.backend.wait(self._deadlines.patience() if limited else None, len(self._step_all))
+                    queue.requests.append((request, queue.posted, limit))
+                    queue.since = now
+                self.backend.post(self._step_all, together=True)
+                replies = self.backend.wait(self._deadlines.patience() if limit else None, len(self._step_all))
                 plain = 0
                 for _, reply in replies:
                     plain += reply is STEPPED
@@ -141,47 +128,35 @@ class Pool:
                 else:
                     extras = self._plain_extras(replies)
                 if extras is not None:
-                    if limited:
-                        self._deadlines.limited = 0
-                        for queue in self._queues:
-                            queue.requests.clear()
-                            queue.suspect = None
+                    for queue in self._queues:
+                        queue.requests.clear()
+                        queue.suspect = None
                     self._plain = True
                     return extras
-                # A fault, a result to be kept for restarts, or a timeout to look for: from here on slots say what is
-                # going on.
                 self._mark_sent(Message.STEP, range(len(self.slots)))
-                if limited:
-                    self._apply(replies)
-                    self._look_for_late()
-                else:
-                    self._queue_steps()
-                    self._apply(replies)
+                self._apply(replies)
+                self._look_for_late()
                 return self._recv_all(len(self.slots))
             except BaseException as error:
                 self._close_after(error)
                 raise
 
     def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
-        """Send a step or a reset to environments, and return.
+        """Send `STEP` or `RESET` to environments that are not in flight, and return.
 
         Args:
-            message: `STEP` or `RESET`.
-            env_ids: Which; none of them is in flight.
+            message: What to send.
+            env_ids: Which environments.
             payloads: By environment, pickled; None for nothing.
             together: Whether all are received at once, which is faster.
         """
         self._call(self._send, message, env_ids, payloads, together)
 
     def recv(self, at_least: int, timeout: float | None = None) -> Results:
-        """Wait for results, and take all that are here.
-
-        Args:
-            at_least: How many environments to wait for.
-            timeout: Seconds to wait at most; None for no limit.
+        """Wait for the results of so many environments, and take all that are here.
 
         Raises:
-            TimeoutError: There were fewer in time. Nothing is lost.
+            TimeoutError: There were fewer within `timeout` seconds. Nothing is lost.
             ParallelEnvError: A fault; everything has been closed.
             ClosedEnvironmentError: Another thread has closed everything.
         """
@@ -194,26 +169,18 @@ class Pool:
         return results
 
     def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Mapping[int, Any]:
-        """Send a step or a reset to environments while nothing is in flight, and wait; as `send` and `recv`.
-
-        Returns:
-            The extras of the results, as in `Results`.
-        """
+        """`send` and `recv` in one call, while nothing is in flight; returns the extras of the results."""
         extras: Mapping[int, Any] = self._call(self._run, message, env_ids, payloads)
         return extras
 
     def execute(self, requests: Mapping[int, Request]) -> dict[int, Any]:
-        """Carry out requests other than steps and resets, while nothing is in flight.
-
-        Args:
-            requests: By worker.
+        """Carry out requests, by worker, other than steps and resets, while nothing is in flight.
 
         Returns:
             The results, by environment, of those that have one.
 
         Raises:
             ParallelEnvError: A fault. Everything has been closed, or the environments have been rebuilt.
-            ClosedEnvironmentError: Another thread has closed everything.
         """
         answers: dict[int, Any]
         answers, errors = self._call(self._execute, requests)
@@ -222,13 +189,7 @@ class Pool:
         return answers
 
     def execute_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
-        """Carry out one request in environments; as `execute`.
-
-        Args:
-            message: What.
-            env_ids: Where, in this order within each worker.
-            payload: The same for all, or a dict by environment.
-        """
+        """As `execute`: one request to environments; `payload` is the same for all, or a dict by environment."""
         return self.execute(self._shared_out(message, env_ids, payload))
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -265,7 +226,7 @@ class Pool:
         return {} if errors else {env_id: self.read(env_id, result) for env_id, result in answers.items()}, errors
 
     def _plain_extras(self, replies: Sequence[tuple[int, Reply | Lost]]) -> dict[int, Any] | None:
-        """The extras of a step of all environments; None where slots are needed to apply the replies."""
+        """The extras of a step of all environments; None if slots are needed to apply the replies."""
         if self.recovery is not None or len(replies) != len(self._step_all) or self.closed:
             return None
         extras: dict[int, Any] = {}
@@ -274,15 +235,6 @@ class Pool:
                 return None
             extras.update(reply.results)
         return {env_id: self.read(env_id, result) for env_id, result in extras.items()}
-
-    def _queue_steps(self) -> None:
-        """Note the requests that `step_all` has posted."""
-        now, request = time.monotonic(), self._step_all[0]
-        for queue in self._queues:
-            queue.requests.append((request, queue.posted))
-            queue.since = now
-        if self._deadlines.shortest[Message.STEP] is not None:
-            self._deadlines.limited += len(self._queues)
 
     def _send(self, message: Message, env_ids: Sequence[int], payloads: Any, together: bool) -> None:
         self._plain = False
@@ -317,9 +269,9 @@ class Pool:
         while True:
             missing = at_least - self._done
             patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            together = sum(map(_is_together, self._queues))
+            together = sum([queue.together for queue in self._queues])
             self._wait_once(patience if missing > 0 or together else 0.0, max(min(missing, together or missing), 1))
-            if self._done >= at_least and not any(map(_is_together, self._queues)):
+            if self._done >= at_least and not sum([queue.together for queue in self._queues]):
                 break
             if patience == 0.0:
                 return None
@@ -341,12 +293,13 @@ class Pool:
         shares: dict[int, list[int]] = {}
         for env_id in env_ids:
             shares.setdefault(self.slots[env_id].worker, []).append(env_id)
-        if not isinstance(payload, dict):
-            return {worker: Request(message, tuple(ids), payload, each, prompt) for worker, ids in shares.items()}
-        return {
-            worker: Request(message, tuple(ids), {i: payload[i] for i in ids if i in payload} or None, each, prompt)
-            for worker, ids in shares.items()
-        }
+        requests = {}
+        for worker, ids in shares.items():
+            own = payload
+            if isinstance(payload, dict):
+                own = {env_id: payload[env_id] for env_id in ids if env_id in payload} or None
+            requests[worker] = Request(message, tuple(ids), own, each, prompt)
+        return requests
 
     def _post(self, requests: Mapping[int, Request], *, together: bool) -> None:
         if not requests:
@@ -356,11 +309,8 @@ class Pool:
             queue = self._queues[worker]
             if not queue.requests:
                 queue.since = now
-            parts = len(request.env_ids) if request.each and request.env_ids is not None else 1
-            queue.requests.append((request, queue.posted + 1))
-            queue.posted += parts
-            if self._deadlines.shortest[request.message] is not None:
-                self._deadlines.limited += 1
+            queue.requests.append((request, queue.posted + 1, self._deadlines.shortest[request.message]))
+            queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1
         self.backend.post(requests, together=together)
 
     # -- the loop --------------------------------------------------------------------------------------------------
@@ -393,34 +343,26 @@ class Pool:
 
     def _apply_reply(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
         queue = self._queues[worker]
+        failures.update(reply.failures)
         if reply.answers is Message.REBUILD:
             self._rebuilt(reply, failures)
+        elif reply.answers is Message.STEP or reply.answers is Message.RESET:
+            self._apply_results(queue, reply, failures)
         else:
-            failures.update(reply.failures)
-            if reply.answers is Message.STEP or reply.answers is Message.RESET:
-                self._apply_results(queue, reply, failures)
-            else:
-                self._answers.update(reply.results)
-        if reply.last and queue.requests:
-            request, _ = queue.requests.popleft()
-            if self._deadlines.shortest[request.message] is not None:
-                self._deadlines.limited -= 1
-                queue.since, queue.suspect = time.monotonic(), None
+            self._answers.update(reply.results)
+        if reply.last and queue.requests and queue.requests.popleft()[2] is not None:
+            queue.since, queue.suspect = time.monotonic(), None
 
     def _apply_results(self, queue: WorkerQueue, reply: Reply, failures: Mapping[int, Failure]) -> None:
         results = reply.results
         if self.recovery is not None:
-            for env_id in reply.failures:
-                if env_id in results:  # of the last step, whose automatic reset failed
-                    self.slots[env_id].saved = results[env_id]
-            if reply.env_ids == ():
-                for env_id, result in results.items():
+            for env_id, result in results.items():
+                if env_id in reply.failures or reply.env_ids == ():  # the automatic reset failed, or has not ended yet
                     self.slots[env_id].saved = result
         env_ids = reply.env_ids
-        if env_ids is None:
-            request = queue.in_progress()
-            env_ids = queue.share if request is None or request.env_ids is None else request.env_ids
-        for env_id in env_ids:
+        if env_ids is None and queue.requests:
+            env_ids = queue.requests[0][0].env_ids
+        for env_id in queue.share if env_ids is None else env_ids:
             slot = self.slots[env_id]
             if slot.state is State.BUSY and env_id not in failures:
                 self._apply_result(slot, reply.completed, results.get(env_id))
@@ -431,7 +373,7 @@ class Pool:
             try:
                 extras = self.read(slot.env_id, result)
             except EnvError as error:
-                self._rebuild_or_raise(slot, error, in_reset=False)
+                self._rebuild_or_raise([slot], error, None)
                 return
         if self.recovery is not None:
             self.recovery.note_result(slot, result)
@@ -444,7 +386,7 @@ class Pool:
         slot.done, slot.completed, slot.result = True, completed, result
 
     def read(self, env_id: int, result: Any) -> Any:
-        """The result of a worker; bytes are something of the simulator's, pickled."""
+        """The result of a worker; bytes are a pickled value of the simulator."""
         if type(result) is not bytes:
             return result
         try:
@@ -456,158 +398,107 @@ class Pool:
 
     def _failed(self, slot: Slot, failure: Failure) -> None:
         """An environment has raised."""
-        self._rebuild_or_raise(
-            slot,
-            reports.env_error(slot.env_id, slot.worker, failure, self._advice),  # in no variable: see there
-            in_reset=failure.method == Activity.RESET.method,
-            partially_written=failure.torn,
-        )
-
-    def _rebuild_or_raise(
-        self, slot: Slot, error: EnvError, *, in_reset: bool, partially_written: bool = False
-    ) -> None:
-        """Rebuild one environment in the process it is in, or raise the error."""
-        if self.recovery is None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback refers to this frame: a cycle would keep everything from being freed
-        self.recovery.count_fault([slot], error)
-        self._begin_rebuild(slot, self.recovery.interrupted(slot, in_reset=in_reset), error, partially_written)
-        logger.warning("%s; it is restarted", reports.first_line(error))
-        if self._errors is not None:
-            self._errors.append(error)
-        self._rebuild(slot.worker, [slot])
+        activity = Activity.RESET if failure.method == Activity.RESET.method else Activity.STEP
+        running = Running(slot.env_id, activity, 0.0, inside=not failure.torn)
+        self._rebuild_or_raise([slot], reports.env_error(slot.env_id, slot.worker, failure, self._advice), running)
 
     def _lost(self, worker: int, lost: Lost) -> None:
         """A worker has died."""
-        running = self.backend.ledgers[worker].running
-        self._replace(worker, running, reports.crashed(worker, self.shares[worker], lost, running, self._advice))
+        share, running = self.shares[worker], self.backend.ledgers[worker].running
+        slots, advice = self.slots[share.start : share.stop], self._advice
+        self._rebuild_or_raise(slots, reports.crashed(worker, share, lost, running, advice), running, replaces=True)
 
     def _late(self, worker: int) -> None:
         """A worker is past its timeout."""
-        running, doing, limit = self._deadlines.overrun(worker)
+        running, activity, limit = self._deadlines.overrun(worker)
         assert limit is not None
-        share, kills = self.shares[worker], self.backend.can_kill
-        advice = self._advice if kills else _THREAD_ADVICE
-        if self.recovery is None or not kills:
-            stack = self.backend.stack(worker)
-            self._replace(worker, running, reports.timed_out(worker, share, running, doing, limit, stack, advice))
+        share, backend = self.shares[worker], self.backend
+        slots, advice = self.slots[share.start : share.stop], self._advice if backend.can_kill else _THREAD_ADVICE
+
+        def error_here() -> WorkerTimeout:
+            return reports.timed_out(worker, share, running, activity, limit, backend.stack(worker), advice)
+
+        if self.recovery is None or not backend.can_kill:
+            self._rebuild_or_raise(slots, error_here(), running, replaces=True)
             return
         # Taking the stack continues a worker that was stopped, and it may finish what it was doing. That is late all
         # the same: what its caller receives is read from the block before.
-        cut_off = self._cut_off(worker, running)
+        if running is not None:
+            late = [self.slots[running.env_id]]
+        else:
+            finished = self._finished_before(worker, running)
+            late = [slot for slot in slots if slot.request is not None and slot.env_id not in finished]
+        late = [slot for slot in late if not slot.done]
+        cut_off = [(slot, *self.recovery.cut_off(slot, running)) for slot in late]
         if self._deadlines.changed(worker):
             return
-        error = reports.timed_out(worker, share, running, doing, limit, self.backend.stack(worker), advice)
-        for slot, what, dicts in cut_off:
-            self.recovery.begin(slot, what, error, dicts=dicts)
-        late = {slot.env_id for slot, _, _ in cut_off}
-        self._apply([
-            (worker, _without(reply, late))
-            for reply in self.backend.end(worker)
-            if self.in_flight or reply.answers is Message.REBUILD
-        ])  # fmt: skip
-        self._replace(worker, self.backend.ledgers[worker].running, error)
+        error = error_here()
+        for slot, interrupted, dicts in cut_off:
+            self.recovery.begin(slot, interrupted, dicts, error)
+        replies = []
+        for reply in backend.end(worker):
+            if self.in_flight or reply.answers is Message.REBUILD:
+                results, failures = {**reply.results}, {**reply.failures}
+                for slot in late:
+                    results.pop(slot.env_id, None)
+                    failures.pop(slot.env_id, None)
+                replies.append((worker, reply._replace(results=results, failures=failures)))
+        self._apply(replies)
+        self._rebuild_or_raise(slots, error, backend.ledgers[worker].running, replaces=True)
 
-    def _cut_off(self, worker: int, running: Running | None) -> list[tuple[Slot, Interrupted, Any]]:
-        """The environments of a worker that are late, with what is interrupted and the dicts that their callers get.
+    def _rebuild_or_raise(
+        self, slots: Sequence[Slot], error: ParallelEnvError, running: Running | None, *, replaces: bool = False
+    ) -> None:
+        """Rebuild environments of one worker, or raise the error.
 
-        That is the one that is running; where none is, those in flight that have not finished.
+        `running` is what the worker is doing, or was doing when it died. With `replaces`, the environments are all of
+        the worker's, and are rebuilt in a new one. The caller keeps the error in no variable: its traceback would
+        refer to the caller's frame, and the cycle would keep everything from being freed.
         """
-        assert self.recovery is not None
-        if running is not None:
-            late = [running.env_id]
-        else:
-            finished = {*self._finished_before(worker, running)}
-            late = [i for i in self.shares[worker] if self.slots[i].request is not None and i not in finished]
-        cut_off = []
-        for slot in [self.slots[env_id] for env_id in late]:
-            if slot.done:
-                continue
-            if slot.fault is not None:  # its rebuild is late: what that interrupted is known already
-                cut_off.append((slot, slot.fault.interrupted, slot.fault.dicts))
-                continue
-            in_reset = running is not None and running.activity is Activity.RESET
-            partially_written = running is not None and not running.inside
-            cut_off.append((slot, *self._interrupted(slot, in_reset, partially_written)))
-        return cut_off
-
-    def _interrupted(self, slot: Slot, in_reset: bool, partially_written: bool) -> tuple[Interrupted, Any]:
-        assert self.recovery is not None
-        what = self.recovery.interrupted(slot, in_reset=in_reset)
-        if what is Interrupted.AUTO_RESET:
-            slot.latest = slot.saved
-        return what, self.recovery.interrupted_dicts(slot, what, partially_written=partially_written)
-
-    def _replace(self, worker: int, running: Running | None, error: ParallelEnvError) -> None:
-        """All environments of a worker are lost: rebuild them in another one, or raise the error."""
-        if self.recovery is None or not self.backend.can_kill:
+        recovery, worker = self.recovery, slots[0].worker
+        if recovery is None or (replaces and not self.backend.can_kill):
             try:
                 raise error
             finally:
-                del error  # as above
-        recovery, queue = self.recovery, self._queues[worker]
+                del error  # likewise
         recovery.count_fault([self.slots[env_id] for env_id in error.env_ids], error)
-        logger.warning("%s; restarted: environments %s", reports.first_line(error), [*self.shares[worker]])
-        for env_id in self._finished_before(worker, running):
-            slot = self.slots[env_id]
-            if slot.state is State.BUSY:
-                self._apply_result(slot, time.monotonic(), None)
-        for env_id in self.shares[worker]:
-            slot = self.slots[env_id]
-            is_running = running is not None and running.env_id == env_id
-            in_reset = is_running and running is not None and running.activity is Activity.RESET
-            partially_written = is_running and running is not None and not running.inside
+        where = f"restarted: environments {[*self.shares[worker]]}" if replaces else "it is restarted"
+        logger.warning("%s; %s", reports.first_line(error), where)
+        for env_id in self._finished_before(worker, running) if replaces else ():
+            if self.slots[env_id].state is State.BUSY:
+                self._apply_result(self.slots[env_id], time.monotonic(), None)
+        for slot in slots:
             if slot.done:
                 recovery.keep_result(slot)
-                self._begin_rebuild(slot, Interrupted.NOTHING, error, partially_written)
-            else:
-                what = recovery.interrupted(slot, in_reset=in_reset)
-                self._begin_rebuild(slot, what, error, partially_written)
-        for request, _ in queue.requests:
-            self._deadlines.limited -= self._deadlines.shortest[request.message] is not None
-        queue.requests.clear()
-        queue.past = self._stats_of(worker)
-        queue.posted, queue.suspect = 0, None
+            recovery.begin(slot, *recovery.cut_off(slot, running), error)
+        self._plain, self.seeds_stale = False, True
         if self._errors is not None:
             self._errors.append(error)
-        self.backend.replace(worker)
-        if self.tracer is not None:
-            self.tracer.mark(worker, "replaced")
-        self._rebuild(worker, [self.slots[env_id] for env_id in self.shares[worker]])
+        if replaces:
+            queue = self._queues[worker]
+            queue.requests.clear()
+            queue.past, queue.posted, queue.suspect = self._stats_of(worker), 0, None
+            self.backend.replace(worker)
+            if self.tracer is not None:
+                self.tracer.mark(worker, "replaced")
+        payload = {slot.env_id: recovery.rebuild_request(slot) for slot in slots}
+        self._post({worker: Request(Message.REBUILD, tuple(payload), payload, each=True)}, together=False)
 
     def _finished_before(self, worker: int, running: Running | None) -> Sequence[int]:
         """Of environments that a worker was stepping one after the other, those that had finished."""
         queue, status = self._queues[worker], self.backend.ledgers[worker]
-        if not queue.requests or not _is_together(queue):
+        if not queue.together or status.parts < queue.requests[0][1]:  # it had not begun
             return ()
-        request, part = queue.requests[0]
-        if status.parts < part:
-            return ()  # it had not begun
-        env_ids = queue.share if request.env_ids is None else request.env_ids
+        env_ids = queue.requests[0][0].env_ids
+        env_ids = queue.share if env_ids is None else env_ids
         last = status.settled if running is None else running.env_id
         if last not in env_ids:
             return ()
         return env_ids[: env_ids.index(last) + (running is None)]
 
-    def _begin_rebuild(self, slot: Slot, what: Interrupted, error: ParallelEnvError, partially_written: bool) -> None:
-        assert self.recovery is not None
-        self._plain = False
-        self.seeds_stale = True
-        if what is Interrupted.AUTO_RESET and slot.fault is None:
-            slot.latest, slot.saved = slot.saved, None
-        self.recovery.begin(slot, what, error, partially_written=partially_written)
-
-    def _rebuild(self, worker: int, slots: Sequence[Slot]) -> None:
-        assert self.recovery is not None
-        payload = {slot.env_id: self.recovery.rebuild_request(slot) for slot in slots}
-        self._post({worker: Request(Message.REBUILD, tuple(payload), payload, each=True)}, together=False)
-
     def _rebuilt(self, reply: Reply, failures: dict[int, Failure]) -> None:
-        """Environments have been rebuilt, or their rebuild has failed."""
+        """Environments have been rebuilt, or have become others, which is a failure."""
         assert self.recovery is not None
-        failures.update(reply.failures)
         for env_id, result in reply.results.items():
             slot = self.slots[env_id]
             if isinstance(result, Refusal):
@@ -635,11 +526,6 @@ class Pool:
     # -- statistics ------------------------------------------------------------------------------------------------
 
     @property
-    def batch_size(self) -> int:
-        """All environments: results come in any number."""
-        return len(self.slots)
-
-    @property
     def pending(self) -> tuple[int, ...]:
         """The environments in flight."""
         return tuple([slot.env_id for slot in self.slots if slot.request is not None])
@@ -660,38 +546,28 @@ class Pool:
         return Stats.of(map(self._stats_of, range(len(self.shares))))
 
     def _stats_of(self, worker: int) -> WorkerStats:
-        past, status = self._queues[worker].past, self.backend.ledgers[worker]
-        return WorkerStats(
-            steps=past.steps + status.steps,
-            resets=past.resets + status.resets,
-            restarts=sum(self.slots[env_id].restarts for env_id in self.shares[worker]),
-            simulator_s=past.simulator_s + status.simulator_s,
-            transport_s=past.transport_s + status.transport_s,
-            waiting_s=past.waiting_s + status.waiting_s,
-        )
+        done = Stats.of([self._queues[worker].past, self.backend.ledgers[worker].stats])
+        restarts = sum(self.slots[env_id].restarts for env_id in self.shares[worker])
+        return WorkerStats(done.steps, done.resets, restarts, done.simulator_s, done.transport_s, done.waiting_s)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise `ClosedEnvironmentError` where everything has been closed."""
+        """Raise `ClosedEnvironmentError` if everything has been closed."""
         if self.closed:
             raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
 
     def close(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
         """Close all environments, end all workers and free everything. Idempotent.
 
-        Args:
-            ask: Let the environments close themselves first.
-            timeout: Seconds they are given for it.
-
-        Returns:
-            The error of an environment that failed to close; everything has been freed all the same.
+        With `ask`, the environments close themselves first, and have `timeout` seconds for it. Returns the error of one
+        that failed to close; everything has been freed all the same.
         """
         if self.closed:
             return None
         self.closed = True
-        for status in getattr(self.backend, "ledgers", ()):  # there are none where it did not start
-            status.discard()  # what is in flight and not yet begun
+        for status in getattr(self.backend, "ledgers", ()):  # there are none if it did not start
+            status.discard()
         self.backend.interrupt()
         with self._lock:
             deadline = time.monotonic() + timeout
@@ -719,12 +595,13 @@ class Pool:
         self.backend.post({worker: Request(Message.CLOSE) for worker in pending})
         while pending and (left := deadline - time.monotonic()) > 0:
             for worker, reply in self.backend.wait(left):
-                if isinstance(reply, Lost) or reply.answers is Message.CLOSE:  # others were in flight: discarded
+                if isinstance(reply, Lost):
                     pending.discard(worker)
-                if not isinstance(reply, Lost) and reply.answers is Message.CLOSE:
-                    if self.tracer is not None and LAST_WORDS in reply.results:
-                        self.tracer.add(worker, reply.results[LAST_WORDS], self.backend.ahead(worker))
+                elif reply.answers is Message.CLOSE:  # others were in flight: discarded
+                    pending.discard(worker)
                     failures.update(reply.failures)
+                    if self.tracer is not None and SLICES in reply.results:
+                        self.tracer.add(worker, reply.results[SLICES], self.backend.ahead(worker))
         if pending:
             logger.warning(
                 "worker %s did not close within the time given, and is ended: %s",
@@ -762,19 +639,3 @@ class Pool:
         """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
         self.closed = True
         self.backend.abandon()
-
-
-def _is_together(queue: WorkerQueue) -> bool:
-    """Whether the worker carries out a step or reset whose environments are received at once."""
-    if not queue.requests:
-        return False
-    request, _ = queue.requests[0]
-    return not request.each and (request.message is Message.STEP or request.message is Message.RESET)
-
-
-def _without(reply: Reply, env_ids: Container[int]) -> Reply:
-    """The same reply without the results and failures of some environments."""
-    return reply._replace(
-        results={env_id: result for env_id, result in reply.results.items() if env_id not in env_ids},
-        failures={env_id: failure for env_id, failure in reply.failures.items() if env_id not in env_ids},
-    )

@@ -1,14 +1,22 @@
-"""One `Slot` per environment: all that the parent knows of it, and `WorkerQueue`, the requests before one worker."""
+"""What the parent knows: one `Slot` per environment, one `WorkerQueue` per worker, and which workers are late.
+
+A timeout runs from the moment at which an environment begins something, which the worker's status says. While a worker
+has not begun a request, the request's own timeout runs from when the worker was free. `pool.py` decides what happens
+to a worker that is late.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
+from marl_parallel.core.backend import Backend
+from marl_parallel.core.ledger import BEFORE_OR_AFTER, Activity, Running
 from marl_parallel.core.messages import Message, Request
 from marl_parallel.types import WorkerStats
 
@@ -17,109 +25,68 @@ class State(Enum):
     """What an environment is doing, seen from the parent."""
 
     IDLE = "idle"
-    BUSY = "busy"
-    """A step or reset has been sent, and no result is here yet."""
-    DONE = "done"
-    """A result is here that the caller has not received yet."""
-    REBUILDING = "rebuilding"
-    """The environment has failed, and its worker constructs it again."""
+    BUSY = "busy"  # a step or reset has been sent, and its result is not here yet
+    DONE = "done"  # a result is here that the caller has not received yet
+    REBUILDING = "rebuilding"  # the environment has failed, and its worker constructs it again
 
 
 class Interrupted(Enum):
     """What a fault interrupts."""
 
     STEP = "step"
-    AUTO_RESET = "auto-reset"
-    """The reset within the step that ended an episode."""
-    RESET = "reset"
-    """A reset that the caller sent, or that was due."""
-    NOTHING = "nothing"
-    """The environment was idle: its next result carries the mark of the restart."""
+    AUTO_RESET = "auto-reset"  # the reset within the step that ended an episode
+    RESET = "reset"  # a reset that the caller sent, or that was due
+    NOTHING = "nothing"  # the environment was idle: its next result carries the mark of the restart
 
 
 class Fault(NamedTuple):
-    """Why an environment is being rebuilt.
-
-    Attributes:
-        interrupted: What the fault interrupted.
-        dicts: The five dicts that the caller receives, without what the fresh environment adds.
-        report: The text of the error.
-    """
+    """Why an environment is being rebuilt."""
 
     interrupted: Interrupted
-    dicts: Dicts
-    report: str
+    dicts: Dicts  # that the caller receives, without what the fresh environment adds
+    report: str  # the text of the error
 
 
 class Snapshot(NamedTuple):
-    """A transition in memory of its own, and the state in which it leaves its environment.
-
-    Attributes:
-        dicts: Observations, rewards, terminateds, truncateds, infos.
-        acting: The agents that act next.
-        alive: The agents that have been seen and are neither terminated nor truncated.
-        over: Whether the episode has ended and no reset has followed.
-        masks: The action masks of the agents that act; None for an agent without one.
-    """
+    """A transition in memory of its own, and the state in which it leaves its environment."""
 
     dicts: Dicts
     acting: list[AgentID]
     alive: list[AgentID]
     over: bool
-    masks: dict[AgentID, Any] = {}  # noqa: RUF012  # nobody writes into it
+    masks: dict[AgentID, Any] = {}  # noqa: RUF012  # of the agents that act; nobody writes into it
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One environment, as the parent knows it.
-
-    Attributes:
-        env_id: Its number.
-        worker: The number of its worker.
-        request: `STEP` or `RESET` from `send` until the caller has received the result; else None.
-        done: Whether the result is here.
-        result: With `done`, what travelled pickled, read; or a `Snapshot`. None where all is in the record.
-        completed: With `done`, when, in seconds of `time.monotonic`.
-        acting: The agents that act next; a list that nobody may change.
-        alive: The agents seen in this episode and neither terminated nor truncated; likewise.
-        over: Whether the episode has ended and no reset has followed.
-        has_reset: Whether the environment has been reset at least once.
-        masks: Action masks that do not lie in the record, by agent; None where there are none.
-        fault: Set while the environment is being rebuilt.
-        mark: After the restart of an idle environment: the fault, and the next result.
-        restarts: How often the environment has been rebuilt.
-        blamed: How often a fault has counted against it.
-        recent_faults: When the latest of these were, in seconds of `time.monotonic`.
-        needs_reset: Whether the environment has been rebuilt and has returned nothing since, so that no agent is alive.
-        latest: What travelled pickled with the latest result, as bytes: what the caller has received is the caller's.
-        saved: Likewise of the last step of an episode whose automatic reset has not ended yet.
-        reset_keywords: The pickled keywords of a reset in flight.
-        waiting_reset: Likewise of a reset that begins when the environment has been rebuilt.
-        options: The options of earlier resets, for environments that keep them.
-    """
+    """One environment, as the parent knows it. "Extras" are what a worker sends pickled, beyond the record."""
 
     env_id: int
     worker: int
-    request: Message | None = None
-    done: bool = False
-    result: Any = None
-    completed: float = 0.0
-    acting: list[AgentID] = field(default_factory=list)
-    alive: list[AgentID] = field(default_factory=list)
-    over: bool = False
-    has_reset: bool = False
-    masks: dict[AgentID, Any] | None = None
-    fault: Fault | None = None
-    mark: tuple[Fault, Snapshot] | None = None
-    restarts: int = 0
-    blamed: int = 0
-    recent_faults: deque[float] = field(default_factory=deque)
-    needs_reset: bool = False
-    latest: bytes | None = None
-    saved: bytes | None = None
-    reset_keywords: bytes | None = None
-    waiting_reset: bytes | None = None
-    options: dict[Any, Any] = field(default_factory=dict)
+    request: Message | None = None  # STEP or RESET, from `send` until the caller has received the result
+
+    done: bool = False  # whether the result is here
+    result: Any = None  # the unpickled extras, or a `Snapshot`; None if everything is in the record
+    completed: float = 0.0  # when the result was made, in seconds of `time.monotonic`
+
+    acting: list[AgentID] = field(default_factory=list)  # who acts next; nobody may change the list
+    alive: list[AgentID] = field(default_factory=list)  # seen in this episode and not ended yet; likewise
+    over: bool = False  # whether the episode has ended and no reset has followed
+    has_reset: bool = False  # whether the environment has been reset at least once
+    masks: dict[AgentID, Any] | None = None  # action masks that are not in the record
+
+    fault: Fault | None = None  # set while the environment is being rebuilt
+    mark: tuple[Fault, Snapshot] | None = None  # of the restart of an idle environment: the fault, and the next result
+    restarts: int = 0  # how often the environment has been rebuilt
+    blamed: int = 0  # how often a fault has counted against it
+    recent_faults: deque[float] = field(default_factory=deque)  # when the latest of these were
+    needs_reset: bool = False  # whether it has been rebuilt and has returned nothing since, so that no agent is alive
+
+    latest: bytes | None = None  # the pickled extras of the latest result: the unpickled ones belong to the caller
+    saved: bytes | None = None  # likewise of the last step of an episode whose automatic reset has not ended yet
+    reset_keywords: bytes | None = None  # the pickled keywords of a reset in flight
+    waiting_reset: bytes | None = None  # likewise of a reset that begins when the environment has been rebuilt
+    options: dict[Any, Any] = field(default_factory=dict)  # of earlier resets, for environments that keep them
 
     @property
     def state(self) -> State:
@@ -133,24 +100,132 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class WorkerQueue:
-    """The requests before one worker, seen from the parent.
+    """The requests before one worker, seen from the parent."""
 
-    Attributes:
-        share: Its environments.
-        requests: Those without a last reply, oldest first, each with the number of parts posted up to its beginning.
-        posted: How many parts of requests have been posted to this process; see `WorkerStatus.parts`.
-        since: When the worker was last expected to begin something, in seconds of `time.monotonic`.
-        suspect: When its status was first seen past a limit, and that status.
-        past: The statistics of the processes that it has replaced.
+    share: Sequence[int]  # its environments
+    # Requests without a last reply, oldest first; each with the number of its first part, counted as in `Ledger.parts`,
+    # and the shortest timeout that may apply to it, in seconds.
+    requests: deque[tuple[Request, int, float | None]] = field(default_factory=deque)
+    posted: int = 0  # how many parts of requests have been posted to this process
+    since: float = 0.0  # when the worker was last expected to begin something, in seconds of `time.monotonic`
+    suspect: tuple[tuple[int, float], float] | None = None  # a status past its timeout, and when it was first seen
+    past: WorkerStats = WorkerStats()  # noqa: RUF009  # of the processes that this one has replaced
+
+    @property
+    def together(self) -> bool:
+        """Whether the worker carries out a step or reset whose environments are received at once."""
+        if not self.requests:
+            return False
+        request = self.requests[0][0]
+        return not request.each and (request.message is Message.STEP or request.message is Message.RESET)
+
+    @property
+    def limited(self) -> Message | None:
+        """The oldest request that has a timeout."""
+        return next((request.message for request, _, limit in self.requests if limit is not None), None)
+
+
+# -- timeouts ----------------------------------------------------------------------------------------------------------
+
+_POLL_S = 0.05
+_UNCHANGED_S = 0.02
+_FROZEN_S = 0.25
+"""A wait that ends so much later than it should means that this process, and likely all, did not run meanwhile."""
+_CONSTRUCTING = (Message.ACCESS, Message.ATTACH, Message.REBUILD)
+_MAY_RESET = (Message.STEP, Message.REBUILD, Message.STATE, Message.RENDER)
+
+
+def limited_by(activity: Activity) -> Literal["step", "reset", "start"]:
+    """The field of `Limits` for an activity; the argument of `ParallelEnv` is this name with `_timeout`."""
+    if activity is Activity.RESET:
+        return "reset"
+    return "start" if activity in BEFORE_OR_AFTER else "step"
+
+
+class Limits(NamedTuple):
+    """Timeouts in seconds; None for no limit."""
+
+    step: float | None = None  # for steps, calls, attributes, frames and states
+    reset: float | None = None  # for resets, automatic ones too
+    start: float | None = None  # for constructors
+
+    def shortest(self, message: Message) -> float | None:
+        """The shortest of the limits that may apply while a request is carried out."""
+        if message is Message.RESET:
+            return self.reset
+        limits = [self.start if message in _CONSTRUCTING else self.step, self.reset if message in _MAY_RESET else None]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+
+class Deadlines:
+    """The timeouts of the requests before all workers.
+
+    Time in which this process did not run while it waited, as when a virtual machine or a container is paused, does not
+    count: the workers did not run either. Time between two waits, in which the caller does something else, counts.
     """
 
-    share: Sequence[int]
-    requests: deque[tuple[Request, int]] = field(default_factory=deque)
-    posted: int = 0
-    since: float = 0.0
-    suspect: tuple[tuple[int, float], float] | None = None
-    past: WorkerStats = WorkerStats()  # noqa: RUF009  # it is immutable
+    def __init__(self, backend: Backend, limits: Limits, queues: Sequence[WorkerQueue]) -> None:
+        self._backend, self._queues = backend, queues
+        self._limits = limits if backend.enforces_timeouts else Limits()
+        self.shortest = {message: self._limits.shortest(message) for message in Message}  # by kind of request
+        self._wait_ends: float | None = None  # when the present wait ends at the latest
+        self._frozen: list[tuple[float, float]] = []
 
-    def in_progress(self) -> Request | None:
-        """The request that the worker carries out, or is about to begin."""
-        return self.requests[0][0] if self.requests else None
+    def patience(self) -> float | None:
+        """How long to wait before the next call of `late`; None for no limit. Called before each wait."""
+        limits = [limit for queue in self._queues for _, _, limit in queue.requests if limit is not None]
+        if not limits:
+            self._wait_ends = None
+            return None
+        suspected = any(queue.suspect is not None for queue in self._queues)
+        seconds = min(_UNCHANGED_S if suspected else _POLL_S, *limits)
+        self._wait_ends = time.monotonic() + seconds
+        return seconds
+
+    def late(self) -> list[int]:
+        """Workers past their timeout.
+
+        A worker counts as late only if its status did not change between two polls, so that one that was just
+        finishing is not killed.
+        """
+        wait_ends, self._wait_ends = self._wait_ends, None
+        if wait_ends is None:
+            return []
+        now = time.monotonic()
+        expected = {worker: queue for worker, queue in enumerate(self._queues) if queue.limited is not None}
+        if expected and now - wait_ends > _FROZEN_S:
+            first = min(queue.since for queue in expected.values())
+            self._frozen = [*(span for span in self._frozen if span[1] > first), (wait_ends, now)]
+            for queue in self._queues:
+                queue.suspect = None  # the workers have not had the time to change it
+        late = []
+        for worker, queue in expected.items():
+            state, limit = self._backend.ledgers[worker].state, self.overrun(worker)[2]
+            begun = max(queue.since, state[1])
+            if limit is None or now - begun <= limit or self._elapsed(begun, now) <= limit:
+                queue.suspect = None
+            elif queue.suspect is None or queue.suspect[0] != state:
+                queue.suspect = state, now
+            elif now - queue.suspect[1] >= _UNCHANGED_S:
+                late.append(worker)
+        return late
+
+    def changed(self, worker: int) -> bool:
+        """Whether a worker that `late` has returned has begun or ended something since."""
+        suspect = self._queues[worker].suspect
+        return suspect is None or self._backend.ledgers[worker].state != suspect[0]
+
+    def overrun(self, worker: int) -> tuple[Running | None, Activity, float | None]:
+        """What a worker is doing, as far as its status says; the activity that has a limit, and the limit."""
+        running = self._backend.ledgers[worker].running
+        if running is not None:
+            activity = running.activity
+        else:
+            message = self._queues[worker].limited
+            activity = Activity.START if message in _CONSTRUCTING else Activity.STEP
+            activity = Activity.RESET if message is Message.RESET else activity
+        return running, activity, getattr(self._limits, limited_by(activity))
+
+    def _elapsed(self, since: float, now: float) -> float:
+        """Seconds since a moment, without those in which this process was frozen."""
+        return now - since - sum(max(end - max(begin, since), 0.0) for begin, end in self._frozen)

@@ -1,7 +1,17 @@
-"""A worker: executes requests on its environments. The same object in a process, in a thread, or in line.
+"""A worker: carries out requests on its environments. The same object in a process, in a thread, or in line.
 
-It knows nothing of how requests come and replies go, nor what a transition means; it holds one `Episode` for each
-environment, catches whatever a simulator throws, and says so in its reply.
+How a step goes::
+
+    Request(STEP) -> execute -> _carry_out -> send(STEPPED), or a Reply with pickled extras and failures
+                                  |
+                                  | for each environment, with its actions from the block
+                                  v
+                                _advance      Episode.step, begin_next if the episode has ended,
+                                              TransitionRecords.write; returns what does not fit, pickled
+
+`_carry_out` catches whatever a simulator raises and sends it as a `Failure`; the other environments go on. A crash
+ends the process: the parent sees in the `Ledger`, which `Episode` writes, what was running. A worker knows nothing of
+how requests come and replies go, nor what a transition means (`episode.py`).
 """
 
 from __future__ import annotations
@@ -14,18 +24,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from marl_parallel.adapters import InvalidAgents, LookupFailed, Misfit, NotAnEnvironment, Schema, adapt
 from marl_parallel.adapters import attributes as lookup
-from marl_parallel.core import tracing
 from marl_parallel.core.columns import Layout, span_of
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.forked import end_forked_copy
-from marl_parallel.core.ledger import Activity, Ledger
+from marl_parallel.core.ledger import SLICES, Activity, Ledger, begin_slices, end_slices
 from marl_parallel.core.messages import (
     STEPPED,
     Answer,
@@ -49,22 +57,17 @@ from marl_parallel.core.transition import Transition
 
 
 class Worker:
-    """Executes requests, one after the other.
+    """Carries out requests, one after the other.
 
     Args:
-        ledger: Where it notes what it is doing.
-        attach: Gives the memory of the block once it is told that there is one, and what lies in it.
+        ledger: The status that it writes.
+        attach: Gives the memory of the block for a layout.
         own_process: Whether it may seed the process-wide generators before each constructor.
         in_line: Whether it runs in the caller's own thread, where a KeyboardInterrupt is the caller's.
     """
 
     def __init__(
-        self,
-        ledger: Ledger,
-        attach: Callable[[Layout], Any],
-        *,
-        own_process: bool = False,
-        in_line: bool = False,
+        self, ledger: Ledger, attach: Callable[[Layout], Any], *, own_process: bool = False, in_line: bool = False
     ) -> None:
         self._ledger, self._attach = ledger, attach
         self._own_process, self._in_line = own_process, in_line
@@ -75,40 +78,29 @@ class Worker:
         self._layout: Layout | None = None
         self._restarts = False
         self._registrations = b""  # those that have been installed
-        self._kept: dict[int, bytes] = {}
-        self._torn: set[int] = set()  # whose record does not hold what they said last
+        self._saved: dict[int, bytes] = {}  # extras of an episode's last step, whose automatic reset has not ended yet
+        self._partially_written: set[int] = set()
         self._send: Callable[[Reply], None]
         self._actions: ActionRecords
         self._transitions: TransitionRecords
 
     def execute(self, request: Request, send: Callable[[Reply], None]) -> None:
-        """Carry out a request in each environment it names; what one of them raises does not stop the others.
-
-        Args:
-            request: What to do.
-            send: Gets the reply, or the replies as they come where each environment is to have its own.
-        """
-        message, env_ids, payload, each, prompt = request
-        self._send = send
-        in_turn = [(env_id,) for env_id in env_ids] if each and env_ids is not None else (env_ids,)
+        """Carry out a request in each environment it names, and `send` the reply, or one for each environment."""
+        self._send, env_ids = send, request.env_ids
+        in_turn = [(env_id,) for env_id in env_ids] if request.each and env_ids is not None else (env_ids,)
         for place, ids in enumerate(in_turn, 1):
-            if message is not Message.CLOSE and self._ledger.discarded:
+            if request.message is not Message.CLOSE and self._ledger.discarded:
                 return  # nobody waits for it any more
-            self._execute(message, ids, payload, send, place == len(in_turn), prompt)
+            self._carry_out(request, ids, send, last=place == len(in_turn))
 
-    def _execute(
-        self,
-        message: Message,
-        env_ids: Sequence[int] | None,
-        payload: Any,
-        send: Callable[[Reply], None],
-        last: bool,
-        prompt: bool,
+    def _carry_out(
+        self, request: Request, env_ids: Sequence[int] | None, send: Callable[[Reply], None], *, last: bool
     ) -> None:
-        self._ledger.take_up()
+        message, _, payload, _, prompt = request
+        self._ledger.begin_request()
         handler: Callable[[Worker, int, Any], Any] = _HANDLERS[message]
         payloads: Iterable[Any] = repeat(payload)
-        if message is Message.STEP and payload is None:  # nothing but what is in the block
+        if message is Message.STEP and payload is None:  # all actions are in the block
             handler, payloads = Worker._advance, self._all_actions(env_ids)
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
@@ -121,32 +113,30 @@ class Worker:
                 self._check_not_forked(error)
                 if self._in_line and isinstance(error, KeyboardInterrupt):
                     raise
-                failures[env_id] = _failure(error, self._ledger.latest or message, torn=env_id in self._torn)
-                self._torn.discard(env_id)
-                if (kept := self._kept.pop(env_id, None)) is not None:
-                    results[env_id] = kept
+                doing = self._ledger.latest or message
+                failures[env_id] = _failure(error, doing, torn=env_id in self._partially_written)
+                self._partially_written.discard(env_id)
+                if (saved := self._saved.pop(env_id, None)) is not None:
+                    results[env_id] = saved
             if prompt and (results or failures):
                 self._check_not_forked()
                 send(Reply(_kind(failures), message, (env_id,), results, failures, time.monotonic(), last=False))
                 results, failures = {}, {}
-        moment = self._ledger.lay_down()
+        moment = self._ledger.end_request()
         self._check_not_forked()
-        if message is Message.CLOSE and (slices := tracing.end(self._ledger)) is not None:
-            results[tracing.LAST_WORDS] = slices
+        if message is Message.CLOSE and (slices := end_slices(self._ledger)) is not None:
+            results[SLICES] = slices
         if env_ids is None and message is Message.STEP and not results and not failures:
             send(STEPPED)
         else:
             send(Reply(_kind(failures), message, env_ids, results, failures, moment, last))
 
     def _check_not_forked(self, error: BaseException | None = None) -> None:
-        """End this process where it is a forked copy of the worker that the ledger has not caught.
-
-        That is one forked while values of the simulator were pickled or converted, or forked by native code.
-        """
+        """End this process if it was forked from the worker while values were pickled, or by native code."""
         if os.getpid() != self._pid:
             end_forked_copy(error)
 
-    # -- one handler for each request; each takes an environment's id and the payload ----------------------------------
+    # -- one handler for each kind of request: environment id and payload in, result out -----------------------------
 
     def _build(self, env_id: int, plan: Plan) -> Built | Refusal:
         seed = self._seeds[env_id] = plan.seeds[env_id]
@@ -166,14 +156,16 @@ class Worker:
             try:
                 env = adapt(simulator, how_adapted)
             except BaseException as error:
-                _try_to_close(simulator)
+                if not isinstance(simulator, type):
+                    with contextlib.suppress(Exception):  # it would hide why it could not be adapted
+                        simulator.close()
                 if isinstance(error, NotAnEnvironment):
                     return Refusal(TypeError, str(error))
                 if isinstance(error, InvalidAgents):
                     return Refusal(ValueError, str(error))
                 raise
         if plan.traced:
-            tracing.begin(self._ledger)
+            begin_slices(self._ledger)
         self._episodes[env_id] = Episode(env, env_id, plan.mode, self._ledger)
         self._share = span_of([*self._seeds])
         self._restarts = plan.restarts
@@ -191,29 +183,26 @@ class Worker:
         self._layout = layout
 
     def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> Rebuilt | Refusal:
-        plan, block, reset, asked = payload[env_id]
-        old = self._episodes.pop(env_id, None)
-        if old is not None:
-            # What a broken simulator raises when it is closed would only hide what broke it.
-            with contextlib.suppress(BaseException), self._ledger.during(env_id, Activity.CLOSE):
-                old.env.close()
+        plan, block, reset, pickled = payload[env_id]
+        with contextlib.suppress(BaseException):  # errors of a broken simulator's close() would hide what broke it
+            self._close(env_id, None)
+        self._episodes.pop(env_id, None)
         built = self._build(env_id, plan)
         if isinstance(built, Refusal):
             return built
-        try:  # before the block is laid out as this one would have it: the others' records are there, too
-            if built.description != plan.described:  # else the same bytes: nothing has to be compared
+        try:  # before the block is laid out for this one: the others' records are there, too
+            if built.description != plan.described:
                 common_schema([loads(plan.described), loads(built.description)])
         except ValueError as error:
             return Refusal(ValueError, f"the environment that was built anew is another: {error}")
         self._lay_out(env_id, block)
         episode = self._episodes[env_id]
-        keywords = {} if asked is None else loads(asked)
-        keywords = self._passed(env_id, {**keywords, "seed": plan.seeds[env_id]})
+        keywords = {} if pickled is None else loads(pickled)
+        keywords = self._taken(env_id, {**keywords, "seed": plan.seeds[env_id]})
         if not reset:
-            episode.put_off(keywords)
+            episode.postpone_reset(keywords)
             return Rebuilt(None)
-        more = self._transitions.write(env_id, episode.reset(keywords))
-        return Rebuilt(None if more is None else dump_extras(more))
+        return Rebuilt(self._write(env_id, episode.reset(keywords)))
 
     def _seed(self, env_id: int, _: Any) -> int:
         declared = lookup.declared_seed(self._episodes[env_id].env.source)
@@ -223,11 +212,15 @@ class Worker:
         keywords = loads(payload[env_id])
         if keywords.get("seed") is not None:
             self._seeds[env_id] = keywords["seed"]
-        more = self._transitions.write(env_id, self._episodes[env_id].reset(self._passed(env_id, keywords)))
-        return None if more is None else dump_extras(more)
+        return self._write(env_id, self._episodes[env_id].reset(self._taken(env_id, keywords)))
 
-    def _passed(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a reset's keywords that the simulator takes."""
+    def _write(self, env_id: int, transition: Transition) -> bytes | None:
+        """Write a transition into the block; returns what does not fit, pickled."""
+        extras = self._transitions.write(env_id, transition)
+        return None if extras is None else dump_extras(extras)
+
+    def _taken(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of a reset that the simulator takes."""
         taken = self._episodes[env_id].env.reset_keywords
         return {name: value for name, value in keywords.items() if name in taken}
 
@@ -241,27 +234,25 @@ class Worker:
         try:
             if episode.ended_for_now:
                 if self._restarts:
-                    self._keep(env_id, transition)
+                    self._save(env_id, transition)
                     last = transition
-                transition = episode.begin_anew(transition)
+                transition = episode.begin_next(transition)
             more = self._transitions.write(env_id, transition)
             return None if more is None else dump_extras(more)
         except BaseException:
-            # The record may be half written.
             if last is None:
-                self._torn.add(env_id)
+                self._partially_written.add(env_id)
             else:
                 self._transitions.write(env_id, last)
             raise
 
-    def _keep(self, env_id: int, transition: Transition) -> None:
-        """Tell what the last step of an episode was, should the reset that follows it fail."""
-        self._kept.pop(env_id, None)
-        more = self._transitions.write(env_id, transition)
-        if more is not None:
-            kept = self._kept[env_id] = dump_extras(more)
-            if self._own_process:  # which may die of it; of no environment: it is not done yet
-                self._send(Reply(Message.RESULT, Message.STEP, (), {env_id: kept}, {}, time.monotonic(), last=False))
+    def _save(self, env_id: int, transition: Transition) -> None:
+        """Send the last step of an episode, in case the automatic reset that follows fails."""
+        self._saved.pop(env_id, None)
+        if (extras := self._write(env_id, transition)) is not None:
+            self._saved[env_id] = extras
+            if self._own_process:  # which may die in the reset; the reply names no environment: none is done yet
+                self._send(Reply(Message.RESULT, Message.STEP, (), {env_id: extras}, {}, time.monotonic(), last=False))
 
     def _all_actions(self, env_ids: Sequence[int] | None) -> list[dict[Any, Any]]:
         span = self._share if env_ids is None else span_of(env_ids)
@@ -270,7 +261,7 @@ class Worker:
         return [self._actions.read(env_id, None) for env_id in (self._seeds if env_ids is None else env_ids)]
 
     def _state(self, env_id: int, _: Any) -> bytes | None:
-        self._episodes[env_id].begin_early()
+        self._episodes[env_id].reset_early()
         with self._ledger.during(env_id, Activity.STATE):
             state = self._episodes[env_id].env.state()
         assert self._layout is not None
@@ -286,15 +277,15 @@ class Worker:
         return dumps(as_array(state, np.dtype(space.dtype), space.shape))
 
     def _render(self, env_id: int, _: Any) -> bytes:
-        self._episodes[env_id].begin_early()
+        self._episodes[env_id].reset_early()
         with self._ledger.during(env_id, Activity.RENDER):
             return dumps(self._episodes[env_id].env.render())
 
     def _call(self, env_id: int, payload: bytes) -> Answer | Refusal:
-        given = _sent(payload)
-        if isinstance(given, Refusal):
-            return given
-        name, args, kwargs = given
+        request = _unpickled(payload)
+        if isinstance(request, Refusal):
+            return request
+        name, args, kwargs = request
         source = self._episodes[env_id].env.source
         with self._ledger.during(env_id, Activity.CALL):
             try:
@@ -307,30 +298,27 @@ class Worker:
             result = member(*args, **kwargs) if callable(member) else member
         try:
             pickled = dumps(result)
-            loads(pickled)  # some things pickle, but cannot be made again from it
+            loads(pickled)  # some things pickle, but do not unpickle
         except Exception as error:
             return Refusal(TypeError, f"the result of {name!r} cannot be pickled: {error}")
         return Answer(pickled)
 
     def _assign(self, env_id: int, payload: Mapping[int, bytes]) -> Refusal | None:
-        given = _sent(payload[env_id])
-        if isinstance(given, Refusal):
-            return given
-        name, value = given
+        request = _unpickled(payload[env_id])
+        if isinstance(request, Refusal):
+            return request
         with self._ledger.during(env_id, Activity.CALL):
             try:
-                lookup.assign(self._episodes[env_id].env.source, name, value)
+                lookup.assign(self._episodes[env_id].env.source, *request)
             except AttributeError as error:
                 return Refusal(AttributeError, str(error))
         return None
 
-    def _trace(self, env_id: int, on: bool) -> Any:
-        """Of the whole worker, whichever environment is named."""
-        return tracing.begin(self._ledger) if on else tracing.end(self._ledger)
+    def _trace(self, _: int, on: bool) -> Any:
+        return begin_slices(self._ledger) if on else end_slices(self._ledger)
 
     def _close(self, env_id: int, _: Any) -> None:
-        episode = self._episodes.get(env_id)
-        if episode is not None:
+        if (episode := self._episodes.get(env_id)) is not None:
             with self._ledger.during(env_id, Activity.CLOSE):
                 episode.env.close()
 
@@ -355,8 +343,8 @@ def _kind(failures: Mapping[int, Failure]) -> Message:
     return Message.EXCEPTION if failures else Message.RESULT
 
 
-def _sent(payload: bytes) -> Any:
-    """What the caller wants an environment to have; a refusal where it cannot be made again from its pickle."""
+def _unpickled(payload: bytes) -> Any:
+    """The arguments of a call; a refusal if they cannot be unpickled here."""
     try:
         return loads(payload)
     except ModuleNotFoundError as error:
@@ -366,13 +354,6 @@ def _sent(payload: bytes) -> Any:
         return Refusal(TypeError, f"what was sent pickles, but cannot be made again from that: {text}")
 
 
-def _try_to_close(thing: Any) -> None:
-    """Let go of what could not be adapted, whatever it is; its own errors would hide why it could not."""
-    if not isinstance(thing, type):
-        with contextlib.suppress(Exception):
-            thing.close()
-
-
 def _failure(error: BaseException, doing: Activity | Message, *, torn: bool) -> Failure:
     method, to_do = doing.name.lower(), ""
     if isinstance(error, Misfit):
@@ -380,20 +361,16 @@ def _failure(error: BaseException, doing: Activity | Message, *, torn: bool) -> 
     if isinstance(error, LookupFailed) and error.__cause__ is not None:
         method, error = error.method, error.__cause__
         to_do = f"let {method} give a space as soon as the simulator is constructed"
-    error.__traceback__ = _below_this_package(error.__traceback__)
+    # Our own frames above the simulator's are left out; all of them stay if there are no others.
+    below = error.__traceback__
+    while below is not None and below.tb_frame.f_globals.get("__name__", "").startswith("marl_parallel."):
+        below = below.tb_next
+    error.__traceback__ = below or error.__traceback__
     lines = traceback.format_exception(error)
     try:
         exception = dumps(error)
-        loads(exception)  # some exceptions pickle, but cannot be made again from it
+        loads(exception)  # some exceptions pickle, but do not unpickle
     except Exception:
         exception = None
     summary = "".join(traceback.format_exception_only(error)).strip()
     return Failure(method, summary, "".join(lines), exception, torn, to_do)
-
-
-def _below_this_package(trace: TracebackType | None) -> TracebackType | None:
-    """Leave out our own frames above the simulator's; all of them stay where there are no others."""
-    below = trace
-    while below is not None and below.tb_frame.f_globals.get("__name__", "").startswith("marl_parallel."):
-        below = below.tb_next
-    return below or trace

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from marl_parallel.optional import installed
+from marl_parallel.types import installed
 
 if TYPE_CHECKING:
     from marl_parallel.vector.agilerl import AgileRLVecEnv as AgileRLVecEnv

@@ -15,12 +15,12 @@ from helpers import ROOT
 PACKAGE = ROOT / "marl_parallel"
 
 LEVELS = [
-    {"action_masks", "optional", "types", "tiling", "adapters"},
+    {"action_masks", "types", "adapters"},
     {"core"},
     {"backends", "arguments"},
     {"runner"},
     {"parallel_env"},
-    {"making", "recording", "vector"},
+    {"recording", "vector"},
     {"marl_parallel"},
     {"cli"},
     {"__main__"},

@@ -103,15 +103,15 @@ def test_whole_records_arrive_but_for_their_actions():
 def test_a_ledger_of_another_machine():
     """All of it, by this machine's clock; but not what is the parent's to write."""
     theirs, ours = Ledger(bytearray(Ledger.NBYTES)), Ledger(bytearray(Ledger.NBYTES))
-    theirs.take_up()
+    theirs.begin_request()
     theirs.enter(3, Activity.STEP)
     ours.discard()
     ours.mirror(bytes(theirs._view), 100.0)
-    assert ours.running == theirs.running._replace(since=theirs.since + 100.0)
+    assert ours.running == theirs.running._replace(since=theirs.running.since + 100.0)
     assert ours.discarded
     assert not theirs.discarded
     theirs.leave()
-    theirs.lay_down()
+    theirs.end_request()
     ours.mirror(bytes(theirs._view), 100.0)
-    assert (ours.steps, ours.running, ours.settled) == (1, None, 3)
+    assert (ours.stats.steps, ours.running, ours.settled) == (1, None, 3)
     assert ours.simulator_s == theirs.simulator_s

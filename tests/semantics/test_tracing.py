@@ -21,7 +21,7 @@ from helpers.processes import gone
 from simulators.failing import Fragile, hard_exit
 
 from marl_parallel import ParallelEnv, WorkerCrashed
-from marl_parallel.core import tracing
+from marl_parallel.core import ledger as tracing
 from marl_parallel.vector import PettingZooVecEnv
 
 ACTIONS = {"a": 0, "b": 0}
