@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.signatures import missing_arguments
+from marl_parallel.core.construction import missing_arguments
 from marl_parallel.types import RestartPolicy
 
 _POOL_SEEDS = 2**31  # they are 32-bit integers with a sign

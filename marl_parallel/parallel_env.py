@@ -17,8 +17,8 @@ Construction, `close` and the view of the batch as dicts are here. A step::
 
 `send` and `recv` are the two halves of it. A crash goes this way: `Backend.wait` returns `Lost` in place of a reply;
 `Pool` raises it as an error and closes everything, or has `core/recovery.py` rebuild the environments in a new worker.
-With a simulator that steps many environments by itself, `NativeCrew` and `NativeBatch` stand in the place of `Pool` and
-`Batch` (`core/engine.py`), with nothing below them but the simulator.
+With a simulator that steps many environments itself, `NativePool` (`core/native.py`) takes the place of `Pool` and
+`Batch`, with nothing below it but the simulator.
 """
 
 from __future__ import annotations
@@ -56,21 +56,17 @@ from marl_parallel.backends import open_backend
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.batch import Batch, Dicts
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.construction import construct
+from marl_parallel.core.construction import SeedCheck, construct
 from marl_parallel.core.deadlines import Limits
-from marl_parallel.core.engine import Engine
 from marl_parallel.core.exclusive import CALL, CallGuard, exclusive
 from marl_parallel.core.messages import Message, Request
-from marl_parallel.core.native import NativeSimulator
-from marl_parallel.core.native_batch import NativeBatch
-from marl_parallel.core.native_crew import NativeCrew
+from marl_parallel.core.native import NativePool, NativeSimulator
 from marl_parallel.core.payloads import Answer, Refusal
 from marl_parallel.core.pickling import loads, sendable, take_along
 from marl_parallel.core.pool import Pool
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema
-from marl_parallel.core.seed_check import SeedCheck
 from marl_parallel.core.sharing import share_out
 from marl_parallel.core.tracing import Tracer
 from marl_parallel.runner import BatchRunner
@@ -80,13 +76,13 @@ from marl_parallel.types import ParallelEnvError, RestartPolicy, Stats, StepBatc
 START_TIMEOUT_S = 60.0
 _MORE_REQUESTS = 8  # before a worker, beyond two for each of its environments: such as the one to close
 
-_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+_live: weakref.WeakSet[Pool | NativePool] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
     """In a forked child: what the parent made counts as closed, and nothing of it is touched."""
-    for engine in _live:
-        engine.abandon()
+    for pool in _live:
+        pool.abandon()
 
 
 if hasattr(os, "register_at_fork"):
@@ -273,11 +269,10 @@ class ParallelEnv:
         """
         check_agents(simulator.schema.possible_agents, simulator.name)
         env = cls.__new__(cls)
-        pool = NativeCrew(simulator)
+        pool = NativePool(simulator)
         env._own(pool)
-        batch = NativeBatch(simulator.schema, pool.env_ids)
         env.runner = BatchRunner(
-            pool, batch, simulator.schema, simulator.seeds, simulator.metadata, simulator.render_mode
+            pool, pool, simulator.schema, simulator.seeds, simulator.metadata, simulator.render_mode
         )
         return env
 
@@ -311,7 +306,7 @@ class ParallelEnv:
         numbers, seeds = pool_arguments(num_envs, batch_size, num_threads, seed)
         return cls.from_native(open_pool(task, seeds, {**numbers, **task_arguments}))
 
-    def _own(self, pool: Engine) -> None:
+    def _own(self, pool: Pool | NativePool) -> None:
         """Close the pool when this object is collected or the interpreter exits."""
         _live.add(pool)
         self._finalizer = weakref.finalize(self, pool.close)

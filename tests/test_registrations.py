@@ -18,7 +18,7 @@ from environments import Hunt
 from gymnasium.envs.registration import EnvSpec
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core.registrations import dump_registrations, install_registrations
+from marl_parallel.core.pickling import dump_registrations, install_registrations
 
 TESTS = Path(__file__).parent
 

@@ -17,7 +17,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from marl_parallel.core.forked import end_returning_copy
+from marl_parallel.core.exclusive import end_returning_copy
 
 
 class Activity(IntEnum):

@@ -23,17 +23,16 @@ from marl_parallel.adapters import InvalidAgents, LookupFailed, Misfit, NotAnEnv
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.core import tracing
 from marl_parallel.core.columns import Layout
+from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode
-from marl_parallel.core.forked import end_forked_copy
+from marl_parallel.core.exclusive import end_forked_copy
 from marl_parallel.core.ledger import Activity, Ledger
 from marl_parallel.core.messages import STEPPED, Failure, Message, Reply, Request
 from marl_parallel.core.payloads import Answer, Built, Plan, Rebuild, Rebuilt, Refusal
-from marl_parallel.core.pickling import dump_extras, dumps, loads
+from marl_parallel.core.pickling import dump_extras, dumps, install_registrations, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
-from marl_parallel.core.registrations import install_registrations
 from marl_parallel.core.schema import common_schema, dumps_compactly
 from marl_parallel.core.sharing import span_of
-from marl_parallel.core.signatures import call_constructor
 from marl_parallel.core.spaces import DoesNotFit, as_array
 from marl_parallel.core.transition import Transition
 

@@ -19,8 +19,9 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters import Dicts as FiveDicts
-from marl_parallel.core.engine import BatchView
+from marl_parallel.core.batch import Batch
 from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.native import NativePool
 from marl_parallel.core.sharing import usable_cpus
 from marl_parallel.core.transition import ALL, COMMON
 from marl_parallel.parallel_env import ParallelEnv
@@ -175,7 +176,7 @@ class EpisodeFilter:
         env_id: The environment.
     """
 
-    def __init__(self, batch: BatchView, env_id: int) -> None:
+    def __init__(self, batch: Batch | NativePool, env_id: int) -> None:
         self._batch, self._env_id = batch, env_id
         self._forget()
 
