@@ -9,6 +9,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.core.backend import Backend
+from marl_parallel.core.native import NativeSimulator, Received
 from marl_parallel.making import make
 from marl_parallel.optional import installed
 from marl_parallel.parallel_env import ParallelEnv
@@ -35,8 +36,10 @@ __all__ = [
     "Backend",
     "EnvError",
     "MultiAgentEnv",
+    "NativeSimulator",
     "ParallelEnv",
     "ParallelEnvError",
+    "Received",
     "RestartLimitExceeded",
     "RestartPolicy",
     "Rules",

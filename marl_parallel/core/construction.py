@@ -38,9 +38,6 @@ _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _NEVER_REQUIRED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
-# -- calling a constructor ---------------------------------------------------------------------------------------------
-
-
 def construct_one(constructor: Constructor, *, seed: int, env_id: int, restarts: int = 0) -> Any:
     """Call a constructor with those of the keywords that it takes, and return the environment.
 
@@ -122,6 +119,7 @@ def _taken(call: functools.partial[Any], names: set[str]) -> set[str]:
 def _called_by_maker(call: functools.partial[Any]) -> functools.partial[Any] | None:
     """What a known maker calls with its keywords; None for other functions."""
     function = inspect.unwrap(call.func)
+    arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.keywords}
     if getattr(function, "__module__", None) == "pettingzoo.utils.conversions":
         # What the products of `parallel_wrapper_fn` and `aec_wrapper_fn` call; only their closure holds it.
         held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
@@ -129,13 +127,12 @@ def _called_by_maker(call: functools.partial[Any]) -> functools.partial[Any] | N
     owner = getattr(function, "__self__", None)
     try:
         if function is gymnasium.make:
-            return _entry_point(_gymnasium_spec(_argument(call, 0, "id")), call)
+            return _entry_point(_gymnasium_spec(arguments.get(0, arguments.get("id"))), call)
         if isinstance(owner, registration.EnvSpec) and getattr(function, "__name__", "") == "make":
             return _entry_point(owner, call)
         if function is getattr(pettingzoo, "make", None):  # from 1.26 on
-            spec = _argument(call, 1, "id")
-            spec = pettingzoo.spec(_argument(call, 0, "env_type"), spec) if isinstance(spec, str) else spec
-            return _entry_point(spec, call)
+            kind, spec = arguments.get(0, arguments.get("env_type")), arguments.get(1, arguments.get("id"))
+            return _entry_point(pettingzoo.spec(kind, spec) if isinstance(spec, str) else spec, call)
     except Exception:
         # An unknown id, or a module that cannot be imported: the maker raises the same when it is called.
         return None
@@ -163,10 +160,6 @@ def _entry_point(spec: Any, call: functools.partial[Any]) -> functools.partial[A
         return None
     bound = {name: value for name, value in spec.kwargs.items() if (name, value) != ("seed", None)}
     return _flattened(functools.partial(entry_point, **{**bound, **call.keywords}))
-
-
-def _argument(call: functools.partial[Any], place: int, name: str) -> Any:
-    return call.args[place] if len(call.args) > place else call.keywords.get(name)
 
 
 # -- building in workers -----------------------------------------------------------------------------------------------
@@ -258,11 +251,8 @@ class SeedCheck:
     """
 
     def __init__(self, built: Mapping[int, Built], reset_takes_seed: bool) -> None:
-        self._declared = {
-            env_id: one.declared_seed
-            for env_id, one in built.items()
-            if not one.seeded and one.declared_seed is not None
-        }
+        declared = {env_id: one.declared_seed for env_id, one in built.items() if not one.seeded}
+        self._declared = {env_id: seed for env_id, seed in declared.items() if seed is not None}
         self._alike = _alike(self._declared)
         self.asks_again = bool(self._alike) and reset_takes_seed
         self.first_warning = _same_seed(self._declared) if self._alike and not reset_takes_seed else None
@@ -285,7 +275,7 @@ class SeedCheck:
         """The warning after the first reset, from the seeds given and, if environments were asked, declared now."""
         if declared is not None:
             now = {env_id: declared[env_id] for env_id in self._declared}
-            if _differ(_alike(now), given):
+            if len({given[env_id] for env_id in _alike(now)}) > 1:
                 return _same_seed(now)
             if self._begin_alike(self._alike, given):
                 return _same_seed(self._declared, " when they were made")
@@ -299,18 +289,14 @@ class SeedCheck:
 
     def _begin_alike(self, env_ids: Sequence[int], given: Sequence[int]) -> bool:
         """Whether these environments were given different seeds and have equal first observations."""
-        first = {self._first.get(env_id, b"") for env_id in env_ids}
-        return _differ(env_ids, given) and len(first) == 1 and b"" not in first
+        seeds, first = {given[env_id] for env_id in env_ids}, {self._first.get(env_id, b"") for env_id in env_ids}
+        return len(seeds) > 1 and len(first) == 1 and b"" not in first
 
 
 _WHAT_TO_DO = (
     "A constructor gets the seed only where its signature names it. What to do: name it and pass it on, such as "
     "`lambda seed: make_env(seed=seed)`."
 )
-
-
-def _differ(env_ids: Sequence[int], given: Sequence[int]) -> bool:
-    return len({given[env_id] for env_id in env_ids}) > 1
 
 
 def _alike(declared: Mapping[int, int]) -> list[int]:

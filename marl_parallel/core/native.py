@@ -154,7 +154,7 @@ class NativeSimulator(ABC):
 
 
 class InfoColumns(Mapping[int, dict[Any, Any]]):
-    """The infos in `received` by env id, for these possible agents. Arrays become dicts when somebody looks."""
+    """The infos in `received` by env id, for all possible agents. The arrays become dicts when somebody looks."""
 
     def __init__(self, received: Received, agents: Sequence[AgentID]) -> None:
         self.received, self.agents = received, agents

@@ -95,15 +95,8 @@ def _set_state_of_new(kind: type, state: tuple[Callable[[type, Any], object], An
         _incomplete.discard(kind)
 
 
-# -- values that only the caller has -----------------------------------------------------------------------------------
-
-
 def sendable(value: Any, what: str, only_here: Sequence[ModuleType]) -> bytes:
-    """Pickle a value of the caller's for workers that cannot import the modules `only_here`.
-
-    Raises:
-        TypeError: It does not pickle; the text names it as `what`.
-    """
+    """Pickle a value of the caller's for workers that cannot import the modules `only_here`; errors name `what`."""
     try:
         pickled = dumps(value)
         # Plain pickle refers to the caller's script, of which workers know only what came with the constructors.
@@ -129,12 +122,7 @@ def by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
 
 
 def take_along(only_here: list[ModuleType], missing: Mapping[int, str], what: str) -> None:
-    """Add modules to `only_here`: the one that the worker of each environment could not import.
-
-    Raises:
-        ModuleNotFoundError: There is no such module here, or its definitions already travelled by value; the text says
-            `what` needs it.
-    """
+    """Add to `only_here` the module that the worker of each environment misses, unless that is no help."""
     tried = [*only_here]
     for env_id, name in missing.items():
         module = sys.modules.get(name)
@@ -147,11 +135,8 @@ def take_along(only_here: list[ModuleType], missing: Mapping[int, str], what: st
             only_here.append(module)
 
 
-# -- values of a simulator ---------------------------------------------------------------------------------------------
-
-
 def dump_extras(extras: Extras) -> bytes:
-    """Pickle extras. Raises `TypeError` that names the entry that does not pickle."""
+    """Pickle extras; the error names the entry that does not pickle."""
     try:
         return dumps(extras)
     except Exception as error:
@@ -185,9 +170,9 @@ def dump_registrations() -> bytes:
 def install_registrations(pickled: bytes) -> None:
     """Register in this process what `dump_registrations` found in another.
 
-    A spec of Gymnasium is unpickled when it is first used, as that may import its simulator. A simulator that is
-    imported here registers its environments again; this would warn for each of them.
+    A spec of Gymnasium is unpickled when it is first used, as that may import its simulator.
     """
+    # A simulator that is imported here registers its environments again: a warning for each.
     warnings.filterwarnings("ignore", r".*Overriding environment .* in (the \w+ )?registry", UserWarning)
     received: Mapping[str, Mapping[str, bytes]] = pickle.loads(pickled)
     for name, registry in _registries():
@@ -195,11 +180,8 @@ def install_registrations(pickled: bytes) -> None:
         for env_id, spec in received.get(name, {}).items():
             if known.get(env_id) == spec:
                 continue
-            if registry is gymnasium.registry:
-                registry[env_id] = _PickledSpec(env_id, spec)
-                continue
             with contextlib.suppress(Exception):  # the simulator of another constructor: pettingzoo.make names the id
-                registry[env_id] = loads(spec)
+                registry[env_id] = _PickledSpec(env_id, spec) if registry is gymnasium.registry else loads(spec)
 
 
 def _registries() -> Iterator[tuple[str, MutableMapping[str, Any]]]:
