@@ -9,6 +9,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.core.backend import Backend
+from marl_parallel.core.native import NativeSimulator, Received
 from marl_parallel.parallel_env import ParallelEnv, make
 from marl_parallel.recording import record_video
 from marl_parallel.types import (
@@ -34,8 +35,10 @@ __all__ = [
     "Backend",
     "EnvError",
     "MultiAgentEnv",
+    "NativeSimulator",
     "ParallelEnv",
     "ParallelEnvError",
+    "Received",
     "RestartLimitExceeded",
     "RestartPolicy",
     "Rules",

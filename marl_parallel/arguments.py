@@ -20,7 +20,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.signatures import missing_arguments
+from marl_parallel.core.construction import missing_arguments
 from marl_parallel.types import RestartPolicy
 
 ATTRIBUTES = ("parallel_env", "env", "raw_env")

@@ -17,7 +17,8 @@ A step::
 
 `send` and `recv` are its two halves. A crash: `Backend.wait` returns `Lost` in place of a reply; `Pool` raises an error
 and closes everything, or has `core/recovery.py` rebuild the environments in a new worker. With a simulator that steps
-many environments by itself (`from_native`), `NativeCrew` and `NativeBatch` replace `Pool` and `Batch`.
+many environments by itself (`from_native`), `NativePool` (`core/native.py`) replaces
+`Pool` and `Batch`.
 """
 
 from __future__ import annotations
@@ -47,20 +48,16 @@ from marl_parallel.backends import open_backend
 from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.batch import Batch, Dicts
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.construction import construct
-from marl_parallel.core.engine import Engine
+from marl_parallel.core.construction import SeedCheck, construct
 from marl_parallel.core.exclusive import CALL, CallGuard, exclusive
 from marl_parallel.core.ledger import Tracer
 from marl_parallel.core.messages import Answer, Message, Refusal, Request
-from marl_parallel.core.native import NativeSimulator
-from marl_parallel.core.native_batch import NativeBatch
-from marl_parallel.core.native_crew import NativeCrew
+from marl_parallel.core.native import NativePool, NativeSimulator
 from marl_parallel.core.pickling import loads, sendable, take_along
 from marl_parallel.core.pool import Pool
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema
-from marl_parallel.core.seed_check import SeedCheck
 from marl_parallel.core.slots import Limits
 from marl_parallel.runner import BatchRunner
 from marl_parallel.types import EnvError, ParallelEnvError, RestartPolicy, Stats, StepBatch
@@ -68,13 +65,13 @@ from marl_parallel.types import EnvError, ParallelEnvError, RestartPolicy, Stats
 START_TIMEOUT_S = 60.0
 _MORE_REQUESTS = 8  # before a worker, beyond two for each of its environments: such as the one to close
 
-_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+_live: weakref.WeakSet[Pool | NativePool] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
     """In a forked child: every `ParallelEnv` of the parent counts as closed, and nothing of it is touched."""
-    for engine in _live:
-        engine.abandon()
+    for pool in _live:
+        pool.abandon()
 
 
 if hasattr(os, "register_at_fork"):
@@ -230,11 +227,10 @@ class ParallelEnv:
         """
         check_agents(simulator.schema.possible_agents, simulator.name)
         env = cls.__new__(cls)
-        pool = NativeCrew(simulator)
+        pool = NativePool(simulator)
         env._own(pool)
-        batch = NativeBatch(simulator.schema, pool.env_ids)
         schema = replace(simulator.schema, metadata=simulator.metadata, render_mode=simulator.render_mode)
-        env.runner = BatchRunner(pool, batch, schema, simulator.seeds)
+        env.runner = BatchRunner(pool, pool, schema, simulator.seeds)
         return env
 
     @classmethod
@@ -262,7 +258,7 @@ class ParallelEnv:
         numbers, seeds = arguments.pool_arguments(num_envs, batch_size, num_threads, seed)
         return cls.from_native(open_pool(task, seeds, {**numbers, **task_arguments}))
 
-    def _own(self, pool: Engine) -> None:
+    def _own(self, pool: Pool | NativePool) -> None:
         """Close the pool when this object is collected or the interpreter exits."""
         _live.add(pool)
         self._finalizer = weakref.finalize(self, pool.close)

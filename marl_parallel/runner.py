@@ -7,7 +7,7 @@ look is up to its user::
                    \           /
                    BatchRunner           reset, step, send, recv
                     |        |
-          pool: Engine      batch: BatchView           core/engine.py
+                  pool     batch                Pool and Batch, or NativePool for both
     carries out requests    actions in, transitions out
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -26,12 +26,12 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.adapters import Schema
 from marl_parallel.arguments import base_seed, checked_ids, checked_minimum, checked_options, checked_timeout, seeds_of
 from marl_parallel.core.batch import Batch
-from marl_parallel.core.engine import BatchView, Engine
+from marl_parallel.core.construction import SeedCheck
 from marl_parallel.core.exclusive import CallGuard
 from marl_parallel.core.messages import Message
+from marl_parallel.core.native import NativePool
 from marl_parallel.core.pickling import sendable
-from marl_parallel.core.pool import Results
-from marl_parallel.core.seed_check import SeedCheck
+from marl_parallel.core.pool import Pool, Results
 from marl_parallel.core.slots import Snapshot
 
 Seeds = int | Sequence[int | None] | None
@@ -55,8 +55,8 @@ class BatchRunner:
 
     def __init__(
         self,
-        pool: Engine,
-        batch: BatchView,
+        pool: Pool | NativePool,
+        batch: Batch | NativePool,
         schema: Schema,
         seeds: Sequence[int],
         only_here: list[ModuleType] | None = None,
@@ -226,7 +226,7 @@ class BatchRunner:
         if not check.is_done:
             self._seed_check = check
 
-    def _note_resets(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> None:
+    def _note_resets(self, env_ids: Sequence[int], extras: Any) -> None:
         """Note resets; once all environments have been reset, warn if their first observations are equal."""
         self.batch.begin(env_ids)
         check = self._seed_check

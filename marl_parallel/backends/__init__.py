@@ -1,7 +1,4 @@
-"""Where workers live. `open_backend` chooses by name; each module here is one kind of place, or a part of one.
-
-Which of the two kinds of process backend a system can carry is decided here, too.
-"""
+"""Where workers live: `open_backend` chooses by name. Each module is one kind of place, or a part of one."""
 
 from __future__ import annotations
 
@@ -16,12 +13,7 @@ CONTEXTS = ("forkserver", "spawn", "fork")
 
 
 def open_backend(backend: str | Backend, *, context: str | None, worker_threads: int | None) -> Backend:
-    """The backend that a name stands for, not yet started.
-
-    Args:
-        backend: A name, or a backend that no other environment uses.
-        context: How worker processes start; for `"process"` only.
-        worker_threads: BLAS, OpenMP and torch threads in a worker process.
+    """The backend of this name, or this backend if no other environment uses it; not yet started.
 
     Raises:
         ValueError: There is no such backend, or `context` does not go with it.
@@ -50,21 +42,15 @@ def open_backend(backend: str | Backend, *, context: str | None, worker_threads:
 
 
 def _open_processes(context: str | None, worker_threads: int | None) -> Backend:
-    if _has_linux_means():
-        from marl_parallel.backends.process import ProcessBackend
+    if sys.platform == "linux":  # only Linux has what `process.py` needs, and not all builds of Python expose it
+        from marl_parallel.backends.semaphores import available
 
-        return ProcessBackend(context=context, threads=worker_threads)
+        if available():
+            from marl_parallel.backends.process import ProcessBackend
+
+            return ProcessBackend(context=context, threads=worker_threads)
     if context not in (None, "spawn"):
         raise ValueError(f'context={context!r} needs Linux; on this system workers start by "spawn" only')
     from marl_parallel.backends.spawn import PortableProcessBackend
 
     return PortableProcessBackend(threads=worker_threads)
-
-
-def _has_linux_means() -> bool:
-    """Whether there is what `process.py` and the launchers are built on; only Linux has all of it."""
-    if sys.platform != "linux":
-        return False
-    from marl_parallel.backends.semaphores import available
-
-    return available()

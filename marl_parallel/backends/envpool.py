@@ -1,10 +1,10 @@
-"""EnvPool: many copies of a task in threads of its own, as a `NativeSimulator`.
+"""EnvPool as a `NativeSimulator`: many environments of one task in EnvPool's own threads.
 
-Here it is known how EnvPool lays out what goes in and what comes out: flat lists of arrays, one row for each copy, or,
-of tasks of several players, one for each player, with `players.env_id` to tell whose. They are taken from the three
-methods of its C++ pools, beneath the ones for Gymnasium's users: those gather dicts anew for each batch, which costs a
-tenth of a batch of small tasks, and none of them resets some copies without waiting for the results. EnvPool ends the
-whole process where an array has another shape or dtype than it wants; so nothing unchecked gets there.
+EnvPool takes and returns flat lists of arrays: one row for each environment or, in tasks with several players, one for
+each player, with `players.env_id` for its environment. This module calls three methods of EnvPool's C++ pools. The
+methods for users above them make dicts, which takes a tenth of the time of a batch of a small task, and none of them
+resets some environments without waiting. EnvPool aborts the process if an array has a wrong shape or dtype, so all
+arrays are checked before.
 """
 
 from __future__ import annotations
@@ -21,27 +21,25 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.native import EnvIds, NativeSimulator, Received
-from marl_parallel.core.stacking import each
+from marl_parallel.core.spaces import tree_map
 
 __doctest_requires__ = ["envpool", "torchrl"]
 
 _INSTALL = 'pip install "marl-parallel[envpool]"'
-_KNOWN = re.compile(r"1\.[01]\.")
 _IDS = ("env_id", "players.env_id", "players.id")
-"""Of what goes in: whose it is, rather than an action."""
+"""Inputs that say whose a row is; the others are actions."""
 
 
 def open_pool(task: str, seeds: Sequence[int], arguments: Mapping[str, Any]) -> EnvPool:
-    """Make a pool of EnvPool's; errors as of `ParallelEnv.from_envpool`.
-
-    Args:
-        task: Its name.
-        seeds: Of each copy.
-        arguments: For `envpool.make`, checked as far as they are not the task's own.
-    """
+    """Make a pool; arguments and errors as of `ParallelEnv.from_envpool`."""
     if arguments.get("render_mode") == "human" and len(seeds) > 1:
         raise ValueError(f'render_mode="human" shows one copy, but num_envs={len(seeds)}: pass "rgb_array"')
-    envpool = _library()
+    try:
+        import envpool
+    except ImportError as error:
+        raise ImportError(f"from_envpool needs EnvPool, which cannot be imported ({error}): {_INSTALL}") from error
+    if re.match(r"1\.[01]\.", envpool.__version__) is None:
+        raise ImportError(f"from_envpool is written for EnvPool 1.0 and 1.1, found {envpool.__version__}: {_INSTALL}")
     if task not in envpool.list_all_envs():
         raise ValueError(f"EnvPool has no task {task!r}; envpool.list_all_envs() names those it has")
     try:
@@ -55,27 +53,16 @@ def open_pool(task: str, seeds: Sequence[int], arguments: Mapping[str, Any]) -> 
     return EnvPool(pool, seeds, f"EnvPool's {task}")
 
 
-def _library() -> Any:
-    try:
-        import envpool
-    except ImportError as error:
-        raise ImportError(f"from_envpool needs EnvPool, which cannot be imported ({error}): {_INSTALL}") from error
-    if _KNOWN.match(envpool.__version__) is None:
-        raise ImportError(f"from_envpool is written for EnvPool 1.0 and 1.1, found {envpool.__version__}: {_INSTALL}")
-    return envpool
-
-
 class EnvPool(NativeSimulator):
-    """A pool of EnvPool's.
+    """A pool of EnvPool.
 
-    Players are the agents `agent_0`, `agent_1` and so on: by `info:players.id` where a task tells that, else by their
-    order within their copy. What is told of a player is in its infos, what is told of a copy with several in
-    `__common__`; whose a row is, is not told again.
+    Players are the agents `agent_0`, `agent_1` and so on: by `info:players.id` if the task has it, else in their order.
+    Infos of players are the agents', infos of an environment with several players are `__common__`.
 
     Args:
-        pool: As of `envpool.make_gymnasium`.
-        seeds: Of each copy.
-        name: What errors call it.
+        pool: From `envpool.make_gymnasium`.
+        seeds: The seed of each environment.
+        name: The pool's name in error messages.
 
     Example:
         >>> from marl_parallel import ParallelEnv
@@ -95,51 +82,58 @@ class EnvPool(NativeSimulator):
         self.batch_size = config["batch_size"] or self.num_envs
         self.metadata, self.render_mode = dict(pool.metadata), pool.render_mode
         self._pool = pool
-        # dm_control's tasks tell how good the state is that an episode begins in; of no others is that known.
+        # Tasks of dm_control reward the state in which an episode begins, for which nobody has acted.
         self._rewards_firsts = type(pool).__name__.startswith("Dmc")
         self._players = config.get("max_num_players", 1)
-        self.partial = self._players == 1  # with several, EnvPool waits for as many rows as there are copies
-        self._seated = np.zeros((self.num_envs, self._players), np.bool_)  # who was there in each copy's last row
-        self._learn_states(pool)
-        self._learn_actions(pool)
+        self.partial = self._players == 1  # with several, EnvPool waits for as many rows as there are environments
+        self._present = np.zeros((self.num_envs, self._players), np.bool_)  # in the last row of each environment
+        self._find_outputs(pool)
+        action_space = self._find_inputs(pool)
         agents: list[AgentID] = [f"agent_{place}" for place in range(self._players)]
-        space = _mended(pool.observation_space)
-        self.schema = Schema(agents, dict.fromkeys(agents, space), dict.fromkeys(agents, self._action_space), None)
+        observation_space = _space_of(tree_map(_unbounded, pool.observation_space))
+        self.schema = Schema(
+            agents, dict.fromkeys(agents, observation_space), dict.fromkeys(agents, action_space), None
+        )
 
-    def _learn_states(self, pool: Any) -> None:
-        """Where in the list that comes out each thing is: numbers in the place of arrays."""
-        self._at = {name: place for place, name in enumerate(pool._state_keys)}
+    def _find_outputs(self, pool: Any) -> None:
+        """Find the places of observations and infos in the list that comes out."""
+        self._at = at = {name: place for place, name in enumerate(pool._state_keys)}
         specs = pool.spec.state_array_spec
-        self._of_players = {place for name, place in self._at.items() if specs[name].shape[:1] == [-1]}
-        seen = {_key(name): place for name, place in self._at.items() if name.partition(":")[0] == "obs"}
-        whole = isinstance(pool.observation_space, spaces.Dict)
-        self._seen = _nested(seen) if whole else next(iter(seen.values()))
-        told = {_key(name): place for name, place in self._at.items() if name.startswith("info:")}
-        told = {name: place for name, place in told.items() if name not in ("env_id", "players.env_id")}
-        told["elapsed_step"] = self._at["elapsed_step"]
-        own = {name for name, place in told.items() if self._players == 1 or place in self._of_players}
-        self._told = _nested({name: place for name, place in told.items() if name in own})
-        self._told_in_common = _nested({name: place for name, place in told.items() if name not in own})
+        self._of_players = {place for name, place in at.items() if specs[name].shape[:1] == [-1]}
+        # What users know as "desired_goal.kettle" is "obs:desired_goal:kettle" here.
+        seen, infos = (
+            {name.partition(":")[2].replace(":", "."): at[name] for name in at if name.partition(":")[0] == kind}
+            for kind in ("obs", "info")
+        )
+        self._seen = _nested(seen) if isinstance(pool.observation_space, spaces.Dict) else next(iter(seen.values()))
+        infos["elapsed_step"] = at["elapsed_step"]
+        infos = {name: place for name, place in infos.items() if name not in ("env_id", "players.env_id")}
+        own = {name for name, place in infos.items() if self._players == 1 or place in self._of_players}
+        self._infos = _nested({name: place for name, place in infos.items() if name in own})
+        self._common = _nested({name: place for name, place in infos.items() if name not in own})
 
-    def _learn_actions(self, pool: Any) -> None:
-        """What is to go in, and which part of an action it is."""
+    def _find_inputs(self, pool: Any) -> Space[Any]:
+        """Find the arrays that go in, and the part of an action that each holds; returns the action space."""
         specs = pool.spec.action_array_spec
         self._action_keys = [*pool._action_keys]
-        names = [name for name in self._action_keys if name not in _IDS]
-        of_copies = [name for name in names if specs[name].shape[:1] != [-1]]
-        if self._players > 1 and of_copies:
-            raise ValueError(f"{self.name} has several players, but one action {of_copies[0]!r} for all of them")
+        names = sorted({*self._action_keys} - {*_IDS})
+        shared = [name for name in names if specs[name].shape[:1] != [-1]]
+        if self._players > 1 and shared:
+            raise ValueError(f"{self.name} has several players, but one action {shared[0]!r} for all of them")
         space = pool.action_space
-        parts = {name: space if len(self._action_keys) == 3 else _within(space, name.split(".")) for name in names}
-        self._action_space = parts[names[0]] if len(names) == 1 else _space_of(_nested(parts))
-        paths = {name: [] if len(names) == 1 else name.split(".") for name in names}
-        # Of each: the way to it, the dtype, and the shape of one.
+        parts: dict[str, Space[Any]] = {
+            name: space if len(self._action_keys) == 3 else _within(space, name.split(".")) for name in names
+        }
+        # Of each: the path to it in an action, the dtype, and the shape of one.
         self._parts = {
-            name: (paths[name], np.dtype(specs[name].dtype), tuple(size for size in specs[name].shape if size != -1))
+            name: (
+                [] if len(names) == 1 else name.split("."),
+                np.dtype(specs[name].dtype),
+                tuple(size for size in specs[name].shape if size != -1),
+            )
             for name in names
         }
-
-    # -- in --------------------------------------------------------------------------------------------------------
+        return parts[names[0]] if len(names) == 1 else _space_of(_nested(parts))
 
     def reset(self, env_ids: EnvIds) -> None:
         self._pool._reset(env_ids)
@@ -147,88 +141,61 @@ class EnvPool(NativeSimulator):
     def send(self, actions: list[Any], env_ids: EnvIds) -> None:
         (action,) = actions
         if self._players == 1:
-            given = {"env_id": env_ids, "players.env_id": env_ids}
+            inputs = {"env_id": env_ids, "players.env_id": env_ids}
             chosen: Any = (slice(None), 0)
         else:
-            rows, seats = chosen = np.nonzero(self._seated[env_ids])
-            given = {"env_id": env_ids, "players.env_id": env_ids[rows], "players.id": seats.astype(np.int32)}
+            rows, players = chosen = np.nonzero(self._present[env_ids])
+            inputs = {"env_id": env_ids, "players.env_id": env_ids[rows], "players.id": players.astype(np.int32)}
         for name, (path, dtype, shape) in self._parts.items():
-            # A copy in any case: the pool's threads read it when the caller may be writing into its own again.
+            # A copy in any case: EnvPool's threads read it when the caller may be writing into its own again.
             values = np.array(_within(action, path)[chosen], dtype, order="C")
-            given[name] = values if values.shape[1:] == shape else values.reshape(len(values), *shape)
-        self._pool._send([given[name] for name in self._action_keys])
-
-    # -- out -------------------------------------------------------------------------------------------------------
+            inputs[name] = values if values.shape[1:] == shape else values.reshape(len(values), *shape)
+        self._pool._send([inputs[name] for name in self._action_keys])
 
     def receive(self) -> Received:
-        states = self._pool._recv()
-        at = self._at
-        truncated = states[at["trunc"]]
+        states: list[NDArray[Any]] = self._pool._recv()
+        at, present = self._at, None
+        env_ids, elapsed, truncated = states[at["info:env_id"]], states[at["elapsed_step"]], states[at["trunc"]]
         terminated = states[at["done"]] > truncated  # one and not the other
+        terminations, truncations = terminated[:, None], truncated[:, None]
+        whose = self._whose(states) if self._players > 1 else None
+
+        def stacked(place: int) -> NDArray[Any]:
+            """The values `(environments, players, ...)` at one place of the list."""
+            if whose is None:
+                return states[place][:, None]
+            source = states[place] if place in self._of_players else states[place][whose[0]]
+            values = np.zeros((len(env_ids), self._players, *source.shape[1:]), source.dtype)
+            values[whose] = source
+            return values
+
+        if whose is not None:
+            present = np.zeros((len(env_ids), self._players), np.bool_)
+            present[whose] = True
+            self._present[env_ids] = present
+            terminations, truncations = present & terminations, present & truncations
+            if "info:players.done" in at:
+                terminations |= stacked(at["info:players.done"]).astype(np.bool_) & ~truncated[:, None]
+        rewards = stacked(at["reward"])
         if self._rewards_firsts or self._players > 1:
-            self._take_back_first_rewards(states)
-        if self._players > 1:
-            return self._of_several(states, terminated, truncated)
+            rewards[elapsed == 0] = 0.0
         return Received(
-            states[at["info:env_id"]],
-            [_columns(states, self._seen)],
-            states[at["reward"]][:, None],
-            terminated[:, None],
-            truncated[:, None],
-            terminated,
-            truncated,
-            states[at["elapsed_step"]],
-            None,
-            _columns(states, self._told),
-            {},
-        )
+            env_ids, [tree_map(stacked, self._seen)], rewards, terminations, truncations, terminated, truncated,
+            elapsed, present, tree_map(stacked, self._infos), tree_map(lambda place: states[place], self._common),
+        )  # fmt: skip
 
-    def _take_back_first_rewards(self, states: Sequence[NDArray[Any]]) -> None:
-        """Nobody has acted for them."""
-        at = self._at
-        firsts = states[at["elapsed_step"]] == 0
-        if self._players > 1:
-            firsts = np.isin(states[at["info:players.env_id"]], states[at["info:env_id"]][firsts])
-        states[at["reward"]][firsts] = 0.0
-
-    def _of_several(
-        self, states: Sequence[NDArray[Any]], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]
-    ) -> Received:
-        """Rows of players, laid out by copy and agent."""
-        at = self._at
-        env_ids, whose = states[at["info:env_id"]], states[at["info:players.env_id"]]
-        row_of = np.zeros(self.num_envs, np.intp)
+    def _whose(self, states: Sequence[NDArray[Any]]) -> tuple[NDArray[np.intp], NDArray[Any]]:
+        """Of each player's row: the row of its environment, and the number of its agent."""
+        at, row_of = self._at, np.zeros(self.num_envs, np.intp)
+        env_ids = states[at["info:env_id"]]
         row_of[env_ids] = np.arange(len(env_ids))
-        rows = row_of[whose]
-        seats = states[at["info:players.id"]] if "info:players.id" in at else _order_within(rows)
-
-        def spread(place: int) -> NDArray[Any]:
-            source = states[place] if place in self._of_players else states[place][rows]
-            laid_out = np.zeros((len(env_ids), self._players, *source.shape[1:]), source.dtype)
-            laid_out[rows, seats] = source
-            return laid_out
-
-        present = np.zeros((len(env_ids), self._players), np.bool_)
-        present[rows, seats] = True
-        self._seated[env_ids] = present
-        gone = terminated[:, None]
-        if "info:players.done" in at:
-            gone = gone | (spread(at["info:players.done"]).astype(np.bool_) & ~truncated[:, None])
-        return Received(
-            env_ids,
-            [each(spread, self._seen)],
-            spread(at["reward"]),
-            present & gone,
-            present & truncated[:, None],
-            terminated,
-            truncated,
-            states[at["elapsed_step"]],
-            present,
-            each(spread, self._told),
-            each(lambda place: states[place], self._told_in_common),
-        )
-
-    # -- the rest --------------------------------------------------------------------------------------------------
+        rows = row_of[states[at["info:players.env_id"]]]
+        if "info:players.id" in at:
+            return rows, states[at["info:players.id"]]
+        order = np.argsort(rows, kind="stable")  # else they are numbered in their order
+        players = np.empty_like(rows)
+        players[order] = np.arange(len(rows)) - np.searchsorted(rows[order], rows[order])
+        return rows, players
 
     def render(self) -> Sequence[Any]:
         frames = self._pool.render(env_ids=[*range(self.num_envs)])
@@ -242,45 +209,12 @@ class EnvPool(NativeSimulator):
         self._pool = None
 
     def abandon(self) -> None:
-        # Its threads are not in this process: to delete it would be to wait for them. So it is referred to for ever.
+        # Its threads are not in this process, and deleting the pool would wait for them. So it is never deleted.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
 
 
-def _key(name: str) -> str:
-    """What users know it by.
-
-    Example:
-        >>> _key("obs:desired_goal:kettle")
-        'desired_goal.kettle'
-    """
-    return name.partition(":")[2].replace(":", ".")
-
-
-def _columns(states: Sequence[NDArray[Any]], places: Any) -> Any:
-    """What is at these places, with an axis for the one agent."""
-    if type(places) is int:
-        return states[places][:, None]
-    return {
-        name: states[place][:, None] if type(place) is int else _columns(states, place)
-        for name, place in places.items()
-    }
-
-
-def _order_within(rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    """The how-manieth of its row each entry is.
-
-    Example:
-        >>> _order_within(np.array([0, 0, 2, 0, 2]))
-        array([0, 1, 0, 2, 1])
-    """
-    order = np.argsort(rows, kind="stable")
-    places = np.empty_like(rows)
-    places[order] = np.arange(len(rows)) - np.searchsorted(rows[order], rows[order])
-    return places
-
-
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A dict of dicts, of names with dots.
+    """A dict of dicts, from names with dots.
 
     Example:
         >>> _nested({"a": 1, "b.c": 2})
@@ -302,14 +236,14 @@ def _within(nested: Any, path: Sequence[str]) -> Any:
     return nested
 
 
-def _space_of(nested: Mapping[str, Any]) -> spaces.Dict:
-    return spaces.Dict({key: _space_of(part) if isinstance(part, dict) else part for key, part in nested.items()})
+def _space_of(tree: Any) -> Space[Any]:
+    """A space from dicts of spaces."""
+    space: Space[Any] = tree
+    return spaces.Dict([(key, _space_of(part)) for key, part in tree.items()]) if isinstance(tree, dict) else space
 
 
-def _mended(space: Space[Any]) -> Space[Any]:
-    """A space as it is meant: EnvPool has the smallest positive number where it means that there is no bound."""
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict([(key, _mended(child)) for key, child in space.spaces.items()])
+def _unbounded(space: Space[Any]) -> Space[Any]:
+    """A `Box` as it is meant: EnvPool has the smallest positive number where there is no lower bound."""
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
         return space
     limits = np.finfo(space.dtype)

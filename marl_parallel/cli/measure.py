@@ -30,7 +30,7 @@ from marl_parallel.adapters.tuple_env import TupleEnv
 from marl_parallel.cli.target import CommandError, in_brief
 from marl_parallel.core import stacking
 from marl_parallel.core.backend import usable_cpus
-from marl_parallel.core.signatures import construct_one
+from marl_parallel.core.construction import construct_one
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 

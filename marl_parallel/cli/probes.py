@@ -50,12 +50,12 @@ from marl_parallel.adapters import AgentID, InvalidAgents, MultiAgentEnv, NotAnE
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.backends import descendants
 from marl_parallel.cli.target import CommandError, constructor_of, in_brief
+from marl_parallel.core.construction import construct_one
 from marl_parallel.core.episode import Episode
-from marl_parallel.core.forked import end_forked_copy
+from marl_parallel.core.exclusive import end_forked_copy
 from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.pickling import dumps
 from marl_parallel.core.reports import first_line, place
-from marl_parallel.core.signatures import construct_one
 from marl_parallel.core.spaces import is_vector
 from marl_parallel.core.transition import ALL, Transition, is_empty_info
 from marl_parallel.parallel_env import START_TIMEOUT_S, ParallelEnv

@@ -2,7 +2,7 @@
 
 Facades use an `ArrayView`. `ArrayBatch` is that of a block: actions and transitions cross between the block and arrays
 whole, without a loop over environments, except for environments of which more than infos travelled pickled: their
-transitions are taken from their dicts. The view of a native simulator is in `native_arrays.py`.
+transitions are taken from their dicts. The view of a native simulator is in `native.py`.
 """
 
 from __future__ import annotations

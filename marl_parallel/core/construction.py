@@ -1,21 +1,167 @@
-"""From constructors to environments in their workers, and to the one description that all of them share."""
+"""From constructors to environments: the keywords of constructors, building in workers, and a check of equal seeds.
+
+A constructor gets those of the keywords `seed`, `env_id` and `restarts` that its signature names. Known makers
+(`gymnasium.make`, `pettingzoo.make`, PettingZoo's `parallel_wrapper_fn` and `aec_wrapper_fn`) pass `**kwargs` on, so
+they get `seed` too if the signature of what they call names it, but no `env_id` and `restarts`: in other projects'
+signatures these names can mean something else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import importlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from inspect import Parameter
 from operator import itemgetter
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import gymnasium
+import pettingzoo  # type: ignore[import-untyped]
+from gymnasium.envs import registration
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import Schema
 from marl_parallel.core.messages import Built, Message, Plan, Refusal, Request
-from marl_parallel.core.pickling import by_value, dumps_by_value, sendable, take_along
-from marl_parallel.core.pool import Pool
-from marl_parallel.core.registrations import dump_registrations
+from marl_parallel.core.pickling import by_value, dump_registrations, dumps, dumps_by_value, sendable, take_along
+
+if TYPE_CHECKING:  # workers need no pool
+    from marl_parallel.core.pool import Pool
 
 Constructor = Callable[..., Any]
+KEYWORDS = {"seed", "env_id", "restarts"}
+_BY_KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_NEVER_REQUIRED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def construct_one(constructor: Constructor, *, seed: int, env_id: int, restarts: int = 0) -> Any:
+    """Call a constructor with those of the keywords that it takes, and return the environment.
+
+    Example:
+        >>> construct_one(lambda seed, *, restarts: (seed, restarts), seed=42, env_id=0)
+        (42, 0)
+    """
+    return call_constructor(constructor, seed=seed, env_id=env_id, restarts=restarts)[0]
+
+
+def call_constructor(constructor: Constructor, *, seed: int, env_id: int, restarts: int = 0) -> tuple[Any, bool, bool]:
+    """As `construct_one`; also returns whether a seed was given or bound, and whether there is a bare `**kwargs`."""
+    call = _flattened(constructor)
+    taken = _taken(call, KEYWORDS)
+    offered = {"seed": seed, "env_id": env_id, "restarts": restarts}
+    env = constructor(**{name: value for name, value in offered.items() if name in taken})
+    free, all_of_them = (_parameters(one, follow_wrapped=True) for one in (call, functools.partial(call.func)))
+    bound = call.keywords.keys() | ({one.name for one in all_of_them} - {one.name for one in free})
+    return env, "seed" in taken or "seed" in bound, _is_open(free)
+
+
+def missing_arguments(constructor: Constructor) -> list[Parameter]:
+    """The parameters that a constructor requires and does not get.
+
+    Example:
+        >>> missing_arguments(lambda config, seed: None)
+        [<Parameter "config">]
+        >>> missing_arguments(functools.partial(lambda config, seed: None, {}))
+        []
+    """
+    call = _flattened(constructor)
+    return [
+        one
+        for one in _parameters(call, follow_wrapped=False)  # a wrapper may fill in what it wraps
+        if one.default is Parameter.empty
+        and one.kind not in _NEVER_REQUIRED
+        and one.name not in call.keywords
+        and not (one.kind in _BY_KEYWORD and one.name in KEYWORDS)
+    ]
+
+
+def _flattened(constructor: Constructor) -> functools.partial[Any]:
+    """A function with all that nested partials bind to it; `functools` leaves those nested that have attributes."""
+    args: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
+    while isinstance(constructor, functools.partial):
+        args, keywords = constructor.args + args, {**constructor.keywords, **keywords}
+        constructor = constructor.func
+    return functools.partial(constructor, *args, **keywords)
+
+
+def _parameters(call: functools.partial[Any], *, follow_wrapped: bool) -> list[Parameter]:
+    """The parameters that no positional argument fills; none if the signature cannot be read."""
+    try:
+        parameters = inspect.signature(call.func, follow_wrapped=follow_wrapped).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    filled = [one for one in parameters if one.kind in _POSITIONAL][: len(call.args)]
+    return [one for one in parameters if one not in filled]
+
+
+def _is_open(parameters: Iterable[Parameter]) -> bool:
+    return any(one.kind is Parameter.VAR_KEYWORD for one in parameters)
+
+
+def _taken(call: functools.partial[Any], names: set[str]) -> set[str]:
+    """Those of the names that can be passed as keywords and are not bound."""
+    parameters = _parameters(call, follow_wrapped=False)
+    inner: set[str] = set()
+    if _is_open(parameters):
+        wrapped = _parameters(call, follow_wrapped=True)
+        parameters += wrapped
+        if _is_open(wrapped) and (maker_calls := _called_by_maker(call)) is not None:
+            inner = _taken(maker_calls, {"seed"})
+    named = {one.name for one in parameters if one.kind in _BY_KEYWORD}
+    return ((named | inner) & names) - call.keywords.keys()
+
+
+def _called_by_maker(call: functools.partial[Any]) -> functools.partial[Any] | None:
+    """What a known maker calls with its keywords; None for other functions."""
+    function = inspect.unwrap(call.func)
+    arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.keywords}
+    if getattr(function, "__module__", None) == "pettingzoo.utils.conversions":
+        # What the products of `parallel_wrapper_fn` and `aec_wrapper_fn` call; only their closure holds it.
+        held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        return _flattened(held[0]) if len(held) == 1 and callable(held[0]) else None
+    owner = getattr(function, "__self__", None)
+    try:
+        if function is gymnasium.make:
+            return _entry_point(_gymnasium_spec(arguments.get(0, arguments.get("id"))), call)
+        if isinstance(owner, registration.EnvSpec) and getattr(function, "__name__", "") == "make":
+            return _entry_point(owner, call)
+        if function is getattr(pettingzoo, "make", None):  # from 1.26 on
+            kind, spec = arguments.get(0, arguments.get("env_type")), arguments.get(1, arguments.get("id"))
+            return _entry_point(pettingzoo.spec(kind, spec) if isinstance(spec, str) else spec, call)
+    except Exception:
+        # An unknown id, or a module that cannot be imported: the maker raises the same when it is called.
+        return None
+    return None
+
+
+def _gymnasium_spec(env_id: Any) -> Any:
+    """The `EnvSpec` that `gymnasium.make` uses; None if there is none."""
+    if not isinstance(env_id, str):
+        return env_id
+    module, _, name = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    namespace, stem, version = registration.parse_env_id(name)
+    latest = registration.find_highest_version(namespace, stem) if version is None else None
+    return registration.registry.get(name if latest is None else registration.get_env_id(namespace, stem, latest))
+
+
+def _entry_point(spec: Any, call: functools.partial[Any]) -> functools.partial[Any] | None:
+    """The entry point of a spec, with the keywords of the spec and of the call bound."""
+    entry_point = getattr(spec, "entry_point", None)
+    if isinstance(entry_point, str):
+        entry_point = registration.load_env_creator(entry_point)
+    if not callable(entry_point):
+        return None
+    bound = {name: value for name, value in spec.kwargs.items() if (name, value) != ("seed", None)}
+    return _flattened(functools.partial(entry_point, **{**bound, **call.keywords}))
+
+
+# -- building in workers -----------------------------------------------------------------------------------------------
 
 
 def construct(
@@ -23,29 +169,16 @@ def construct(
     constructors: Sequence[Constructor],
     seeds: Sequence[int],
     mode: AutoresetMode,
-    adapter: str | Callable[..., Any] | None,
+    adapter: str | Constructor | None,
     restarts: bool,
     only_here: list[ModuleType],
 ) -> tuple[list[Schema], Plan, dict[int, Built]]:
-    """Build all environments, each in its worker, and ask what they are.
+    """Build all environments in their workers; errors as of `ParallelEnv`.
 
-    Args:
-        pool: The workers.
-        constructors: One for each environment.
-        seeds: Likewise.
-        mode: When episodes begin anew.
-        adapter: How simulators are understood.
-        restarts: Whether what fails will be built anew.
-        only_here: Modules that workers cannot import; those that constructors need are added.
+    Modules that workers cannot import are added to `only_here`, and the environments that need them are built again.
 
     Returns:
-        By environment, what they are; what all workers were told; and their replies.
-
-    Raises:
-        TypeError: A constructor or the adapter cannot be pickled, or what a constructor returns is no environment.
-        ValueError: Agents have names that cannot be used.
-        ModuleNotFoundError: A constructor needs a module that its worker can have in no way.
-        ParallelEnvError: A constructor raised, crashed or took too long.
+        The description of each environment; what workers were told; and their replies by environment.
     """
     pickled = _pickle(constructors, range(len(constructors)), only_here)
     described: dict[int, Schema] = {}
@@ -58,48 +191,123 @@ def construct(
         for worker, share in enumerate(pool.shares):
             waiting = {env_id: pickled[env_id] for env_id in share if env_id not in described}
             if waiting:
-                plan = Plan(
-                    waiting,
-                    {env_id: seeds[env_id] for env_id in waiting},
-                    mode,
-                    how,
-                    restarts,
-                    registrations=registrations,
-                )
+                own_seeds = {env_id: seeds[env_id] for env_id in waiting}
+                plan = Plan(waiting, own_seeds, mode, how, restarts, registrations=registrations)
                 requests[worker] = Request(Message.ACCESS, tuple(waiting), plan)
         unknown: dict[int, str] = {}
         for env_id, result in sorted(pool.execute(requests).items(), key=itemgetter(0)):
-            if isinstance(result, Refusal):
-                if result.kind is TypeError or result.kind is ValueError:
-                    raise result.kind(f"environment {env_id}: {result.text}")
-                unknown[env_id] = result.text
-            else:
+            if not isinstance(result, Refusal):
                 replies[env_id] = result
-                if result.description == first:
-                    described[env_id] = described[first_id]  # large spaces are neither made again nor compared
-                    continue
-                described[env_id] = pool.read(env_id, result.description)
                 if not first:
                     first, first_id = result.description, env_id
+                # Equal descriptions are read once: large spaces are neither made again nor compared.
+                known = result.description == first and described.get(first_id)
+                described[env_id] = known or pool.read(env_id, result.description)
+            elif result.kind is TypeError or result.kind is ValueError:
+                raise result.kind(f"environment {env_id}: {result.text}")
+            else:
+                unknown[env_id] = result.text
         take_along(only_here, unknown, "the constructor of" if adapter is None else "the constructor or adapter of")
         pickled.update(_pickle(constructors, unknown, only_here))
     plan = Plan(pickled, dict(enumerate(seeds)), mode, how, restarts, described=first, registrations=registrations)
     return [described[env_id] for env_id in range(len(constructors))], plan, dict(sorted(replies.items()))
 
 
-def _pickle(constructors: Sequence[Constructor], env_ids: Any, only_here: Sequence[ModuleType]) -> dict[int, bytes]:
-    pickled: dict[int, bytes] = {}
-    same: dict[int, bytes] = {}  # n times one constructor is the usual case
+def _pickle(
+    constructors: Sequence[Constructor], env_ids: Collection[int], only_here: Sequence[ModuleType]
+) -> dict[int, bytes]:
+    by_id: dict[int, bytes] = {}  # n times one constructor is the usual case
     with by_value(only_here):
         for env_id in env_ids:
             constructor = constructors[env_id]
-            if id(constructor) not in same:
-                try:
-                    same[id(constructor)] = dumps_by_value(constructor)
-                except Exception as error:
-                    raise TypeError(
-                        f"the constructor of environment {env_id} cannot be pickled, so it cannot be sent to a "
-                        f"worker: {error}. Create what does not pickle inside it: {constructor!r}"
-                    ) from error
-            pickled[env_id] = same[id(constructor)]
-    return pickled
+            try:
+                by_id[id(constructor)] = by_id.get(id(constructor)) or dumps_by_value(constructor)
+            except Exception as error:
+                raise TypeError(
+                    f"the constructor of environment {env_id} cannot be pickled, so it cannot be sent to a "
+                    f"worker: {error}. Create what does not pickle inside it: {constructor!r}"
+                ) from error
+    return {env_id: by_id[id(constructors[env_id])] for env_id in env_ids}
+
+
+# -- equal seeds -------------------------------------------------------------------------------------------------------
+
+
+class SeedCheck:
+    """Warns of environments that should differ by their seed and are alike, though their constructors got none.
+
+    There are two signs:
+
+    - Environments declare the same seed (`env.unwrapped.seed` is an integer). If `reset` takes a seed, they must still
+      do so after the first reset, or their first observations must be equal.
+    - The first observations of all environments are equal. This counts only if the seed reached no environment: the
+      constructor has a bare `**kwargs`, so it may take a seed that it does not name, and `reset` takes none. Games such
+      as chess begin alike with any seed; their `reset` takes one.
+
+    Attributes:
+        first_warning: The warning after construction; None for none.
+        asks_again: Whether to ask for the declared seeds after the first reset, which may have changed them.
+    """
+
+    def __init__(self, built: Mapping[int, Built], reset_takes_seed: bool) -> None:
+        declared = {env_id: one.declared_seed for env_id, one in built.items() if not one.seeded}
+        self._declared = {env_id: seed for env_id, seed in declared.items() if seed is not None}
+        self._alike = _alike(self._declared)
+        self.asks_again = bool(self._alike) and reset_takes_seed
+        self.first_warning = _same_seed(self._declared) if self._alike and not reset_takes_seed else None
+        self._everyone = range(len(built))
+        self._unreached = (
+            len(built) > 1 and not reset_takes_seed and all(one.open and not one.seeded for one in built.values())
+        )
+        self._first: dict[int, bytes] = {}
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.asks_again or self._unreached) or self.first_warning is not None
+
+    def note(self, env_id: int, observations: Mapping[Any, Any]) -> None:
+        """Keep the first observations of an environment."""
+        if env_id not in self._first:
+            self._first[env_id] = dumps(observations) if observations else b""
+
+    def warning(self, given: Sequence[int], declared: Mapping[int, int] | None) -> str | None:
+        """The warning after the first reset, from the seeds given and, if environments were asked, declared now."""
+        if declared is not None:
+            now = {env_id: declared[env_id] for env_id in self._declared}
+            if len({given[env_id] for env_id in _alike(now)}) > 1:
+                return _same_seed(now)
+            if self._begin_alike(self._alike, given):
+                return _same_seed(self._declared, " when they were made")
+        if self._unreached and self._begin_alike(self._everyone, given):
+            return (
+                f"the first observations of all {len(self._everyone)} environments are equal, and their seeds reached "
+                f"neither their constructors nor `reset`, which takes no seed. {_WHAT_TO_DO} If the simulator is "
+                "deterministic, ignore this warning."
+            )
+        return None
+
+    def _begin_alike(self, env_ids: Sequence[int], given: Sequence[int]) -> bool:
+        """Whether these environments were given different seeds and have equal first observations."""
+        seeds, first = {given[env_id] for env_id in env_ids}, {self._first.get(env_id, b"") for env_id in env_ids}
+        return len(seeds) > 1 and len(first) == 1 and b"" not in first
+
+
+_WHAT_TO_DO = (
+    "A constructor gets the seed only where its signature names it. What to do: name it and pass it on, such as "
+    "`lambda seed: make_env(seed=seed)`."
+)
+
+
+def _alike(declared: Mapping[int, int]) -> list[int]:
+    """The environments that declare the same seed as another one."""
+    count = Counter(declared.values())
+    return [env_id for env_id, seed in declared.items() if count[seed] > 1]
+
+
+def _same_seed(declared: Mapping[int, int], when: str = "") -> str:
+    alike = _alike(declared)
+    seeds = sorted({declared[env_id] for env_id in alike})
+    return (
+        f"environments {alike} declare the same seed{when}, {', '.join(map(str, seeds))}, although they were "
+        f"given different ones; their constructors got none, so they may be identical. {_WHAT_TO_DO}"
+    )

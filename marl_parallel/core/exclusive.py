@@ -1,15 +1,16 @@
-"""One call at a time: a call that comes in the middle of another one, from a second thread, raises an error.
-
-Without this, two threads that step the same environments would read each other's results. `close` is not guarded.
-"""
+"""Exclusive use: one call at a time of a `ParallelEnv`, and one process that goes on after a simulator forks."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from gymnasium.error import AlreadyPendingCallError
 
@@ -21,9 +22,10 @@ R = TypeVar("R")
 
 
 class CallGuard(dict[str, tuple[str, int]]):
-    """The call in progress: its method and its thread, under the key `CALL`; empty where there is none.
+    """The call in progress under the key `CALL`: its method and its thread; empty if there is none.
 
-    A method enters and leaves like this::
+    Without it, two threads that step the same environments would read each other's results. A method on the hot path
+    does this in its own body, others have the decorator `exclusive`::
 
         entry = ("step", get_ident())
         try:
@@ -34,12 +36,9 @@ class CallGuard(dict[str, tuple[str, int]]):
             if guard[CALL] is entry:
                 del guard[CALL]
 
-    `setdefault` is atomic, and the entry is a new object for each call. The `finally` calls nothing, so that Python
-    handles no signal in it: Ctrl-C at any moment leaves the guard empty. A lock would stay locked where Ctrl-C comes
-    between `acquire` and `try`.
-
-    Args:
-        check_open: Raises where everything has been closed, which is then the error of a refused call.
+    `setdefault` is atomic, and each entry is a new object. The `finally` calls nothing, so Python handles no signal in
+    it: Ctrl-C at any moment leaves the guard empty. Ctrl-C between `acquire` and `try` would leave a lock locked.
+    `check_open` raises if everything has been closed; a refused call raises that error first.
     """
 
     def __init__(self, check_open: Callable[[], None]) -> None:
@@ -50,22 +49,15 @@ class CallGuard(dict[str, tuple[str, int]]):
         return None
 
     def refuse(self, entry: tuple[str, int], first: tuple[str, int]) -> NoReturn:
-        """Raise the error of a call that came in the middle of another.
-
-        Args:
-            entry: The call that is refused.
-            first: The call in progress.
-
-        Raises:
-            ClosedEnvironmentError: Everything has been closed.
-            AlreadyPendingCallError: In all other cases.
-        """
+        """Raise the error of the call `entry`, which came in the middle of the call `first`."""
         self._check_open()
         (name, thread), (first_name, first_thread) = entry, first
         if thread == first_thread:
             where = f"{name}() was called inside {first_name}() of the same thread, by a signal handler or a callback"
         else:
-            where = f"{name}() was called in {_named(thread)} while {_named(first_thread)} is inside {first_name}()"
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            here, there = (repr(names.get(ident, ident)) for ident in (thread, first_thread))
+            where = f"{name}() was called in thread {here} while thread {there} is inside {first_name}()"
         raise AlreadyPendingCallError(
             f"{where}. Nothing was done. A ParallelEnv carries out one call at a time, and only close() may come in "
             "the middle of another call: put a lock around the calls, or give each thread a ParallelEnv of its own",
@@ -73,36 +65,18 @@ class CallGuard(dict[str, tuple[str, int]]):
         )
 
 
-def _named(ident: int) -> str:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return f"thread {names.get(ident, ident)!r}"
+def exclusive(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Guard a method with the `_guard` of its object; errors call the method `name`."""
 
-
-class Guarded(Protocol):
-    """An object whose calls are guarded."""
-
-    @property
-    def _guard(self) -> CallGuard: ...
-
-
-G = TypeVar("G", bound=Guarded)
-
-
-def exclusive(name: str) -> Callable[[Callable[Concatenate[G, P], R]], Callable[Concatenate[G, P], R]]:
-    """Guard a method with the `_guard` of its object. Methods on the hot path do the same in their own body.
-
-    Args:
-        name: What errors call the method.
-    """
-
-    def decorator(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
+    def decorator(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
-        def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            guard, entry = self._guard, (name, get_ident())
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            owner: Any = args[0]
+            guard, entry = owner._guard, (name, get_ident())
             try:
                 if (first := guard.setdefault(CALL, entry)) is not entry:
                     guard.refuse(entry, first)
-                return method(self, *args, **kwargs)
+                return method(*args, **kwargs)
             finally:
                 if guard[CALL] is entry:
                     del guard[CALL]
@@ -110,3 +84,37 @@ def exclusive(name: str) -> Callable[[Callable[Concatenate[G, P], R]], Callable[
         return guarded
 
     return decorator
+
+
+def end_forked_copy(error: BaseException | None) -> NoReturn:
+    """End this process, which a simulator's method forked and then left with this error, or by returning.
+
+    If a simulator forks to execute a program and fails, the child returns from its method as the parent does. Two
+    processes would read one queue and write to one block. So the child says why on stderr, and ends without cleanup.
+    """
+    code, text = 1, ""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            code = (error.code or 0) & 0xFF
+        else:
+            text = f"{error.code}\n"
+    else:
+        how = "the child returned from the method" if error is None else "the exception below came out of it"
+        text = (
+            f"marl_parallel: a simulator's method forked process {os.getpid()}, and {how}. Only the parent goes on, so "
+            "the child ends here with exit code 1. A child must end itself with os._exit(), also where it fails to "
+            f"execute a program.\n{''.join(traceback.format_exception(error)) if error is not None else ''}"
+        )
+    # Not through sys.stderr: another thread may have held its lock at the fork.
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
+    os._exit(code)
+
+
+def end_returning_copy(*_: object) -> NoReturn:
+    """End this forked process; it replaces a function that is called when a simulator's method is left."""
+    error, caller = sys.exc_info()[1], sys._getframe(1)
+    # The innermost exception that is being handled may have been raised before the method was called.
+    if error is not None and (error.__traceback__ is None or error.__traceback__.tb_frame is not caller):
+        error = None
+    end_forked_copy(error)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from marl_parallel.core.forked import end_returning_copy
+from marl_parallel.core.exclusive import end_returning_copy
 from marl_parallel.types import WorkerStats
 
 

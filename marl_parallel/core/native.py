@@ -1,52 +1,73 @@
-"""Simulators that step many copies of an environment by themselves, all at once: the protocol they are brought to.
+r"""Native simulators: one simulator that steps many environments itself, such as EnvPool, behind `ParallelEnv`.
 
-`NativeSimulator` is what a module for one such simulator implements, `Received` what it hands out; the first one is
-`backends/envpool.py`. Everything else follows: `native_crew.py` asks it, `native_batch.py` makes dicts of what comes,
-`native_arrays.py` arrays for facades, and `ParallelEnv.from_native` puts the public interface in front.
+A module for such a simulator implements `NativeSimulator`, which returns `Received`; see `backends/envpool.py`.
+`NativePool` has the interface of both `Pool` and `Batch`. There are no workers and no shared memory: a step is one
+`send` with the actions of all environments, and one `receive` with arrays of all results::
 
-A simulator that steps all copies with one call, such as VMAS, fits like this: `batch_size` is `num_envs`. `send` steps
-with a tensor for each group, after `reset_at` for those that were over when they were stepped last, and keeps what is
-returned; `reset` does the same by `reset_at` alone; `receive` lays out the rows of those that were sent to. Of the
-others nothing is told, and what the simulator would do to them all the same, it must be kept from.
+    ParallelEnv (dicts)     vector.ArrayStepper (arrays)
+               \               /
+                  BatchRunner                                    runner.py
+                       |
+                  NativePool (dicts)  <--  NativeArrays (arrays)
+                       |
+                  NativeSimulator: reset, send, receive
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import time
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
-from gymnasium import Space
+from gymnasium import Space, spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
+from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from marl_parallel.action_masks import KEY as ACTION_MASK
+from marl_parallel.action_masks import own_mask
+from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
+from marl_parallel.core import stacking
+from marl_parallel.core.arrays import Actions, Arrays, ArrayView
+from marl_parallel.core.batch import of_acting
+from marl_parallel.core.ledger import Tracer
+from marl_parallel.core.messages import Message, Request
+from marl_parallel.core.pickling import loads
+from marl_parallel.core.pool import Results
+from marl_parallel.core.records import Columns
 from marl_parallel.core.schema import alike
-from marl_parallel.core.stacking import each, together
+from marl_parallel.core.spaces import Mismatch, check_form, leaves, tree_map, zeros
+from marl_parallel.core.transition import ALL, COMMON
+from marl_parallel.types import EnvError, Stats, WorkerStats
 
 EnvIds = NDArray[np.int32]
 
 
 class Received(NamedTuple):
-    """Transitions of some copies, in rows: `n` of them, of `k` possible agents.
+    """Transitions of `n` environments with `k` possible agents, one row for each environment.
 
-    All arrays are the receiver's own; the flags of a single agent may be its copy's. Agents that are absent have zeros,
-    and flags that are False.
+    The arrays belong to the receiver. Absent agents have zeros, and flags that are False. The flags of a single agent
+    may be the same arrays as those of its environment.
 
     Attributes:
-        env_ids: `(n,)`: which copies.
-        observations: For each group of agents with equal observation spaces, as `alike` parts them, what they see:
-            arrays `(n, agents of the group, ...)` in the form of the space.
-        rewards: `(n, k)`, in the simulator's own dtype; of an episode's first observation they are zeros.
-        terminations: `(n, k)`, bool.
-        truncations: `(n, k)`, bool.
-        terminated: `(n,)`, bool: whether the episode has ended.
-        truncated: `(n,)`, bool: whether it was cut off.
-        elapsed: `(n,)`, whole numbers: steps since the episode began, or anything that is zero for its first
-            observation only, whoever has asked for it.
-        present: `(n, k)`, bool: who is observed and rewarded; None for everybody.
-        infos: Of agents: dicts of arrays `(n, k, ...)`, and of dicts.
-        common: Of copies, where they have several agents: dicts of arrays `(n, ...)`, and of dicts.
+        env_ids: int32 `(n,)`: the environments.
+        observations: For each group of agents with equal observation spaces, in the order of their first agents: arrays
+            `(n, agents of the group, ...)` in the form of the space.
+        rewards: `(n, k)`, of any dtype; zeros for the first observation of an episode.
+        terminations: bool `(n, k)`.
+        truncations: bool `(n, k)`.
+        terminated: bool `(n,)`: whether the episode ended.
+        truncated: bool `(n,)`: whether the episode was cut off.
+        elapsed: Integers `(n,)`: steps since the episode began; zero for its first observation only.
+        present: bool `(n, k)`: which agents were observed and rewarded; always None if all are.
+        infos: Of agents: arrays `(n, k, ...)` by key, or dicts of such arrays. The keys are always the same.
+        common: Of environments with several agents: arrays `(n, ...)` by key, or dicts of such arrays; likewise.
     """
 
     env_ids: EnvIds
@@ -62,34 +83,29 @@ class Received(NamedTuple):
     common: dict[str, Any]
 
     def at(self, rows: NDArray[Any]) -> Received:
-        """Some rows, in this order."""
-        return Received(*each(lambda array: array[rows], tuple(self)))
-
-
-def merged(parts: Sequence[Received]) -> Received:
-    """The rows of several, one after the other."""
-    if any(part.present is not None for part in parts):
-        parts = [p if p.present is not None else p._replace(present=np.ones(p.rewards.shape, np.bool_)) for p in parts]
-    return Received(*together(lambda *arrays: np.concatenate(arrays), *map(tuple, parts)))
+        """Some of the rows, in the given order."""
+        return Received(*tree_map(lambda array: array[rows], tuple(self)))
 
 
 class NativeSimulator(ABC):
-    """Many copies of an environment in one simulator.
+    """A simulator that steps many environments itself; `ParallelEnv.from_native` takes it.
 
-    PettingZoo's rules apply: actions are asked of agents that are alive and were observed last. An episode that is over
-    begins anew when its copy is next sent to, whatever the actions; a reset in between cancels that.
+    PettingZoo's rules apply: agents that are alive and were observed last act. An environment whose episode is over
+    starts the next one with the next `send`, whatever its actions. A `reset` in between cancels that.
+
+    A simulator that steps all environments in one call, such as VMAS, has `batch_size == num_envs`. Its `send` steps
+    the environments in `env_ids`, resets those whose episode is over, and leaves the others unchanged.
 
     Attributes:
-        name: What errors call it.
-        schema: Its agents, and a space of a fixed size for each of them.
-        num_envs: How many copies.
-        batch_size: How many rows `receive` returns: of more it would have to be called again, for fewer it would wait
-            for ever.
-        partial: Whether, where `batch_size` is `num_envs`, some copies can be sent to alone: `receive` returns all that
-            has been sent then, and nothing can be sent before.
-        seeds: Of each copy.
-        metadata: The simulator's.
-        render_mode: The simulator's.
+        name: The simulator's name in error messages.
+        schema: The agents, with two spaces of fixed size for each.
+        num_envs: The number of environments.
+        batch_size: The number of rows that one `receive` returns.
+        partial: Where `batch_size` is `num_envs`: whether `send` and `reset` also take some environments alone.
+            `receive` then returns all that were sent to, and is called before the next `send`.
+        seeds: The seed of each environment.
+        metadata: As of a Gymnasium environment.
+        render_mode: As of a Gymnasium environment.
     """
 
     name: str
@@ -103,41 +119,492 @@ class NativeSimulator(ABC):
 
     @abstractmethod
     def reset(self, env_ids: EnvIds) -> None:
-        """Begin to reset some copies."""
+        """Start to reset some environments."""
 
     @abstractmethod
     def send(self, actions: list[Any], env_ids: EnvIds) -> None:
-        """Begin to step some copies.
+        """Start to step some environments.
 
         Args:
-            actions: For each group of agents with equal action spaces, in the form of their space, arrays
-                `(copies, agents of the group, ...)`, checked. Rows of those who do not act are not to be looked at.
-                They may be the caller's own arrays: what is read after this returns is to be copied, and nothing
-                written.
-            env_ids: Which copies, in the order of the rows.
+            actions: For each group of agents with equal action spaces: arrays `(n, agents of the group, ...)` in the
+                form and dtype of the space (int64 for `Discrete`). Rows of agents that do not act hold any numbers.
+                The arrays may belong to the caller: copy what is read after this returns, and write nothing.
+            env_ids: int32 `(n,)`: the environment of each row.
         """
 
     @abstractmethod
     def receive(self) -> Received:
-        """Wait for results of what was begun."""
+        """Wait for the results of `send` and `reset`."""
 
     @abstractmethod
     def render(self) -> Sequence[Any]:
-        """A frame of each copy."""
+        """One frame of each environment."""
 
     @abstractmethod
     def attribute(self, name: str) -> Any:
-        """A value that holds for all copies; raises `AttributeError` where there is none."""
+        """A value that holds for all environments; raises `AttributeError` if there is none."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything; idempotent, also while another thread waits in `receive`."""
+        """Free everything. Idempotent; also called while another thread waits in `receive`."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """In a forked child of the owner: forget everything, and touch nothing that the owner still uses."""
+        """In a forked child process: forget everything, and touch nothing that the parent uses."""
 
 
-def action_groups(schema: Schema) -> list[tuple[Space[Any], list[int]]]:
-    """Groups of agents with equal action spaces: the space, and their places among the possible agents."""
-    return alike(schema.action_spaces, schema.possible_agents)
+class InfoColumns(Mapping[int, dict[Any, Any]]):
+    """The infos in `received` by env id, for all possible agents. The arrays become dicts when somebody looks."""
+
+    def __init__(self, received: Received, agents: Sequence[AgentID]) -> None:
+        self.received, self.agents = received, agents
+        self._by_env: dict[int, dict[Any, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self.received.env_ids) if self.received.infos or self.received.common else 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.received.env_ids.tolist() if self else ())
+
+    def __getitem__(self, env_id: int) -> dict[Any, Any]:
+        if not self._by_env:
+            self._by_env = dict(zip(self.received.env_ids.tolist(), self.rows()))
+        return self._by_env[env_id]
+
+    def rows(self) -> list[dict[Any, Any]]:
+        """One new dict by agent for each row."""
+        infos, common = self.received.infos, self.received.common
+        columns = [stacking.column(infos, place) for place in range(len(self.agents))]
+        rows = _by_agent(self.agents, self.received, columns)
+        if common:
+            for row, of_env in zip(rows, stacking.one_by_one(common, len(rows))):
+                row[COMMON] = of_env
+        return rows
+
+
+def _by_agent(agents: Sequence[AgentID], received: Received, columns: Iterable[Any]) -> list[dict[Any, Any]]:
+    """One dict by agent for each row, from one stack of values for each agent. Absent agents have no entry."""
+    values = [stacking.one_by_one(column, len(received.env_ids)) for column in columns]
+    if received.present is not None:
+        there = received.present.tolist()
+        return [dict(itertools.compress(zip(agents, row), of_row)) for row, of_row in zip(zip(*values), there)]
+    if len(agents) == 1:
+        return [{agents[0]: value} for value in values[0]]
+    return [dict(zip(agents, row)) for row in zip(*values)]
+
+
+class NativePool:
+    """A native simulator as both `pool` and `batch` of a `BatchRunner`; it counts as one worker.
+
+    Methods and attributes are those of `Pool` and `Batch`. The payload of a step is what `NativeSimulator.send` takes,
+    and the extras of results are a `Received`. A simulator that raises closes everything.
+
+    Attributes:
+        action_groups: Equal action spaces, with the agents of each.
+        marks: bool arrays `"acting"`, `"alive"` and `"flagged"`, `(num_envs, agents)`, and `"over"`, `(num_envs,)`:
+            where each environment stands. Nothing writes into them: new ones replace them.
+    """
+
+    recovery: ClassVar[None] = None
+    tracer: Tracer | None = None
+    seeds_stale = False
+    seeded_at_start: ClassVar[bool] = True
+    mode: ClassVar[AutoresetMode] = AutoresetMode.NEXT_STEP
+    mode_is_fixed: ClassVar[bool] = True
+    copies: ClassVar[bool] = True
+
+    def __init__(self, simulator: NativeSimulator) -> None:
+        self._simulator, self.schema, self.batch_size = simulator, simulator.schema, simulator.batch_size
+        self.partial = simulator.partial and simulator.batch_size == simulator.num_envs
+        self.shares = [range(simulator.num_envs)]
+        self.env_ids = tuple(self.shares[0])
+        self._all = np.arange(simulator.num_envs, dtype=np.int32)
+        self.closed = False
+        self._sent: dict[int, Message] = {}  # what is in flight
+        self._steps = self._resets = 0
+        self._simulator_s = 0.0
+        self._agents = agents = self.schema.possible_agents
+        groups = alike(self.schema.action_spaces, agents)
+        self.action_groups = [(space, [agents[place] for place in places]) for space, places in groups]
+        observed = alike(self.schema.observation_spaces, agents)
+        rows = {place: (group, row) for group, (_, of) in enumerate(observed) for row, place in enumerate(of)}
+        self._group_of = {agent: rows[place] for place, agent in enumerate(agents)}
+        self.begun = [False] * simulator.num_envs
+        nobody = np.zeros((simulator.num_envs, len(agents)), np.bool_)
+        self.marks = {"acting": nobody, "alive": nobody, "flagged": nobody, "over": np.zeros(len(nobody), np.bool_)}
+        self._lists: dict[str, list[Any]] = {}  # marks as lists
+        self._masks: dict[AgentID, Any] = {}  # action masks: arrays (num_envs, ...)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._sent)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        return tuple(sorted(self._sent))
+
+    def acts_next(self, env_id: int) -> bool:
+        return env_id not in self._sent
+
+    def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Received:
+        """Step or reset some environments, and wait; returns their rows in the order of `env_ids`."""
+        self.check_open()
+        if not self.partial:
+            self._check_comes_together(len(env_ids), f"{message.name.lower()} of {len(env_ids)} environments")
+        with self._in_simulator(message, env_ids):
+            ids = self._start(message, env_ids, payloads)
+            received = self._receive(len(ids))
+        if received.env_ids.tobytes() == ids.tobytes():
+            return received
+        row_of = np.zeros(len(self._all), np.intp)
+        row_of[received.env_ids] = np.arange(len(ids))
+        return received.at(row_of[ids])
+
+    def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
+        self.check_open()
+        if self._sent and self.partial:
+            raise AlreadyPendingCallError(
+                f"{self._simulator.name} has one batch in flight at a time, unless its batch_size is less than "
+                "num_envs; recv() first",
+                "send",
+            )
+        with self._in_simulator(message, env_ids):
+            self._start(message, env_ids, payloads)
+        self._sent.update(dict.fromkeys(env_ids, message))
+
+    def recv(self, at_least: int, timeout: float | None = None) -> Results:
+        self.check_open()
+        name, in_flight = self._simulator.name, len(self._sent)
+        if timeout is not None:
+            raise ValueError(f"timeout={timeout:g}, but {name} waits for as long as it takes: pass None")
+        if at_least != in_flight and self.partial:
+            raise ValueError(
+                f"min_envs={at_least}, but {name} with batch_size equal to num_envs returns all {in_flight} that are "
+                "in flight: pass None"
+            )
+        if at_least not in (in_flight, self.batch_size):
+            raise ValueError(
+                f"min_envs={at_least}, but {name} returns {self.batch_size} at a time: pass min_envs=env.batch_size, "
+                "or None for all in flight"
+            )
+        if not self.partial:
+            self._check_comes_together(at_least, f"recv of all {at_least} in flight")
+        with self._in_simulator(Message.STEP, (*self._sent,)):
+            received = self._receive(at_least)
+        ids = tuple(received.env_ids.tolist())
+        return Results(ids, [env_id for env_id in ids if self._sent.pop(env_id) is Message.RESET], received)
+
+    def execute_in(self, message: Message, env_ids: Sequence[int], payload: Any = None) -> dict[int, Any]:
+        self.check_open()
+        if message is Message.ASSIGN:
+            raise AttributeError(f"copies in {self._simulator.name} have no attributes of their own that could be set")
+        if message is Message.CALL:
+            return dict.fromkeys(env_ids, self._attribute(loads(payload)[0]))
+        with self._in_simulator(message, env_ids, closes=False):
+            values = self._simulator.seeds if message is Message.SEED else self._simulator.render()
+        return {env_id: values[env_id] for env_id in env_ids}
+
+    def _attribute(self, name: Any) -> Any:
+        simulator = self._simulator.name
+        if not isinstance(name, str):
+            raise TypeError(f"copies in {simulator} are no objects that a function could be called with")
+        try:
+            value = self._simulator.attribute(name)
+        except AttributeError:
+            raise AttributeError(f"{simulator} has no attribute {name!r}") from None
+        if callable(value):
+            raise AttributeError(f"copies in {simulator} have no methods of their own: {name!r} is all of theirs")
+        return value
+
+    def execute(self, requests: Mapping[int, Request]) -> NoReturn:
+        raise NotImplementedError(f"{self._simulator.name} keeps no timeline: it has no workers")  # none other comes
+
+    def step_all(self) -> NoReturn:
+        raise NotImplementedError  # a step always has a payload, so it comes to `run`
+
+    @contextlib.contextmanager
+    def _in_simulator(self, message: Message, env_ids: Sequence[int], *, closes: bool = True) -> Iterator[None]:
+        """Measure the time in the simulator. If it raises, close: which results are still to come is not known."""
+        started = time.perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            self._check_not_closed_meanwhile()
+            if closes:
+                self.close()
+            if not isinstance(error, Exception):
+                raise
+            method = message.name.lower()
+            raise EnvError(
+                f"{self._simulator.name} raised in {method}: {type(error).__name__}: {error}",
+                env_ids=env_ids,
+                worker=0,
+                method=method,
+                remote_traceback="".join(traceback.format_exception(error)),
+            ) from error
+        self._simulator_s += time.perf_counter() - started
+        self._check_not_closed_meanwhile()
+
+    def _check_comes_together(self, count: int, what: str) -> None:
+        if count % self.batch_size:
+            raise ValueError(
+                f"{what}, but {self._simulator.name} returns batch_size={self.batch_size} at a time: their number must "
+                "be a multiple of that, or send() and recv(min_envs=env.batch_size)"
+            )
+
+    def _start(self, message: Message, env_ids: Sequence[int], payload: Any) -> EnvIds:
+        ids = self._all if env_ids is self.env_ids else np.array(env_ids, np.int32)
+        if message is Message.STEP:
+            self._simulator.send(payload, ids)
+        else:
+            self._simulator.reset(ids)
+        return ids
+
+    def _receive(self, count: int) -> Received:
+        parts = [self._simulator.receive()]
+        while (rows := sum(len(part.env_ids) for part in parts)) < count:
+            parts.append(self._simulator.receive())
+        received = parts[0]
+        if len(parts) > 1:
+            received = Received(*tree_map(lambda *arrays: np.concatenate(arrays), *map(tuple, parts)))
+        steps = int(np.count_nonzero(received.elapsed))
+        self._steps += steps
+        self._resets += rows - steps
+        return received
+
+    # -- where each environment stands -----------------------------------------------------------------------------
+
+    @property
+    def acting(self) -> list[list[AgentID]]:
+        return self._listed("acting")
+
+    @property
+    def alive(self) -> list[list[AgentID]]:
+        return self._listed("alive")
+
+    @property
+    def over(self) -> list[bool]:
+        return self._listed("over")
+
+    def _listed(self, name: str) -> list[Any]:
+        if name not in self._lists:
+            rows = self.marks[name].tolist()
+            self._lists[name] = rows if name == "over" else [[*itertools.compress(self._agents, row)] for row in rows]
+        return self._lists[name]
+
+    def begin(self, env_ids: Iterable[int]) -> None:
+        for env_id in env_ids:
+            self.begun[env_id] = True
+
+    def note_received(self, received: Received) -> bool:
+        """Note where these transitions leave their environments; returns whether they are all, in order."""
+        ids, before = received.env_ids, self.marks
+        over = received.terminated | received.truncated
+        self._keep_masks(received)
+        if len(self._agents) == 1 and received.present is None:  # an agent that lives as long as the episode
+            flagged = over[:, None]
+            alive = acting = ~flagged
+        else:
+            goes_on = (received.elapsed != 0)[:, None]
+            seen = True if received.present is None else received.present
+            flagged = (before["flagged"][ids] & goes_on) | received.terminations | received.truncations
+            alive = ((before["alive"][ids] & goes_on) | seen) & ~flagged
+            acting = alive & seen & ~over[:, None]
+        marks = {"acting": acting, "alive": alive, "flagged": flagged, "over": over}
+        in_order = ids.tobytes() == self._all.tobytes()
+        self.marks = marks if in_order else tree_map(lambda old, new: stacking.placed(old, ids, new), before, marks)
+        self._lists.clear()
+        return in_order
+
+    def _keep_masks(self, received: Received) -> None:
+        """Copy the action masks: the received arrays belong to the caller."""
+
+        def placed(whole: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
+            return stacking.placed(whole, received.env_ids, rows)
+
+        for place, (agent, (group, row)) in enumerate(self._group_of.items()):
+            observed = received.observations[group]
+            if ACTION_MASK in received.infos:
+                rows = stacking.column(received.infos[ACTION_MASK], place)
+            elif isinstance(observed, dict) and ACTION_MASK in observed:
+                rows = stacking.column(observed[ACTION_MASK], row)
+            else:
+                continue
+            if agent not in self._masks:
+                self._masks[agent] = tree_map(
+                    lambda array: np.zeros((len(self._all), *array.shape[1:]), array.dtype), rows
+                )
+            self._masks[agent] = tree_map(placed, self._masks[agent], rows)
+
+    def masks(self, env_id: int) -> dict[AgentID, Any]:
+        there = [agent for agent in self.acting[env_id] if agent in self._masks]
+        return {agent: own_mask(tree_map(lambda array: array[env_id], self._masks[agent])) for agent in there}
+
+    # -- dicts -----------------------------------------------------------------------------------------------------
+
+    def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> list[Any]:
+        over, acting = self.over, self.acting
+        wanted = [
+            own if type(own) is dict and [*own] == acting[env_id]  # the usual case
+            else {} if over[env_id]
+            else of_acting(env_id, own, acting[env_id])
+            for env_id, own in zip(env_ids, actions, strict=True)
+        ]  # fmt: skip
+
+        def column(agent: AgentID, space: Space[Any]) -> Any:
+            nothing = zeros(space)
+            values = [own.get(agent, nothing) for own in wanted]
+            try:
+                return tree_map(
+                    lambda leaf, *parts: stacking.conform(leaf, parts, (len(parts),)), space, *values, form=check_form
+                )
+            except Mismatch:
+                return _one_by_one(env_ids, agent, space, values)
+
+        return self.grouped(column)
+
+    def grouped(self, column: Callable[[AgentID, Space[Any]], Any]) -> list[Any]:
+        """What `NativeSimulator.send` takes, from the stacked actions of each agent."""
+        groups = []
+        for space, agents in self.action_groups:
+            if len(agents) == 1:
+                groups.append(tree_map(lambda array: array[:, None], column(agents[0], space)))
+            else:
+                columns = [column(agent, space) for agent in agents]
+                groups.append(tree_map(lambda *arrays: np.stack(arrays, axis=1), *columns))
+        return groups
+
+    def read(self, env_ids: Sequence[int], received: Received) -> Columns:
+        self.note_received(received)
+        observations = [stacking.column(received.observations[group], row) for group, row in self._group_of.values()]
+        columns = observations, received.rewards.T, received.terminations.T, received.truncations.T
+        seen, rewards, terminateds, truncateds = (_by_agent(self._agents, received, column) for column in columns)
+        for flags, of_envs in ((terminateds, received.terminated), (truncateds, received.truncated)):
+            for row, flag in zip(flags, of_envs.tolist()):
+                row[ALL] = flag
+        return (*seen,), (*rewards,), (*terminateds,), (*truncateds,), (*InfoColumns(received, self._agents).rows(),)
+
+    def arrays(self, *, copy: bool) -> NativeArrays:
+        return NativeArrays(self)
+
+    def states(self, env_ids: Sequence[int], outside: Mapping[int, Any]) -> NoReturn:
+        raise NotImplementedError("a native simulator tells no global state")
+
+    # -- statistics and the end ------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        return Stats.of([WorkerStats(steps=self._steps, resets=self._resets, simulator_s=self._simulator_s)])
+
+    def ahead(self, worker: int) -> float:
+        return 0.0
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
+
+    def _check_not_closed_meanwhile(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError("the environments were closed by another thread")
+
+    def close(self, *, ask: bool = True, timeout: float = 5.0) -> None:
+        if not self.closed:
+            self.closed = True
+            self._simulator.close()
+
+    def abandon(self) -> None:
+        self.closed = True
+        self._simulator.abandon()
+
+
+def _one_by_one(env_ids: Sequence[int], agent: AgentID, space: Space[Any], values: Sequence[Any]) -> Any:
+    """Stack actions of which one is wrong; or for which NumPy finds no common dtype, though all are right."""
+    checked = []
+    for env_id, value in zip(env_ids, values):
+        try:
+            checked.append(stacking.conform(space, value, ()))
+        except Mismatch as error:
+            raise ValueError(f"environment {env_id}: the action of agent {agent!r}: {error}") from None
+    return tree_map(lambda *arrays: np.stack(arrays), *checked)
+
+
+class NativeArrays(ArrayView):
+    """What a `NativePool` receives, as arrays over all environments.
+
+    Where all environments were stepped, nothing is copied that belongs to the receiver. Infos stay in arrays.
+    """
+
+    def __init__(self, pool: NativePool) -> None:
+        super().__init__(pool.schema)
+        self._pool, self._num_envs = pool, len(pool.env_ids)
+        # Groups with `Discrete` values, which `Arrays` has as int64.
+        self._to_cast = [
+            any(isinstance(leaf, spaces.Discrete) for _, leaf in leaves(space)) for space, _ in self.groups
+        ]
+
+    def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> list[Any]:
+        ids = self._pool.env_ids if env_ids is None else env_ids
+        if isinstance(actions, list):
+            actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
+        by_agent = actions
+        if by_agent.keys() != self._column.keys():
+            self._check_known(by_agent)
+            self._check_all_there(by_agent, self._pool.acting, ids)
+
+        def column(agent: AgentID, space: Space[Any]) -> Any:
+            own = by_agent[agent] if agent in by_agent else stacking.zeros(space, (self._num_envs,))
+            try:
+                return stacking.conform(space, own, (self._num_envs,))
+            except Mismatch as error:
+                raise ValueError(f"the actions of agent {agent!r}: {error}") from None
+
+        groups = self._pool.grouped(column)
+        return groups if ids is self._pool.env_ids else tree_map(lambda array: array[[*ids]], groups)
+
+    def read(self, told: Received) -> Arrays:
+        if not self._pool.note_received(told):
+            told = told.at(np.argsort(told.env_ids))
+        self._latest = self._arrays(told)
+        return self._latest
+
+    def last(self) -> Arrays:
+        """The arrays handed out last, with what the caller has written into them since: a copy would cost each step."""
+        return self._latest
+
+    def read_some(self, env_ids: Sequence[int], told: Received, last: Arrays) -> Arrays:
+        self._pool.note_received(told)
+
+        def placed(whole: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
+            return stacking.placed(whole, told.env_ids, rows)
+
+        def alone(whole: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
+            return placed(np.zeros_like(whole), rows)
+
+        new = self._arrays(told)
+        parts = {name: tree_map(placed, getattr(last, name), getattr(new, name)) for name in _KEPT}
+        parts |= {name: alone(getattr(last, name), getattr(new, name)) for name in _OF_THE_STEP}
+        self._latest = new._replace(**parts, together=False)
+        return self._latest
+
+    def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
+        """Ignore: nobody steps environments that reset by themselves one at a time."""
+
+    def _arrays(self, told: Received) -> Arrays:
+        """The received rows alone, but `acting` of all environments."""
+        rows = len(told.env_ids)
+        present = np.ones((rows, len(self.agents)), np.bool_) if told.present is None else told.present.copy()
+        observations = [
+            stacking.conform(space, own, (rows, len(places))) if cast else own
+            for (space, places), own, cast in zip(self.groups, told.observations, self._to_cast)
+        ]
+        return Arrays(
+            observations, told.rewards.astype(np.float64), told.terminations, told.truncations, told.terminated,
+            told.truncated, present, self._pool.marks["acting"].copy(), InfoColumns(told, self.agents), present,
+            present, present, together=len(self.agents) == 1 and told.present is None,
+        )  # fmt: skip
+
+
+_KEPT = ("observations", "present", "observed")
+_OF_THE_STEP = ("rewards", "terminations", "truncations", "terminated", "truncated", "rewarded", "flagged")
+"""Fields of `Arrays`: what environments that are not stepped keep, and what they do not have."""

@@ -1,24 +1,31 @@
-"""Pickling: one way for all messages, and the order in which pickled entries join those that lay in the block.
+"""Pickling for messages between processes: values, definitions that only the caller has, and registered environments.
 
-Some modules exist in the caller's process only, such as a script, a notebook, or a test that was loaded from its file.
-Their definitions travel by value. A worker that cannot import a module says so and names it. A class that
-travels by value is created where it is not known yet, and left alone where it is: later changes to its attributes, and
-what its methods see, are not undone.
+Some modules exist in the caller's process only: a script, a notebook, a test that was loaded from its file. Their
+definitions travel by value. A worker that cannot import a module says which, and the caller sends it by value too. A
+class that travels by value is created where it is unknown, and left as it is where it is known.
+
+A constructor may call `gymnasium.make` or `pettingzoo.make` with an id that the caller's script registered, which no
+worker has executed. So the registries travel as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import pickle
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import cloudpickle
+import gymnasium
+import pettingzoo  # type: ignore[import-untyped]
+from gymnasium.envs.registration import EnvSpec, parse_env_id
 
 from marl_parallel.adapters.protocol import AgentID
 
@@ -48,10 +55,7 @@ def loads(pickled: bytes) -> Any:
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's pickler, with one difference: classes that the reader knows stay as they are there.
-
-    cloudpickle alone would set their attributes back to what they were when they were pickled.
-    """
+    """cloudpickle's pickler, but classes that the reader knows keep their attributes: cloudpickle would reset them."""
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
@@ -62,11 +66,10 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _known_or_new, (_id_of(obj), create, arguments), (set_state, state), items, pairs, _set_state_of_new
 
 
+# Classes that have travelled by value, from here or to here.
 _classes: WeakValueDictionary[str, type] = WeakValueDictionary()
-"""Classes that have travelled by value, from here or to here."""
 _ids: WeakKeyDictionary[type, str] = WeakKeyDictionary()
-_incomplete: WeakSet[type] = WeakSet()
-"""Classes that have been created, but have no attributes yet; still so where that has failed."""
+_incomplete: WeakSet[type] = WeakSet()  # created, but without attributes so far
 
 
 def _id_of(kind: type) -> str:
@@ -79,8 +82,7 @@ def _id_of(kind: type) -> str:
 def _known_or_new(class_id: str, create: Callable[..., type], arguments: tuple[Any, ...]) -> type:
     kind = _classes.get(class_id)
     if kind is None:
-        kind = create(*arguments)
-        _classes[class_id] = kind
+        kind = _classes[class_id] = create(*arguments)
         _ids[kind] = class_id
         _incomplete.add(kind)
     return kind
@@ -94,16 +96,7 @@ def _set_state_of_new(kind: type, state: tuple[Callable[[type, Any], object], An
 
 
 def sendable(value: Any, what: str, only_here: Sequence[ModuleType]) -> bytes:
-    """Pickle something that the caller wants the workers to have.
-
-    Args:
-        value: What they are to have.
-        what: That is, for the error.
-        only_here: Modules that they cannot import.
-
-    Raises:
-        TypeError: It does not pickle; the text says what it is.
-    """
+    """Pickle a value of the caller's for workers that cannot import the modules `only_here`; errors name `what`."""
     try:
         pickled = dumps(value)
         # Plain pickle refers to the caller's script, of which workers know only what came with the constructors.
@@ -117,7 +110,7 @@ def sendable(value: Any, what: str, only_here: Sequence[ModuleType]) -> bytes:
 
 @contextlib.contextmanager
 def by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
-    """Have cloudpickle send along, for now, what these modules define."""
+    """Let cloudpickle send the definitions of these modules by value."""
     registered = [m for m in modules if m.__name__ not in cloudpickle.list_registry_pickle_by_value()]
     for module in registered:
         cloudpickle.register_pickle_by_value(module)
@@ -129,16 +122,7 @@ def by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
 
 
 def take_along(only_here: list[ModuleType], missing: Mapping[int, str], what: str) -> None:
-    """Add the modules that workers were missing to those whose definitions travel by value.
-
-    Args:
-        only_here: Those that have been so far.
-        missing: By environment, the name of the module that its worker could not import.
-        what: Needs it, for the error.
-
-    Raises:
-        ModuleNotFoundError: There is no such module here, or what needs it does so by value, too.
-    """
+    """Add to `only_here` the module that the worker of each environment misses, unless that is no help."""
     tried = [*only_here]
     for env_id, name in missing.items():
         module = sys.modules.get(name)
@@ -152,11 +136,7 @@ def take_along(only_here: list[ModuleType], missing: Mapping[int, str], what: st
 
 
 def dump_extras(extras: Extras) -> bytes:
-    """Pickle what did not fit into the block.
-
-    Raises:
-        TypeError: Something in it does not pickle; the text says what.
-    """
+    """Pickle extras; the error names the entry that does not pickle."""
     try:
         return dumps(extras)
     except Exception as error:
@@ -177,3 +157,89 @@ def in_order(values: dict[Any, Any], possible_agents: Sequence[AgentID]) -> dict
     """The same entries: agents in the order of `possible_agents` first, then the rest as they came."""
     first = {agent: values[agent] for agent in possible_agents if agent in values}
     return first | {key: value for key, value in values.items() if key not in first}
+
+
+# -- registered environments -------------------------------------------------------------------------------------------
+
+
+def dump_registrations() -> bytes:
+    """Pickle the registries of Gymnasium and PettingZoo; specs that do not pickle are left out."""
+    return pickle.dumps({name: dict(_pickled(specs)) for name, specs in _registries()}, pickle.HIGHEST_PROTOCOL)
+
+
+def install_registrations(pickled: bytes) -> None:
+    """Register in this process what `dump_registrations` found in another.
+
+    A spec of Gymnasium is unpickled when it is first used, as that may import its simulator.
+    """
+    # A simulator that is imported here registers its environments again: a warning for each.
+    warnings.filterwarnings("ignore", r".*Overriding environment .* in (the \w+ )?registry", UserWarning)
+    received: Mapping[str, Mapping[str, bytes]] = pickle.loads(pickled)
+    for name, registry in _registries():
+        known = dict(_pickled(registry))
+        for env_id, spec in received.get(name, {}).items():
+            if known.get(env_id) == spec:
+                continue
+            with contextlib.suppress(Exception):  # the simulator of another constructor: pettingzoo.make names the id
+                registry[env_id] = _PickledSpec(env_id, spec) if registry is gymnasium.registry else loads(spec)
+
+
+def _registries() -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+    yield "gymnasium", gymnasium.registry
+    for name in ("aec_registry", "parallel_registry"):  # older releases of PettingZoo have none
+        registry = getattr(pettingzoo, name, None)
+        if isinstance(registry, dict):
+            yield name, registry
+
+
+def _pickled(registry: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
+    """Each spec by its id. Definitions that no other process can import travel by value."""
+    importable = functools.cache(_is_importable)
+    for env_id, spec in registry.items():
+        if type(spec) is _PickledSpec:
+            yield env_id, spec.pickled
+            continue
+        module = getattr(spec.entry_point, "__module__", None) if callable(spec.entry_point) else None
+        here_only = isinstance(module, str) and not importable(module)
+        try:
+            pickled = b"" if here_only else pickle.dumps(spec, pickle.HIGHEST_PROTOCOL)
+        except Exception:  # plain pickle knows no lambdas
+            pickled = b""
+        if pickled and b"__main__" not in pickled:
+            yield env_id, pickled
+            continue
+        modules = [sys.modules[module]] if here_only and module in sys.modules else []
+        with by_value(modules), contextlib.suppress(Exception):
+            yield env_id, dumps_by_value(spec)
+
+
+def _is_importable(module: str) -> bool:
+    """Whether another process with the same `sys.path` finds a module; not so a test that was loaded by file."""
+    if module == "__main__":
+        return True  # cloudpickle sends what a script defines by value
+    top = module.partition(".")[0]
+    for finder in sys.meta_path:
+        # A finder of another project may fail on names that are not its own; the next one is asked then.
+        with contextlib.suppress(Exception):
+            if finder.find_spec(top, None) is not None:
+                return True
+    return False
+
+
+class _PickledSpec(EnvSpec):
+    """A spec that becomes a plain `EnvSpec` when more than its id is read."""
+
+    pickled: bytes
+
+    def __init__(self, env_id: str, pickled: bytes) -> None:
+        namespace, name, version = parse_env_id(env_id)
+        vars(self).update(id=env_id, namespace=namespace, name=name, version=version, pickled=pickled)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in ("__class__", "__dict__", "id", "namespace", "name", "version", "pickled"):
+            attributes = object.__getattribute__(self, "__dict__")
+            spec = loads(attributes["pickled"])
+            object.__setattr__(self, "__class__", EnvSpec)
+            attributes.clear()
+            attributes.update(vars(spec))
+        return object.__getattribute__(self, name)

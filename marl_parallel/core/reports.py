@@ -1,11 +1,12 @@
-"""What went wrong, told to the user: from what a worker or its end has left behind to the error that is raised.
+"""Error messages of failed workers and environments.
 
-Every text's first line says which environment, in which worker, doing what, where in whose code; that line goes to
-the log too. What to do next follows, then the stack. `pool.py` decides what happens then.
+The first line says which environment, in which worker, doing what, at which line of whose code; the log shows it too.
+What to do next follows, then the stack. `pool.py` decides whether the error is raised.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -22,26 +23,16 @@ from marl_parallel.types import EnvError, WorkerCrashed, WorkerTimeout
 
 logger = logging.getLogger("marl_parallel")
 
-_NOT_RESTARTED = [activity.method for activity in BEFORE_OR_AFTER]  # but where they are part of a restart
-
-_FRAME = re.compile(r'^ *File "(?P<path>.+)", line (?P<line>\d+)(?P<traceback>,?) in ', re.MULTILINE)
-_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
-_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+WARNS_AFTER_S = 1.0
+"""A process that ends more quickly than this after its environments were closed gives no warning."""
 
 
 def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> EnvError:
-    """The error of an environment that raised, with the original exception as its cause where that pickles."""
-    where = place(failure.traceback)
-    at = f", at {where}" if where else ""
-    if failure.method in _NOT_RESTARTED:
-        advice = ""
-    to_do = failure.to_do or f"mend the simulator, or what it was given{advice}"
+    """The error of an environment that raised; its cause is the original exception if that pickles."""
+    to_do = failure.to_do or f"fix the simulator, or what it was given{_restart(failure.method, advice)}"
     error = EnvError(
-        f"environment {env_id} (worker {worker}) raised in {failure.method}{at}: {failure.summary}\n\n"
-        f"What to do: {to_do}.\n\n"
-        f"Where it happened:\n{failure.traceback}",
+        f"environment {env_id} (worker {worker}) raised in {failure.method}{_at(failure.traceback)}: {failure.summary}"
+        f"\n\nWhat to do: {to_do}.\n\nWhere it happened:\n{failure.traceback}",
         env_ids=(env_id,),
         worker=worker,
         method=failure.method,
@@ -57,7 +48,7 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
 
 
 def unreadable(env_id: int, worker: int, error: Exception) -> EnvError:
-    """What an environment sent cannot be unpickled here."""
+    """The error of an environment that sent something that cannot be unpickled here."""
     return EnvError(
         f"environment {env_id} (worker {worker}) sent something that pickles in the worker, but cannot be unpickled "
         f"here: {type(error).__name__}: {error}. Its infos, observations or results must do both.",
@@ -68,18 +59,15 @@ def unreadable(env_id: int, worker: int, error: Exception) -> EnvError:
 
 
 def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | None, advice: str = "") -> WorkerCrashed:
-    """The error of a worker that died with environments in it."""
+    """The error of a worker that died with the environments of its share."""
     env_ids, during = tuple(share), ""
     if running is not None:
         env_ids, during = (running.env_id,), f" in {running.activity.method} of environment {running.env_id}"
-        if running.activity.method in _NOT_RESTARTED:
-            advice = ""
-    where = place(lost.stack)
-    at = f", at {where}" if where else ""
+        advice = _restart(running.activity.method, advice)
     manner, to_do = manner_of_death(lost)
-    stack = f"\n\nIts stack:\n{lost.stack}" if lost.stack else ""
     return WorkerCrashed(
-        f"worker {worker} ({_environments(share)}) died{during}{at}: {manner}\n\nWhat to do: {to_do}{advice}.{stack}",
+        f"worker {worker} ({_environments(share)}) died{during}{_at(lost.stack)}: {manner}\n\n"
+        f"What to do: {to_do}{advice}.{_section('Its stack', lost.stack)}",
         env_ids=env_ids,
         worker=worker,
         exitcode=lost.exitcode,
@@ -96,20 +84,16 @@ def timed_out(
     stack: str,
     advice: str = "",
 ) -> WorkerTimeout:
-    """The error of an environment that takes longer than it may."""
-    if running is None:
-        env_ids, who = tuple(share), f"worker {worker} ({_environments(share)})"
-    else:
+    """The error of an environment, or of the environments of a worker, past the timeout of `limit` seconds."""
+    env_ids, who = tuple(share), f"worker {worker} ({_environments(share)})"
+    if running is not None:
         env_ids, who = (running.env_id,), f"environment {running.env_id} (worker {worker})"
-    if doing.method in _NOT_RESTARTED:
-        advice = ""
     where = place(stack)
-    at = f"; it is at {where}" if where else ""
-    hangs = "mend what hangs there" if where else "see where it hangs"
-    shown = f"\n\nIt was here:\n{stack}" if stack else ""
+    at, hangs = (f"; it is at {where}", "fix what hangs there") if where else ("", "see where it hangs")
     return WorkerTimeout(
         f"{who} has not finished its {doing.method} within {limit:g} s{at}\n\n"
-        f"What to do: if it needs longer, raise {limited_by(doing)}_timeout; else {hangs}{advice}.{shown}",
+        f"What to do: if it needs longer, raise {limited_by(doing)}_timeout; else {hangs}"
+        f"{_restart(doing.method, advice)}.{_section('It was here', stack)}",
         env_ids=env_ids,
         worker=worker,
         method=doing.method,
@@ -117,29 +101,24 @@ def timed_out(
     )
 
 
-WARNS_AFTER_S = 1.0
-"""A process that ends more quickly than this after its environments were closed is not worth a warning."""
-
-
 def still_running(worker: int, share: Sequence[int], seconds: float, stack: str) -> str:
-    """A warning: a worker's environments are closed, but its process does not end."""
-    shown = f"\n\nIts threads are here:\n{stack}" if stack else ""
+    """The warning about a worker whose environments are closed, but whose process does not end."""
     return (
         f"worker {worker} ({_environments(share)}) has closed its environments, but its process did not end within "
         f"{seconds:.1f} s and is killed: a simulator has left a thread or a child process running, and Python waits "
         "for threads that are no daemons and for children started by multiprocessing.\n\n"
         "What to do: stop and join it in the simulator's close(), or start it with daemon=True; until then every "
-        f"close() takes that long.{shown}"
+        f"close() takes that long.{_section('Its threads are here', stack)}"
     )
 
 
 def first_line(error: BaseException) -> str:
-    """What a log line has room for."""
+    """The first line of an error's text, for the log."""
     return next(iter(str(error).splitlines()), "")
 
 
 def listed(env_ids: Sequence[int]) -> str:
-    """Neighbours, in words."""
+    """Neighbouring env ids in words."""
     return str(env_ids[0]) if len(env_ids) == 1 else f"{env_ids[0]} to {env_ids[-1]}"
 
 
@@ -147,11 +126,25 @@ def _environments(env_ids: Sequence[int]) -> str:
     return f"environment{'s' * (len(env_ids) > 1)} {listed(env_ids)}"
 
 
+def _restart(method: str, advice: str) -> str:
+    """The advice to restart, unless this method is never restarted."""
+    return "" if method in [activity.method for activity in BEFORE_OR_AFTER] else advice
+
+
+def _at(stack: str) -> str:
+    where = place(stack)
+    return f", at {where}" if where else ""
+
+
+def _section(heading: str, stack: str) -> str:
+    return f"\n\n{heading}:\n{stack}" if stack else ""
+
+
 _NATIVE = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"})
 
 
 def manner_of_death(lost: Lost) -> tuple[str, str]:
-    """How a process died, and what there is to be done about it."""
+    """How a process died, and what to do about it."""
     alone, exitcode = 'run that environment alone, with backend="serial"', lost.exitcode
     if lost.reason:
         return lost.reason, "see why, and whether it will happen again"
@@ -165,17 +158,22 @@ def manner_of_death(lost: Lost) -> tuple[str, str]:
         name = "a signal"
     manner = f"{name} (signal {-exitcode})"
     if name == "SIGKILL":
-        return (
-            f"{manner}, as when memory runs out",
-            "see whether memory ran out (`dmesg` tells), and run fewer environments, or who else killed it",
-        )
+        to_do = "see whether memory ran out (`dmesg` tells), and run fewer environments, or who else killed it"
+        return f"{manner}, as when memory runs out", to_do
     if name in _NATIVE:
-        return manner, f"mend the native code that broke, or tell its authors; to find it, {alone}"
+        return manner, f"fix the native code that broke, or tell its authors; to find it, {alone}"
     return manner, f"see who sent that signal; {alone}"
 
 
+_FRAME = re.compile(r'^ *File "(?P<path>.+)", line (?P<line>\d+)(?P<traceback>,?) in ', re.MULTILINE)
+_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+
+
 def place(stack: str) -> str:
-    r"""The line of the simulator's that a stack comes from, in words; nothing where there is none.
+    r"""The line of the simulator that a stack comes from, in words; empty if there is none.
 
     Args:
         stack: A traceback, or what `faulthandler` writes of all threads.
@@ -191,17 +189,11 @@ def place(stack: str) -> str:
     frames = max(threads, key=lambda frames: (any(map(_is_ours, frames)), bool(frames)))  # the worker's, else the first
     if frames and frames[0]["traceback"]:
         frames.reverse()
-    within = []  # innermost first
-    for frame in frames:
-        if _is_ours(frame):
-            break
-        within.append(frame)
-    if not within:
-        return ""
-    outside = [frame for frame in within if not frame["path"].startswith(_STDLIB) or _INSTALLED.search(frame["path"])]
+    inside = [*itertools.takewhile(lambda frame: not _is_ours(frame), frames)]  # innermost first
+    outside = [frame for frame in inside if not frame["path"].startswith(_STDLIB) or _INSTALLED.search(frame["path"])]
     own = [frame for frame in outside if not _INSTALLED.search(frame["path"])]
-    (chosen, *_) = own or outside or within
-    return f"line {chosen['line']} of {chosen['path']}"
+    chosen = next(iter(own or outside or inside), None)
+    return f"line {chosen['line']} of {chosen['path']}" if chosen else ""
 
 
 def _is_ours(frame: re.Match[str]) -> bool:

@@ -31,8 +31,9 @@ import numpy as np
 from marl_parallel.adapters import InvalidAgents, LookupFailed, Misfit, NotAnEnvironment, Schema, adapt
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.core.columns import Layout, span_of
+from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode
-from marl_parallel.core.forked import end_forked_copy
+from marl_parallel.core.exclusive import end_forked_copy
 from marl_parallel.core.ledger import SLICES, Activity, Ledger, begin_slices, end_slices
 from marl_parallel.core.messages import (
     STEPPED,
@@ -47,11 +48,9 @@ from marl_parallel.core.messages import (
     Reply,
     Request,
 )
-from marl_parallel.core.pickling import dump_extras, dumps, loads
+from marl_parallel.core.pickling import dump_extras, dumps, install_registrations, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
-from marl_parallel.core.registrations import install_registrations
 from marl_parallel.core.schema import common_schema, dumps_compactly
-from marl_parallel.core.signatures import call_constructor
 from marl_parallel.core.spaces import DoesNotFit, as_array
 from marl_parallel.core.transition import Transition
 

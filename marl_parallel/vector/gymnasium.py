@@ -16,7 +16,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.exclusive import CallGuard, exclusive
-from marl_parallel.core.native_arrays import InfoColumns
+from marl_parallel.core.native import InfoColumns
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.infos import (

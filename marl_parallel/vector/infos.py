@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.core import stacking
-from marl_parallel.core.native_arrays import InfoColumns
+from marl_parallel.core.native import InfoColumns
 from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
 
 _NUMBERS = (bool, int, float, complex, np.number, np.bool_)

@@ -20,8 +20,9 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters import Dicts as FiveDicts
 from marl_parallel.core.backend import usable_cpus
-from marl_parallel.core.engine import BatchView
+from marl_parallel.core.batch import Batch
 from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.native import NativePool
 from marl_parallel.core.transition import ALL, COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.stepper import ForwardedCalls, Scalarize, as_number, open_runner, reward_rules
@@ -177,7 +178,7 @@ class EpisodeFilter:
         env_id: The environment.
     """
 
-    def __init__(self, batch: BatchView, env_id: int) -> None:
+    def __init__(self, batch: Batch | NativePool, env_id: int) -> None:
         self._batch, self._env_id = batch, env_id
         self._forget()
 

@@ -18,7 +18,7 @@ from helpers import TESTS
 from simulators.deterministic import Hunt
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core.registrations import dump_registrations, install_registrations
+from marl_parallel.core.pickling import dump_registrations, install_registrations
 
 SCRIPT = """
     import sys

@@ -15,7 +15,7 @@ from simulators.deterministic import Hunt
 from simulators.registered import Scenario
 
 from marl_parallel import ParallelEnv, make
-from marl_parallel.core.signatures import construct_one
+from marl_parallel.core.construction import construct_one
 
 
 def passes_on(**kwargs: Any) -> Scenario:
