@@ -19,7 +19,7 @@ from marl_parallel.adapters import AgentID, Schema
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.schema import alike
-from marl_parallel.core.spaces import ARRAY_SPACES, fits_block, leaves, tree_map
+from marl_parallel.core.spaces import fits_block, leaves, tree_map
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.rows import Places, located, shared_reward_space
@@ -349,9 +349,9 @@ def without_tensors(space: Any, path: str = "") -> str:
         items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         return next(filter(None, (without_tensors(part, f"{path}[{key!r}]") for key, part in items)), "")
     # Torch knows larger unsigned integers by name only: it can neither compare nor draw them.
-    if isinstance(space, (spaces.Discrete, *ARRAY_SPACES)) and fits_block(space):
-        if space.dtype not in (np.uint16, np.uint32, np.uint64):
-            return ""
+    unknown = space.dtype in (np.uint16, np.uint32, np.uint64)
+    if fits_block(space) and not unknown and not isinstance(space, spaces.Dict | spaces.Tuple):
+        return ""
     return f"{path}, {space}" if path else str(space)
 
 
@@ -388,8 +388,10 @@ def arrays_of(space: Space[Any], value: Any) -> Any:
 def _array(space: Space[Any], tensor: Any) -> NDArray[Any]:
     array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
     start = getattr(space, "start", None)  # of whole numbers; those in tensors count from 0
-    shifted = start is not None and np.any(start) and array.dtype.kind in "biu"
-    return np.add(array, start, dtype=np.int64) if shifted else array
+    if start is None or not np.any(start) or array.dtype.kind not in "biu":
+        return array
+    shifted: NDArray[Any] = array.astype(np.int64) + start
+    return shifted
 
 
 def flag_spec(shape: tuple[int, ...]) -> TensorSpec:
