@@ -53,19 +53,16 @@ ADAPTERS: dict[str, AdapterFunction] = {
 
 
 def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentEnv:
-    """Make a `MultiAgentEnv` of a simulator.
+    """Make a `MultiAgentEnv` of a simulator; one that is a `MultiAgentEnv` already stays as it is.
 
     Args:
         env: The simulator, as its constructor returned it.
-        adapter: None to recognise its kind, the name of a kind, or a class or function that makes a
-            `MultiAgentEnv` of the simulator.
-
-    Returns:
-        The adapted simulator; the simulator itself if it is a `MultiAgentEnv` and no adapter was named.
+        adapter: None to recognise its kind, the name of a kind, or a class or function that makes a `MultiAgentEnv` of
+            the simulator.
 
     Raises:
-        TypeError: It is no environment of a known kind, or lacks the methods of the kind that was named, or
-            the adapter made something other than a `MultiAgentEnv` of it.
+        TypeError: It is no environment of a known kind, or lacks the methods of the kind that was named, or the adapter
+            made something other than a `MultiAgentEnv` of it.
         ValueError: No adapter has that name, or agents have names that cannot be used (`InvalidAgents`).
 
     Example:
@@ -90,12 +87,7 @@ def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentE
 
 
 def adapter_function(adapter: str | AdapterFunction | None) -> AdapterFunction:
-    """An adapter by its name, a callable as it is; for None, the function that recognises the kind of a simulator.
-
-    Raises:
-        ValueError: No adapter has that name.
-        TypeError: It is neither a name nor a callable.
-    """
+    """An adapter by its name, a callable as it is; for None, the function that recognises the kind of a simulator."""
     if isinstance(adapter, str):
         if adapter not in ADAPTERS:
             raise ValueError(f"No adapter is named {adapter!r}; there are {', '.join(map(repr, ADAPTERS))}.")

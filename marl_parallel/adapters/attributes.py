@@ -27,11 +27,7 @@ _SCALARISING_WRAPPERS = (
 
 
 class LookupFailed(Exception):
-    """A simulator's own method that returns a space raised; `__cause__` is its exception.
-
-    Attributes:
-        method: The simulator's method.
-    """
+    """A simulator's own method (`method`) that returns a space raised; `__cause__` is its exception."""
 
     def __init__(self, method: str, error: Exception) -> None:
         super().__init__(f"{method} raised {type(error).__name__}: {error}")
@@ -46,12 +42,6 @@ def layers(source: Any) -> Iterator[Any]:
 
     Only links that an object holds itself are followed, not those that a wrapper forwards, so that the order is that of
     the wrapping. Objects without a `step` are not environments and are left out.
-
-    Example:
-        >>> import gymnasium
-        >>> env = gymnasium.make("CartPole-v1", disable_env_checker=True)
-        >>> [type(layer).__name__ for layer in layers(env)]
-        ['TimeLimit', 'OrderEnforcing', 'CartPoleEnv']
     """
     seen: dict[int, Any] = {}  # with the objects themselves: an id is unique only while its object lives
     waiting = [source]
@@ -99,11 +89,7 @@ def has(source: Any, name: str) -> bool:
 
 
 def assign(source: Any, name: str, value: Any) -> None:
-    """Set an attribute on the outermost layer that owns it; wrappers that only forward it are skipped.
-
-    Raises:
-        AttributeError: No layer owns it, or it is read-only in those that do.
-    """
+    """Set an attribute on the outermost layer that owns it; `AttributeError` if none does, or all are read-only."""
     owners = [layer for layer in layers(source) if owns(layer, name)]
     if not owners:
         raise AttributeError(f"{_nobody_has(source, name)}, so it cannot be set")
@@ -123,9 +109,8 @@ def _nobody_has(source: Any, name: str) -> str:
 
 def is_a(source: Any, module: str, name: str) -> bool:
     """Whether an object is of a class, given by its name and its module or package, so that neither is imported."""
-    return any(
-        base.__name__ == name and f"{base.__module__}.".startswith(f"{module}.") for base in type(source).__mro__
-    )
+    bases = type(source).__mro__
+    return any(base.__name__ == name and f"{base.__module__}.".startswith(f"{module}.") for base in bases)
 
 
 def is_wrapped(source: Any, kind: tuple[str, str]) -> bool:

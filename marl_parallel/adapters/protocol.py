@@ -222,16 +222,7 @@ class _SpacesByGroup(spaces.Dict):
 def check_agents(agents: Iterable[Any], kind: str) -> None:
     """Raise `InvalidAgents` where two agents are equal, one is a reserved key, or one cannot be the key of a dict.
 
-    Args:
-        agents: All agents that an environment declares.
-        kind: What declares them, for the error.
-
-    Example:
-        >>> check_agents([True, 1], "A dict environment")
-        Traceback (most recent call last):
-        ...
-        marl_parallel.adapters.protocol.InvalidAgents: A dict environment declares agents 0 and 1 as True and 1, which \
-are the same key in a dict: every agent needs a name of its own in possible_agents
+    `kind` is what declares the agents, for the error.
     """
     place_of: dict[Any, tuple[int, Any]] = {}
     for place, agent in enumerate(agents):
@@ -348,9 +339,8 @@ class Adapter(MultiAgentEnv):
 
     def _wrong(self, method: str, expected: str, got: Any) -> Misfit:
         """The error of a method that returned something of another form."""
-        return self._misfit(
-            f"`{method}` of {type_name(self.source)} must return {expected}; it returned {described(got)}"
-        )
+        who = f"`{method}` of {type_name(self.source)}"
+        return self._misfit(f"{who} must return {expected}; it returned {described(got)}")
 
     def _misfit(self, text: str) -> Misfit:
         """An error that says what kind the simulator was taken for, and which `adapter=` to pass."""
@@ -359,12 +349,7 @@ class Adapter(MultiAgentEnv):
 
 
 def described(value: Any) -> str:
-    """The form of a value in words, for messages.
-
-    Example:
-        >>> described((0.5, {})), described(True)
-        ('2 values: (float, dict)', 'one value of type bool')
-    """
+    """The form of a value in words, for messages, such as "2 values: (float, dict)" or "one value of type bool"."""
     if isinstance(value, tuple | list):
         shown = [type(entry).__name__ for entry in value[:_MOST_TYPES_SHOWN]]
         names = ", ".join([*shown, *["..."] * (len(value) > len(shown))])

@@ -124,13 +124,8 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
         Args:
             actions: By agent, arrays or tensors `(num_envs, ...)`. Rows of agents that do not act are ignored, agents
-                that act in no environment may be left out, and a row that is NaN all over is no action.
-
-        Raises:
-            ValueError: Actions of another shape or dtype; by PettingZoo's rules, also none for an agent that acts.
-                Nothing has been stepped. Or as of `step_wait`.
-            ResetNeeded: `reset` has not been called. Nothing has been stepped.
-            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+                that act in no environment may be left out, and a row that is NaN all over is no action. Errors are
+                those of `ArrayStepper.step`.
         """
         self._send(actions)
         return self._receive(None)
@@ -144,17 +139,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
     @exclusive("step_wait")
     def step_wait(self, timeout: float | None = None) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
-        """The results of `step_async`.
-
-        Args:
-            timeout: Seconds to wait at most; None for no limit.
-
-        Raises:
-            NoAsyncCallError: No step is in flight.
-            TimeoutError: They were not there in time. Nothing is lost, and this can be called again.
-            ValueError: A result has no place in arrays, such as a reward that is no number. All has been stepped.
-            ParallelEnvError: A fault, as in `ParallelEnv.step`.
-        """
+        """The results of `step_async`; arguments and errors as of `ArrayStepper.receive`."""
         return self._receive(timeout)
 
     def _receive(self, timeout: float | None) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:

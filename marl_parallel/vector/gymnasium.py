@@ -122,13 +122,8 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
         """Step all environments; returns observations, rewards, terminations, truncations and infos.
 
         Args:
-            actions: In the form of `action_space`; rows of agents that do not act are ignored.
-
-        Raises:
-            ValueError: Actions of another shape or dtype, and nothing has been stepped; or all has been stepped, but a
-                result has no place in arrays, such as a reward that is no number.
-            ResetNeeded: `reset` has not been called. Nothing has been stepped.
-            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+            actions: In the form of `action_space`; rows of agents that do not act are ignored. Errors are those of
+                `ArrayStepper.step`.
         """
         return self._results(self._stepper.step(self._by_agents(actions)))
 

@@ -154,14 +154,7 @@ def infos_by_agent(
 
 
 def infos_by_row(infos: InfoColumns, places: slice | list[int], agents: int, num_envs: int) -> dict[Any, Any]:
-    """Infos by row, of infos that come in arrays.
-
-    Args:
-        infos: Of some environments or all.
-        places: The columns of the agents that are rows.
-        agents: How many these are.
-        num_envs: The number of environments.
-    """
+    """Infos by row, of infos that come in arrays; `places` are the columns of the agents that are rows."""
 
     def of_rows(array: NDArray[Any]) -> NDArray[Any]:
         return stacking.flat(array[:, places])

@@ -85,17 +85,14 @@ class PettingZooVecEnv(ForwardedCalls):
 
     @property
     def num_agents(self) -> int:
-        """The number of `agents`."""
         return len(self.agents)
 
     @property
     def max_num_agents(self) -> int:
-        """The number of possible agents."""
         return len(self.possible_agents)
 
     @property
     def render_mode(self) -> str | None:
-        """The render mode of the first environment."""
         return self.env.render_mode
 
     @property
@@ -122,11 +119,10 @@ class PettingZooVecEnv(ForwardedCalls):
         return self._batched[1][agent]
 
     def single_observation_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent in one environment."""
+        """Of one agent in one environment; so are the other `single_` methods."""
         return self._runner.schema.observation_spaces[agent]
 
     def single_action_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent in one environment."""
         return self._runner.schema.action_spaces[agent]
 
     def reward_space(self, agent: AgentID) -> Space[Any] | None:
@@ -135,7 +131,6 @@ class PettingZooVecEnv(ForwardedCalls):
         return None if space is None else batch_space(space, self.num_envs)
 
     def single_reward_space(self, agent: AgentID) -> Space[Any] | None:
-        """Of one agent in one environment; None for an agent whose rewards are numbers."""
         return self._runner.schema.reward_spaces.get(agent)
 
     # -- stepping --------------------------------------------------------------------------------------------------
@@ -163,14 +158,7 @@ class PettingZooVecEnv(ForwardedCalls):
 
         Args:
             actions: By agent, in the form of its batched space. Rows of agents that do not act are ignored, and agents
-                that act in no environment may be left out.
-
-        Raises:
-            TypeError: The actions are no dict. Nothing has been stepped.
-            ValueError: Actions are missing or of another shape or dtype, and nothing has been stepped; or all has been
-                stepped, but a result has no place in arrays: a reward that is no number, an unknown agent.
-            ResetNeeded: `reset` has not been called. Nothing has been stepped.
-            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+                that act in no environment may be left out. Errors are those of `ArrayStepper.step`.
         """
         return self._results(self._stepper.step(_checked(actions)))
 
@@ -260,15 +248,12 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         return [] if batch.over[self._env_id] else [*batch.alive[self._env_id]]
 
     def observation_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent."""
         return self.observation_spaces[agent]
 
     def action_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent."""
         return self.action_spaces[agent]
 
     def reward_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent whose rewards are vectors."""
         return self.reward_spaces[agent]
 
     def reset(
@@ -298,7 +283,6 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         return state
 
     def render(self) -> Any:
-        """A frame; None where `render_mode` is None."""
         frames = self._env.render(env_ids=[self._env_id])
         return None if frames is None else frames[0]
 

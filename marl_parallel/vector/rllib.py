@@ -117,11 +117,8 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
         Args:
             seed: As of `ParallelEnv.reset`: environment i gets `seed + i`, or its own of a sequence.
-            options: For each environment's own `reset`.
-
-        Raises:
-            RuntimeError: Another facade steps this environment.
-            ParallelEnvError: A fault, as in `ParallelEnv.reset`.
+            options: For each environment's own `reset`. Errors are those of `ParallelEnv.reset`, and `RuntimeError` if
+                another facade steps this environment.
         """
         self._runner.claim(self._me)
         observations, infos = self.env.reset(seed=seed, options=options)
@@ -137,13 +134,8 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
         Returns:
             Observations, rewards, terminateds, truncateds, infos, one dict by agent for each environment; rewards are
-            0.0 and flags False where an episode has begun. The flags also have `"__all__"`.
-
-        Raises:
-            RuntimeError: Another facade steps this environment.
-            ValueError: Actions are missing or are not what their space declares. Nothing has been stepped.
-            ResetNeeded: `reset` has not been called. Nothing has been stepped.
-            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+            0.0 and flags False where an episode has begun. The flags also have `"__all__"`. Errors are those of
+            `ParallelEnv.step`, and `RuntimeError` if another facade steps this environment.
         """
         self._runner.claim(self._me)
         due = [*self._runner.batch.over]
@@ -243,24 +235,19 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
         self.metadata, self.render_mode = env.metadata, env.render_mode
 
     def get_observation_space(self, agent_id: AgentID) -> Space[Any] | None:
-        """Of one agent; None where it declares none."""
         return self.observation_spaces.get(agent_id)
 
     def get_action_space(self, agent_id: AgentID) -> Space[Any] | None:
-        """Of one agent; None where it declares none."""
         return self.action_spaces.get(agent_id)
 
     def render(self) -> Any:
-        """A frame of this environment; None where `render_mode` is None."""
         frames = self._env.render(env_ids=[self._env_id])
         return None if frames is None else frames[0]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        """Raises RuntimeError."""
         raise RuntimeError("a stand-in for one copy cannot be reset; reset the RLlibVectorMultiAgentEnv")
 
     def step(self, action_dict: Any) -> Any:
-        """Raises RuntimeError."""
         raise RuntimeError("a stand-in for one copy cannot be stepped; step the RLlibVectorMultiAgentEnv")
 
     def __getattr__(self, name: str) -> Any:

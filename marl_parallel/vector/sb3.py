@@ -106,12 +106,7 @@ class SB3VecEnv(VecEnv):
     def reset(self) -> Any:
         """Begin new episodes, with the seed of `seed` and the options of `set_options`; a step in flight is dropped.
 
-        Returns:
-            Observations of all rows; infos are in `reset_infos`.
-
-        Raises:
-            ValueError: Options for simulators whose `reset` takes none.
-            ParallelEnvError: A fault, as in `ParallelEnv.reset`.
+        Returns observations of all rows; infos are in `reset_infos`. Errors are those of `ParallelEnv.reset`.
         """
         by_env = [options or None for options in self._options[:: self._per_env]]
         if self._waiting:
@@ -129,25 +124,14 @@ class SB3VecEnv(VecEnv):
 
         Args:
             actions: `(num_envs, ...)`; rows of agents that do not act are ignored. Whole numbers may come as floats, as
-                Stable-Baselines3 samples those of `MultiBinary` spaces.
-
-        Raises:
-            ValueError: Actions of another shape or dtype. Nothing has been stepped.
-            ResetNeeded: `reset` has not been called. Nothing has been stepped.
-            AlreadyPendingCallError: A step is in flight already.
+                Stable-Baselines3 samples those of `MultiBinary` spaces. Errors are those of `ArrayStepper.send`.
         """
         self._stepper.send([self._rows.actions(stacking.whole(self.action_space, actions))])
         self._waiting = True
 
     @exclusive("step_wait")
     def step_wait(self) -> tuple[Any, NDArray[np.float64], NDArray[np.bool_], list[dict[str, Any]]]:
-        """The observations, rewards, dones and infos of all rows, from `step_async`.
-
-        Raises:
-            NoAsyncCallError: No step is in flight.
-            ValueError: A result has no place in arrays, such as a reward that is no number. All has been stepped.
-            ParallelEnvError: A fault, as in `ParallelEnv.step`.
-        """
+        """The observations, rewards, dones and infos of all rows; errors as of `ArrayStepper.receive`."""
         return self._receive()
 
     def _receive(self) -> tuple[Any, NDArray[np.float64], NDArray[np.bool_], list[dict[str, Any]]]:

@@ -68,31 +68,18 @@ class ArrayStepper:
         ClosedEnvironmentError: It has been closed.
 
     Example:
-        A facade for one learner that observes all agents at once and maximises the sum of their rewards:
-
-        >>> from gymnasium.vector import AutoresetMode
         >>> from mpe2 import simple_spread_v3
         >>> from marl_parallel import ParallelEnv
-        >>> from marl_parallel.vector import ArrayStepper, Stacked
-        >>> class JointVecEnv:
+        >>> class Facade:
         ...     def __init__(self, env):
-        ...         self.stepper = ArrayStepper(env, self, AutoresetMode.SAME_STEP)
-        ...     def reset(self, seed=None):
-        ...         return self.joint(self.stepper.reset(seed))
-        ...     def step(self, actions):  # (num_envs, agents)
-        ...         arrays = self.stepper.step([Stacked(tuple(self.stepper.view.agents), actions)])
-        ...         done = arrays.terminated | arrays.truncated
-        ...         return self.joint(arrays), arrays.rewards.sum(axis=1), done
-        ...     def joint(self, arrays):
-        ...         (seen,) = arrays.observations  # one group: all agents have the same observation space
-        ...         return seen.reshape(len(seen), -1)
-        >>> env = JointVecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2))
-        >>> env.reset(seed=1).shape
-        (4, 54)
-        >>> observations, rewards, done = env.step(np.zeros((4, 3), np.int64))
-        >>> rewards.shape, done.tolist()
-        ((4,), [False, False, False, False])
-        >>> env.stepper.close()
+        ...         self.stepper = ArrayStepper(env, self)
+        >>> stepper = Facade(ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2)).stepper
+        >>> stepper.reset(seed=1).observations[0].shape  # one group: all agents have the same observation space
+        (4, 3, 18)
+        >>> arrays = stepper.step([Stacked(tuple(stepper.view.agents), np.zeros((4, 3), np.int64))])
+        >>> arrays.rewards.shape, arrays.truncated.tolist()
+        ((4, 3), [False, False, False, False])
+        >>> stepper.close()
     """
 
     def __init__(
@@ -267,25 +254,25 @@ def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -
 
 
 class ForwardedCalls:
-    """Methods of a facade that are those of its `ParallelEnv`."""
+    """Methods of a facade that are those of its `ParallelEnv`; results have one entry for each environment."""
 
     env: ParallelEnv
 
     def render(self) -> tuple[Any, ...] | None:
-        """One frame of each environment; None where `render_mode` is None."""
+        """As `ParallelEnv.render`."""
         frames: tuple[Any, ...] | None = self.env.render()
         return frames
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each environment; as `ParallelEnv.call`."""
+        """As `ParallelEnv.call`."""
         return self.env.call(name, *args, **kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of each environment; as `ParallelEnv.get_attr`."""
+        """As `ParallelEnv.get_attr`."""
         return self.env.get_attr(name)
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of each environment; as `ParallelEnv.set_attr`."""
+        """As `ParallelEnv.set_attr`."""
         self.env.set_attr(name, values)
 
 
@@ -295,12 +282,7 @@ class ForwardedCalls:
 def reward_rules(
     facade: str, scalarize: Scalarize | None, reward_spaces: Mapping[AgentID, Space[Any]]
 ) -> dict[AgentID, Callable[[NDArray[Any]], float]]:
-    """By agent with vector rewards, the function that makes a number of one.
-
-    Raises:
-        TypeError: `scalarize` is neither weights nor a function, nor a mapping to these.
-        ValueError: It is missing or not needed, has nothing for an agent, or weights of another shape than its rewards.
-    """
+    """By agent with vector rewards, the function that makes a number of one; raises errors about `scalarize`."""
     if scalarize is None:
         for agent, space in reward_spaces.items():
             raise ValueError(
