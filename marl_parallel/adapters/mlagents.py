@@ -109,14 +109,7 @@ class MLAgentsEnv(Adapter):
                 self._parameters.set_float_parameter(name, float(value))
         self.env.reset()
         self._time, self._alive, self._asking = 0, {}, {}
-        observations: dict[AgentID, Any] = {}
-        infos: dict[Any, Any] = {}
-        for behavior in self.env.behavior_specs:
-            decisions, _ = self.env.get_steps(behavior)
-            asking = self._asking[behavior] = _agents(behavior, decisions)
-            self._alive[behavior] = asking
-            observations.update(zip(asking, _observations(decisions)))
-            infos.update(zip(asking, self._infos(behavior, decisions)))
+        observations, _, _, _, infos = self._results()
         return observations, infos
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
@@ -125,10 +118,7 @@ class MLAgentsEnv(Adapter):
                 self.env.set_actions(behavior, self._action_arrays(behavior, [actions[agent] for agent in asking]))
         self.env.step()
         self._time += 1
-        result: Dicts = ({}, {}, {}, {}, {})
-        for behavior in self.env.behavior_specs:
-            self._add(behavior, result)
-        observations, _, terminateds, truncateds, infos = result
+        observations, rewards, terminateds, truncateds, infos = self._results(with_ended=True)
         over = self._time == self._max_steps
         if over:
             for agent, info in infos.items():
@@ -139,30 +129,33 @@ class MLAgentsEnv(Adapter):
                 truncateds[agent] = not terminateds.setdefault(agent, False)
             self._alive = {}
         terminateds[ALL], truncateds[ALL] = False, over
-        return result
+        return observations, rewards, terminateds, truncateds, infos
 
-    def _add(self, behavior: str, result: Dicts) -> None:
-        """Add the agents of one behaviour that request a decision or have ended to the result of a step."""
+    def _results(self, *, with_ended: bool = False) -> Dicts:
+        """The dicts of the agents that request a decision, and of those that have ended."""
+        result: Dicts = ({}, {}, {}, {}, {})
         observations, rewards, terminateds, truncateds, infos = result
-        decisions, terminals = self.env.get_steps(behavior)
-        asking, ended = _agents(behavior, decisions), _agents(behavior, terminals)
-        observations.update(zip(asking, _observations(decisions)))
-        rewards.update(zip(asking, decisions.reward))
-        infos.update(zip(asking, self._infos(behavior, decisions)))
-        for flags in (terminateds, truncateds):
-            flags.update(dict.fromkeys(asking, False))
-        lasts, own_infos = _observations(terminals), _group_infos(terminals)
-        for row, agent in enumerate(ended):
-            if agent in observations:  # it has a new life
-                own_infos[row] |= {"final_obs": lasts[row], "reset_info": infos[agent]}
-            else:
-                observations[agent] = lasts[row]
-            rewards[agent], infos[agent] = terminals.reward[row], own_infos[row]
-            truncateds[agent] = bool(terminals.interrupted[row])
-            terminateds[agent] = not truncateds[agent]
-        gone = {*ended}
-        staying = [agent for agent in self._alive.get(behavior, []) if agent not in gone]
-        self._alive[behavior], self._asking[behavior] = [*dict.fromkeys([*staying, *asking])], asking
+        for behavior in self.env.behavior_specs:
+            decisions, terminals = self.env.get_steps(behavior)
+            asking = self._asking[behavior] = _agents(behavior, decisions)
+            ended = _agents(behavior, terminals) if with_ended else []
+            observations.update(zip(asking, _observations(decisions)))
+            rewards.update(zip(asking, decisions.reward))
+            infos.update(zip(asking, self._infos(behavior, decisions)))
+            for flags in (terminateds, truncateds):
+                flags.update(dict.fromkeys(asking, False))
+            gone, lasts, own_infos = {*ended}, _observations(terminals), _group_infos(terminals)
+            for row, (agent, last, info) in enumerate(zip(ended, lasts, own_infos)):
+                if agent in observations:  # it has a new life
+                    info |= {"final_obs": last, "reset_info": infos[agent]}
+                else:
+                    observations[agent] = last
+                rewards[agent], infos[agent] = terminals.reward[row], info
+                truncateds[agent] = bool(terminals.interrupted[row])
+                terminateds[agent] = not truncateds[agent]
+            staying = [agent for agent in self._alive.get(behavior, []) if agent not in gone]
+            self._alive[behavior] = [*dict.fromkeys([*staying, *asking])]
+        return result
 
     def alive(self) -> Sequence[AgentID]:
         return [agent for agents in self._alive.values() for agent in agents]
@@ -192,12 +185,7 @@ class MLAgentsEnv(Adapter):
 
 
 def behavior_of(agent: str) -> str:
-    """The behaviour in an agent's id.
-
-    Example:
-        >>> behavior_of("Striker?team=1?agent_id=7")
-        'Striker?team=1'
-    """
+    """The behaviour in an agent's id, such as "Striker?team=1" in "Striker?team=1?agent_id=7"."""
     return agent.rpartition(_SEPARATOR)[0]
 
 

@@ -84,7 +84,7 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
         self.agents = list(env.possible_agents if agents is None else agents)
         self._rows = AgentRows(self._stepper, self.agents, "choose some with agents=[...]")
         self._others = [agent for agent in env.possible_agents if agent not in self._rows.agents]
-        self._act = others or self._stand_still
+        self._act = others
         self.num_envs = env.num_envs * len(self.agents)
         self.single_observation_space, self.single_action_space = self._rows.space, self._rows.action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
@@ -167,14 +167,12 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
         return by_agents
 
     def _of_other(self, agent: AgentID, seen: Any) -> Any:
-        space = self._stepper.runner.schema.action_spaces[agent]
+        space, num_envs = self._stepper.runner.schema.action_spaces[agent], self.env.num_envs
         try:
-            return stacked(space, self._act(agent, seen), self.env.num_envs, 1)
+            actions = self._act(agent, seen) if self._act else idle_actions(space, num_envs)
+            return stacked(space, actions, num_envs, 1)
         except ValueError as error:
             raise ValueError(f"others, for agent {agent!r}: {error}") from error
-
-    def _stand_still(self, agent: AgentID, _: Any) -> Any:
-        return idle_actions(self._stepper.runner.schema.action_spaces[agent], self.env.num_envs)
 
     def _masked(self, mask: Any) -> list[int]:
         """The environments of a mask of rows."""
@@ -202,10 +200,10 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
         seeds, per_env, num_envs = list(seed), len(self.agents), self.env.num_envs
         if len(seeds) == self.num_envs != num_envs:
             if any(own != seeds[row - row % per_env] for row, own in enumerate(seeds)):
-                raise ValueError("seeds of all rows must be equal within each copy; pass one for each copy")
+                raise ValueError("seeds of all rows must be equal within each environment; pass one for each of these")
             seeds = seeds[::per_env]
         if len(seeds) != num_envs:
-            raise ValueError(f"expected {num_envs} seeds, one for each copy, got {len(seeds)}")
+            raise ValueError(f"expected {num_envs} seeds, one for each environment, got {len(seeds)}")
         return seeds if env_ids is None else [seeds[env_id] for env_id in env_ids]
 
     # -- results ---------------------------------------------------------------------------------------------------

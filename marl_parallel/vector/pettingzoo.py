@@ -228,7 +228,7 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         runner = env.runner
         if runner.mode is not AutoresetMode.DISABLED:
             raise ValueError(
-                "one copy as a PettingZoo environment wants a ParallelEnv with auto_reset=False, got "
+                "one environment in PettingZoo's form wants a ParallelEnv with auto_reset=False, got "
                 f"AutoresetMode.{runner.mode.name}"
             )
         if not 0 <= env_id < env.num_envs:

@@ -245,15 +245,15 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
         return None if frames is None else frames[0]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        raise RuntimeError("a stand-in for one copy cannot be reset; reset the RLlibVectorMultiAgentEnv")
+        raise RuntimeError("a stand-in for one environment cannot be reset; reset the RLlibVectorMultiAgentEnv")
 
     def step(self, action_dict: Any) -> Any:
-        raise RuntimeError("a stand-in for one copy cannot be stepped; step the RLlibVectorMultiAgentEnv")
+        raise RuntimeError("a stand-in for one environment cannot be stepped; step the RLlibVectorMultiAgentEnv")
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a stand-in for one copy has no attribute {name!r}; if the copy has it, get_attr({name!r}) of the "
-            "RLlibVectorMultiAgentEnv gives that of all copies"
+            f"a stand-in for one environment has no attribute {name!r}; if the environment has it, get_attr({name!r}) "
+            "of the RLlibVectorMultiAgentEnv returns that of all environments"
         )
 
 

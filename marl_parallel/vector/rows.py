@@ -33,23 +33,9 @@ Places: TypeAlias = slice | list[int]
 class AgentRows:
     """Agents of all environments as rows, and which of them have died in the present episode of their environment.
 
-    A row is flagged when its agent dies, and once more when the episode of its environment ends.
-
-    Args:
-        stepper: Has the environments.
-        agents: The agents that are rows, in this order; they have equal spaces.
-        advice: What to do if they have not, for the error.
-
-    Attributes:
-        agents: As given.
-        places: Their columns among all agents.
-        space: The observation space of one row.
-        action_space: Likewise.
-        dead: `(num_envs, agents)`, bool.
-        any_dead: Whether any agent has died.
-
-    Raises:
-        ValueError: Agents are unknown, doubled or none, or their spaces differ.
+    A row is flagged when its agent dies, and once more when the episode of its environment ends. `places` are the
+    columns of these agents among all agents; `dead` is `(num_envs, agents)`, bool. Raises `ValueError` with `advice`
+    where agents have different spaces, and where they are unknown, doubled or none.
     """
 
     def __init__(self, stepper: ArrayStepper, agents: Sequence[AgentID], advice: str) -> None:
@@ -148,11 +134,7 @@ def shared_reward_space(
 
 
 def stacked(space: Space[Any], rows: Any, num_envs: int, agents: int) -> Any:
-    """Rows in the form of a batched space as values `(num_envs, agents, ...)`: views, where they are arrays.
-
-    Raises:
-        ValueError: There are not `num_envs * agents` rows, or they are of another form.
-    """
+    """Rows in the form of a batched space as values `(num_envs, agents, ...)`; `ValueError` for another form."""
 
     def of_leaf(leaf: Space[Any], values: Any) -> NDArray[Any]:
         if isinstance(values, tuple) and leaf.shape is None:  # values that do not stack, one for each row
@@ -190,10 +172,7 @@ def idle_actions(space: Space[Any], num_envs: int) -> Any:
 def took_part(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> NDArray[np.bool_]:
     """The agents that took part in a step: `(num_envs, agents)`.
 
-    Args:
-        arrays: Of the step.
-        agents: All possible agents.
-        same_step: Whether observations of an environment whose episode is over are those of the next one.
+    `same_step`: where an episode is over, observations are those of the next one.
     """
     there = arrays.rewarded | arrays.terminations | arrays.truncations
     if not same_step:

@@ -340,8 +340,6 @@ def _is_mark(common: Any) -> bool:
 
 # -- spaces and their values in tensors --------------------------------------------------------------------------------
 
-_Leaf = Callable[[Any], TensorSpec]
-
 
 def without_tensors(space: Any, path: str = "") -> str:
     """The first part of a space whose values have no form in tensors, with its place in the space; empty if none."""
@@ -363,11 +361,11 @@ def _nested(tree: Any, node: Callable[[dict[str, Any]], Any]) -> Any:
     return node({str(key): _nested(part, node) for key, part in items})
 
 
-def spec_of(space: Space[Any], shape: tuple[int, ...], leaf: _Leaf) -> TensorSpec:
+def spec_of(space: Space[Any], shape: tuple[int, ...], of_leaf: Callable[[Any], TensorSpec]) -> TensorSpec:
     """The spec of a space for environments and agents of this shape."""
 
     def expanded(part: Space[Any]) -> TensorSpec:
-        spec = leaf(part)
+        spec = of_leaf(part)
         return spec.expand(*shape, *spec.shape)
 
     return _nested(tree_map(expanded, space), partial(Composite, shape=shape))
