@@ -54,7 +54,6 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         scalarize: Makes numbers of vector rewards, as of `ArrayStepper`; needed where agents declare a `reward_space`.
 
     Attributes:
-        env: As given.
         agents: All possible agents, always.
         present: By agent, `(num_envs,)`, bool: where it was observed or rewarded at the last reset or step.
         acting: Likewise: where its action counts next.

@@ -55,7 +55,7 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
         others: Acts for those who have none; None: zeros, or what is nearest to zero in their action space.
 
     Attributes:
-        parallel_env: As given.
+        parallel_env: The `ParallelEnv`, also available as `env`.
         agents: Who has rows.
         reward_space: Of one row, where rewards are vectors; None where they are numbers.
 

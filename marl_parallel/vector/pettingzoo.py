@@ -40,12 +40,6 @@ class PettingZooVecEnv(ForwardedCalls):
     Args:
         env: Nobody else may step it. With `copy=False`, observations are valid until the next step or reset.
 
-    Attributes:
-        env: As given.
-        metadata: Of the first environment, with `"autoreset_mode"`.
-        possible_agents: All agents, in the environment's own order.
-        num_envs: The number of environments.
-
     Raises:
         TypeError: `env` is no `ParallelEnv`.
         ValueError: Its agents are not known beforehand, or one declares no space.

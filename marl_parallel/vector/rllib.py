@@ -66,13 +66,9 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         scalarize: Makes numbers of vector rewards, as of `ArrayStepper`; needed where agents declare a `reward_space`.
 
     Attributes:
-        env: As given.
         envs: A stand-in for each environment, a `MultiAgentEnv` with its spaces and agents. It cannot be stepped.
-        num_envs: The number of environments.
         single_observation_spaces: Of each agent that declares one; `single_observation_space` is their `Dict`.
         single_action_spaces: Likewise, with `single_action_space`.
-        metadata: Of the first environment, with `"autoreset_mode"`.
-        render_mode: Of the first environment.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.

@@ -61,7 +61,6 @@ class SB3VecEnv(VecEnv):
         scalarize: Makes numbers of vector rewards, as of `ArrayStepper`; needed where agents declare a `reward_space`.
 
     Attributes:
-        env: As given.
         agents: The agents with rows, in the environment's own order.
         present: `(num_envs,)`, bool: the agents that were observed or rewarded at the last reset or step.
         acting: `(num_envs,)`, bool: the agents whose actions count next.

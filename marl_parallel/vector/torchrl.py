@@ -75,7 +75,6 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         device: Of the tensors; simulators stay on the CPU.
 
     Attributes:
-        env: As given.
         group_map: Who is in which group.
         infos: Of the latest step, by environment: dicts by agent, as they are in `ParallelEnv.step`; those of resets by
             `_reset` that followed it are under `reset_info` of each, but for reports of restarts. Environments without
