@@ -133,7 +133,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def step_async(self, actions: Sequence[Mapping[str, Any]]) -> None:
         """Begin to step all environments and return; `actions` has a dict by agent for each. Errors as of `step`."""
         if isinstance(actions, Mapping):
-            raise TypeError("step_async takes a list of dicts, one for each environment; step takes arrays by agent")
+            raise TypeError("step_async takes a list with a dict of actions for each copy; step takes arrays by agent")
         self._stepper.send_dicts([self._of_one(given) for given in actions])
 
     @exclusive("step_wait")
@@ -169,9 +169,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         for agent, given in actions.items():
             array = _array(given)
             if array.shape[:1] != (self.num_envs,):
-                raise ValueError(
-                    f"expected {self.num_envs} actions of agent {agent!r}, one per environment, got {array.shape}"
-                )
+                raise ValueError(f"expected actions of agent {agent!r} for {self.num_envs} copies, got {array.shape}")
             if array.dtype.kind == "f" and array.size:
                 nan = np.isnan(array.reshape(self.num_envs, -1)).all(axis=1)
                 if nan.any():
