@@ -1,6 +1,7 @@
 """Recognise the kind of a simulator, and make a `MultiAgentEnv` of it with the adapter of its kind.
 
-`protocol.py` has the `MultiAgentEnv` and what all adapters share; each kind has a module of its own.
+`protocol.py` has the `MultiAgentEnv` and what all adapters share, `attributes.py` looks up what simulators declare, and
+each kind has a module of its own.
 """
 
 from __future__ import annotations
@@ -13,49 +14,29 @@ from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv  # type: ignore[import-untyped]
 
 from marl_parallel.adapters import attributes
+from marl_parallel.adapters.attributes import AgentID, LookupFailed, agent_names, declared, number_of_agents, type_name
 from marl_parallel.adapters.dict_env import DictEnv, ListActionsEnv, RLlibEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.mlagents import MLAgentsEnv
 from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, TurnBasedAECEnv, adapt_aec
 from marl_parallel.adapters.protocol import (
     CHOICES,
-    AgentID,
     Dicts,
     GroupSpaces,
     InvalidAgents,
-    LookupFailed,
     Misfit,
     MultiAgentEnv,
     NotAnEnvironment,
     Rules,
     Schema,
-    agent_names,
     check_agents,
-    described,
-    refuse_reserved,
-    type_name,
 )
-from marl_parallel.adapters.tuple_env import TupleEnv, length_of, number_of_agents
+from marl_parallel.adapters.tuple_env import TupleEnv, length_of
 
 __all__ = [
-    "ADAPTERS",
-    "AgentID",
-    "Dicts",
-    "GroupSpaces",
-    "InvalidAgents",
-    "LookupFailed",
-    "Misfit",
-    "MultiAgentEnv",
-    "NotAnEnvironment",
-    "Rules",
-    "Schema",
-    "adapt",
-    "adapter_function",
-    "attributes",
-    "check_agents",
-    "described",
-    "refuse_reserved",
-]
+    "ADAPTERS", "AgentID", "Dicts", "GroupSpaces", "InvalidAgents", "LookupFailed", "Misfit", "MultiAgentEnv",
+    "NotAnEnvironment", "Rules", "Schema", "adapt", "adapter_function", "attributes", "check_agents",
+]  # fmt: skip
 
 AdapterFunction: TypeAlias = Callable[[Any], MultiAgentEnv]
 
@@ -72,19 +53,16 @@ ADAPTERS: dict[str, AdapterFunction] = {
 
 
 def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentEnv:
-    """Make a `MultiAgentEnv` of a simulator.
+    """Make a `MultiAgentEnv` of a simulator; one that is a `MultiAgentEnv` already stays as it is.
 
     Args:
         env: The simulator, as its constructor returned it.
-        adapter: None to recognise its kind, the name of a kind, or a class or function that makes a
-            `MultiAgentEnv` of the simulator.
-
-    Returns:
-        The adapted simulator; the simulator itself if it is a `MultiAgentEnv` and no adapter was named.
+        adapter: None to recognise its kind, the name of a kind, or a class or function that makes a `MultiAgentEnv` of
+            the simulator.
 
     Raises:
-        TypeError: It is no environment of a known kind, or lacks the methods of the kind that was named, or
-            the adapter made something other than a `MultiAgentEnv` of it.
+        TypeError: It is no environment of a known kind, or lacks the methods of the kind that was named, or the adapter
+            made something other than a `MultiAgentEnv` of it.
         ValueError: No adapter has that name, or agents have names that cannot be used (`InvalidAgents`).
 
     Example:
@@ -109,22 +87,13 @@ def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentE
 
 
 def adapter_function(adapter: str | AdapterFunction | None) -> AdapterFunction:
-    """The function that makes a `MultiAgentEnv` of a simulator: an adapter by name, or a callable as it is.
-
-    None stands for the function that recognises the kind.
-
-    Raises:
-        ValueError: No adapter has that name.
-        TypeError: It is neither a name nor a callable.
-    """
-    if adapter is None:
-        return _recognise
+    """An adapter by its name, a callable as it is; for None, the function that recognises the kind of a simulator."""
     if isinstance(adapter, str):
         if adapter not in ADAPTERS:
             raise ValueError(f"No adapter is named {adapter!r}; there are {', '.join(map(repr, ADAPTERS))}.")
         return ADAPTERS[adapter]
-    if callable(adapter):
-        return adapter
+    if adapter is None or callable(adapter):
+        return adapter or _recognise
     raise TypeError(f"`adapter` must be None, a name or a callable; it is of type {type_name(adapter)}.")
 
 
@@ -146,15 +115,13 @@ def _recognise(env: Any) -> MultiAgentEnv:
 
 def _recognise_by_spaces(env: Any) -> MultiAgentEnv | None:
     """The adapter of an environment whose names of agents and spaces say that it has several; else None."""
-    observation_space = attributes.declared(env, "observation_space")
-    action_space = attributes.declared(env, "action_space")
-    if attributes.declared(env, "possible_agents") is not None:
-        return _dict_env(env)
-    keys = _keys_of(observation_space)
-    if keys and keys == _keys_of(action_space):
-        return _dict_env(env)
-    names = agent_names(env)
-    if names and _are_of(names, observation_space) and _are_of(names, action_space):
+    observation_space, action_space = declared(env, "observation_space"), declared(env, "action_space")
+    keys, names = _keys_of(observation_space), agent_names(env)
+    if (
+        declared(env, "possible_agents") is not None
+        or (keys and keys == _keys_of(action_space))
+        or (names and _may_be_of(names, observation_space) and _may_be_of(names, action_space))
+    ):
         return _dict_env(env)
     if keys and action_space is None:
         return _dict_env(env, certain=number_of_agents(env) == len(keys))
@@ -170,17 +137,13 @@ def _keys_of(space: Any) -> set[Any]:
     return {*space.spaces} if isinstance(space, spaces.Dict) else set()
 
 
-def _are_of(names: list[AgentID], space: Any) -> bool:
-    """Whether a space leaves open what its agents are, or is keyed by some of these."""
+def _may_be_of(names: list[AgentID], space: Any) -> bool:
+    """Whether something is keyed by some of these agents, or is no space, which leaves open what its agents are."""
     return not isinstance(space, spaces.Space) or (bool(keys := _keys_of(space)) and keys <= {*names})
 
 
 def _is_of_tuples(env: Any, observation_space: Any, action_space: Any) -> bool:
-    """Whether spaces and number of agents are those of a tuple environment.
-
-    Raises:
-        NotAnEnvironment: They contradict each other.
-    """
+    """Whether spaces and number of agents are those of a tuple environment; `NotAnEnvironment` if they contradict."""
     number, observations, actions = number_of_agents(env), length_of(observation_space), length_of(action_space)
     if observations is not None and observations == actions:
         if number not in (None, observations):
@@ -197,7 +160,7 @@ def _is_of_tuples(env: Any, observation_space: Any, action_space: Any) -> bool:
 
 
 def _recognise_by_methods(env: Any) -> MultiAgentEnv:
-    missing = [name for name in ("reset", "step") if not callable(attributes.declared(env, name))]
+    missing = [name for name in ("reset", "step") if not callable(declared(env, name))]
     if missing:
         hint = " It can be called: did a constructor return another constructor?" if callable(env) else ""
         raise NotAnEnvironment(
@@ -206,12 +169,17 @@ def _recognise_by_methods(env: Any) -> MultiAgentEnv:
             f"`{'` and `'.join(missing)}`.{hint}"
         )
     if attributes.is_a(env, "gym", "Env"):
-        return _recognise_openai_gym(env)
-    space = attributes.declared(env, "observation_space")
+        if declared(env, "possible_agents") is not None or agent_names(env):
+            return DictEnv(env)
+        raise NotAnEnvironment(
+            f"{type_name(env)} is an environment of OpenAI's gym, whose API differs from Gymnasium's. Convert it with "
+            "Shimmy (shimmy.GymV26CompatibilityV0(env=env), or GymV21CompatibilityV0 for gym before 0.26), "
+            f"or, if its `step` returns five values, pass {CHOICES}."
+        )
+    space = declared(env, "observation_space")
     if callable(space):  # a method that takes an agent, as only PettingZoo has it
         return PettingZooEnv(env)
-    adapted = _recognise_by_spaces(env)
-    if adapted is not None:
+    if adapted := _recognise_by_spaces(env):
         return adapted
     if isinstance(space, spaces.Space) and not isinstance(space, spaces.Dict):
         raise NotAnEnvironment(
@@ -220,14 +188,3 @@ def _recognise_by_methods(env: Any) -> MultiAgentEnv:
             "`possible_agents` if there are several."
         )
     return DictEnv(env)
-
-
-def _recognise_openai_gym(env: Any) -> MultiAgentEnv:
-    """An environment of OpenAI's gym that names its agents is a dict environment; others need a conversion."""
-    if attributes.declared(env, "possible_agents") is not None or agent_names(env):
-        return DictEnv(env)
-    raise NotAnEnvironment(
-        f"{type_name(env)} is an environment of OpenAI's gym, whose API differs from Gymnasium's. Convert it with "
-        "Shimmy (shimmy.GymV26CompatibilityV0(env=env), or GymV21CompatibilityV0 for gym before 0.26), "
-        f"or, if its `step` returns five values, pass {CHOICES}."
-    )

@@ -1,39 +1,57 @@
-"""Looking attributes up on a simulator, through its wrappers and conversions: functions on an arbitrary object."""
+"""What a simulator declares: its attributes, agents and spaces, looked up through wrappers and conversions.
+
+Everything here is a function of an arbitrary object, since a simulator may be of any class. A simulator that is not
+ready may raise anything when an optional attribute is read: the attribute counts as absent then.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeAlias
+
+from gymnasium import Space, spaces
+
+AgentID: TypeAlias = Hashable
 
 LINKS = ("env", "aec_env", "par_env", "unwrapped")
 _ABSENT = object()
+_RESET_KEYWORDS = frozenset({"seed", "options"})
+# These turn vector rewards into numbers, and still pass on the `reward_space` of what they wrap.
+_SCALARISING_WRAPPERS = (
+    ("momaland.utils.parallel_wrappers", "LinearizeReward"),
+    ("momaland.utils.aec_wrappers", "LinearizeReward"),
+    ("mo_gymnasium.wrappers.wrappers", "LinearReward"),
+)
+
+
+class LookupFailed(Exception):
+    """A simulator's own method (`method`) that returns a space raised; `__cause__` is its exception."""
+
+    def __init__(self, method: str, error: Exception) -> None:
+        super().__init__(f"{method} raised {type(error).__name__}: {error}")
+        self.method = method
+
+
+# -- attributes --------------------------------------------------------------------------------------------------------
 
 
 def layers(source: Any) -> Iterator[Any]:
     """Yield an object and the environments beneath it, outermost first and each once.
 
-    Only links that an object holds itself are followed, not those that a wrapper forwards, so that the order
-    is that of the wrapping. What has no `step` is not an environment and is left out.
-
-    Example:
-        >>> import gymnasium
-        >>> env = gymnasium.make("CartPole-v1", disable_env_checker=True)
-        >>> [type(layer).__name__ for layer in layers(env)]
-        ['TimeLimit', 'OrderEnforcing', 'CartPoleEnv']
+    Only links that an object holds itself are followed, not those that a wrapper forwards, so that the order is that of
+    the wrapping. Objects without a `step` are not environments and are left out.
     """
-    # The objects themselves are kept: an id is unique only while its object lives.
-    seen: dict[int, Any] = {}
+    seen: dict[int, Any] = {}  # with the objects themselves: an id is unique only while its object lives
     waiting = [source]
     while waiting:
         layer = waiting.pop()
-        if id(layer) in seen:
-            continue
-        seen[id(layer)] = layer
-        yield layer
-        beneath = (declared(layer, link) for link in reversed(LINKS) if owns(layer, link))
-        waiting.extend(inner for inner in beneath if callable(declared(inner, "step")))
+        if id(layer) not in seen:
+            seen[id(layer)] = layer
+            yield layer
+            beneath = (declared(layer, link) for link in reversed(LINKS) if owns(layer, link))
+            waiting.extend(inner for inner in beneath if callable(declared(inner, "step")))
 
 
 def owns(layer: Any, name: str) -> bool:
@@ -42,20 +60,16 @@ def owns(layer: Any, name: str) -> bool:
 
 
 def declared(source: Any, name: str, default: Any = None) -> Any:
-    """The value of an optional attribute, seen through Gymnasium's wrappers; the default if there is none."""
+    """The value of an optional attribute, looked up through Gymnasium's wrappers; the default if there is none."""
     try:
         through_wrappers = getattr(source, "get_wrapper_attr", None)
         return getattr(source, name) if through_wrappers is None else through_wrappers(name)
-    except Exception:  # a property may raise anything while its simulator is not ready: it is as good as absent
+    except Exception:
         return default
 
 
 def find(source: Any, name: str) -> Any:
-    """The value of an attribute of the outermost layer that has it.
-
-    Raises:
-        AttributeError: No layer has it. The text names all layers.
-    """
+    """The value of an attribute of the outermost layer that has it; `AttributeError` names all layers if none has."""
     failure: AttributeError | None = None
     for layer in layers(source):
         try:
@@ -74,24 +88,8 @@ def has(source: Any, name: str) -> bool:
     return True
 
 
-def is_a(source: Any, module: str, name: str) -> bool:
-    """Whether an object is of a class, given by its name and its module or package, so that neither is imported."""
-    return any(
-        base.__name__ == name and f"{base.__module__}.".startswith(f"{module}.") for base in type(source).__mro__
-    )
-
-
-def is_wrapped(source: Any, kind: tuple[str, str]) -> bool:
-    """Whether any layer is of a class, given by module and name, so that nobody has to import it for this."""
-    return any((base.__module__, base.__qualname__) == kind for layer in layers(source) for base in type(layer).__mro__)
-
-
 def assign(source: Any, name: str, value: Any) -> None:
-    """Set an attribute on the outermost layer that owns it; a wrapper that merely forwards it is passed by.
-
-    Raises:
-        AttributeError: No layer owns it, or those that do let it be read only.
-    """
+    """Set an attribute on the outermost layer that owns it; `AttributeError` if none does, or all are read-only."""
     owners = [layer for layer in layers(source) if owns(layer, name)]
     if not owners:
         raise AttributeError(f"{_nobody_has(source, name)}, so it cannot be set")
@@ -103,13 +101,129 @@ def assign(source: Any, name: str, value: Any) -> None:
     raise AttributeError(f"{name!r} of {type(owners[0]).__name__} is a property that can only be read")
 
 
+def _nobody_has(source: Any, name: str) -> str:
+    outermost, *inner = [type(layer).__name__ for layer in layers(source)]
+    beneath = f", nor has anything beneath it ({', '.join(inner)})" if inner else ""
+    return f"{outermost} has no attribute {name!r}{beneath}"
+
+
+def is_a(source: Any, module: str, name: str) -> bool:
+    """Whether an object is of a class, given by its name and its module or package, so that neither is imported."""
+    bases = type(source).__mro__
+    return any(base.__name__ == name and f"{base.__module__}.".startswith(f"{module}.") for base in bases)
+
+
+def is_wrapped(source: Any, kind: tuple[str, str]) -> bool:
+    """Whether any layer is of a class, given by its exact module and name, so that nothing is imported."""
+    return any((base.__module__, base.__qualname__) == kind for layer in layers(source) for base in type(layer).__mro__)
+
+
+def type_name(source: Any) -> str:
+    """The full name of an object's type, for messages."""
+    return f"{type(source).__module__}.{type(source).__qualname__}"
+
+
+# -- seeds, agents and spaces ------------------------------------------------------------------------------------------
+
+
 def declared_seed(source: Any) -> int | None:
     """The seed that the innermost environment says it uses; None if its `seed` is a method or absent."""
     seed = declared(declared(source, "unwrapped", source), "seed")
     return int(seed) if isinstance(seed, Integral) and not isinstance(seed, bool) else None
 
 
-def _nobody_has(source: Any, name: str) -> str:
-    outermost, *inner = [type(layer).__name__ for layer in layers(source)]
-    beneath = f", nor has anything beneath it ({', '.join(inner)})" if inner else ""
-    return f"{outermost} has no attribute {name!r}{beneath}"
+def reset_keywords(reset: Callable[..., Any]) -> frozenset[str]:
+    """Which of `seed` and `options` a simulator's `reset` takes; both where its signature cannot be read."""
+    try:
+        parameters = inspect.signature(reset).parameters.values()
+    except (TypeError, ValueError):  # a method written in C
+        return _RESET_KEYWORDS
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return _RESET_KEYWORDS
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return _RESET_KEYWORDS & {parameter.name for parameter in parameters if parameter.kind in by_keyword}
+
+
+def declared_agents(source: Any) -> list[AgentID]:
+    """The `possible_agents` of a simulator; none if it declares none."""
+    agents = declared(source, "possible_agents")
+    return [] if agents is None else list(agents)
+
+
+def agent_names(source: Any) -> list[AgentID]:
+    """The agents that a simulator names as `agent_ids` or `get_agent_ids()`; those of a set are sorted by name."""
+    for name in ("agent_ids", "get_agent_ids"):
+        names = called(declared(source, name))
+        if isinstance(names, Iterable) and not isinstance(names, str | bytes):
+            agents = sorted(names, key=str) if isinstance(names, Set) else [*names]
+            if agents and all(isinstance(agent, Hashable) for agent in agents):
+                return agents
+    return []
+
+
+def number_of_agents(source: Any) -> int | None:
+    """The number of agents that a simulator declares as `n_agents`, `num_agents` or `get_num_agents()`, or None."""
+    for name in ("n_agents", "num_agents", "get_num_agents"):
+        count = declared(source, name)
+        count = called(count) if name.startswith("get_") else count
+        if isinstance(count, Integral) and not isinstance(count, bool) and int(count) > 0:
+            return int(count)
+    return None
+
+
+def called(value: Any) -> Any:
+    """The result of a method without arguments, None if it raises; anything else as it is."""
+    try:
+        return value() if callable(value) else value
+    except Exception:
+        return None
+
+
+def spaces_by_agent(declaration: Any) -> dict[AgentID, Space[Any]]:
+    """The spaces in a `spaces.Dict` or mapping keyed by agent; none if it is neither."""
+    entries = declaration.items() if isinstance(declaration, Mapping) else ()
+    return {agent: space for agent, space in entries if isinstance(space, Space)}
+
+
+def spaces_of(agents: Iterable[AgentID], lookup: Callable[[AgentID], Any]) -> dict[AgentID, Space[Any]]:
+    """The spaces that a simulator's own method returns for these agents, without those who have none."""
+    found = {}
+    for agent in agents:
+        try:
+            space = lookup(agent)
+        except (KeyError, NotImplementedError):  # of the base classes, for an agent they know no space of
+            continue
+        except Exception as error:
+            raise LookupFailed(f"{getattr(lookup, '__name__', 'space')}({agent!r})", error) from error
+        if isinstance(space, Space):
+            found[agent] = space
+    return found
+
+
+def vector_reward_spaces(source: Any, agents: Sequence[AgentID]) -> dict[AgentID, Space[Any]]:
+    """The reward spaces of the agents whose rewards are vectors: a `Box` with at least one axis.
+
+    MOMAland and MO-Gymnasium declare them as `reward_space`: a method that takes an agent, a mapping by agent, or one
+    space for all agents; else as a mapping `reward_spaces`. A wrapper that returns numbers declares
+    `reward_space = None`.
+    """
+    if any(is_wrapped(source, wrapper) for wrapper in _SCALARISING_WRAPPERS):
+        return {}
+    declaration = declared(source, "reward_space", _ABSENT)
+    if declaration is _ABSENT:
+        declaration = declared(source, "reward_spaces")
+    found: Mapping[AgentID, Space[Any]] = {}
+    if isinstance(declaration, Mapping):
+        found = spaces_by_agent(declaration)
+    elif isinstance(declaration, Space):
+        found = dict.fromkeys(agents, declaration)
+    elif callable(declaration):
+        found = spaces_of(agents, declaration)
+    return {agent: found[agent] for agent in agents if type(found.get(agent)) is spaces.Box and found[agent].shape}
+
+
+def declared_state_space(source: Any) -> Space[Any] | None:
+    """The space of the global state, where states are arrays, which can be stacked."""
+    space = declared(source, "state_space")
+    is_array = isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+    return space if is_array and callable(declared(source, "state")) else None

@@ -12,26 +12,21 @@ from typing import Any, ClassVar
 import numpy as np
 from gymnasium import Space
 
-from marl_parallel.adapters.attributes import declared
-from marl_parallel.adapters.protocol import (
-    ALL,
-    FIVE_DICTS,
-    Adapter,
+from marl_parallel.adapters.attributes import (
     AgentID,
-    Dicts,
-    Misfit,
-    Rules,
     agent_names,
+    declared,
     declared_agents,
     spaces_by_agent,
     spaces_of,
     type_name,
     vector_reward_spaces,
 )
+from marl_parallel.adapters.protocol import ALL, Adapter, Dicts, Misfit, Rules
 
 
 class DictEnv(Adapter):
-    """A simulator that speaks dicts already; actions reach it, and its results the caller, unchanged.
+    """A simulator with dicts of its own; actions reach it, and its results the caller, unchanged.
 
     Args:
         source: The simulator.
@@ -50,47 +45,26 @@ class DictEnv(Adapter):
         self.action_spaces = self._spaces("action")
         self.reward_spaces = vector_reward_spaces(source, self.possible_agents)
 
-    def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        return self._reset_dicts(self.source, keywords)
-
-    def step(self, actions: dict[Any, Any]) -> Dicts:
-        try:
-            result = self.source.step(actions)
-        except TypeError as error:
-            self._check_call(error, "step", actions)
-            raise
-        if type(result) is tuple and [*map(type, result)] == FIVE_DICTS:
-            return result
-        return self._five_dicts(self._for_each(result))
-
-    def _for_each(self, result: Any) -> Any:
-        """Give a reward or flag that is one for all to each agent that observes something."""
-        if not isinstance(result, tuple | list) or len(result) != 5 or not isinstance(result[0], dict):
+    def _by_agent(self, result: Any) -> Any:
+        if not isinstance(result, tuple | list) or len(result) != 5:
             return result
         observations, *others, infos = result
-        if not isinstance(infos, dict) or all(isinstance(values, dict) for values in others):
+        if not (_is_dict(observations) and _is_dict(infos)) or any(map(_has_several, others)):
             return result
-        if any(_has_several(values) for values in others):
-            return result
-        if not self._certain:
+        if not self._certain and not all(map(_is_dict, others)):
             raise Misfit(
                 f"{type_name(self.source)} has a Dict observation space and no action space, and its `step` returned "
                 'one reward or flag: pass adapter="gymnasium" if it has one agent, or adapter="dict" if the keys of '
                 "its observations are agents that share it."
             )
-        rewards, *flags = [values.reshape(())[()] if isinstance(values, np.ndarray) else values for values in others]
-        agents = [*observations]
-        return (
-            observations,
-            rewards if isinstance(rewards, dict) else dict.fromkeys(agents, rewards),
-            *(one if isinstance(one, dict) else dict.fromkeys([*agents, ALL], one) for one in flags),
-            infos,
-        )
+        agents, flagged = [*observations], [*observations, ALL]
+        shared = [values.reshape(())[()] if isinstance(values, np.ndarray) else values for values in others]
+        each = (one if _is_dict(one) else dict.fromkeys(to, one) for to, one in zip((agents, flagged, flagged), shared))
+        return observations, *each, infos
 
     def _agents(self) -> list[AgentID]:
-        declared = declared_agents(self.source)
-        if declared:
-            return declared
+        if agents := declared_agents(self.source):
+            return agents
         names, with_a_space = agent_names(self.source), self._agents_with_a_space()
         # Names that none of the spaces has are names of something else.
         return names if names and (not with_a_space or {*names} >= {*with_a_space}) else with_a_space
@@ -128,7 +102,7 @@ class RLlibEnv(DictEnv):
     kind: ClassVar[str] = "An RLlib environment"
 
     def _agents(self) -> list[AgentID]:
-        # What has a space comes first: in older releases `get_agent_ids` has only the agents present.
+        # Spaces come first: in older releases `get_agent_ids` has only the agents present.
         return declared_agents(self.source) or self._agents_with_a_space() or agent_names(self.source)
 
     def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
@@ -137,10 +111,13 @@ class RLlibEnv(DictEnv):
         return found or super()._spaces(what)
 
 
+def _is_dict(values: Any) -> bool:
+    return isinstance(values, dict)
+
+
 def _has_several(values: Any) -> bool:
     """Whether a reward or flag that is no dict is several in one, or none at all."""
     if isinstance(values, dict):
         return False
     size = getattr(values, "size", None)
-    several = size != 1 if isinstance(size, int) else isinstance(values, Mapping | Sized)
-    return values is None or several
+    return values is None or (size != 1 if isinstance(size, int) else isinstance(values, Mapping | Sized))

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from gymnasium import Space, spaces
 
-from marl_parallel.adapters.attributes import declared
-from marl_parallel.adapters.protocol import Adapter, AgentID, Dicts, Misfit, Rules, vector_reward_spaces
+from marl_parallel.adapters.attributes import AgentID, declared, vector_reward_spaces
+from marl_parallel.adapters.protocol import Adapter, Dicts, Misfit, Rules
 
 AGENT = "agent_0"
 _NO_DICTS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Tuple)
@@ -29,7 +29,7 @@ class GymnasiumEnv(Adapter):
         self.reward_spaces = vector_reward_spaces(source, self.possible_agents)
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        result = self._reset(self.source, keywords)
+        result = self._reset(keywords)
         # An observation alone, as before Gymnasium, may unpack in two as well.
         if not isinstance(result, tuple) or len(result) != 2:
             raise self._wrong("reset", "a tuple (observation, info)", result)

@@ -1,10 +1,9 @@
-"""Unity's ML-Agents: any `BaseEnv` as a multi-agent environment, and how Unity environments are started side by side.
+"""Unity's ML-Agents: any `BaseEnv` as a multi-agent environment, and constructors of Unity environments.
 
 Agents are named as in Unity's own PettingZoo wrapper, `"<behaviour>?agent_id=<id>"`. Their ids have no bound, so
-`possible_agents` is empty and spaces are those of their behaviours. An agent acts if it has requested a decision,
-and so is in the latest observations. Unity has no end that holds for all: only `max_steps` sets `__all__`.
-
-`mlagents_envs` is imported when the first environment is made; releases 0.28 to 1.1 are used in the same way.
+`possible_agents` is empty and spaces are those of their behaviours. Agents act in steps in which they request a
+decision, and are in the observations then. Unity has no end of an episode for all agents: only `max_steps` sets
+`__all__`. `mlagents_envs` (0.28 to 1.1) is imported when the first environment is made.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import DTypeLike, NDArray
 
-from marl_parallel.adapters.protocol import ALL, Adapter, AgentID, Dicts, GroupSpaces, Rules
+from marl_parallel.adapters.attributes import AgentID
+from marl_parallel.adapters.protocol import ALL, Adapter, Dicts, GroupSpaces, Rules
 
 __doctest_requires__ = ["mlagents_envs"]
 
@@ -33,13 +33,12 @@ _SERVER_ENDS_WITHIN = 5.0  # seconds
 class MLAgentsEnv(Adapter):
     """A `BaseEnv` of ML-Agents.
 
-    **Steps.** One step is one of the simulation's, up to where some agent ends or requests a decision. An agent that
-    requests one is in all five dicts, with flags that are False, and acts next; one that is neither in them nor has
-    ended is alive and waits. A terminal step has the reward, the last observation, and `truncateds` if Unity says
-    `interrupted`, else `terminateds`. If an agent ends and requests a decision under the same id in one step, reward
-    and flags are those of its end, and the observation is the first of its new life; in its info, `final_obs` is the
-    last one of the old life and `reset_info` the info of the new one. If `max_steps` ends that step, the new life is
-    left out.
+    **Steps.** A step lasts until some agent ends or requests a decision. An agent that requests one is in all five
+    dicts, with flags that are False, and acts next. Agents that are neither in them nor have ended are alive and wait.
+    An agent that ends has its last reward and observation, and `truncateds` if Unity says `interrupted`, else
+    `terminateds`. If it requests a decision under the same id in the same step, the observation is the first of its new
+    life; in its info, `final_obs` is the last one of the old life and `reset_info` the info of the new one. If
+    `max_steps` ends that step, the new life is left out.
 
     **Infos.** Each agent's has `group_id` and `group_reward`, and if Unity masks actions, `action_mask`, in the form
     that `sample` of its action space takes: 1 is an allowed action.
@@ -48,14 +47,11 @@ class MLAgentsEnv(Adapter):
     for several branches, or a `Tuple` of the first and one of the others.
 
     Args:
-        source: The environment. It is reset here if it has no behaviours yet, which Unity sends with its first agents.
+        source: The environment, also available as `env`. It is reset here if it has no behaviours yet, which Unity
+            sends with its first agents.
         parameters: The `EnvironmentParametersChannel` it was made with, to which `reset` writes its options: numbers by
-            name, which Unity keeps until they are written again; a restarted environment is given them again. None:
-            `reset` takes no options.
-        max_steps: After so many steps, all agents alive are truncated and the episode is over; None for never.
-
-    Attributes:
-        env: The `BaseEnv`.
+            name, which Unity keeps until they are written again, also over restarts. None: `reset` takes no options.
+        max_steps: Steps after which all agents alive are truncated and the episode is over; None for never.
 
     Raises:
         NotAnEnvironment: It lacks methods of a `BaseEnv`.
@@ -93,11 +89,7 @@ class MLAgentsEnv(Adapter):
 
     @staticmethod
     def check_options(options: Any) -> None:
-        """Refuse options that are no numbers by name, as Unity takes them: 32 bits, names in ASCII.
-
-        Raises:
-            ValueError: Some are not; the text says which.
-        """
+        """Raise `ValueError` for options that are no numbers of 32 bits by names in ASCII, as Unity takes them."""
         if not isinstance(options, Mapping):
             raise ValueError(f"options must be a dict of numbers by parameter name, got {options!r}")
         for name, value in options.items():
@@ -108,9 +100,8 @@ class MLAgentsEnv(Adapter):
             try:
                 struct.pack("<f", float(value))
             except OverflowError as error:
-                raise ValueError(
-                    f"options must fit into 32 bits, which is what Unity takes: {name!r} does not"
-                ) from error
+                message = f"options must fit into 32 bits, which is what Unity takes: {name!r} does not"
+                raise ValueError(message) from error
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         options = keywords.get("options")
@@ -120,14 +111,7 @@ class MLAgentsEnv(Adapter):
                 self._parameters.set_float_parameter(name, float(value))
         self.env.reset()
         self._time, self._alive, self._asking = 0, {}, {}
-        observations: dict[AgentID, Any] = {}
-        infos: dict[Any, Any] = {}
-        for behavior in self.env.behavior_specs:
-            decisions, _ = self.env.get_steps(behavior)
-            asking = self._asking[behavior] = _agents(behavior, decisions)
-            self._alive[behavior] = asking
-            observations.update(zip(asking, _observations(decisions)))
-            infos.update(zip(asking, self._infos(behavior, decisions)))
+        observations, _, _, _, infos = self._results()
         return observations, infos
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
@@ -136,10 +120,7 @@ class MLAgentsEnv(Adapter):
                 self.env.set_actions(behavior, self._action_arrays(behavior, [actions[agent] for agent in asking]))
         self.env.step()
         self._time += 1
-        result: Dicts = ({}, {}, {}, {}, {})
-        for behavior in self.env.behavior_specs:
-            self._add(behavior, result)
-        observations, _, terminateds, truncateds, infos = result
+        observations, rewards, terminateds, truncateds, infos = self._results(with_ended=True)
         over = self._time == self._max_steps
         if over:
             for agent, info in infos.items():
@@ -150,30 +131,33 @@ class MLAgentsEnv(Adapter):
                 truncateds[agent] = not terminateds.setdefault(agent, False)
             self._alive = {}
         terminateds[ALL], truncateds[ALL] = False, over
-        return result
+        return observations, rewards, terminateds, truncateds, infos
 
-    def _add(self, behavior: str, result: Dicts) -> None:
-        """Add the agents of one behaviour to the result of a step: those that ask for a decision, and ended ones."""
+    def _results(self, *, with_ended: bool = False) -> Dicts:
+        """The dicts of the agents that request a decision, and of those that have ended."""
+        result: Dicts = ({}, {}, {}, {}, {})
         observations, rewards, terminateds, truncateds, infos = result
-        decisions, terminals = self.env.get_steps(behavior)
-        asking, ended = _agents(behavior, decisions), _agents(behavior, terminals)
-        observations.update(zip(asking, _observations(decisions)))
-        rewards.update(zip(asking, decisions.reward))
-        terminateds.update(dict.fromkeys(asking, False))
-        truncateds.update(dict.fromkeys(asking, False))
-        infos.update(zip(asking, self._infos(behavior, decisions)))
-        lasts, own_infos = _observations(terminals), _group_infos(terminals)
-        for row, agent in enumerate(ended):
-            if agent in observations:  # it has a new life
-                own_infos[row] |= {"final_obs": lasts[row], "reset_info": infos[agent]}
-            else:
-                observations[agent] = lasts[row]
-            rewards[agent], infos[agent] = terminals.reward[row], own_infos[row]
-            truncateds[agent] = bool(terminals.interrupted[row])
-            terminateds[agent] = not truncateds[agent]
-        gone = {*ended}
-        staying = [agent for agent in self._alive.get(behavior, []) if agent not in gone]
-        self._alive[behavior], self._asking[behavior] = [*dict.fromkeys([*staying, *asking])], asking
+        for behavior in self.env.behavior_specs:
+            decisions, terminals = self.env.get_steps(behavior)
+            asking = self._asking[behavior] = _agents(behavior, decisions)
+            ended = _agents(behavior, terminals) if with_ended else []
+            observations.update(zip(asking, _observations(decisions)))
+            rewards.update(zip(asking, decisions.reward))
+            infos.update(zip(asking, self._infos(behavior, decisions)))
+            for flags in (terminateds, truncateds):
+                flags.update(dict.fromkeys(asking, False))
+            gone, lasts, own_infos = {*ended}, _observations(terminals), _group_infos(terminals)
+            for row, (agent, last, info) in enumerate(zip(ended, lasts, own_infos)):
+                if agent in observations:  # it has a new life
+                    info |= {"final_obs": last, "reset_info": infos[agent]}
+                else:
+                    observations[agent] = last
+                rewards[agent], infos[agent] = terminals.reward[row], info
+                truncateds[agent] = bool(terminals.interrupted[row])
+                terminateds[agent] = not truncateds[agent]
+            staying = [agent for agent in self._alive.get(behavior, []) if agent not in gone]
+            self._alive[behavior] = [*dict.fromkeys([*staying, *asking])]
+        return result
 
     def alive(self) -> Sequence[AgentID]:
         return [agent for agents in self._alive.values() for agent in agents]
@@ -193,7 +177,6 @@ class MLAgentsEnv(Adapter):
         return infos
 
     def _action_arrays(self, behavior: str, actions: Sequence[Any]) -> Any:
-        """The actions of all agents that have requested a decision, in their order, as Unity takes them."""
         spec = self.env.behavior_specs[behavior].action_spec
         continuous = discrete = actions
         if spec.continuous_size and spec.discrete_size:
@@ -204,12 +187,7 @@ class MLAgentsEnv(Adapter):
 
 
 def behavior_of(agent: str) -> str:
-    """The behaviour in an agent's id.
-
-    Example:
-        >>> behavior_of("Striker?team=1?agent_id=7")
-        'Striker?team=1'
-    """
+    """The behaviour in an agent's id, such as "Striker?team=1" in "Striker?team=1?agent_id=7"."""
     return agent.rpartition(_SEPARATOR)[0]
 
 
@@ -223,16 +201,14 @@ def unity(
 ) -> Callable[..., MLAgentsEnv]:
     """A constructor of Unity environments for `ParallelEnv`; one serves for all of them.
 
-    Environment i talks to its Unity through port `base_port + i`; each time it is restarted, 1000 further on, so that
-    nothing that is left of the old one is in its way. Its seed is Unity's.
+    Environment i talks to its Unity through port `base_port + i`; with each restart the port is 1000 higher, so that
+    nothing that is left of the old Unity is in its way. Its seed is Unity's.
 
-    Use workers in processes, or be sure to `close`: an interpreter with a Unity environment that is not closed does not
-    end.
+    Use workers in processes, or be sure to `close`: an interpreter does not end while a Unity environment is open.
 
     Args:
         file_name: Path of the executable. None connects to the Unity Editor, of which there is one.
-        base_port: The port of environment 0; None for ML-Agents' own default. Give each `ParallelEnv` that runs at the
-            same time its own.
+        base_port: The port of environment 0, one for each `ParallelEnv`; None for ML-Agents' own default.
         engine: An `EngineConfig`, or a mapping with some of its fields, such as `{"time_scale": 20.0}`.
         max_steps: Steps after which an episode is truncated; None for never.
         arguments: For `UnityEnvironment`, such as `no_graphics=True`; also further `side_channels`.
@@ -257,32 +233,22 @@ def unity(
 
 
 def _connected(
-    file_name: str | None,
-    base_port: int | None,
-    engine: Any,
-    max_steps: int | None,
-    arguments: Mapping[str, Any],
-    seed: int,
-    env_id: int,
-    restarts: int = 0,
-) -> MLAgentsEnv:
+    file_name: str | None, base_port: int | None, engine: Any, max_steps: int | None, arguments: Mapping[str, Any],
+    seed: int, env_id: int, restarts: int = 0,
+) -> MLAgentsEnv:  # fmt: skip
     library = _imported("environment").UnityEnvironment
     configuration, parameters = (channel() for channel in _own_channels().values())
     if engine is not None:
         configuration.set_configuration_parameters(**(engine if isinstance(engine, Mapping) else engine._asdict()))
-    first_port = library.BASE_ENVIRONMENT_PORT if base_port is None else base_port
+    worker_id = env_id
+    if file_name is not None:  # another port with each restart; ports repeat only when all have been used
+        first_port = (library.BASE_ENVIRONMENT_PORT if base_port is None else base_port) + env_id
+        worker_id += _RESTART_PORTS * (restarts % max(1, (_PORTS - first_port) // _RESTART_PORTS))
+    channels = [*(arguments.get("side_channels") or ()), configuration, parameters]
+    own = {"base_port": base_port, "worker_id": worker_id, "seed": seed % 2**31, "side_channels": channels}
     env = library.__new__(library)
     try:
-        env.__init__(
-            file_name,
-            **{
-                **arguments,
-                "base_port": base_port,
-                "worker_id": env_id if file_name is None else _worker_id(env_id, restarts, first_port),
-                "seed": seed % 2**31,
-                "side_channels": [*(arguments.get("side_channels") or ()), configuration, parameters],
-            },
-        )
+        env.__init__(file_name, **{**arguments, **own})
         return MLAgentsEnv(env, parameters=parameters, max_steps=max_steps)
     except BaseException:
         _give_up(env)
@@ -298,7 +264,7 @@ def _own_channels() -> dict[str, Any]:
 
 
 def _give_up(env: Any) -> None:
-    """End what a `UnityEnvironment` whose constructor failed has started: it leaves some of it running."""
+    """Stop what a `UnityEnvironment` whose constructor failed has started and left running."""
     atexit.unregister(env._close)
     if hasattr(env, "_communicator"):
         env._close(0)
@@ -306,17 +272,8 @@ def _give_up(env: Any) -> None:
         env._communicator.server.stop(None).wait(_SERVER_ENDS_WITHIN)
 
 
-def _worker_id(env_id: int, restarts: int, base_port: int) -> int:
-    """A worker id whose port is another with each restart; ports repeat only when all have been used."""
-    return env_id + _RESTART_PORTS * (restarts % max(1, (_PORTS - base_port - env_id) // _RESTART_PORTS))
-
-
 def _imported(module: str) -> Any:
-    """A module of `mlagents_envs`.
-
-    Raises:
-        ImportError: It is missing, or does not work with another installed package.
-    """
+    """A module of `mlagents_envs`; `ImportError` if it is missing or does not work with another installed package."""
     try:
         base = importlib.import_module("mlagents_envs.base_env")
         base.TerminalSteps.empty(base.BehaviorSpec([], base.ActionSpec(0, ())))  # 0.28 asks NumPy for `np.bool`
@@ -341,8 +298,7 @@ def _observations(steps: Any) -> list[Any]:
 
 
 def _group_infos(steps: Any) -> list[dict[str, Any]]:
-    groups = zip(steps.group_id, steps.group_reward)
-    return [{"group_id": int(group), "group_reward": reward} for group, reward in groups]
+    return [{"group_id": int(own), "group_reward": reward} for own, reward in zip(steps.group_id, steps.group_reward)]
 
 
 def _observation_space(spec: Any) -> Space[Any]:

@@ -1,16 +1,15 @@
-"""The protocol that every kind of simulator is brought to, and what the adapters of all kinds share.
+"""The `MultiAgentEnv` protocol that every kind of simulator is adapted to, and what all adapters share.
 
-The modules beside this one each adapt one kind. What the results of a step mean is decided in
+The other modules here each adapt one kind of simulator. What the results of a step mean is decided in
 `marl_parallel.core.episode`.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
@@ -18,32 +17,26 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from gymnasium import Space, spaces
 
-from marl_parallel.adapters.attributes import declared, is_wrapped
+from marl_parallel.adapters.attributes import AgentID as AgentID
+from marl_parallel.adapters.attributes import declared, declared_state_space, reset_keywords, type_name
 
-AgentID: TypeAlias = Hashable
 Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]
+"""Observations, rewards, terminateds, truncateds, infos."""
 
-ALL = "__all__"
-"""The key of the flags of the whole episode."""
+ALL, COMMON = "__all__", "__common__"
+"""The key of the flags of the whole episode, and that of the infos of the environment rather than of an agent."""
 
-COMMON = "__common__"
-"""The key of the infos of the environment rather than of an agent."""
-
-FIVE_DICTS = [dict] * 5
+_FIVE_DICTS = [dict] * 5
 _RESERVED = {
     ALL: "the key of the flags of the whole episode",
     COMMON: "the key of the infos of the whole environment",
 }
-_ABSENT = object()
-_RESET_KEYWORDS = frozenset({"seed", "options"})
-_MOST_TYPES_SHOWN = 5
+_EXPECTED = {
+    "reset": (2, "two dicts keyed by agent, (observations, infos)"),
+    "step": (5, "five dicts keyed by agent, (observations, rewards, terminateds, truncateds, infos)"),
+}
 _WRAPPER_MODULES = ("gymnasium.", "pettingzoo.", "shimmy.", "supersuit.")
-_SCALARISING_WRAPPERS = (
-    ("momaland.utils.parallel_wrappers", "LinearizeReward"),
-    ("momaland.utils.aec_wrappers", "LinearizeReward"),
-    ("mo_gymnasium.wrappers.wrappers", "LinearReward"),
-)
-"""Wrappers that turn vector rewards into numbers, and still pass on the `reward_space` of what they wrap."""
+_MOST_TYPES_SHOWN = 5
 
 CHOICES = (
     'adapter="dict" (dicts keyed by agent), adapter="tuple" (sequences with one entry per agent), adapter="gymnasium" '
@@ -56,23 +49,11 @@ class NotAnEnvironment(TypeError):
 
 
 class InvalidAgents(ValueError):
-    """Agents that cannot be told apart from each other, or from the environment."""
+    """Two agents have the same name, or one has the name of a reserved key."""
 
 
 class Misfit(TypeError):
     """The simulator cannot be called, or does not answer, as its adapter expects. A restart cannot change that."""
-
-
-class LookupFailed(Exception):
-    """A simulator's own method that gives a space raised; `__cause__` is its exception.
-
-    Attributes:
-        method: The simulator's method.
-    """
-
-    def __init__(self, method: str, error: Exception) -> None:
-        super().__init__(f"{method} raised {type(error).__name__}: {error}")
-        self.method = method
 
 
 # -- the protocol ------------------------------------------------------------------------------------------------------
@@ -96,10 +77,9 @@ class MultiAgentEnv(ABC):
         seeded_when_made: Whether only its constructor takes a seed, so that a seed for `reset` is an error.
         options_last: Whether the options of a reset hold for all later episodes; a restarted environment is given them
             again.
-        needs_all_actions: Whether every acting agent must be given an action though dict rules leave that to the
-            caller. PettingZoo rules require it anyway.
-        source: The simulator as its constructor returned it. Attributes and methods are looked up from here; in the
-            `MultiAgentEnv` itself if it has none.
+        needs_all_actions: Whether every acting agent must be given an action under dict rules too.
+        source: The simulator as its constructor returned it, where attributes and methods are looked up; by default the
+            `MultiAgentEnv` itself.
         possible_agents: All agents that may appear, in the simulator's own order; empty where open-ended.
         observation_spaces: Of the agents that declare one, in the order of `possible_agents`; where these are
             open-ended, `GroupSpaces`.
@@ -127,11 +107,7 @@ class MultiAgentEnv(ABC):
 
     @abstractmethod
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        """Start an episode; returns the simulator's observations and infos.
-
-        Args:
-            keywords: Some of `reset_keywords`; the caller leaves out what is not to be passed on.
-        """
+        """Start an episode, with some of `reset_keywords`; returns the simulator's observations and infos."""
 
     @abstractmethod
     def step(self, actions: dict[Any, Any]) -> Dicts:
@@ -139,18 +115,14 @@ class MultiAgentEnv(ABC):
 
     @staticmethod  # noqa: B027  # most take any
     def check_options(options: Any) -> None:
-        """Refuse options that `reset` cannot take; called before any environment is touched.
-
-        Raises:
-            ValueError: It cannot take these.
-        """
+        """Raise `ValueError` for options that `reset` cannot take; called before any environment is reset."""
 
     def agents_left(self) -> Sequence[AgentID] | None:
-        """The agents that the simulator itself still counts; None if it keeps no such list."""
+        """The agents that the simulator itself still lists; None if it keeps no such list."""
         return None
 
     def alive(self) -> Sequence[AgentID] | None:
-        """Who is alive, if the adapter keeps count; None: all who have been seen and have not been flagged."""
+        """The agents alive, if the adapter keeps count; None: all that have been seen and have not been flagged."""
         return None
 
     def turn(self) -> AgentID | None:
@@ -203,9 +175,9 @@ class Schema:
 
 
 class GroupSpaces(Mapping[AgentID, Space[Any]]):
-    """The spaces of agents whose ids are not known beforehand: one for each group that an agent may belong to.
+    """The spaces of agents whose ids are not known beforehand, by the group that an agent belongs to.
 
-    Its keys are the groups, and the id of an agent is looked up as its group.
+    Its keys are the groups; the id of an agent is looked up as its group.
 
     Args:
         by_group: The space that all agents of a group have.
@@ -248,22 +220,9 @@ class _SpacesByGroup(spaces.Dict):
 
 
 def check_agents(agents: Iterable[Any], kind: str) -> None:
-    """Refuse names of agents that an environment declares.
+    """Raise `InvalidAgents` where two agents are equal, one is a reserved key, or one cannot be the key of a dict.
 
-    Args:
-        agents: All of them.
-        kind: What declares them, for the error.
-
-    Raises:
-        InvalidAgents: Two are equal, one is a reserved key, or one cannot be the key of a dict.
-
-    Example:
-        >>> check_agents(["a", "b"], "A dict environment")
-        >>> check_agents([True, 1], "A dict environment")
-        Traceback (most recent call last):
-        ...
-        marl_parallel.adapters.protocol.InvalidAgents: A dict environment declares agents 0 and 1 as True and 1, which \
-are the same key in a dict: every agent needs a name of its own in possible_agents
+    `kind` is what declares the agents, for the error.
     """
     place_of: dict[Any, tuple[int, Any]] = {}
     for place, agent in enumerate(agents):
@@ -285,11 +244,7 @@ are the same key in a dict: every agent needs a name of its own in possible_agen
 
 
 def refuse_reserved(method: str, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> NoReturn:
-    """Refuse an agent that appears in an episode under a reserved key.
-
-    Raises:
-        InvalidAgents: In any case; the text says whether `method` returned it in `observations` or `rewards`.
-    """
+    """Raise `InvalidAgents` for an agent that `method` returned under a reserved key."""
     key = next((key for key in _RESERVED if key in observations), ALL)
     what = "an observation" if key in observations else "a reward"
     raise InvalidAgents(
@@ -302,13 +257,10 @@ def refuse_reserved(method: str, observations: Mapping[Any, Any], rewards: Mappi
 
 
 class Adapter(MultiAgentEnv):
-    """A simulator with a `reset` and a `step` of its own.
+    """A simulator with a `reset` and a `step` of its own, which return dicts keyed by agent if not overridden here.
 
-    Subclasses set `possible_agents` and the spaces, and implement `reset` and `step`.
-
-    Attributes:
-        kind: What the simulator is called in error messages.
-        methods: The methods that the simulator must have.
+    Subclasses set `possible_agents` and the spaces, and `_simulator` where a conversion of `source` is what is stepped.
+    `kind` is the simulator's name in error messages, `methods` are the methods that it must have.
     """
 
     kind: ClassVar[str]
@@ -318,12 +270,30 @@ class Adapter(MultiAgentEnv):
         missing = [f"`{name}`" for name in self.methods if not callable(declared(source, name))]
         if missing:
             raise NotAnEnvironment(f"{self.kind} has no method {' and no method '.join(missing)}: {type_name(source)}")
-        self.source = source
+        self.source = self._simulator = source
         metadata, render_mode = declared(source, "metadata"), declared(source, "render_mode")
         self.metadata = metadata if isinstance(metadata, Mapping) else {}
         self.render_mode = render_mode if isinstance(render_mode, str) else None
-        self.state_space = _state_space(source)
-        self.reset_keywords = _keywords_of(source.reset)
+        self.state_space = declared_state_space(source)
+        self.reset_keywords = reset_keywords(source.reset)
+
+    def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
+        observations, infos = self._dicts("reset", self._reset(keywords))
+        return observations, infos
+
+    def step(self, actions: dict[Any, Any]) -> Dicts:
+        try:
+            result: Dicts = self._simulator.step(actions)
+        except TypeError as error:
+            self._check_call(error, "step", actions)
+            raise
+        if type(result) is not tuple or [*map(type, result)] != _FIVE_DICTS:
+            result = self._dicts("step", self._by_agent(result))
+        return result
+
+    def _by_agent(self, result: Any) -> Any:
+        """The result of a step that is not five dicts, with what is one for all agents given to each of them."""
+        return result
 
     def render(self) -> Any:
         return self.source.render()
@@ -336,143 +306,50 @@ class Adapter(MultiAgentEnv):
         if callable(close):
             close()
 
-    def _reset(self, simulator: Any, keywords: Mapping[str, Any]) -> Any:
-        """Call the simulator's `reset`.
-
-        Raises:
-            Misfit: It does not take these keywords.
-        """
+    def _reset(self, keywords: Mapping[str, Any]) -> Any:
         try:
-            return simulator.reset(**keywords)
+            return self._simulator.reset(**keywords)
         except TypeError as error:
             self._check_call(error, "reset", **keywords)
             raise
 
     def _check_call(self, error: TypeError, method: str, *args: Any, **keywords: Any) -> None:
-        """Look at an error of a call of the simulator's `reset` or `step`.
+        """Raise `Misfit` if an error of the simulator's `reset` or `step` says that it does not take these arguments.
 
-        Raises:
-            Misfit: The simulator does not take these arguments.
+        The error then comes from the call itself, or from beneath a library's wrappers.
         """
-        if _is_about_the_call(error, method):
-            given = ", ".join([*map(reprlib.repr, args), *(f"{k}={reprlib.repr(v)}" for k, v in keywords.items())])
-            raise self._misfit(f"{type_name(self.source)} cannot be called as {method}({given}): {error}") from error
+        trace = error.__traceback__
+        if trace is not None and trace.tb_next is not None:
+            while trace.tb_next is not None:
+                trace = trace.tb_next
+            module = trace.tb_frame.f_globals.get("__name__", "")
+            if not module.startswith(_WRAPPER_MODULES):
+                return
+            if not re.search(rf"\b{method}\(\) (got|missing|takes)\b", str(error)):
+                return
+        given = ", ".join([*map(reprlib.repr, args), *(f"{k}={reprlib.repr(v)}" for k, v in keywords.items())])
+        raise self._misfit(f"{type_name(self.source)} cannot be called as {method}({given}): {error}") from error
 
-    def _reset_dicts(self, simulator: Any, keywords: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """Call a multi-agent `reset`, as `_reset` does."""
-        result = self._reset(simulator, keywords)
-        if isinstance(result, tuple | list) and [isinstance(one, dict) for one in result] == [True] * 2:
-            observations, infos = result
-            return observations, infos
-        raise self._wrong("reset", "two dicts keyed by agent, (observations, infos)", result)
-
-    def _five_dicts(self, result: Any) -> Dicts:
-        """The result of a multi-agent `step`.
-
-        Raises:
-            Misfit: It is not five dicts.
-        """
-        if isinstance(result, tuple | list) and [isinstance(one, dict) for one in result] == [True] * 5:
-            observations, rewards, terminateds, truncateds, infos = result
-            return observations, rewards, terminateds, truncateds, infos
-        wanted = "five dicts keyed by agent, (observations, rewards, terminateds, truncateds, infos)"
-        raise self._wrong("step", wanted, result)
+    def _dicts(self, method: str, result: Any) -> Any:
+        """The dicts that a multi-agent `reset` or `step` returned, as a tuple; raises `Misfit` for anything else."""
+        number, expected = _EXPECTED[method]
+        if isinstance(result, tuple | list) and [isinstance(one, dict) for one in result] == [True] * number:
+            return tuple(result)
+        raise self._wrong(method, expected, result)
 
     def _wrong(self, method: str, expected: str, got: Any) -> Misfit:
         """The error of a method that returned something of another form."""
-        return self._misfit(
-            f"`{method}` of {type_name(self.source)} must return {expected}; it returned {described(got)}"
-        )
+        who = f"`{method}` of {type_name(self.source)}"
+        return self._misfit(f"{who} must return {expected}; it returned {described(got)}")
 
     def _misfit(self, text: str) -> Misfit:
-        """The error of this simulator: what happened, what kind it was taken for, which `adapter=` to pass."""
+        """An error that says what kind the simulator was taken for, and which `adapter=` to pass."""
         kind = self.kind[0].lower() + self.kind[1:]
         return Misfit(f"{text}. It was taken for {kind}; if it is of another kind, pass {CHOICES}.")
 
 
-def declared_agents(source: Any) -> list[AgentID]:
-    """The `possible_agents` of a simulator; none if it declares none."""
-    agents = declared(source, "possible_agents")
-    return [] if agents is None else list(agents)
-
-
-def agent_names(source: Any) -> list[AgentID]:
-    """The agents that a simulator names as `agent_ids` or `get_agent_ids()`; those of a set are sorted by name."""
-    for name in ("agent_ids", "get_agent_ids"):
-        names = called(declared(source, name))
-        if isinstance(names, Iterable) and not isinstance(names, str | bytes):
-            agents = sorted(names, key=str) if isinstance(names, Set) else [*names]
-            if agents and all(isinstance(agent, Hashable) for agent in agents):
-                return agents
-    return []
-
-
-def called(value: Any) -> Any:
-    """The result of a method without arguments, None if it raises; anything else as it is."""
-    if not callable(value):
-        return value
-    try:
-        return value()
-    except Exception:  # a simulator that is not ready may raise anything: it declares nothing then
-        return None
-
-
-def spaces_by_agent(declaration: Any) -> dict[AgentID, Space[Any]]:
-    """The spaces in a `spaces.Dict` or mapping keyed by agent; none if it is neither."""
-    if not isinstance(declaration, Mapping):
-        return {}
-    return {agent: space for agent, space in declaration.items() if isinstance(space, Space)}
-
-
-def spaces_of(agents: Iterable[AgentID], lookup: Callable[[AgentID], Any]) -> dict[AgentID, Space[Any]]:
-    """The spaces that a simulator's own method gives for these agents, without those who have none."""
-    found = {}
-    for agent in agents:
-        try:
-            space = lookup(agent)
-        except (KeyError, NotImplementedError):  # of the base classes, for an agent they know no space of
-            continue
-        except Exception as error:
-            raise LookupFailed(f"{getattr(lookup, '__name__', 'space')}({agent!r})", error) from error
-        if isinstance(space, Space):
-            found[agent] = space
-    return found
-
-
-def vector_reward_spaces(source: Any, agents: Sequence[AgentID]) -> dict[AgentID, Space[Any]]:
-    """The reward spaces of the agents whose rewards are vectors.
-
-    MOMAland and MO-Gymnasium declare them as `reward_space`: a method that takes an agent, a mapping by agent, or one
-    space for all agents; else as a mapping `reward_spaces`. Both are seen through wrappers, and a wrapper that returns
-    numbers declares `reward_space = None`. Only a `Box` with at least one axis counts as a vector.
-    """
-    if any(is_wrapped(source, wrapper) for wrapper in _SCALARISING_WRAPPERS):
-        return {}
-    declaration = declared(source, "reward_space", _ABSENT)
-    if declaration is _ABSENT:
-        declaration = declared(source, "reward_spaces")
-    found: Mapping[AgentID, Space[Any]] = {}
-    if isinstance(declaration, Mapping):
-        found = spaces_by_agent(declaration)
-    elif isinstance(declaration, Space):
-        found = dict.fromkeys(agents, declaration)
-    elif callable(declaration):
-        found = spaces_of(agents, declaration)
-    return {agent: found[agent] for agent in agents if type(found.get(agent)) is spaces.Box and found[agent].shape}
-
-
-def type_name(source: Any) -> str:
-    """The full name of an object's type, for messages."""
-    return f"{type(source).__module__}.{type(source).__qualname__}"
-
-
 def described(value: Any) -> str:
-    """The form of a value in words, for messages.
-
-    Example:
-        >>> described((0.5, {})), described(True)
-        ('2 values: (float, dict)', 'one value of type bool')
-    """
+    """The form of a value in words, for messages, such as "2 values: (float, dict)" or "one value of type bool"."""
     if isinstance(value, tuple | list):
         shown = [type(entry).__name__ for entry in value[:_MOST_TYPES_SHOWN]]
         names = ", ".join([*shown, *["..."] * (len(value) > len(shown))])
@@ -482,33 +359,3 @@ def described(value: Any) -> str:
     shape = getattr(value, "shape", None)
     of_shape = f" and shape {tuple(shape)}" if isinstance(shape, tuple) else ""
     return f"one value of type {type(value).__name__}{of_shape}"
-
-
-def _is_about_the_call(error: TypeError, method: str) -> bool:
-    """Whether the arguments did not fit the signature, of the simulator itself or beneath a library's wrappers."""
-    trace = error.__traceback__
-    if trace is None or trace.tb_next is None:
-        return True
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    module = trace.tb_frame.f_globals.get("__name__", "")
-    return module.startswith(_WRAPPER_MODULES) and bool(re.search(rf"\b{method}\(\) (got|missing|takes)\b", str(error)))
-
-
-def _state_space(source: Any) -> Space[Any] | None:
-    space = declared(source, "state_space")
-    # States are stacked into one array, so a space of anything else is no use.
-    is_array = isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
-    return space if is_array and callable(declared(source, "state")) else None
-
-
-def _keywords_of(reset: Callable[..., Any]) -> frozenset[str]:
-    """Which keywords a `reset` takes."""
-    try:
-        parameters = inspect.signature(reset).parameters.values()
-    except (TypeError, ValueError):  # a method written in C may have no signature that can be read
-        return _RESET_KEYWORDS
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return _RESET_KEYWORDS
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return _RESET_KEYWORDS & {parameter.name for parameter in parameters if parameter.kind in by_keyword}

@@ -7,26 +7,13 @@ environments are of this kind.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
 from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium import Space, spaces
 
-from marl_parallel.adapters.attributes import declared
-from marl_parallel.adapters.protocol import (
-    ALL,
-    COMMON,
-    Adapter,
-    AgentID,
-    Dicts,
-    NotAnEnvironment,
-    Rules,
-    called,
-    described,
-    type_name,
-    vector_reward_spaces,
-)
+from marl_parallel.adapters.attributes import AgentID, declared, number_of_agents, type_name, vector_reward_spaces
+from marl_parallel.adapters.protocol import ALL, COMMON, Adapter, Dicts, NotAnEnvironment, Rules, described
 
 
 class TupleEnv(Adapter):
@@ -65,14 +52,14 @@ class TupleEnv(Adapter):
         self._over: tuple[bool, bool] | None = None
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        result = self._reset(self.source, keywords)
+        result = self._reset(keywords)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise self._wrong("reset", "(observations, info)", result)
         observations, info = result
         if self._shared_shape and getattr(observations, "shape", None) == self._shared_shape:
             raise self._wrong("reset", "one observation per agent", observations)
         self._alive, self._over = self.possible_agents, None
-        return self._by_agent(observations, "observations", "reset"), self._infos(info, "reset")
+        return self._for_each("reset", "observations", observations), self._infos("reset", info)
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
         if self._over is not None:  # until the caller resets nothing happens, as in single-agent environments
@@ -97,11 +84,11 @@ class TupleEnv(Adapter):
             truncateds = self._of_each_or_all(truncated, "truncated flags")
             self._note_ends(terminateds, truncateds)
         return (
-            self._by_agent(observations, "observations", "step"),
+            self._for_each("step", "observations", observations),
             self._of_each_or_all(rewards, "rewards"),
             terminateds,
             truncateds,
-            self._infos(info, "step"),
+            self._infos("step", info),
         )
 
     def alive(self) -> Sequence[AgentID]:
@@ -109,8 +96,7 @@ class TupleEnv(Adapter):
 
     def _note_ends(self, terminateds: dict[AgentID, Any], truncateds: dict[AgentID, Any]) -> None:
         ended, cut_off = [*map(_is_true, terminateds.values())], [*map(_is_true, truncateds.values())]
-        agents = self.possible_agents
-        self._alive = [agent for agent, *flags in zip(agents, ended, cut_off) if not any(flags)]
+        self._alive = [agent for agent, *flags in zip(self.possible_agents, ended, cut_off) if not any(flags)]
         if self._alive:
             terminateds[ALL] = truncateds[ALL] = False
         else:
@@ -123,7 +109,7 @@ class TupleEnv(Adapter):
             raise ValueError(f"no action for agent {agent!r}: a tuple environment needs one for each of {self._alive}")
         return _idle(self.action_spaces.get(agent))
 
-    def _by_agent(self, values: Any, what: str, method: str) -> dict[AgentID, Any]:
+    def _for_each(self, method: str, what: str, values: Any) -> dict[AgentID, Any]:
         agents = self.possible_agents
         if not _is_sequence(values) or len(values) != len(agents):
             raise self._wrong(method, f"{len(agents)} {what}, one per agent", values)
@@ -133,45 +119,31 @@ class TupleEnv(Adapter):
         if isinstance(values, np.ndarray) and values.size == 1 and (not values.ndim or len(self.possible_agents) > 1):
             values = values.reshape(())[()]
         if _is_sequence(values):
-            return self._by_agent(values, what, "step")
+            return self._for_each("step", what, values)
         if values is None or (isinstance(values, Iterable) and not hasattr(values, "shape")):
             raise self._wrong("step", f"{what}, one per agent or one for all", values)
         return dict.fromkeys(self.possible_agents, values)
 
-    def _infos(self, info: Any, method: str) -> dict[Any, Any]:
+    def _infos(self, method: str, info: Any) -> dict[Any, Any]:
         agents = self.possible_agents
         if isinstance(info, Mapping):
             if any(agent in info for agent in agents):
                 return dict(info)
-            infos: dict[Any, Any] = {agent: {} for agent in agents}
-            return {**infos, COMMON: info} if info else infos
+            return {agent: {} for agent in agents} | ({COMMON: info} if info else {})
         if not _is_sequence(info) or not all(isinstance(own, Mapping) for own in info):
             raise self._wrong(method, "one dict of infos, or one per agent", info)
-        return self._by_agent(info, "infos", method)
+        return self._for_each(method, "infos", info)
 
     def _spaces(self, what: str, declaration: Any) -> dict[AgentID, Space[Any]]:
         agents = self.possible_agents
         if length_of(declaration) == len(agents):
             return {agent: space for agent, space in zip(agents, declaration) if isinstance(space, Space)}
-        if isinstance(declaration, Space):
-            return dict.fromkeys(agents, declaration)
-        if declaration is None:
-            return {}
+        if declaration is None or isinstance(declaration, Space):
+            return {} if declaration is None else dict.fromkeys(agents, declaration)
         raise NotAnEnvironment(
             f"{type_name(self.source)} has {len(agents)} agents, but its {what}_space is {described(declaration)}; "
             "expected one space per agent, or one space that all share"
         )
-
-
-def number_of_agents(source: Any) -> int | None:
-    """The number of agents that a simulator declares as `n_agents`, `num_agents` or `get_num_agents()`, or None."""
-    for name in ("n_agents", "num_agents", "get_num_agents"):
-        count = declared(source, name)
-        if name.startswith("get_"):
-            count = called(count)
-        if isinstance(count, Integral) and not isinstance(count, bool) and int(count) > 0:
-            return int(count)
-    return None
 
 
 def length_of(declaration: Any) -> int | None:
@@ -180,20 +152,17 @@ def length_of(declaration: Any) -> int | None:
 
 
 def _is_sequence(values: Any) -> bool:
-    if isinstance(values, np.ndarray):
-        return values.ndim > 0
-    if isinstance(values, list | tuple):
-        return True
+    if isinstance(values, list | tuple | np.ndarray):
+        return not isinstance(values, np.ndarray) or values.ndim > 0
     if isinstance(values, str | bytes | Mapping | set | frozenset) or not hasattr(values, "__len__"):
         return False
     return getattr(values, "shape", True) != () and isinstance(values, Iterable)  # arrays and tensors of others
 
 
 def _is_true(flag: Any) -> bool:
-    # What is no single flag stays: where transitions are made, it is refused for every kind of environment.
     try:
         return bool(flag)
-    except Exception:
+    except Exception:  # not a single flag: refused where transitions are made, for every kind of environment
         return False
 
 

@@ -1,7 +1,7 @@
-"""The same batch in other shapes: facades over a `ParallelEnv`, for what training loops already speak.
+"""Facades: a `ParallelEnv` with the interface of a training library, made as `Facade(env)`.
 
-Each is made as `Facade(env)`, reshapes and renames, and decides nothing about episodes. Those of other projects are
-imported when they are asked for, so that each needs only its own.
+Facades reshape and rename, and decide nothing about episodes. They are imported on first use, so that each needs only
+its own library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from marl_parallel.vector.stepper import Stacked as Stacked
     from marl_parallel.vector.torchrl import TorchRLEnv as TorchRLEnv
 
-# Where each is, and the libraries without which it cannot be imported; RLlib's own are not all there with Ray alone.
+# The module of each name, and the libraries that it imports; Ray alone does not bring all that RLlib needs.
 _WHERE = {
     "ArrayStepper": ("stepper", ()),
     "Arrays": ("stepper", ()),
@@ -37,7 +37,7 @@ _WHERE = {
     "TorchRLEnv": ("torchrl", ("torchrl",)),
 }
 
-# All that can be imported here, that to import everything does not fail; the others say what to install.
+# Only names whose libraries are installed, so that `import *` works; the errors of the others say what to install.
 __all__ = [name for name, (_, libraries) in _WHERE.items() if all(map(installed, libraries))]
 
 

@@ -1,4 +1,4 @@
-"""`AgileRLVecEnv`: the batch by agent, with NaN for absent agents, as AgileRL has it."""
+"""`AgileRLVecEnv`: dicts by agent of arrays, with NaN for absent agents, as AgileRL has them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays
 from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.spaces import tree_map
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.infos import agent_infos, env_infos, next_episode_info, vector_infos
-from marl_parallel.vector.rows import handed_down, took_part
+from marl_parallel.vector.rows import took_part, with_env_flags
 from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls, Scalarize
 
 try:
@@ -34,38 +35,35 @@ _FORCED = "env_defined_actions"
 
 
 class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
-    """A vector environment that AgileRL's multi-agent training functions take as it is.
+    """A vector environment for AgileRL's multi-agent training functions.
 
     Everything is a dict by agent of arrays over all environments, for all possible agents at all times. Rewards are
-    float64 and flags bool, `(num_envs,)`. Where an agent has no reward, it is NaN; so are its flags where it takes no
-    part in an environment and has none (they are float64 then), and its observation where that is of floats; integers
-    have no NaN and are zeros. Observations that are single numbers have the shape `(num_envs, 1)`. All arrays are the
-    caller's own, also where `env` was made with `copy=False`.
+    float64 and flags bool, `(num_envs,)`. Missing values are NaN: rewards; flags of agents that take no part in an
+    environment and have none (the array is float64 then); observations of floats (integers have no NaN and are zeros).
+    Observations that are single numbers have the shape `(num_envs, 1)`. All arrays are the caller's own, also where
+    `env` was made with `copy=False`.
 
-    Episodes begin anew in the step in which they end. Then observations are the new episode's; an agent's flags are
-    its own, or those of its environment where it has none; and infos are the reset's, with the old episode's last as
-    `final_obs` and `final_info`.
+    Episodes begin anew in the step in which they end. Then observations are the new episode's; agents without a flag of
+    their own inherit the environment's; and infos are the reset's, with the old episode's last as `final_obs` and
+    `final_info`.
 
     `infos[agent]` is laid out as AgileRL's and Gymnasium's vector infos: an array for each key, and a mask under
-    `_key`. `env_defined_actions` is NaN where an environment defines none. What is about an environment rather than an
-    agent, such as the mark of a restart, `infos[agent]["__common__"]`, is in every agent's.
+    `_key`. `env_defined_actions` is NaN where an environment defines none. Infos of the environment, such as the mark
+    of a restart, `infos[agent]["__common__"]`, are in every agent's.
 
     Args:
         env: Made with `auto_reset=True`. Nobody else may step it. Training functions close it in the end.
-        scalarize: What makes numbers of rewards that are vectors: a weight for each objective, or a function that takes
-            one vector and returns a number; or a dict of these by agent. Needed where agents declare a `reward_space`.
+        scalarize: Makes numbers of vector rewards, as of `ArrayStepper`; needed where agents declare a `reward_space`.
 
     Attributes:
-        env: As given.
         agents: All possible agents, always.
         present: By agent, `(num_envs,)`, bool: where it was observed or rewarded at the last reset or step.
         acting: Likewise: where its action counts next.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: Its auto-reset is another one, its agents are not known beforehand or no strings, or one declares no
-            space, or actions that are dicts or tuples; or rewards are vectors and there is no `scalarize`, or it does
-            not fit them.
+        ValueError: Its auto-reset is another one, its agents are not known beforehand or no strings, one declares no
+            space, or actions that are dicts or tuples; or `scalarize` is missing or does not fit the rewards.
 
     Example:
         >>> from agilerl.algorithms import IPPO
@@ -100,9 +98,9 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
             metadata=env.metadata,
             render_mode=env.render_mode,
         )
-        nobody = np.zeros((self.num_envs, len(self.agents)), np.bool_)
-        self.present: ByAgent = self._by_agent(nobody)
-        self.acting: ByAgent = self._by_agent(nobody.copy())
+        shape = self.num_envs, len(self.agents)
+        self.present: ByAgent = self._by_agent(np.zeros(shape, np.bool_))
+        self.acting: ByAgent = self._by_agent(np.zeros(shape, np.bool_))
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -110,14 +108,11 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[ByAgent, ByAgent]:
-        """Begin new episodes.
+        """Begin new episodes; returns observations and infos, by agent.
 
         Args:
             seed: Environment i gets `seed + i`; a sequence has one for each environment.
             options: For each environment's own `reset`.
-
-        Returns:
-            Observations and infos, by agent.
         """
         arrays = self._stepper.reset(seed, options)
         return self._seen(arrays), self._infos(arrays)
@@ -126,72 +121,49 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def step(
         self, actions: Mapping[str, Any], *_: Any, **__: Any
     ) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
-        """Step all environments.
+        """Step all environments; returns observations, rewards, terminations, truncations and infos, by agent.
 
         Args:
-            actions: By agent, arrays or tensors `(num_envs, ...)`. Rows of those who do not act are not looked at,
-                whoever acts in no environment may be left out, and a row that is NaN all over is no action.
-
-        Returns:
-            Observations, rewards, terminations, truncations and infos, by agent.
-
-        Raises:
-            ValueError: Actions of another shape or dtype; by PettingZoo's rules, also none for an agent that acts.
-                Nothing has been stepped. Or as of `step_wait`.
-            ResetNeeded: `reset` has not been called. Nothing has been stepped.
-            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+            actions: By agent, arrays or tensors `(num_envs, ...)`. Rows of agents that do not act are ignored, agents
+                that act in no environment may be left out, and a row that is NaN all over is no action. Errors are
+                those of `ArrayStepper.step`.
         """
         self._send(actions)
         return self._receive(None)
 
     @exclusive("step_async")
     def step_async(self, actions: Sequence[Mapping[str, Any]]) -> None:
-        """Begin to step all environments and return.
-
-        Args:
-            actions: For each environment, a dict by agent. Errors are as of `step`.
-        """
+        """Begin to step all environments and return; `actions` has a dict by agent for each. Errors as of `step`."""
         if isinstance(actions, Mapping):
             raise TypeError("step_async takes a list with a dict of actions for each copy; step takes arrays by agent")
-        self._stepper.send_dicts([self._formed(given) for given in actions])
+        self._stepper.send_dicts([self._of_one(given) for given in actions])
 
     @exclusive("step_wait")
     def step_wait(self, timeout: float | None = None) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
-        """The results of `step_async`.
-
-        Args:
-            timeout: Seconds to wait at most; None for as long as it takes.
-
-        Raises:
-            NoAsyncCallError: Nothing is on its way.
-            TimeoutError: They were not there in time. Nothing is lost, and this can be called again.
-            ValueError: What came of it has no place in arrays, as a reward that is no number. All has been stepped.
-            ParallelEnvError: A fault, as in `ParallelEnv.step`.
-        """
+        """The results of `step_async`; arguments and errors as of `ArrayStepper.receive`."""
         return self._receive(timeout)
 
     def _receive(self, timeout: float | None) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
         arrays = self._stepper.receive(timeout)
-        whom, flags = arrays.flagged, (arrays.terminations, arrays.truncations)
+        flagged, flags = arrays.flagged, (arrays.terminations, arrays.truncations)
         if not arrays.quiet:
-            whom = whom | took_part(arrays, self.agents, same_step=True)
-            flags = handed_down(arrays, whom)
-        terminations, truncations = flags
+            flagged = flagged | took_part(arrays, self.agents, same_step=True)
+            flags = with_env_flags(arrays, flagged)
         return (
             self._seen(arrays),
             self._by_agent(np.where(arrays.rewarded, arrays.rewards, np.nan)),
-            self._marked(terminations, whom),
-            self._marked(truncations, whom),
+            self._marked(flags[0], flagged),
+            self._marked(flags[1], flagged),
             self._infos(arrays, arrays.terminated | arrays.truncated),
         )
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def close_extras(self, *, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
-        """Close the environment; arguments as of `ParallelEnv.close`. What is on its way is dropped."""
+        """Close the environment; arguments as of `ParallelEnv.close`. A step in flight is dropped."""
         self._stepper.close(terminate=terminate, **kwargs if timeout is None else {**kwargs, "timeout": timeout})
 
-    # -- into the core ---------------------------------------------------------------------------------------------
+    # -- arguments -------------------------------------------------------------------------------------------------
 
     def _send(self, actions: Mapping[str, Any]) -> None:
         stacked: ByAgent = {}
@@ -204,9 +176,8 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
                 nan = np.isnan(array.reshape(self.num_envs, -1)).all(axis=1)
                 if nan.any():
                     absent[agent] = nan
-                    array = array.copy()
-                    array[nan] = 0
-            stacked[agent] = _formed(self._single_action_spaces.get(agent), array, self.num_envs)
+                    array = stacking.placed(array, nan, np.zeros((), array.dtype))
+            stacked[agent] = _formed(self._single_action_spaces.get(agent), array)
         acting = self._stepper.runner.batch.acting if absent else []
         if not any(agent in acting[env_id] for agent, rows in absent.items() for env_id in np.flatnonzero(rows)):
             self._stepper.send(stacked)
@@ -218,27 +189,26 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
             ]
         )
 
-    def _formed(self, actions: Mapping[str, Any]) -> ByAgent:
-        """One environment's actions in the form of their spaces, as AgileRL's own squeezes them into."""
-        formed: ByAgent = {}
-        for agent, given in actions.items():
-            array = _array(given)
-            if array.dtype.kind == "f" and array.size and np.isnan(array).all():
-                continue
-            formed[agent] = _formed(self._single_action_spaces.get(agent), array[None], 1)[0]
-        return formed
+    def _of_one(self, actions: Mapping[str, Any]) -> ByAgent:
+        """One environment's actions in the form of their spaces, without those that are NaN."""
+        arrays = {agent: _array(given) for agent, given in actions.items()}
+        return {
+            agent: _formed(self._single_action_spaces.get(agent), array[None])[0]
+            for agent, array in arrays.items()
+            if array.dtype.kind != "f" or not array.size or not np.isnan(array).all()
+        }
 
-    # -- out of the core -------------------------------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------------------------------
 
     def _by_agent(self, array: NDArray[Any]) -> ByAgent:
         return dict(zip(self.agents, array.T))
 
-    def _marked(self, flags: NDArray[np.bool_], whom: NDArray[np.bool_]) -> ByAgent:
-        """Flags by agent; NaN but for these, as AgileRL's own, which has bool for an agent that is everywhere."""
-        if whom.all():
+    def _marked(self, flags: NDArray[np.bool_], flagged: NDArray[np.bool_]) -> ByAgent:
+        """Flags by agent, NaN where not `flagged`; bool for an agent that is flagged everywhere, as AgileRL's own."""
+        if flagged.all():
             return self._by_agent(flags)
-        floats = np.where(whom, flags, np.nan)
-        return {agent: (flags if whom[:, place].all() else floats)[:, place] for place, agent in enumerate(self.agents)}
+        floats = np.where(flagged, flags, np.nan)
+        return {agent: (flags if flagged[:, i].all() else floats)[:, i] for i, agent in enumerate(self.agents)}
 
     def _seen(self, arrays: Arrays) -> ByAgent:
         """Observations by agent, NaN where an agent was not observed, single numbers with an axis of their own."""
@@ -252,24 +222,23 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
         view = self._stepper.view
         groups = zip(arrays.observations, view.groups)
-        return view.by_agent([stacking.each(partial(shown, at), seen) for seen, (_, at) in groups])
+        return view.by_agent([tree_map(partial(shown, at), seen) for seen, (_, at) in groups])
 
     def _infos(self, arrays: Arrays, over: NDArray[np.bool_] | None = None) -> ByAgent:
-        infos: ByAgent = {}
         by_env = {
             env_id: self._agent_infos(env_id, own, over is not None and bool(over[env_id]))
             for env_id, own in arrays.infos.items()
         }
+        infos: ByAgent = {}
         for place, agent in enumerate(self.agents):
-            rows = ((env_id, of_agents[place]) for env_id, of_agents in by_env.items())
-            infos[agent] = vector_infos(rows, self.num_envs)
-            if _FORCED in infos[agent]:
-                infos[agent][_FORCED] = _forced(agent, infos[agent][_FORCED], infos[agent][f"_{_FORCED}"])
-            infos[f"_{agent}"] = np.ones(self.num_envs, np.bool_)
+            own = vector_infos(((env_id, of_agents[place]) for env_id, of_agents in by_env.items()), self.num_envs)
+            if _FORCED in own:
+                own[_FORCED] = _forced(agent, own[_FORCED], own[f"_{_FORCED}"])
+            infos[agent], infos[f"_{agent}"] = own, np.ones(self.num_envs, np.bool_)
         return infos
 
     def _agent_infos(self, env_id: int, infos: Mapping[Any, Any], over: bool) -> list[dict[Any, Any]]:
-        """The infos of each agent of one environment, laid out anew where its next episode has begun."""
+        """The infos of each agent of one environment, in another layout where its next episode has begun."""
         by_agent = agent_infos(env_id, infos, self.agents, self.agents)
         if not over:
             return by_agent
@@ -285,29 +254,25 @@ def _array(value: Any) -> NDArray[Any]:
     return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
 
 
-def _formed(space: Space[Any] | None, array: NDArray[Any], count: int) -> NDArray[Any]:
+def _formed(space: Space[Any] | None, rows: NDArray[Any]) -> NDArray[Any]:
     """Rows in the shape of their space, where axes of length 1 differ or they are flat; whole floats as integers."""
     if space is None or space.shape is None:
-        return array
-    array = stacking.whole(space, array)
-    flat = array.shape == (count, int(np.prod(space.shape)))
-    alike = [length for length in array.shape[1:] if length != 1] == [length for length in space.shape if length != 1]
-    return array.reshape(count, *space.shape) if flat or alike else array
+        return rows
+    rows = stacking.whole(space, rows)
+    flat = rows.shape == (len(rows), int(np.prod(space.shape)))
+    alike = [length for length in rows.shape[1:] if length != 1] == [length for length in space.shape if length != 1]
+    return rows.reshape(len(rows), *space.shape) if flat or alike else rows
 
 
-def _forced(agent: str, actions: Any, said: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Actions that simulators have chosen themselves; NaN where they have not, or only say None.
-
-    Raises:
-        ValueError: They are of several shapes.
-    """
+def _forced(agent: str, actions: Any, defined: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Actions that environments define, NaN where they define none; raises `ValueError` if shapes differ."""
     rows = {
         row: np.asarray(action, np.float64)
-        for row, (action, there) in enumerate(zip(actions, said))
+        for row, (action, there) in enumerate(zip(actions, defined))
         if there and action is not None
     }
     shape = next((values.shape for values in rows.values()), ())
-    forced = np.full((len(said), *shape), np.nan)
+    forced = np.full((len(defined), *shape), np.nan)
     for row, values in rows.items():
         if values.shape != shape:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""`PettingZooVecEnv`: the batch by agent, as PettingZoo's users think of it."""
+"""`PettingZooVecEnv`: dicts by agent of arrays, with PettingZoo's names; `SingleEnv`: one environment of it."""
 
 from __future__ import annotations
 
@@ -18,33 +18,27 @@ from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.transition import ALL
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.infos import infos_by_agent
-from marl_parallel.vector.rows import handed_down, took_part
+from marl_parallel.vector.rows import took_part, with_env_flags
 from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls
 
 ByAgent = dict[AgentID, Any]
 
 
 class PettingZooVecEnv(ForwardedCalls):
-    """Many environments as one, of which everything is a dict by agent of arrays over all environments.
+    """Many environments as one, with dicts by agent of arrays over all environments.
 
     Observations are in the form of the agent's batched space: an array `(num_envs, ...)`, or dicts and tuples of them.
-    Rewards are float64 and flags bool, `(num_envs,)`; rewards that are vectors are `(num_envs, num_objectives)`, in the
-    dtype of the agent's `single_reward_space`. Every agent is always there; in environments where it is absent its
-    rows are zeros, and `present[agent]` says which rows are data, `acting[agent]` which want an action. Where an
-    episode ends and an agent that took part has no flag of its own, it has its environment's. Infos are laid out by
-    agent as in Gymnasium's vector environments; those of the environment, not an agent, are under their own key.
+    Rewards are float64 and flags bool, `(num_envs,)`; vector rewards are `(num_envs, num_objectives)`, in the dtype of
+    the agent's `single_reward_space`. Every agent is always there; in environments where it is absent its rows are
+    zeros, and `present[agent]` says which rows are data, `acting[agent]` which want an action. When an episode ends,
+    agents without a flag of their own inherit the environment's. Infos are laid out by agent as in Gymnasium's vector
+    environments; those of the environment, not an agent, are under their own key.
 
-    Auto-reset is whatever the environment was made with. With `auto_reset=False`, PettingZoo's own loop over `agents`
-    runs unchanged; it ends when nobody is left in any environment.
+    Auto-reset is that of `env`. With `auto_reset=False`, PettingZoo's own loop over `agents` runs unchanged; it ends
+    when nobody is left in any environment.
 
     Args:
         env: Nobody else may step it. With `copy=False`, observations are valid until the next step or reset.
-
-    Attributes:
-        env: As given.
-        metadata: Of the first environment; `"autoreset_mode"` is there, too.
-        possible_agents: All agents, in the environment's own order.
-        num_envs: The number of environments.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
@@ -65,57 +59,50 @@ class PettingZooVecEnv(ForwardedCalls):
 
     def __init__(self, env: ParallelEnv) -> None:
         self._stepper = ArrayStepper(env, self, vectors=True)
-        self._guard = CallGuard(self._stepper.runner.check_open)
-        self._view, self._batch = self._stepper.view, self._stepper.runner.batch
+        self._runner = self._stepper.runner
+        self._guard = CallGuard(self._runner.check_open)
         self.env, self.num_envs = env, env.num_envs
         self.metadata = env.metadata
         self.possible_agents = env.possible_agents
-        self._schema = schema = self._stepper.runner.schema
-        self._single = schema.observation_spaces, schema.action_spaces
         self._batched = tuple(
             {agent: batch_space(declared[agent], self.num_envs) for agent in self.possible_agents}
-            for declared in self._single
+            for declared in (self._runner.schema.observation_spaces, self._runner.schema.action_spaces)
         )
-        self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
         self._present = self._acting = np.zeros((self.num_envs, len(self.possible_agents)), np.bool_)
-
-    # -- what it is ------------------------------------------------------------------------------------------------
 
     @property
     def agents(self) -> list[AgentID]:
-        """Who is alive in any environment whose episode goes on."""
-        alive = {agent for agents, over in zip(self._batch.alive, self._batch.over) if not over for agent in agents}
+        """The agents alive in any environment whose episode goes on."""
+        batch = self._runner.batch
+        alive = {agent for agents, over in zip(batch.alive, batch.over) if not over for agent in agents}
         return [agent for agent in self.possible_agents if agent in alive]
 
     @property
     def num_agents(self) -> int:
-        """How many `agents` there are."""
         return len(self.agents)
 
     @property
     def max_num_agents(self) -> int:
-        """The number of possible agents."""
         return len(self.possible_agents)
 
     @property
     def render_mode(self) -> str | None:
-        """The render mode of the first environment."""
         return self.env.render_mode
 
     @property
     def present(self) -> ByAgent:
-        """By agent, in which environments its rows are data: `(num_envs,)`, bool."""
+        """By agent, the environments in which its rows are data: `(num_envs,)`, bool."""
         return self._by_agent(self._present)
 
     @property
     def acting(self) -> ByAgent:
-        """By agent, in which environments it should act next: `(num_envs,)`, bool."""
+        """By agent, the environments in which it should act next: `(num_envs,)`, bool."""
         return self._by_agent(self._acting)
 
     @property
     def over(self) -> NDArray[np.bool_]:
-        """In which environments the episode has ended and no reset has followed."""
-        return np.array(self._batch.over, np.bool_)
+        """The environments whose episode has ended and that have not been reset: `(num_envs,)`, bool."""
+        return np.array(self._runner.batch.over, np.bool_)
 
     def observation_space(self, agent: AgentID) -> Space[Any]:
         """Of one agent in all environments."""
@@ -126,12 +113,11 @@ class PettingZooVecEnv(ForwardedCalls):
         return self._batched[1][agent]
 
     def single_observation_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent in one environment."""
-        return self._single[0][agent]
+        """Of one agent in one environment; so are the other `single_` methods."""
+        return self._runner.schema.observation_spaces[agent]
 
     def single_action_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent in one environment."""
-        return self._single[1][agent]
+        return self._runner.schema.action_spaces[agent]
 
     def reward_space(self, agent: AgentID) -> Space[Any] | None:
         """Of one agent in all environments; None for an agent whose rewards are numbers."""
@@ -139,8 +125,7 @@ class PettingZooVecEnv(ForwardedCalls):
         return None if space is None else batch_space(space, self.num_envs)
 
     def single_reward_space(self, agent: AgentID) -> Space[Any] | None:
-        """Of one agent in one environment; None for an agent whose rewards are numbers."""
-        return self._schema.reward_spaces.get(agent)
+        return self._runner.schema.reward_spaces.get(agent)
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -151,37 +136,23 @@ class PettingZooVecEnv(ForwardedCalls):
         options: dict[str, Any] | None = None,
         env_ids: Sequence[int] | None = None,
     ) -> tuple[ByAgent, ByAgent]:
-        """Begin new episodes.
+        """Begin new episodes; returns observations and infos, by agent.
 
         Args:
             seed: As of `ParallelEnv.reset`: environment i gets `seed + i`.
             options: For each environment's own `reset`.
             env_ids: Which environments; None for all of them. The others' observations stay.
-
-        Returns:
-            Observations and infos, by agent.
         """
-        arrays = self._stepper.reset(seed, options, env_ids)
-        observations, _, _, _, infos = self._results(arrays)
+        observations, _, _, _, infos = self._results(self._stepper.reset(seed, options, env_ids))
         return observations, infos
 
     @exclusive("step")
     def step(self, actions: Mapping[AgentID, Any]) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
-        """Step all environments.
+        """Step all environments; returns observations, rewards, terminations, truncations and infos, by agent.
 
         Args:
-            actions: By agent, in the form of its batched space. Rows of those who do not act are not looked at, and
-                whoever acts in no environment may be left out.
-
-        Returns:
-            Observations, rewards, terminations, truncations and infos, by agent.
-
-        Raises:
-            TypeError: The actions are no dict. Nothing has been stepped.
-            ValueError: Actions are missing or of another shape or dtype, and nothing has been stepped; or all has been
-                stepped, but what came of it has no place in arrays: a reward that is no number, an unknown agent.
-            ResetNeeded: `reset` has not been called. Nothing has been stepped.
-            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+            actions: By agent, in the form of its batched space. Rows of agents that do not act are ignored, and agents
+                that act in no environment may be left out. Errors are those of `ArrayStepper.step`.
         """
         return self._results(self._stepper.step(_checked(actions)))
 
@@ -192,13 +163,7 @@ class PettingZooVecEnv(ForwardedCalls):
 
     @exclusive("step_wait")
     def step_wait(self) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
-        """The results of `step_async`.
-
-        Raises:
-            NoAsyncCallError: Nothing is on its way.
-            ValueError: As of `step`, where that is after it.
-            ParallelEnvError: A fault, as in `ParallelEnv.step`.
-        """
+        """The results of `step_async`; raises `NoAsyncCallError` where no step is in flight, else as `step`."""
         return self._results(self._stepper.receive())
 
     def _results(self, arrays: Arrays) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
@@ -207,13 +172,13 @@ class PettingZooVecEnv(ForwardedCalls):
         if not arrays.together and np.count_nonzero(
             (arrays.terminated | arrays.truncated)[:, None] > (arrays.terminations | arrays.truncations)
         ):
-            flags = handed_down(arrays, took_part(arrays, self.possible_agents, same_step=self._same_step))
-        terminations, truncations = flags
+            same_step = self._runner.mode is AutoresetMode.SAME_STEP
+            flags = with_env_flags(arrays, took_part(arrays, self.possible_agents, same_step=same_step))
         return (
-            self._view.by_agent(arrays.observations),
+            self._stepper.view.by_agent(arrays.observations),
             {**self._by_agent(arrays.rewards), **arrays.vectors} if arrays.vectors else self._by_agent(arrays.rewards),
-            self._by_agent(terminations),
-            self._by_agent(truncations),
+            self._by_agent(flags[0]),
+            self._by_agent(flags[1]),
             infos_by_agent(arrays.infos, self.possible_agents, self.num_envs),
         )
 
@@ -223,11 +188,7 @@ class PettingZooVecEnv(ForwardedCalls):
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def single(self, env_id: int = 0) -> SingleEnv:
-        """One environment as a PettingZoo `ParallelEnv` of its own.
-
-        Raises:
-            ValueError: The environment resets by itself, which PettingZoo's own do not: pass `auto_reset=False`.
-        """
+        """One environment as a PettingZoo `ParallelEnv`; raises `ValueError` unless `env` has `auto_reset=False`."""
         return SingleEnv(self.env, env_id, self._stepper.note)
 
     def state(self) -> NDArray[Any]:
@@ -249,30 +210,25 @@ class PettingZooVecEnv(ForwardedCalls):
 
 
 class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
-    """What PettingZoo's wrappers, tests and loops take; the other environments stay as they are.
+    """One environment for PettingZoo's wrappers, tests and loops; the other environments stay as they are.
 
     Args:
-        env: Made with `auto_reset=False`.
-        env_id: Which copy.
-        note: Told of what it says, for whoever steps all environments: its number, observations and rewards.
-
-    Raises:
-        ValueError: It was not, or there is no such copy.
+        env: Made with `auto_reset=False`, else `ValueError`.
+        env_id: The environment.
+        note: Called after each step and reset with `env_id`, observations and rewards.
     """
 
     def __init__(self, env: ParallelEnv, env_id: int, note: Callable[[int, ByAgent, ByAgent], None]) -> None:
         runner = env.runner
         if runner.mode is not AutoresetMode.DISABLED:
             raise ValueError(
-                "one copy as a PettingZoo environment wants a ParallelEnv with auto_reset=False, got "
+                "one environment in PettingZoo's form wants a ParallelEnv with auto_reset=False, got "
                 f"AutoresetMode.{runner.mode.name}"
             )
         if not 0 <= env_id < env.num_envs:
             raise ValueError(f"there is no copy {env_id!r}: they are numbered from 0 to {env.num_envs - 1}")
         self._env, self._runner, self._env_id, self._note = env, runner, env_id, note
-        self.metadata = env.metadata
-        self.render_mode = env.render_mode
-        self.possible_agents = env.possible_agents
+        self.metadata, self.render_mode, self.possible_agents = env.metadata, env.render_mode, env.possible_agents
         self.observation_spaces = runner.schema.observation_spaces
         self.action_spaces = runner.schema.action_spaces
         self.reward_spaces = runner.schema.reward_spaces
@@ -281,35 +237,30 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
 
     @property
     def agents(self) -> list[AgentID]:
-        """Who is alive; nobody once the episode is over."""
+        """The agents alive; none once the episode is over."""
         batch = self._runner.batch
         return [] if batch.over[self._env_id] else [*batch.alive[self._env_id]]
 
     def observation_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent."""
         return self.observation_spaces[agent]
 
     def action_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent."""
         return self.action_spaces[agent]
 
     def reward_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent whose rewards are vectors."""
         return self.reward_spaces[agent]
 
     def reset(
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[AgentID, Any], dict[AgentID, Any]]:
         """Begin a new episode; options are dropped where the simulator's own `reset` takes none."""
-        if not self._runner.takes_options:
-            options = None
-        seeds = None if seed is None else [seed]
+        seeds, options = None if seed is None else [seed], options if self._runner.takes_options else None
         (observations,), (infos,) = self._env.reset(seed=seeds, options=options, env_ids=[self._env_id])
         self._note(self._env_id, observations, {})
         return observations, infos
 
     def step(self, actions: dict[AgentID, Any]) -> tuple[dict[AgentID, Any], ...]:
-        """Step once; `__all__` is left out, as PettingZoo knows no such key: who has no flag of its own has this."""
+        """Step once; agents without a flag of their own have that of `__all__`, a key that PettingZoo does not know."""
         results = self._env.step([actions], env_ids=[self._env_id])
         observations, rewards, terminateds, truncateds, infos = (dicts[0] for dicts in results)
         self._note(self._env_id, observations, rewards)
@@ -326,12 +277,11 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         return state
 
     def render(self) -> Any:
-        """A frame; None where `render_mode` is None."""
         frames = self._env.render(env_ids=[self._env_id])
         return None if frames is None else frames[0]
 
     def close(self) -> None:
-        """Close all environments: they live and end together."""
+        """Close all environments."""
         self._env.close()
 
 

@@ -1,8 +1,8 @@
-"""`RLlibVectorMultiAgentEnv`: the batch as RLlib's multi-agent env runner steps it, and a runner that makes one.
+"""`RLlibVectorMultiAgentEnv`: lists of dicts for RLlib's multi-agent env runner, and a runner that makes one.
 
-`EpisodeFilter` leaves out what RLlib's `MultiAgentEpisode` cannot take: it raises where a dead agent has an entry,
-takes every observation for a request to act, wants a last observation of each truncated agent, and ends once all agents
-it has seen are dead, whatever the environment says.
+`EpisodeFilter` leaves out what RLlib's `MultiAgentEpisode` cannot take. That class raises where a dead agent has an
+entry, takes every observation for a request to act, needs a last observation of each truncated agent, and ends once all
+agents it has seen are dead, whatever the environment says.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __doctest_requires__ = ["ray", "tree", "torch"]
 logger = logging.getLogger(__name__)
 
 OPTIONS = "parallel_env"
-"""Where in `env_config` the runner finds arguments for `ParallelEnv`."""
+"""The key of `env_config` with arguments for `ParallelEnv`."""
 
 _OURS = ("env_constructors", "auto_reset", "seed", "copy")
 
@@ -57,31 +57,26 @@ EnvDicts = list[dict[Any, Any]]
 class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ignore[misc]
     """Many environments as RLlib's `MultiAgentEnvRunner` steps them: lists of dicts in and out.
 
-    Usually made by `ParallelMultiAgentEnvRunner`. What the core's dicts say arrives unchanged, but for what RLlib's
-    episodes cannot take: entries of agents that are dead, and observations of agents whose turn it is not, are left
-    out; `infos[i]["__common__"]` is copied into the info of each agent that observes, as RLlib keeps no other. Where a
-    copy has been restarted (`on_error="restart"`), that is where `{"restarted": True, "error": ...}` is; its episode
-    is truncated, and every agent in it has a last observation to bootstrap from.
+    Usually made by `ParallelMultiAgentEnvRunner`. The dicts are those of `ParallelEnv`, but for what RLlib's episodes
+    cannot take: entries of agents that are dead, and observations of agents whose turn it is not, are left out;
+    `infos[i]["__common__"]` is copied into the info of each agent that observes, as RLlib keeps no other. Where an
+    environment has been restarted (`on_error="restart"`), that is where `{"restarted": True, "error": ...}` is; its
+    episode is truncated, and every agent in it has a last observation to bootstrap from.
 
     Args:
         env: Made with `auto_reset="NEXT_STEP"` and `copy=True`, as RLlib keeps observations. Nobody else may step it.
             Agents need not be known beforehand.
-        scalarize: What makes numbers of rewards that are vectors: a weight for each objective, or a function that takes
-            one vector and returns a number; or a dict of these by agent. Needed where agents declare a `reward_space`.
+        scalarize: Makes numbers of vector rewards, as of `ArrayStepper`; needed where agents declare a `reward_space`.
 
     Attributes:
-        env: As given.
         envs: A stand-in for each environment, a `MultiAgentEnv` with its spaces and agents. It cannot be stepped.
-        num_envs: The number of environments.
         single_observation_spaces: Of each agent that declares one; `single_observation_space` is their `Dict`.
         single_action_spaces: Likewise, with `single_action_space`.
-        metadata: Of the first environment; `"autoreset_mode"` is there, too.
-        render_mode: Of the first environment.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: It has another auto-reset mode, or `copy=False`; or rewards are vectors and there is no `scalarize`,
-            or it does not fit them.
+        ValueError: It has another auto-reset mode, or `copy=False`; or `scalarize` is missing or does not fit the
+            rewards.
         ClosedEnvironmentError: It has been closed.
 
     Example:
@@ -117,18 +112,12 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[EnvDicts, EnvDicts]:
-        """Begin new episodes in all environments.
+        """Begin new episodes; returns observations and infos, one dict by agent for each environment.
 
         Args:
             seed: As of `ParallelEnv.reset`: environment i gets `seed + i`, or its own of a sequence.
-            options: For each environment's own `reset`.
-
-        Returns:
-            Observations and infos, one dict by agent for each environment.
-
-        Raises:
-            RuntimeError: Another facade steps this environment.
-            ParallelEnvError: A fault, as in `ParallelEnv.reset`.
+            options: For each environment's own `reset`. Errors are those of `ParallelEnv.reset`, and `RuntimeError` if
+                another facade steps this environment.
         """
         self._runner.claim(self._me)
         observations, infos = self.env.reset(seed=seed, options=options)
@@ -137,20 +126,15 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
     @exclusive("step")
     def step(self, actions: Sequence[Mapping[AgentID, Any]]) -> tuple[EnvDicts, EnvDicts, EnvDicts, EnvDicts, EnvDicts]:
-        """Step all environments; those whose episode is over begin the next one, and their actions are not looked at.
+        """Step all environments; those whose episode is over begin the next one, and their actions are ignored.
 
         Args:
             actions: One dict by agent for each environment.
 
         Returns:
             Observations, rewards, terminateds, truncateds, infos, one dict by agent for each environment; rewards are
-            0.0 and flags False where an episode has begun. The flags also have `"__all__"`.
-
-        Raises:
-            RuntimeError: Another facade steps this environment.
-            ValueError: Actions are missing or are not what their space declares. Nothing has been stepped.
-            ResetNeeded: `reset` has not been called. Nothing has been stepped.
-            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+            0.0 and flags False where an episode has begun. The flags also have `"__all__"`. Errors are those of
+            `ParallelEnv.step`, and `RuntimeError` if another facade steps this environment.
         """
         self._runner.claim(self._me)
         due = [*self._runner.batch.over]
@@ -167,16 +151,11 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         self.env.close(**kwargs)
 
     def __del__(self) -> None:
-        """Nothing: whoever holds the `ParallelEnv` may go on with it, and it closes when nobody does."""
+        """Nothing: the `ParallelEnv` may be used further, and closes when it is collected itself."""
 
 
 class EpisodeFilter:
-    """The agents of one environment, as RLlib's episode knows them.
-
-    Args:
-        batch: Says where each environment stands.
-        env_id: The environment.
-    """
+    """The agents of one environment, as RLlib's episode knows them."""
 
     def __init__(self, batch: Batch | NativePool, env_id: int) -> None:
         self._batch, self._env_id = batch, env_id
@@ -187,24 +166,19 @@ class EpisodeFilter:
         self._forget()
         observations = self._to_act(observations)
         self._seen.update(observations)
-        self._begun = True
+        self._has_begun = True
         return observations, _with_common(infos, observations)
 
     def step(self, was_over: bool, dicts: FiveDicts) -> FiveDicts:
-        """What the episode is given of a step.
-
-        Args:
-            was_over: Whether the environment's episode had ended before, so that the next one began in this step.
-            dicts: Observations, rewards, terminateds, truncateds, infos.
-        """
+        """The five dicts of a step for RLlib's episode; `was_over`: whether the next episode began in this step."""
         over = self._batch.over[self._env_id]
         if was_over:
-            # Over again: it was restarted before it could begin. The last observations known are no beginning.
+            # Over again: restarted before it could begin. Its observations are the last of the old episode.
             observations, infos = self.begin({} if over else dicts[0], dicts[4])
             return observations, *dicts[1:4], infos
-        if not self._begun and over:  # no observation here either: RLlib's episode has ended before
+        if not self._has_begun and over:  # no observation here either: RLlib's episode has ended before
             return {}, *dicts[1:]
-        self._begun = True
+        self._has_begun = True
         observations, rewards, terminateds, truncateds, infos = (
             {agent: value for agent, value in of_agents.items() if agent not in self._dead} if self._dead else of_agents
             for of_agents in dicts
@@ -215,19 +189,20 @@ class EpisodeFilter:
         elif isinstance(common, dict) and common.get("restarted"):
             observations = {**{a: self._seen[a] for a in truncateds if a in self._seen}, **observations}
         infos = _with_common(infos, observations)
-        if any(terminateds.values()) or any(truncateds.values()):
+        ended = any(terminateds.values()) or any(truncateds.values())
+        if ended:
             for flags in (terminateds, truncateds):
                 self._dead.update(agent for agent, flag in flags.items() if flag and agent != ALL)
-            if self._seen.keys() <= self._dead:
-                self._forget()
-                return observations, rewards, terminateds, truncateds, infos
-        self._seen.update(observations)
+        if ended and self._seen.keys() <= self._dead:
+            self._forget()
+        else:
+            self._seen.update(observations)
         return observations, rewards, terminateds, truncateds, infos
 
     def _forget(self) -> None:
         self._seen: dict[AgentID, Any] = {}  # with the last observation of each agent
         self._dead: set[AgentID] = set()
-        self._begun = False  # whether RLlib's episode has; it may end before the environment's
+        self._has_begun = False  # RLlib's episode, which may end before the environment's
 
     def _to_act(self, observations: dict[AgentID, Any]) -> dict[AgentID, Any]:
         """The observations without those of agents who are alive and must wait."""
@@ -247,12 +222,7 @@ def _with_common(infos: dict[Any, Any], observations: dict[AgentID, Any]) -> dic
 
 
 class StandIn(MultiAgentEnv):  # type: ignore[misc]
-    """What RLlib looks at of one environment: its agents and spaces. The environment itself lives in a worker.
-
-    Args:
-        env: All environments.
-        env_id: Which this one is.
-    """
+    """The agents and spaces of one environment, for RLlib; the environment itself lives in a worker."""
 
     def __init__(self, env: ParallelEnv, env_id: int) -> None:
         super().__init__()
@@ -264,30 +234,25 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
         self.metadata, self.render_mode = env.metadata, env.render_mode
 
     def get_observation_space(self, agent_id: AgentID) -> Space[Any] | None:
-        """Of one agent; None where it declares none."""
         return self.observation_spaces.get(agent_id)
 
     def get_action_space(self, agent_id: AgentID) -> Space[Any] | None:
-        """Of one agent; None where it declares none."""
         return self.action_spaces.get(agent_id)
 
     def render(self) -> Any:
-        """A frame of this copy; None where `render_mode` is None."""
         frames = self._env.render(env_ids=[self._env_id])
         return None if frames is None else frames[0]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        """Raises RuntimeError."""
-        raise RuntimeError("a stand-in for one copy cannot be reset; reset the RLlibVectorMultiAgentEnv")
+        raise RuntimeError("a stand-in for one environment cannot be reset; reset the RLlibVectorMultiAgentEnv")
 
     def step(self, action_dict: Any) -> Any:
-        """Raises RuntimeError."""
-        raise RuntimeError("a stand-in for one copy cannot be stepped; step the RLlibVectorMultiAgentEnv")
+        raise RuntimeError("a stand-in for one environment cannot be stepped; step the RLlibVectorMultiAgentEnv")
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a stand-in for one copy has no attribute {name!r}; if the copy has it, get_attr({name!r}) of the "
-            "RLlibVectorMultiAgentEnv gives that of all copies"
+            f"a stand-in for one environment has no attribute {name!r}; if the environment has it, get_attr({name!r}) "
+            "of the RLlibVectorMultiAgentEnv returns that of all environments"
         )
 
 
@@ -295,20 +260,19 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
     """RLlib's multi-agent env runner over a `ParallelEnv`: the environments of a runner step in worker processes.
 
     `config.env` is what it always is: a name registered with `ray.tune.register_env` or with Gymnasium, or a class or
-    function of the `EnvContext`, whose `vector_index` says which copy it is for. Beside RLlib's own `MultiAgentEnv` it
-    may make anything that `ParallelEnv` takes, such as a PettingZoo environment as it is. Arguments for `ParallelEnv`
-    (`num_workers`, `on_error`, `step_timeout`, ...) are in `env_config["parallel_env"]`, which the environments do not
-    see, and so is `scalarize` of `RLlibVectorMultiAgentEnv`, for rewards that are vectors. By default the CPUs of the
-    machine are shared evenly by the remote runners, or each uses `num_cpus_per_env_runner` if that is more; a local
-    runner uses all.
+    function of the `EnvContext`, whose `vector_index` is the number of the environment. Beside RLlib's own
+    `MultiAgentEnv` it may make anything that `ParallelEnv` takes, such as a PettingZoo environment. Arguments for
+    `ParallelEnv` (`num_workers`, `on_error`, `step_timeout`, ...) and `scalarize` are in `env_config["parallel_env"]`,
+    which the environments do not see. By default remote runners share the CPUs of the machine evenly, or each uses
+    `num_cpus_per_env_runner` if that is more; a local runner uses all.
 
     With `config.seed`, environment e of runner r is seeded with
     `SeedSequence((config.seed, r, e, in_evaluation)).generate_state(1)[0] >> 1`, so that no two runners sample the
     same episodes. RLlib's check of each environment takes place in its worker; `disable_env_checking` leaves it out.
 
-    A fault that `on_error="raise"` lets through is RLlib's business: with
-    `fault_tolerance(restart_failed_sub_environments=True)` it makes all environments of the runner anew and drops
-    their episodes; with `on_error="restart"` the failed one alone is made anew, and the others go on.
+    After a fault that `on_error="raise"` lets through, RLlib's `restart_failed_sub_environments=True` makes all
+    environments of the runner anew and drops their episodes; with `on_error="restart"` only the failed one is made
+    anew, and the others go on.
 
     Raises:
         ValueError: `env_config["parallel_env"]` has arguments that are RLlib's or the runner's to set.
@@ -332,11 +296,15 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
     """
 
     def make_env(self) -> None:
-        """Close the environment that is there and make a new one, as RLlib asks for at the start and after faults."""
-        self._close_old()
+        """Close the present environment and make a new one, as RLlib asks for at the start and after faults."""
+        try:
+            if self.env is not None:
+                self.env.close()
+        except Exception as error:
+            logger.warning("while closing the environments that are made anew: %s", error)
+        self.env: RLlibVectorMultiAgentEnv | None = None
         context, options = self._context_and_options()
-        check = not self.config.disable_env_checking
-        constructor = _constructor(_creator(self.config.env), context, check)
+        constructor = _constructor(_creator(self.config.env), context, not self.config.disable_env_checking)
         seeds, scalarize = self._env_seeds(), options.pop("scalarize", None)
         parallel = ParallelEnv(
             [constructor] * self.config.num_envs_per_env_runner,
@@ -344,36 +312,19 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
             None if seeds is None else seeds[0],
             **options if "envs_per_worker" in options else {"num_workers": self._num_workers(), **options},
         )
-        self.env: RLlibVectorMultiAgentEnv | None = self._facade(parallel, scalarize)
+        try:
+            self.env = RLlibVectorMultiAgentEnv(parallel, scalarize=scalarize)
+        except BaseException:
+            parallel.close(terminate=True)
+            raise
         self.num_envs = parallel.num_envs
         self._needs_initial_reset = True
         make_callback(
             "on_environment_created",
             callbacks_objects=self._callbacks,
             callbacks_functions=self.config.callbacks_on_environment_created,
-            kwargs={
-                "env_runner": self,
-                "metrics_logger": self.metrics,
-                "env": self.env,
-                "env_context": context,
-            },
+            kwargs={"env_runner": self, "metrics_logger": self.metrics, "env": self.env, "env_context": context},
         )
-
-    @staticmethod
-    def _facade(parallel: ParallelEnv, scalarize: Scalarize | None) -> RLlibVectorMultiAgentEnv:
-        try:
-            return RLlibVectorMultiAgentEnv(parallel, scalarize=scalarize)
-        except BaseException:
-            parallel.close(terminate=True)
-            raise
-
-    def _close_old(self) -> None:
-        try:
-            if self.env is not None:
-                self.env.close()
-        except Exception as error:
-            logger.warning("while closing the environments that are made anew: %s", error)
-        self.env = None
 
     def _context_and_options(self) -> tuple[Any, dict[str, Any]]:
         context = self.config.env_config
@@ -404,11 +355,11 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
     def _env_seeds(self) -> list[int] | None:
         if self.config.seed is None:
             return None
-        who = self.config.seed, self.worker_index or 0
-        sources = [
-            np.random.SeedSequence((*who, env_id, int(self.config.in_evaluation)))
+        runner, evaluation = self.worker_index or 0, int(self.config.in_evaluation)
+        sources = (
+            np.random.SeedSequence((self.config.seed, runner, env_id, evaluation))
             for env_id in range(self.config.num_envs_per_env_runner)
-        ]
+        )
         return [int(source.generate_state(1)[0] >> 1) for source in sources]
 
     def _try_env_reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -416,31 +367,27 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
         return super()._try_env_reset(seed=None if seed is None else self._env_seeds(), options=options)
 
 
-def _creator(described: Any) -> Callable[[Any], Any]:
-    """What makes an environment of its context.
+def _creator(env: Any) -> Callable[[Any], Any]:
+    """The function that makes an environment of its context, from `config.env`.
 
     Raises:
-        ValueError: There is none.
+        ValueError: `config.env` is not set.
         EnvError: It is a name that nobody has registered.
     """
-    if not described:
+    if not env:
         raise ValueError("config.env is not set: name the environment with config.environment(...)")
-    if callable(described):
-        called: Callable[[Any], Any] = described
-        return called
-    if _global_registry.contains(ENV_CREATOR, described):
-        registered: Callable[[Any], Any] = _global_registry.get(ENV_CREATOR, described)
-        return registered
+    if callable(env) or _global_registry.contains(ENV_CREATOR, env):
+        create: Callable[[Any], Any] = env if callable(env) else _global_registry.get(ENV_CREATOR, env)
+        return create
     try:
-        # What the name stands for, as workers know nothing of what this process has registered.
-        spec = gymnasium.spec(described)
+        spec = gymnasium.spec(env)  # rather than the name, as workers lack the registrations of this process
     except gymnasium.error.Error:
-        raise EnvError(ERR_MSG_INVALID_ENV_DESCRIPTOR.format(described)) from None
+        raise EnvError(ERR_MSG_INVALID_ENV_DESCRIPTOR.format(env)) from None
     return lambda context: gymnasium.make(spec, **context)
 
 
 def _constructor(create: Callable[[Any], Any], context: Any, check: bool) -> Callable[[int], Any]:
-    """What a worker calls for each of its environments."""
+    """The constructor that workers call for each of their environments."""
 
     def constructor(env_id: int) -> Any:
         env = create(context.copy_with_overrides(vector_index=env_id))

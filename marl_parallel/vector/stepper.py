@@ -1,6 +1,8 @@
-"""`ArrayStepper`: resets and steps a `ParallelEnv` with arrays over all environments; facades are made of it.
+"""`ArrayStepper`: resets and steps a `ParallelEnv` with arrays over all environments; facades stand on it.
 
-Nothing here knows any library's shapes. What the arrays hold is in `core/arrays.py`.
+A facade has one library's shapes and names. `ArrayStepper` has the checks of all facades: who may step, the order of
+calls, vector rewards as numbers. Below it, `BatchRunner` (`env.runner`) resets and steps, and an `ArrayView`
+(`core/arrays.py`) writes actions and reads transitions.
 """
 
 from __future__ import annotations
@@ -45,17 +47,17 @@ class ArrayStepper:
         facade: The object that steps. While it lives and is not closed, no other facade may step `env`.
         modes: The auto-reset modes that the facade serves; none for all.
         copy: Whether observations are arrays of the facade's own; None for what `env` was made with.
-        scalarize: What makes numbers of vector rewards: a weight for each objective, or a function that takes one
-            vector and returns a number; or a dict of these by agent.
+        scalarize: Makes numbers of vector rewards: a weight for each objective, or a function that takes one vector and
+            returns a number; or a dict of these by agent.
         vectors: Whether the facade takes vector rewards as they are, in `Arrays.vectors`.
         partial_resets: Whether the facade resets or steps some environments without the others.
 
     Attributes:
         env: As given.
-        runner: The interface below; its `schema` has the spaces, and `batch.acting`, `batch.alive` and `batch.over`
-            where each environment stands.
-        view: Writes and reads arrays; `view.agents` are the columns, `view.groups` the agents with equal observation
-            spaces, and `view.by_agent(observations)` has the observations of each agent.
+        runner: The `BatchRunner`; its `schema` has the spaces, and `batch.acting`, `batch.alive` and `batch.over` the
+            state of each environment.
+        view: The `ArrayView`; `view.agents` are the columns, `view.groups` the agents with equal observation spaces,
+            and `view.by_agent(observations)` has the observations of each agent.
         mode: The auto-reset mode.
         latest: The arrays of the latest reset or step; None before the first reset.
 
@@ -66,31 +68,18 @@ class ArrayStepper:
         ClosedEnvironmentError: It has been closed.
 
     Example:
-        A facade for one learner that observes all agents at once and maximises the sum of their rewards:
-
-        >>> from gymnasium.vector import AutoresetMode
         >>> from mpe2 import simple_spread_v3
         >>> from marl_parallel import ParallelEnv
-        >>> from marl_parallel.vector import ArrayStepper, Stacked
-        >>> class JointVecEnv:
+        >>> class Facade:
         ...     def __init__(self, env):
-        ...         self.stepper = ArrayStepper(env, self, AutoresetMode.SAME_STEP)
-        ...     def reset(self, seed=None):
-        ...         return self.joint(self.stepper.reset(seed))
-        ...     def step(self, actions):  # (num_envs, agents)
-        ...         arrays = self.stepper.step([Stacked(tuple(self.stepper.view.agents), actions)])
-        ...         done = arrays.terminated | arrays.truncated
-        ...         return self.joint(arrays), arrays.rewards.sum(axis=1), done
-        ...     def joint(self, arrays):
-        ...         (seen,) = arrays.observations  # one group: all agents have the same observation space
-        ...         return seen.reshape(len(seen), -1)
-        >>> env = JointVecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2))
-        >>> env.reset(seed=1).shape
-        (4, 54)
-        >>> observations, rewards, done = env.step(np.zeros((4, 3), np.int64))
-        >>> rewards.shape, done.tolist()
-        ((4,), [False, False, False, False])
-        >>> env.stepper.close()
+        ...         self.stepper = ArrayStepper(env, self)
+        >>> stepper = Facade(ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2)).stepper
+        >>> stepper.reset(seed=1).observations[0].shape  # one group: all agents have the same observation space
+        (4, 3, 18)
+        >>> arrays = stepper.step([Stacked(tuple(stepper.view.agents), np.zeros((4, 3), np.int64))])
+        >>> arrays.rewards.shape, arrays.truncated.tolist()
+        ((4, 3), [False, False, False, False])
+        >>> stepper.close()
     """
 
     def __init__(
@@ -171,18 +160,18 @@ class ArrayStepper:
     def send(self, actions: Actions) -> None:
         """Begin to step all environments and return; `receive` has the result. Arguments and errors as of `step`."""
         self._check_may_step("step_async")
-        self.runner.check_idle("step_async")
-        self.runner.send(self.runner.env_ids, self.view.write(actions), together=True)
-        self._sent = True
+        self._send(self.view.write(actions))
 
     @exclusive("step_async")
     def send_dicts(self, actions: Sequence[Mapping[Any, Any]]) -> None:
         """As `send`, with a dict by agent for each environment, as of `ParallelEnv.step`."""
         self._check_may_step("step_async")
-        self.runner.check_idle("step_async")
         ids = self.runner.env_ids
         check_one_for_each(actions, ids)
-        self.runner.send(ids, self.runner.batch.write_actions(ids, actions), together=True)
+        self._send(self.runner.batch.write_actions(ids, actions))
+
+    def _send(self, written: Any) -> None:
+        self.runner.send(self.runner.env_ids, written, together=True)
         self._sent = True
 
     @exclusive("step_wait")
@@ -229,9 +218,11 @@ class ArrayStepper:
             self.runner.check_has_reset(self.runner.env_ids, name)
         if self._sent:
             raise AlreadyPendingCallError(f"{name}() while a step is on its way; step_wait() first", name)
+        if name == "step_async":
+            self.runner.check_idle(name)
 
     def _noted(self, arrays: Arrays) -> Arrays:
-        """Keep the latest arrays; vector rewards become numbers, or are known to be vectors."""
+        """Keep the latest arrays; make numbers of vector rewards, or check that they are vectors."""
         self.latest = arrays
         if not self._reward_spaces:
             return arrays
@@ -254,13 +245,7 @@ class ArrayStepper:
 
 
 def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -> BatchRunner:
-    """The runner of a `ParallelEnv` for a facade of this name, which serves these auto-reset modes.
-
-    Raises:
-        TypeError: It is no `ParallelEnv`.
-        ValueError: Its mode is another one.
-        ClosedEnvironmentError: It has been closed.
-    """
+    """The runner of a `ParallelEnv` for a facade of this name; raises as `ArrayStepper` for another mode."""
     if not isinstance(env, ParallelEnv):
         raise TypeError(f"{facade} is made of a ParallelEnv, got {type(env).__name__}")
     env.runner.check_open()
@@ -269,25 +254,25 @@ def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -
 
 
 class ForwardedCalls:
-    """Methods of a facade that are those of its `ParallelEnv`."""
+    """Methods of a facade that are those of its `ParallelEnv`; results have one entry for each environment."""
 
     env: ParallelEnv
 
     def render(self) -> tuple[Any, ...] | None:
-        """One frame of each environment; None where `render_mode` is None."""
+        """As `ParallelEnv.render`."""
         frames: tuple[Any, ...] | None = self.env.render()
         return frames
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each environment; as `ParallelEnv.call`."""
+        """As `ParallelEnv.call`."""
         return self.env.call(name, *args, **kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of each environment; as `ParallelEnv.get_attr`."""
+        """As `ParallelEnv.get_attr`."""
         return self.env.get_attr(name)
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of each environment; as `ParallelEnv.set_attr`."""
+        """As `ParallelEnv.set_attr`."""
         self.env.set_attr(name, values)
 
 
@@ -297,17 +282,7 @@ class ForwardedCalls:
 def reward_rules(
     facade: str, scalarize: Scalarize | None, reward_spaces: Mapping[AgentID, Space[Any]]
 ) -> dict[AgentID, Callable[[NDArray[Any]], float]]:
-    """By agent with vector rewards, the function that makes a number of one.
-
-    Args:
-        facade: The facade that takes numbers, for error messages.
-        scalarize: As its user passed it.
-        reward_spaces: Of the agents whose rewards are vectors.
-
-    Raises:
-        TypeError: `scalarize` is neither weights nor a function, nor a mapping to these.
-        ValueError: It is missing or not needed, has nothing for an agent, or weights of another shape than its rewards.
-    """
+    """By agent with vector rewards, the function that makes a number of one; raises errors about `scalarize`."""
     if scalarize is None:
         for agent, space in reward_spaces.items():
             raise ValueError(

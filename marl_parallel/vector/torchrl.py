@@ -1,12 +1,13 @@
-"""`TorchRLEnv`: the batch as one TorchRL environment, agents stacked in groups.
+"""`TorchRLEnv`: all environments as one TorchRL environment, with agents stacked in groups.
 
-TorchRL's own loops reset environments whose episodes are over, by `_reset`. What the arrays mean that tensors are made
-of is in `core/arrays.py`.
+TorchRL's own loops reset environments whose episodes are over, by `_reset`. Tensors are made of the arrays of
+`ArrayStepper`; each group of agents is some columns of one of its arrays of observations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +17,12 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID, Schema
 from marl_parallel.core.arrays import Arrays, Stacked
-from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.schema import alike
-from marl_parallel.core.spaces import fits_block
+from marl_parallel.core.spaces import fits_block, leaves, tree_map
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import shared_reward_space
+from marl_parallel.vector.rows import Places, located, shared_reward_space
 from marl_parallel.vector.stepper import ArrayStepper
 
 try:
@@ -48,24 +48,24 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     Agents are stacked in groups. With n environments and k agents in a group, its tensordict of batch size `[n, k]`
     holds:
 
-    - `"action"`: `[n, k, ...]`. Rows of agents who do not act are not looked at.
+    - `"action"`: `[n, k, ...]`. Rows of agents that do not act are ignored.
     - `"observation"`: `[n, k, ...]`, in the dtype of its space; zeros for agents that are absent.
     - `"mask"`: `[n, k]`, bool: who should act next. `"present"`: likewise, whose row is data; at its last step an agent
       is present and does not act any more.
-    - `"reward"`: `[n, k, 1]`, float32, or `[n, k, num_objectives]` where rewards are vectors. `"done"`, `"terminated"`,
-      `"truncated"`: `[n, k, 1]`, bool: True once when the agent's own episode ends, and for everybody when that of its
-      environment does; who has no flag of its own then has the environment's.
+    - `"reward"`: `[n, k, 1]`, float32, or `[n, k, num_objectives]` where rewards are vectors.
+    - `"done"`, `"terminated"`, `"truncated"`: `[n, k, 1]`, bool: True once when the agent's own episode ends, and for
+      everybody when that of its environment does; agents without a flag of their own inherit the environment's.
 
     At the root are `"done"`, `"terminated"` and `"truncated"`, `[n, 1]`: the environment's. With `on_error="restart"`
-    there is `"restarted"`, too: where an environment has been built anew. What its error was, and all other infos, are
-    in `infos`. Tensors are the caller's own: they share memory with nothing that is written again.
+    there is `"restarted"`, too: where an environment has been built anew; its error and all other infos are in `infos`.
+    Tensors are the caller's own.
 
     Values are in the form of their spaces: `Dict`s are nested tensordicts, `Tuple`s too, with the keys `"0"`, `"1"` and
     so on; `Discrete` observations are integers, not one-hot. Actions of `Discrete(n, start=s)` count from 0.
 
     Nothing resets by itself: TorchRL's loops do, by `_reset` (`rollout(..., break_when_any_done=False)`, collectors).
     They do so right after an end, which cancels the reset that a simulator like EnvPool would do with the next step.
-    `rollout(..., break_when_all_done=True)` works with this class itself, but not where transforms are around it and
+    `rollout(..., break_when_all_done=True)` works with this class itself, but not with transforms around it where
     episodes end at different times: what TorchRL adds to some steps cannot be reached through them.
     Seeds given to `set_seed` are those of `ParallelEnv.reset`, and take effect at each environment's next reset.
 
@@ -73,15 +73,14 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         env: Made with `auto_reset=False`, or `from_envpool`. Nobody else may step it.
         group_map: Names of groups, and who is in them; or a `MarlGroupMapType`. By default agents named `name_0`,
             `name_1` and so on are the group `name`, as in TorchRL's own wrapper, and any other is a group of its own.
-            Where agents of one name have different spaces, they are parted, each part named after its first agent.
+            Agents of one name with different spaces become several groups, each named after its first agent.
         device: Of the tensors; simulators stay on the CPU.
 
     Attributes:
-        env: As given.
         group_map: Who is in which group.
         infos: Of the latest step, by environment: dicts by agent, as they are in `ParallelEnv.step`; those of resets by
-            `_reset` that followed it are under `reset_info` of each, but for reports of restarts. Environments that
-            said nothing are left out.
+            `_reset` that followed it are under `reset_info` of each, but for reports of restarts. Environments without
+            infos are left out.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
@@ -113,7 +112,6 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self.infos: dict[int, dict[Any, Any]] = {}
         self.group_map = _checked(group_map, self._runner.schema)
         self._groups = {name: _Group.of(agents, stepper) for name, agents in self.group_map.items()}
-        self._says_restarted = self._runner.restarts
         self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)
@@ -125,23 +123,22 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         for name, group in self._groups.items():
             shape = n, len(group.agents)
             objectives = (1,) if group.reward_space is None else group.reward_space.shape or ()
-            seen = {"observation": spec_of(group.observation_space, shape, observation_leaf)}
-            seen |= {key: flag_spec(shape) for key in ("mask", "present")}
-            actions[name] = Composite({"action": spec_of(group.action_space, shape, action_leaf)}, shape=shape)
-            observations[name] = Composite(seen, shape=shape)
+            spec = spec_of(group.action_space, shape, action_leaf)
+            actions[name] = Composite({"action": spec}, shape=shape)
+            spec = spec_of(group.observation_space, shape, observation_leaf)
+            masks = {key: flag_spec(shape) for key in ("mask", "present")}
+            observations[name] = Composite({"observation": spec, **masks}, shape=shape)
             reward = Unbounded(shape=(*shape, *objectives), dtype=torch.float32)
             rewards[name] = Composite({"reward": reward}, shape=shape)
             dones[name] = Composite({flag: flag_spec((*shape, 1)) for flag in _FLAGS}, shape=shape)
         for flag in _FLAGS:
             dones[flag] = flag_spec((n, 1))
-        if self._says_restarted:
+        if self._runner.restarts:
             observations["restarted"] = flag_spec((n, 1))
+        specs = [actions, observations, rewards, dones]
         if self.device is not None:
-            actions, observations, rewards, dones = (
-                whole.to(self.device) for whole in (actions, observations, rewards, dones)
-            )
-        self.action_spec, self.observation_spec = actions, observations
-        self.reward_spec, self.done_spec = rewards, dones
+            specs = [spec.to(self.device) for spec in specs]
+        self.action_spec, self.observation_spec, self.reward_spec, self.done_spec = specs
 
     # -- what TorchRL calls ----------------------------------------------------------------------------------------
 
@@ -175,7 +172,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         return self._tensors(arrays, np.zeros_like(self._ended))
 
     def _due_seed(self, ids: Sequence[int]) -> int | list[int | None] | None:
-        """What these environments are to be reset with, of the seed that has been set."""
+        """The seeds of a reset of these environments, where `set_seed` has not taken effect yet."""
         due = self._unseeded[[*ids]]
         if due.all():
             return self._seed
@@ -198,7 +195,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         if ids is None:
             return result
         for name in self._groups:
-            # `rollout(break_when_all_done=True)` leaves these behind, of some steps only, and cannot stack them then.
+            # `rollout(break_when_all_done=True)` adds these to some steps only, which it cannot stack then.
             tensordict.get(name).pop("_neg_step", None)
         stepped = torch.zeros(self.env.num_envs, dtype=torch.bool, device=result.device)
         stepped[ids] = True
@@ -210,12 +207,12 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self._stepper.close()
 
     def __del__(self) -> None:
-        """TorchRL's own closes, but the environment may be somebody else's; it closes itself when it is nobody's."""
+        """Nothing: the `ParallelEnv` may be used further, and closes when it is collected itself."""
 
     # -- within ----------------------------------------------------------------------------------------------------
 
     def _reset_mask(self, tensordict: TensorDictBase | None) -> torch.Tensor | None:
-        """Which environments are to be reset, by the root's mask, or by those of groups; None where there are none."""
+        """The environments to be reset, by the root's mask, or by those of groups; None where there are none."""
         if tensordict is None:
             return None
         mask: torch.Tensor | None = tensordict.get("_reset", None)
@@ -224,29 +221,24 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         return torch.stack(there).any(0) if mask is None and there else mask
 
     def _marked(self, mask: torch.Tensor | None) -> list[int] | None:
-        """The environments that a mask chooses; None where these are all."""
+        """The environments of a mask; None where these are all."""
         if mask is None or mask.all():
             return None
         chosen = mask.reshape(self.env.num_envs, -1).any(-1)
         return [int(env_id) for env_id in chosen.nonzero()]
 
     def _tensors(self, arrays: Arrays, own: NDArray[np.bool_]) -> TensorDictBase:
-        """Observations and flags.
-
-        Args:
-            arrays: What they are made of.
-            own: `(num_envs, agents)`: which agents have a flag of their own.
-        """
+        """Observations and flags; `own`, `(num_envs, agents)`: which agents have a flag of their own."""
         self._ended |= own
-        terminated = (arrays.terminations & own) | (arrays.terminated[:, None] & ~own)
-        truncated = (arrays.truncations & own) | (arrays.truncated[:, None] & ~own)
+        terminated = np.where(own, arrays.terminations, arrays.terminated[:, None])
+        truncated = np.where(own, arrays.truncations, arrays.truncated[:, None])
         of_agents = dict(zip(_FLAGS, (terminated | truncated, terminated, truncated)))
         roots = dict(zip(_FLAGS, (arrays.terminated | arrays.truncated, arrays.terminated, arrays.truncated)))
-        if self._says_restarted:
-            roots["restarted"] = np.zeros(self.env.num_envs, np.bool_)
+        n = self.env.num_envs
+        if self._runner.restarts:
+            roots["restarted"] = np.zeros(n, np.bool_)
             roots["restarted"][[env_id for env_id, infos in arrays.infos.items() if _is_mark(infos.get(COMMON))]] = True
         result: dict[str, Any] = {name: torch.from_numpy(root[:, None]) for name, root in roots.items()}
-        n = self.env.num_envs
         for name, group in self._groups.items():
             shape = n, len(group.agents)
             of_group: dict[str, Any] = {
@@ -254,8 +246,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
                 "mask": torch.from_numpy(arrays.acting[:, group.places]),
                 "present": torch.from_numpy(arrays.present[:, group.places]),
             }
-            for flag, flags in of_agents.items():
-                of_group[flag] = torch.from_numpy(flags[:, group.places, None])
+            of_group |= {flag: torch.from_numpy(flags[:, group.places, None]) for flag, flags in of_agents.items()}
             result[name] = TensorDict(of_group, batch_size=shape, device=self.device)
         return TensorDict(result, batch_size=(n,), device=self.device)
 
@@ -264,54 +255,37 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
 
 class _Group(NamedTuple):
-    """Agents that are stacked.
-
-    Attributes:
-        agents: Who.
-        places: Theirs among the possible agents.
-        block: Which of the arrays of observations theirs are in.
-        rows: Where in there; a slice where there is one.
-        observation_space: Each one's.
-        action_space: Likewise.
-        reward_space: Likewise; None where rewards are numbers.
-    """
+    """Agents that are stacked: the columns `places` among all agents, and `rows` of one array of observations."""
 
     agents: tuple[AgentID, ...]
-    places: list[int]
+    places: Places
     block: int
-    rows: slice | list[int]
+    rows: Places
     observation_space: Space[Any]
     action_space: Space[Any]
     reward_space: Space[Any] | None
 
     @classmethod
     def of(cls, agents: Sequence[AgentID], stepper: ArrayStepper) -> _Group:
-        """Find them in the arrays."""
-        schema, batch = stepper.runner.schema, stepper.view
-        place_of = {agent: place for place, agent in enumerate(batch.agents)}
-        places = [place_of[agent] for agent in agents]
-        block = next(i for i, of in enumerate(batch.groups) if places[0] in of.positions)
-        row_of = {place: row for row, place in enumerate(batch.groups[block].positions)}
-        rows = [row_of[place] for place in places]
+        schema = stepper.runner.schema
         spaces_of = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
         reward_space = shared_reward_space(schema.reward_spaces, agents, "TorchRLEnv")
-        return cls(tuple(agents), places, block, evenly_spaced(rows) or rows, *spaces_of, reward_space)
+        return cls(tuple(agents), *located(stepper.view, agents), *spaces_of, reward_space)
 
     def rewards(self, arrays: Arrays, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Theirs: `(num_envs, agents, 1)`, or `(num_envs, agents, num_objectives)` where they are vectors."""
+        """The rewards, `(num_envs, agents, 1)`, or `(num_envs, agents, num_objectives)` where they are vectors."""
         if self.reward_space is None:
             return numbers[:, self.places, None]
         return np.stack([arrays.vectors[agent] for agent in self.agents], axis=1).astype(np.float32)
 
     def action(self, name: str, value: Any) -> Stacked:
-        """The actions in a tensordict, as arrays."""
         if value is None:
             raise ValueError(f"no actions for the group {name!r}: there is no {(name, 'action')}")
         return Stacked(self.agents, arrays_of(self.action_space, value))
 
 
 def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The infos of a step, with those of the reset after it beside them; what says that one has failed goes on top."""
+    """The infos of a step, with those of the reset after it as `reset_info`; marks of restarts go on top."""
     result = dict(infos)
     for key, info in of_reset.items():
         before = result.get(key) or {}
@@ -321,7 +295,7 @@ def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[A
 
 
 def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None, schema: Schema) -> GroupMap:
-    """Who is in which group; raises `ValueError` where that cannot be."""
+    """The agents of each group; raises `ValueError` where they cannot be stacked as tensors."""
     agents = schema.possible_agents
     for kind, declared in (("observation", schema.observation_spaces), ("action", schema.action_spaces)):
         for agent in agents:
@@ -340,16 +314,16 @@ def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | Non
         kinds = alike(both, members)
         if len(kinds) > 1:
             result = "; ".join(
-                f"{[members[place] for place in of]} observe {schema.observation_spaces[members[of[0]]]} "
-                f"and act in {schema.action_spaces[members[of[0]]]}"
-                for _, of in kinds
+                f"{[members[place] for place in of]} observe {space.spaces[0]} and act in {space.spaces[1]}"
+                for space, of in kinds
+                if isinstance(space, spaces.Tuple)
             )
             raise ValueError(f"the agents of the group {name!r} cannot be stacked: {result}")
     return groups
 
 
 def _by_name(agents: Sequence[AgentID], both: Mapping[AgentID, Space[Any]]) -> GroupMap:
-    """Agents named `name_0`, `name_1` and so on as `name`, parted where their spaces differ."""
+    """Agents named `name_0`, `name_1` and so on as `name`; several groups where their spaces differ."""
     named: GroupMap = {}
     for agent in agents:
         name, _, number = str(agent).rpartition("_")
@@ -367,53 +341,61 @@ def _is_mark(common: Any) -> bool:
 
 # -- spaces and their values in tensors --------------------------------------------------------------------------------
 
-_Leaf = Callable[[Any], TensorSpec]
 
-
-def _children(space: Space[Any]) -> list[tuple[str, Any, Space[Any]]] | None:
-    """The parts of a `Dict` or `Tuple`: names in tensordicts, keys in values, spaces; None for any other space."""
-    if not isinstance(space, spaces.Dict | spaces.Tuple):
-        return None
-    items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-    return [(str(key), key, child) for key, child in items]
-
-
-def without_tensors(space: Space[Any], path: str = "") -> str:
+def without_tensors(space: Any, path: str = "") -> str:
     """The first part of a space whose values have no form in tensors, with its place in the space; empty if none."""
-    children = _children(space)
-    if children:  # TorchRL loses those that are empty
-        found = next(filter(None, (without_tensors(child, f"{path}[{key!r}]") for _, key, child in children)), "")
-        if found or fits_block(space):
-            return found
+    if type(space) in (spaces.Dict, spaces.Tuple) and space.spaces:  # TorchRL loses those that are empty
+        items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        return next(filter(None, (without_tensors(part, f"{path}[{key!r}]") for key, part in items)), "")
     # Torch knows larger unsigned integers by name only: it can neither compare nor draw them.
-    elif children is None and fits_block(space) and space.dtype not in (np.uint16, np.uint32, np.uint64):
+    unknown = space.dtype in (np.uint16, np.uint32, np.uint64)
+    if fits_block(space) and not unknown and not isinstance(space, spaces.Dict | spaces.Tuple):
         return ""
     return f"{path}, {space}" if path else str(space)
 
 
-def spec_of(space: Space[Any], shape: tuple[int, ...], leaf: _Leaf) -> TensorSpec:
+def _nested(tree: Any, node: Callable[[dict[str, Any]], Any]) -> Any:
+    """Nodes for the dicts and tuples of a tree, with the keys and positions as names."""
+    if not isinstance(tree, dict | tuple):
+        return tree
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    return node({str(key): _nested(part, node) for key, part in items})
+
+
+def spec_of(space: Space[Any], shape: tuple[int, ...], of_leaf: Callable[[Any], TensorSpec]) -> TensorSpec:
     """The spec of a space for environments and agents of this shape."""
-    children = _children(space)
-    if children is not None:
-        return Composite({name: spec_of(child, shape, leaf) for name, _, child in children}, shape=shape)
-    spec = leaf(space)
-    return spec.expand(*shape, *spec.shape)
+
+    def expanded(part: Space[Any]) -> TensorSpec:
+        spec = of_leaf(part)
+        return spec.expand(*shape, *spec.shape)
+
+    return _nested(tree_map(expanded, space), partial(Composite, shape=shape))
+
+
+def tensors_of(values: Any, rows: Places, shape: tuple[int, int]) -> Any:
+    """Some rows of stacked values; tensors share memory with the arrays where rows are a slice."""
+    tensors = tree_map(lambda array: torch.from_numpy(array[:, rows]), values)
+    return _nested(tensors, partial(TensorDict, batch_size=shape))
+
+
+def arrays_of(space: Space[Any], value: Any) -> Any:
+    """Actions in tensors as arrays, in the form of their space; whole numbers from where it starts."""
+    parts = iter([(leaf, value.get(tuple(map(str, path))) if path else value) for path, leaf in leaves(space)])
+    return tree_map(lambda _: _array(*next(parts)), space)
+
+
+def _array(space: Space[Any], tensor: Any) -> NDArray[Any]:
+    array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
+    start = getattr(space, "start", None)  # of whole numbers; those in tensors count from 0
+    if start is None or not np.any(start) or array.dtype.kind not in "biu":
+        return array
+    shifted: NDArray[Any] = array.astype(np.int64) + start
+    return shifted
 
 
 def flag_spec(shape: tuple[int, ...]) -> TensorSpec:
     """The spec of flags and masks."""
     return Categorical(2, shape=shape, dtype=torch.bool)
-
-
-def _bounded(low: Any, high: Any, dtype: Any) -> TensorSpec:
-    bounds = [torch.from_numpy(np.array(bound, dtype)) for bound in (low, high)]
-    limits = (-np.inf, np.inf) if np.dtype(dtype).kind == "f" else (0, 1)
-    if np.dtype(dtype).kind in "iu":
-        limits = np.iinfo(dtype).min, np.iinfo(dtype).max
-    shape, of_torch = bounds[0].shape, bounds[0].dtype
-    if (np.asarray(low) == limits[0]).all() and (np.asarray(high) == limits[1]).all() and of_torch != torch.bool:
-        return Unbounded(shape=shape, dtype=of_torch)
-    return Bounded(*bounds, shape=shape, dtype=of_torch)
 
 
 def action_leaf(space: Any) -> TensorSpec:
@@ -431,36 +413,24 @@ def action_leaf(space: Any) -> TensorSpec:
 
 def observation_leaf(space: Any) -> TensorSpec:
     """The spec of a space of observations that has no parts, with zeros, which the rows of absent agents are."""
-    dtype: Any
-    if isinstance(space, spaces.MultiBinary):
+    dtype = space.dtype
+    if isinstance(space, spaces.MultiBinary) or (isinstance(space, spaces.Discrete) and space.start == 0):
         return action_leaf(space)
     if isinstance(space, spaces.Discrete):
-        if space.start == 0:
-            return action_leaf(space)
         low, high, dtype = space.start, space.start + space.n - 1, np.int64
     elif isinstance(space, spaces.MultiDiscrete):
-        low, high, dtype = space.start, space.start + space.nvec - 1, space.dtype
+        low, high = space.start, space.start + space.nvec - 1
     else:
-        low, high, dtype = space.low, space.high, space.dtype
+        low, high = space.low, space.high
     return _bounded(np.minimum(low, 0), np.maximum(high, 0), dtype)
 
 
-def tensors_of(values: Any, rows: slice | list[int], shape: tuple[int, int]) -> Any:
-    """Some rows of stacked values; those of arrays share their memory where rows are a slice."""
-    if isinstance(values, np.ndarray):
-        return torch.from_numpy(values[:, rows])
-    items = values.items() if isinstance(values, dict) else enumerate(values)
-    return TensorDict({str(key): tensors_of(value, rows, shape) for key, value in items}, batch_size=shape)
-
-
-def arrays_of(space: Space[Any], value: Any) -> Any:
-    """Actions in tensors as arrays, in the form of their space; whole numbers from where it starts."""
-    children = _children(space)
-    if children is not None:
-        parts = {key: arrays_of(child, value.get(name)) for name, key, child in children}
-        return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
-    array = (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True)  # NumPy has no bfloat16
-    start = getattr(space, "start", None)
-    if start is None or not np.any(start) or array.dtype.kind not in "biu":
-        return array
-    return array.astype(np.int64) + start
+def _bounded(low: Any, high: Any, dtype: Any) -> TensorSpec:
+    bounds = [torch.from_numpy(np.array(bound, dtype)) for bound in (low, high)]
+    limits = (-np.inf, np.inf) if np.dtype(dtype).kind == "f" else (0, 1)
+    if np.dtype(dtype).kind in "iu":
+        limits = np.iinfo(dtype).min, np.iinfo(dtype).max
+    shape, of_torch = bounds[0].shape, bounds[0].dtype
+    if (np.asarray(low) == limits[0]).all() and (np.asarray(high) == limits[1]).all() and of_torch != torch.bool:
+        return Unbounded(shape=shape, dtype=of_torch)
+    return Bounded(*bounds, shape=shape, dtype=of_torch)
