@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from liveness import gone
 
-from marl_parallel.cli.check import examine, run_probes
-from marl_parallel.cli.probes import Job, Question
+from marl_parallel.cli.check import Job, Question, examine, run_probes
 
 SICK = Path(__file__).with_name("sick.py")
 

@@ -16,8 +16,7 @@ from conftest import Setup
 from forking import ENDINGS, Forking, Helped, Walk
 from ways import WAYS, arguments
 
-from marl_parallel.cli.check import run_probes
-from marl_parallel.cli.probes import Job, Severity
+from marl_parallel.cli.check import Job, Severity, run_probes
 
 TESTS = Path(__file__).parent
 EXIT_CODES = {"exec": 1, "exit": 3, "raise": 1, "return": 1}
