@@ -70,16 +70,13 @@ from marl_parallel.parallel_env import START_TIMEOUT_S, ParallelEnv
 from marl_parallel.types import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout
 
 SEED = 42
-AFTER = -1
-"""The key, in place of an environment's number, of the trace of a second, unseeded episode."""
+AFTER = -1  # the key, in place of an environment's number, of the trace of a second, unseeded episode
 BACKENDS = ("serial", "thread", "process")
-SEED_TESTS = ("pettingzoo.test.seed_test", "pettingzoo.test.parallel_seed_test")
-"""Tests that need two environments in one process."""
+SEED_TESTS = ("pettingzoo.test.seed_test", "pettingzoo.test.parallel_seed_test")  # need two environments in a process
 _GYMNASIUM_TEST = "gymnasium.utils.env_checker.check_env"
 _NUM_ENVS, _RESETS = 3, 8
 _STRETCH_S = 0.1  # of steps that are timed in one call of the worker: after each call, the next steps are slower
 _STARTUP_S, _GONE_WITHIN_S = 10.0, 2.0
-_MULTIPROCESSING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # run until their parent ends
 
 # -- findings ----------------------------------------------------------------------------------------------------------
 
@@ -205,8 +202,8 @@ def _finding(name: str, /, **fields: Any) -> Finding:
     return Finding(question, severity, what.format(**fields), advice.format(**fields))
 
 
+# For each reset and step: whether it is a step, and the fingerprints of its values, such as "reward of agent_0".
 Trace: TypeAlias = list[tuple[bool, dict[str, str]]]
-"""For each reset and step: whether it is a step, and the fingerprints of its values, such as "reward of agent_0"."""
 
 
 @dataclass
@@ -318,9 +315,15 @@ def run_probes(
     def run(job: Job) -> Examination:
         on_start(job)
         found, doing = Examination(job.environment), job.doing("starting")
-        with starting, _hash_seed(job.generators):
-            limit = job.limit_s + _STRETCH_S
-            env = ParallelEnv([functools.partial(Probe, job)], adapter="dict", step_timeout=limit)
+        with starting:  # workers inherit the environment variables of this process
+            before = os.environ.get("PYTHONHASHSEED")
+            os.environ["PYTHONHASHSEED"] = str(job.generators)
+            try:
+                limit = job.limit_s + _STRETCH_S
+                env = ParallelEnv([functools.partial(Probe, job)], adapter="dict", step_timeout=limit)
+            finally:
+                del os.environ["PYTHONHASHSEED"]
+                os.environ.update({} if before is None else {"PYTHONHASHSEED": before})
         running.add(env)
         try:
             while doing is not None and not stopping.is_set():
@@ -350,19 +353,6 @@ def run_probes(
             env.close(terminate=True)
 
 
-@contextlib.contextmanager
-def _hash_seed(number: int) -> Iterator[None]:
-    """Set `PYTHONHASHSEED` for the processes that start meanwhile."""
-    before = os.environ.pop("PYTHONHASHSEED", None)
-    os.environ["PYTHONHASHSEED"] = str(number)
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONHASHSEED"]
-        if before is not None:
-            os.environ["PYTHONHASHSEED"] = before
-
-
 def _ended(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job) -> Finding:
     """The finding that a worker has crashed or hung in a call of the simulator."""
     where = place(error.stack)
@@ -381,11 +371,12 @@ def _ended(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job) -> Fi
 
 # -- probes in a worker ------------------------------------------------------------------------------------------------
 
+# A probe or a part of one: it yields the finding that a crash or a hang in the next call of the simulator becomes.
 Steps: TypeAlias = Generator[Finding, None, Any]
-"""A probe or a part of one: yields the finding that a crash or a hang in the next call of the simulator becomes."""
-Constructor: TypeAlias = Callable[..., Any]
+# Calls a function of the simulator after such a `yield`; returns what the function returns.
 Calling: TypeAlias = Callable[[str, Callable[[], Any]], Steps]
-"""Calls a function of the simulator after a `yield` that names it; returns what the function returns."""
+Constructor: TypeAlias = Callable[..., Any]
+Spaces: TypeAlias = Mapping[Any, Space[Any]]
 
 
 class Stopped(Exception):
@@ -474,8 +465,7 @@ class Probe:
     def _find_raised(self, doing: str, error: BaseException) -> None:
         question, what, to_do = self.job.question, _raises(doing, error), "fix that line"
         if isinstance(error, TypeError) and not _place_of(error):
-            # An adapter raises it because of what the simulator returned, or, with Python's own error as the cause,
-            # because the simulator could not be called.
+            # The adapter raises it because of what the simulator returned; or Python, because of how it was called.
             last = traceback.extract_tb(error.__traceback__)[-1].line or ""
             returned = last.startswith("raise ") and not isinstance(error.__cause__, TypeError)
             to_do = f"let {doing} return that" if returned else f"let {doing} take what its API says"
@@ -505,7 +495,7 @@ def _raises(doing: str, error: BaseException) -> str:
 class Actor:
     """Draws the actions of one environment, by its action masks; the same seed draws the same actions."""
 
-    def __init__(self, action_spaces: Mapping[Any, Space[Any]], seed: int) -> None:
+    def __init__(self, action_spaces: Spaces, seed: int) -> None:
         self._spaces = copy.deepcopy(action_spaces)
         self._rank = {agent: number for number, agent in enumerate(self._spaces)}
         for number, space in enumerate(self._spaces.values()):
@@ -542,14 +532,14 @@ class Solo:
         return getattr(self.env, name)
 
     def reset(self, **keywords: Any) -> Any:
-        return self._timed("reset", lambda: self.env.reset(**keywords))
+        return self._timed("reset", **keywords)
 
     def step(self, actions: Any) -> Any:
-        return self._timed("step", lambda: self.env.step(actions))
+        return self._timed("step", actions)
 
-    def _timed(self, method: str, function: Callable[[], Any]) -> Any:
+    def _timed(self, method: str, *args: Any, **keywords: Any) -> Any:
         begun = time.perf_counter()
-        returned = function()
+        returned = getattr(self.env, method)(*args, **keywords)
         self.took[method].append(time.perf_counter() - begun)
         if self.look is not None:
             self.look(returned)
@@ -576,17 +566,12 @@ def _run_alone(probe: Probe, solo: Solo, seed: int | None, steps: int, seconds: 
 
 
 def _run(
-    calling: Calling,
-    begin: Callable[[Sequence[int]], list[Transition]],
-    act: Callable[[Sequence[Any]], list[Transition]],
-    actors: Sequence[Actor],
-    space_of: Mapping[Any, Space[Any]],
-    steps: int,
-    seconds: float,
+    calling: Calling, begin: Any, act: Any, actors: Sequence[Actor], space_of: Spaces, steps: int, seconds: float
 ) -> Steps:
     """Step environments until there are so many steps or seconds, but at least once; returns the trace of each.
 
-    `begin` resets environments by their numbers, `act` steps all with the actions of each, which `actors` draw.
+    `begin` resets environments by their numbers, `act` steps all with the actions of each, which `actors` draw. Both
+    return a list of `Transition`.
     """
 
     def note(env_id: int, now: Transition, is_step: bool) -> None:
@@ -667,7 +652,8 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
             probe.add(one._replace(what=what), f"{one.question} {one.advice}")
 
     solo.look = look
-    trace = yield from _first_run(probe, solo, job.seconds)
+    yield from again(probe, constructor, solo, job.seconds)
+    trace = probe.found.traces[0]
     solo.look = None
     probe.found.facts |= {"steps": sum(is_step for is_step, _ in trace)}
     probe.found.facts |= {f"{part}_types": sorted(names) for part, names in types.items()}
@@ -676,8 +662,8 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
     if (where := first_difference(used, trace)) is not None and "seed" in env.reset_keywords:
         probe.find("not reset", where=where[1])
     unseeded, seeded = set[str](), set[str]()  # the first observations of episodes
-    for number in range(_RESETS):
-        for beginnings, seed in ((unseeded, None), (seeded, SEED + number)):
+    for beginnings, seeds in ((unseeded, [None] * _RESETS), (seeded, range(SEED, SEED + _RESETS))):
+        for seed in seeds:
             now: Transition = yield from probe.calling("reset", functools.partial(solo.begin, seed))
             beginnings.add(fingerprint(now.observations))
     yield from _measure_cost(probe, solo)
@@ -713,14 +699,6 @@ def _made(probe: Probe, constructor: Constructor, env_id: int = 0) -> Steps:
     return Solo(env)
 
 
-def _first_run(probe: Probe, solo: Solo, seconds: float) -> Steps:
-    """The run that is compared; then an unseeded one, so that there is one reset without a seed in any case."""
-    trace = yield from _run_alone(probe, solo, SEED, probe.job.steps, seconds)
-    after = yield from _run_alone(probe, solo, None, 1, seconds)
-    probe.found.traces |= {0: trace, AFTER: after}
-    return trace
-
-
 def _measure_cost(probe: Probe, solo: Solo) -> Steps:
     """Time steps and resets, many of them in each call of the worker."""
     solo.took = {"step": [], "reset": []}
@@ -744,10 +722,7 @@ def _measure_cost(probe: Probe, solo: Solo) -> Steps:
 
 
 def _check_two_in_one_process(probe: Probe, first: Solo, constructor: Constructor) -> Steps:
-    """Make and step a second environment while the first is open; close both.
-
-    The fact `shares_process` is False unless this comes to its end.
-    """
+    """Make and step a second environment while the first is open; the fact `shares_process` says if that works."""
     probe.found.facts["shares_process"] = False
     doing = ""
 
@@ -759,15 +734,14 @@ def _check_two_in_one_process(probe: Probe, first: Solo, constructor: Constructo
 
     try:
         make = functools.partial(construct_one, constructor, seed=SEED + 2, env_id=2)
-        second = Solo(adapt((yield from calling("the constructor", make))))
-        both = [Solo(first.env), second]
+        both = [Solo(first.env), Solo(adapt((yield from calling("the constructor", make))))]
         begun = []
         for solo in both:
             begun.append((yield from calling("reset", functools.partial(solo.begin, SEED))))
         for solo, now in zip(both, begun):
             actions = Actor(solo.env.action_spaces, SEED).act(now)
             yield from calling("step", functools.partial(solo.episode.step, actions))
-        yield from calling("close", second.env.close)
+        yield from calling("close", both[1].env.close)
     except (Exception, SystemExit) as error:
         probe.find("beside another", what=_raises(doing, error))
     else:
@@ -798,7 +772,7 @@ def _started() -> set[psutil.Process]:
 
 def _check_nothing_left(probe: Probe, before: set[psutil.Process], after: str) -> None:
     new, deadline = _started() - before, time.monotonic() + _GONE_WITHIN_S
-    while (left := _command_lines(new & _started())) and time.monotonic() < deadline:
+    while (left := [*_command_lines(new & _started())]) and time.monotonic() < deadline:
         time.sleep(0.02)
     if left:
         count = f"{len(left)} process{'es' * (len(left) > 1)}"
@@ -806,23 +780,25 @@ def _check_nothing_left(probe: Probe, before: set[psutil.Process], after: str) -
     probe.found.checked.add(Question.PROCESSES)
 
 
-def _command_lines(processes: Iterable[psutil.Process]) -> list[str]:
-    """Of those that live and are the simulator's."""
-    found = []
+def _command_lines(processes: Iterable[psutil.Process]) -> Iterator[str]:
+    """Of the simulator's live processes; `multiprocessing` has some of its own, which end with their parent."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()).strip()[:80])
-    return [line for line in found if not any(name in line for name in _MULTIPROCESSING)]
+            line = " ".join(process.cmdline()).strip()[:80]
+            own = re.search(r"multiprocessing\.(resource_tracker|forkserver)", line)
+            if not own and process.status() != psutil.STATUS_ZOMBIE:
+                yield line
 
 
 # -- the other probes --------------------------------------------------------------------------------------------------
 
 
-def again(probe: Probe, constructor: Constructor) -> Steps:
-    """The first run once more, with as many steps, however long they take."""
-    solo: Solo = yield from _made(probe, constructor)
-    yield from _first_run(probe, solo, math.inf)
+def again(probe: Probe, constructor: Constructor, solo: Solo | None = None, seconds: float = math.inf) -> Steps:
+    """The run that is compared; then an unseeded one, so that there is one reset without a seed in any case."""
+    solo = solo or (yield from _made(probe, constructor))
+    trace = yield from _run_alone(probe, solo, SEED, probe.job.steps, seconds)
+    after = yield from _run_alone(probe, solo, None, 1, seconds)
+    probe.found.traces |= {0: trace, AFTER: after}
 
 
 def parallel(probe: Probe, constructor: Constructor) -> Steps:
@@ -846,14 +822,14 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
         return [Transition(seen, {}, {}, {}, infos, (), env.acting[i]) for i, seen, infos in everyone]
 
     def act(actions: Sequence[Any]) -> list[Transition]:
-        results: Iterator[Any] = zip(zip(*env.step(actions)), env.acting)
-        return [Transition(*own, (), acting) for own, acting in results]
+        results = zip(*env.step(actions), env.acting)
+        return [Transition(*dicts, (), who) for *dicts, who in results]  # type: ignore[call-arg]
 
     try:
         env: ParallelEnv = yield from calling("", make)
         try:
             actors = [Actor(env.action_space or {}, SEED + env_id) for env_id in range(_NUM_ENVS)]
-            space_of: Mapping[Any, Space[Any]] = env.observation_space or {}
+            space_of: Spaces = env.observation_space or {}
             traces = yield from _run(calling, begin, act, actors, space_of, job.steps, job.seconds)
             probe.found.traces |= dict(enumerate(traces))
         finally:
@@ -869,13 +845,12 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
 
 def _names_of_tests(env: MultiAgentEnv) -> list[str]:
     """The tests of other projects for this kind of environment; there are none for dict environments."""
-    if isinstance(env, GymnasiumEnv) and isinstance(env.source, gymnasium.Env):
-        return [_GYMNASIUM_TEST]
-    if isinstance(env.source, pettingzoo.AECEnv):
-        return ["pettingzoo.test.api_test", SEED_TESTS[0]]
-    if isinstance(env.source, pettingzoo.ParallelEnv):
-        return ["pettingzoo.test.parallel_api_test", SEED_TESTS[1]]
-    return []
+    kinds: list[tuple[type, list[str]]] = [
+        (pettingzoo.AECEnv, ["pettingzoo.test.api_test", SEED_TESTS[0]]),
+        (pettingzoo.ParallelEnv, ["pettingzoo.test.parallel_api_test", SEED_TESTS[1]]),
+        (gymnasium.Env, [_GYMNASIUM_TEST] if isinstance(env, GymnasiumEnv) else []),
+    ]
+    return next((names for kind, names in kinds if isinstance(env.source, kind)), [])
 
 
 def official(probe: Probe, constructor: Constructor) -> Steps:
@@ -979,7 +954,7 @@ def _oddities(env: MultiAgentEnv, returned: Sequence[dict[Any, Any]], types: dic
 
 
 class Misfit(NamedTuple):
-    """How a value is not what it should be: the end of a sentence that begins with its name, and the advice."""
+    """How a value is wrong: the end of a sentence that begins with its name, and the advice."""
 
     what: str
     advice: str
@@ -1001,11 +976,11 @@ def misfit(value: Any, space: Space[Any]) -> Misfit | None:
     if type(space) not in _KNOWN and space.contains(value):
         return None  # a simulator's own class of spaces says what is in it
     if isinstance(space, spaces.Dict):
+        keys = list(space.spaces)
         if not isinstance(value, Mapping):
-            return Misfit(f"is {_brief(value)}, but its space says a dict", f"return a dict with {list(space.spaces)}")
+            return Misfit(f"is {_brief(value)}, but its space says a dict", f"return a dict with {keys}")
         if value.keys() != space.spaces.keys():
-            what = f"has the keys {list(value)}, but its space says {list(space.spaces)}"
-            return Misfit(what, "return exactly these keys")
+            return Misfit(f"has the keys {list(value)}, but its space says {keys}", "return exactly these keys")
         children: Iterable[tuple[Any, Space[Any]]] = space.spaces.items()
     elif isinstance(space, spaces.Tuple):
         if not isinstance(value, tuple | list) or len(value) != len(space.spaces):
@@ -1091,19 +1066,13 @@ def _brief(value: Any) -> str:
 def fingerprint(value: Any, space: Space[Any] | None = None) -> str:
     """A text that is the same for values that are the same to the bit, types included.
 
-    Args:
-        value: Of any kind; an object that is no plain data counts by its type and attributes.
-        space: An array is compared in this space's dtype, as `ParallelEnv` returns it.
-
-    Example:
-        >>> fingerprint(1.0) == fingerprint(1.0), fingerprint(1.0) == fingerprint(np.float64(1.0))
-        (True, False)
+    Arrays count in the dtype of the space, as `ParallelEnv` returns them; other objects by type and attributes.
     """
     return hashlib.blake2b(b"".join(_bytes_of(value, space)), digest_size=8).hexdigest()
 
 
 def _bytes_of(value: Any, space: Space[Any] | None, above: tuple[int, ...] = ()) -> Iterator[bytes]:
-    """The bytes that a fingerprint is made of; `above` has the ids of what the value lies in, to end cycles."""
+    """The bytes that a fingerprint is made of; `above` has the ids of the containers of the value, to end cycles."""
     if id(value) in above:
         yield f"^{above.index(id(value))}".encode()
         return
@@ -1139,13 +1108,7 @@ def _bytes_of(value: Any, space: Space[Any] | None, above: tuple[int, ...] = ())
 
 
 def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lambda label: None) -> Examination:
-    """Run all probes and compare their runs.
-
-    Args:
-        job: The first probe; the others do the same in other ways.
-        backends: The backends to try.
-        on_start: Called with the name of each probe that starts.
-    """
+    """Run all probes, `job` first, and compare their runs; `on_start` gets the name of each probe that starts."""
 
     def name_of(job: Job) -> str:
         return job.backend if job.probe == "parallel" else job.probe
@@ -1261,15 +1224,13 @@ def show(found: Examination) -> None:
         console.print(f"Types: rewards {rewards}; flags {flags}")
     if facts.get("tests"):
         console.print(f"Tests run: {', '.join(facts['tests'])}")
-    backends: dict[Any, list[str]] = {}  # by finding; the same one with several backends is shown once
-    first: dict[str, Finding] = {}
+    alike: dict[Any, list[Finding]] = {}  # the same finding about several backends is shown once
     for one in found.findings:
-        name = one.question.name.lower()
-        shown = first.setdefault(one.what, one) if name in BACKENDS else one
-        backends.setdefault(shown, []).extend([name] if name in BACKENDS else [])
-    for one, names in backends.items():
+        alike.setdefault(one.what if one.question.name.lower() in BACKENDS else one, []).append(one)
+    for one, *others in alike.values():
+        names = [each.question.name.lower() for each in (one, *others)]
+        where = f" (backend: {', '.join(names)})" if names[0] in BACKENDS else ""
         colour = "red" if one.severity is PROBLEM else "yellow"
-        where = f" (backend: {', '.join(names)})" if names else ""
         console.print(f"\n[{colour}]{one.severity.value}[/]: {escape(one.what)}{where}")
         console.print(f"  what to do: {escape(one.advice)}")
 

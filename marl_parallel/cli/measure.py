@@ -44,16 +44,15 @@ from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 Constructor: TypeAlias = Callable[..., Any]
 Actions: TypeAlias = dict[Any, Any]
 Batches: TypeAlias = Sequence[Sequence[Actions]]
+# Steps every environment once with a batch of actions, and resets those whose episode is over.
 StepAll: TypeAlias = Callable[[Any], object]
-"""Steps every environment once with a batch of actions, and resets those whose episode is over."""
+# Steps environments while its argument returns True, at least once; returns the number of environment steps.
 Run: TypeAlias = Callable[[Callable[[], bool]], int]
-"""Steps environments while its argument returns True, at least once; returns the number of environment steps."""
 
 LOOP = "loop"
 STEP, ASYNC, PETTINGZOO, GYMNASIUM = "step", "async", "pettingzoo", "gymnasium"
 FACADES = (PETTINGZOO, GYMNASIUM)
-BATCHES = 64
-"""The number of batches of actions that are drawn beforehand and used in turn."""
+BATCHES = 64  # of actions, drawn beforehand and used in turn
 
 
 # -- environments, and actions that are drawn beforehand ---------------------------------------------------------------
@@ -441,8 +440,8 @@ class Setting(NamedTuple):
         return self[:2] != other[:2] and self[0] >= other[0] and self[1] >= other[1]
 
 
+# Measures settings that differ only in the way: environment steps per second of each, and bytes that workers use.
 MeasureAlike: TypeAlias = Callable[[Sequence[Setting]], tuple[list[float], int]]
-"""Measures settings that differ only in the way: environment steps per second of each, and bytes that workers use."""
 
 
 @dataclass

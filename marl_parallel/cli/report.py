@@ -245,14 +245,12 @@ def save_plot(report: Report, path: Path) -> None:
     rows = -(-len(panels) // columns)
     kinds = [*dict.fromkeys(m.kind for m in report.measurements if m.backend != LOOP)]
     backends, ways = ([*dict.fromkeys(kind.partition(", ")[part] for kind in kinds)] for part in (0, 2))
-    others = itertools.cycle(OTHER_COLOURS)
+    others, patterns = itertools.cycle(OTHER_COLOURS), dict(zip(ways, itertools.cycle(_PATTERNS)))
     colours = {backend: COLOURS.get(backend) or next(others) for backend in backends}
-    patterns = dict(zip(ways, itertools.cycle(_PATTERNS)))
-    styles = {
-        kind: {"color": colours[backend], "hatch": patterns[way], "edgecolor": "white"}
-        for kind in kinds
-        for backend, _, way in [kind.partition(", ")]
-    }
+    styles: dict[str, dict[str, Any]] = {}
+    for kind in kinds:
+        backend, _, way = kind.partition(", ")
+        styles[kind] = {"color": colours[backend], "hatch": patterns[way], "edgecolor": "white"}
     width = max(3.2 * columns, 6.0)
     figure = framed(width, 2.9 * rows + 0.8 + 0.2 * (-(-(len(styles) + 2) // _legend_columns(width))))
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)

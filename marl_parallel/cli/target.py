@@ -48,15 +48,9 @@ def in_brief(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def short_errors(debug: bool) -> Iterator[None]:
-    """Report an exception of the block in two lines on standard error and exit with status 1.
+    """Report an exception of the block in two lines on standard error, and exit with status 1.
 
     With `debug`, exceptions pass through with their traceback.
-
-    Example:
-        >>> with short_errors(debug=False):
-        ...     raise CommandError("no such file: a.py", "is it in another directory?")
-        Traceback (most recent call last):
-        SystemExit: 1
     """
     try:
         yield
@@ -93,12 +87,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def names_in(text: str, known: Sequence[str] = NAMES, kind: str = "backend") -> list[str]:
-    """The names in a comma-separated list, each once.
-
-    Example:
-        >>> names_in("serial, process")
-        ['serial', 'process']
-    """
+    """The names in a comma-separated list, each once."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
@@ -108,12 +97,7 @@ def names_in(text: str, known: Sequence[str] = NAMES, kind: str = "backend") -> 
 
 
 def positive_numbers(option: str, text: str) -> list[int]:
-    """The numbers in the comma-separated list of an option.
-
-    Example:
-        >>> positive_numbers("--workers", "1,2,4")
-        [1, 2, 4]
-    """
+    """The numbers in the comma-separated list of an option."""
     if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", text):
         raise CommandError(f"{option} {text} is no list of positive numbers", f"such as {option} 1,2,4")
     return [int(number) for number in text.split(",")]
@@ -196,11 +180,6 @@ def _import_file(path: Path) -> str:
 
 
 def distributions_of(target: str) -> tuple[str, ...]:
-    """The installed distributions that the target's module comes from; none for a file.
-
-    Example:
-        >>> distributions_of("mpe2.simple_spread_v3:parallel_env")
-        ('mpe2',)
-    """
+    """The installed distributions that the target's module comes from; none for a file."""
     package = target.partition(":")[0].partition(".")[0]
     return tuple(dict.fromkeys(packages_distributions().get(package, [])))
