@@ -16,6 +16,7 @@ from marl_parallel.backends import NAMES
 from marl_parallel.cli import check as checking
 from marl_parallel.cli import measure as measuring
 from marl_parallel.cli import report as reporting
+from marl_parallel.cli.check import BACKENDS
 from marl_parallel.cli.measure import ASYNC, FACADES, STEP
 from marl_parallel.cli.report import Report, machine, progress
 from marl_parallel.cli.target import (
@@ -31,12 +32,9 @@ from marl_parallel.cli.target import (
 from marl_parallel.core.sharing import usable_cpus
 
 app = typer.Typer(
-    name="marl-parallel",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    name="marl-parallel", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-)
+)  # fmt: skip
 
 EnvArgument = Annotated[
     str,
@@ -134,9 +132,7 @@ def bench(
 def check(
     env: EnvArgument,
     env_kwargs: EnvKwargs = "{}",
-    backends: Annotated[str, typer.Option(help=f"Of {', '.join(checking.BACKENDS)}; comma-separated.")] = ",".join(
-        checking.BACKENDS
-    ),
+    backends: Annotated[str, typer.Option(help=f"Of {', '.join(BACKENDS)}; comma-separated.")] = ",".join(BACKENDS),
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a constructor, step or reset may take.")] = 30.0,
     seconds: Annotated[float, typer.Option(min=0.01, help="How long each run lasts, at most.")] = 2.0,
     steps: Annotated[int, typer.Option(min=1, help="How many steps each run has, at most.")] = 200,
@@ -152,7 +148,7 @@ def check(
     """
     with short_errors(debug):
         job = checking.Job("alone", env, env_kwargs, timeout=timeout, seconds=seconds, steps=steps)
-        names = names_in(backends, checking.BACKENDS)
+        names = names_in(backends, BACKENDS)
         with progress(4 + len(names), "checking") as on_start:
             found = checking.examine(job, names, on_start)
         if as_json:

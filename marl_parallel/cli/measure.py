@@ -199,11 +199,7 @@ def opened(constructors: Sequence[Constructor], **arguments: Any) -> Iterator[Pa
 
 
 def run_of(env: ParallelEnv, batches: Batches, rules: Rules, way: str) -> Run:
-    """Reset environments; returns the function that steps them: by `STEP`, `ASYNC`, or through one of `FACADES`.
-
-    Raises:
-        CommandError: The facade cannot represent this environment.
-    """
+    """Reset environments; returns the function that steps them: by `STEP`, `ASYNC`, or through one of `FACADES`."""
     if way in FACADES:
         return _through_facade(env, batches, way)
     env.reset()
@@ -244,11 +240,11 @@ def _by_halves(env: ParallelEnv, batches: Batches, rules: Rules) -> Run:
     half = max(1, env.num_envs // 2)
 
     def send(batch: Sequence[Actions], env_ids: Sequence[int]) -> int:
-        if rules is Rules.PETTINGZOO:
-            env.send([batch[env_id] for env_id in env_ids], env_ids)
-        else:
+        actions = [batch[env_id] for env_id in env_ids]
+        if rules is not Rules.PETTINGZOO:
             acting = env.acting
-            env.send([_of(batch[env_id], acting[env_id]) for env_id in env_ids], env_ids)
+            actions = [_of(own, acting[env_id]) for own, env_id in zip(actions, env_ids)]
+        env.send(actions, env_ids)
         return len(env_ids)
 
     def run(going: Callable[[], bool]) -> int:
@@ -370,16 +366,9 @@ def measure(
     repeats: int = 5,
     on_turn: Callable[[str], None] = lambda label: None,
 ) -> list[Measurement]:
-    """Measure the plain loop and each contender, in turns; the loop's measurement comes first.
+    """Measure the plain loop, whose measurement comes first, and each contender in turns of so many seconds.
 
-    Args:
-        environment: The name in the result.
-        constructor: Makes one environment.
-        num_envs: How many environments every contender steps.
-        against: The contenders beside the loop.
-        seconds: The length of each turn.
-        repeats: The number of rounds.
-        on_turn: Called with the name of the contender before each of `turns(len(against), repeats)` turns.
+    `on_turn` gets the name of the contender before each of `turns(len(against), repeats)` turns.
 
     Raises:
         CommandError: Actions cannot be drawn for this kind of environment before its observations are known.
@@ -406,12 +395,8 @@ def measure(
         median = statistics.median(rates)
         speedup = statistics.median(map(operator.truediv, rates, rounds[loop]))
         efficiency = speedup / min(workers, usable_cpus())
-        measurements.append(
-            Measurement(
-                environment, num_envs, backend, workers, median, 1e6 / median, spread(rates), speedup, efficiency,
-                rates, way,
-            )
-        )  # fmt: skip
+        speed = median, 1e6 / median, spread(rates), speedup, efficiency
+        measurements.append(Measurement(environment, num_envs, backend, workers, *speed, rates, way))
     return measurements
 
 

@@ -120,11 +120,7 @@ def parsed_size(text: str) -> int:
 
 
 def constructor_of(target: str, env_kwargs: str = "{}") -> Callable[..., Any]:
-    """The constructor of an environment.
-
-    Args:
-        target: `module[:attribute]` or `path/to/file.py[:function]`.
-        env_kwargs: A JSON object with keywords for it.
+    """The constructor of an environment that is named as `ENV`, with keywords from a JSON object.
 
     Raises:
         CommandError: There is no such module, file or attribute, or the keywords are no JSON object.
