@@ -77,6 +77,7 @@ _GYMNASIUM_TEST = "gymnasium.utils.env_checker.check_env"
 _NUM_ENVS, _RESETS = 3, 8
 _STRETCH_S = 0.1  # of steps that are timed in one call of the worker: after each call, the next steps are slower
 _STARTUP_S, _GONE_WITHIN_S = 10.0, 2.0
+_starting = threading.Lock()  # held while a worker starts, with environment variables of its own
 
 # -- findings ----------------------------------------------------------------------------------------------------------
 
@@ -182,7 +183,6 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
     "beside another": (Question.RUNS, REMARK, "{what}", _ONE_PER_PROCESS),
     "no test": (Question.API, REMARK, "{name} cannot be imported: {error}",
         "install what {name} needs, if it is wanted"),
-    "in parallel": (Question.SERIAL, PROBLEM, "in a ParallelEnv: {what}", "{advice}"),
     "shared": (Question.SERIAL, PROBLEM,
         "beside others, environment {env_id} does not do what it does alone: {where}",
         "let environments share nothing: no globals, class attributes that change, files or ports of one "
@@ -310,12 +310,12 @@ def run_probes(
         CommandError: There is no such environment, or it cannot be imported.
     """
     running: set[ParallelEnv] = set()
-    starting, stopping = threading.Lock(), threading.Event()
+    stopping = threading.Event()
 
     def run(job: Job) -> Examination:
         on_start(job)
         found, doing = Examination(job.environment), job.doing("starting")
-        with starting:  # workers inherit the environment variables of this process
+        with _starting:  # workers inherit the environment variables of this process
             before = os.environ.get("PYTHONHASHSEED")
             os.environ["PYTHONHASHSEED"] = str(job.generators)
             try:
@@ -838,7 +838,7 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
         to_do = str(error).partition("What to do: ")[2].partition(".\n")[0]
         what = re.sub(r" at 0x[0-9a-f]+", "", first_line(error))
         advice = to_do or "fix what it says; the error is that of ParallelEnv"
-        probe.add(_finding("in parallel", what=what, advice=advice)._replace(question=job.question))
+        probe.add(Finding(job.question, PROBLEM, f"in a ParallelEnv: {what}", advice))
     else:
         _check_nothing_left(probe, before, "ParallelEnv.close")
 
@@ -868,8 +868,8 @@ def official(probe: Probe, constructor: Constructor) -> Steps:
         breaks = f"nothing breaks here; other libraries may rely on what {name} asks for"
         doing = Finding(question, REMARK, name, f"{breaks}: run it by itself, with a debugger")
         yield doing
-        for what in probe.call(functools.partial(_outcome_of, test)):
-            probe.add(doing._replace(what=f"{name.rpartition('.')[2]} {what}"))
+        for outcome in probe.call(functools.partial(_outcome_of, test)):
+            probe.add(doing._replace(what=f"{name.rpartition('.')[2]} {outcome}"))
     probe.found.facts["tests"] = names
     probe.found.checked.add(Question.API)
 
