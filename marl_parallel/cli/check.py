@@ -420,9 +420,8 @@ class Probe:
         """Run the probe to its next `yield`; returns what it has found, and what it does next (None at its end)."""
         doing = None
         try:
-            doing = next(self._steps, None)
-        except Stopped:
-            pass  # a finding says why
+            with contextlib.suppress(Stopped):  # a finding says why
+                doing = next(self._steps, None)
         except CommandError:
             raise
         except (Exception, SystemExit) as error:

@@ -264,13 +264,11 @@ def save_plot(report: Report, path: Path) -> None:
 
 def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, styles: dict[str, dict[str, Any]]) -> None:
     """Bars in groups, one group for each number of workers; the ideal is a dashed line over each group."""
-    from matplotlib.ticker import EngFormatter
-
-    loop = next(m for m in measurements if m.backend == LOOP)
-    counts = sorted({m.workers for m in measurements if m.backend != LOOP})
+    loop, *others = measurements
+    counts = sorted({m.workers for m in others})
     panel.axhline(loop.steps_per_second, color=GREY, linewidth=1, label="plain loop")
     for position, count in enumerate(counts):
-        group = [m for m in measurements if m.backend != LOOP and m.workers == count]
+        group = [m for m in others if m.workers == count]
         width = 0.8 / max(len(styles), 2)
         for place, one in enumerate(group):
             bar = panel.bar(
@@ -288,8 +286,13 @@ def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, styles: d
     panel.set_xticks(range(len(counts)), [str(count) for count in counts])
     panel.set_title(f"{loop.environment}\n{loop.num_envs} environments", fontsize=9)
     panel.set_xlabel("workers", fontsize=8)
-    panel.yaxis.set_major_formatter(EngFormatter(sep=""))
+    panel.yaxis.set_major_formatter(_short)
     tidy(panel)
+
+
+def _short(value: float, _: object) -> str:
+    unit, suffix = (1e6, "M") if value >= 1e6 else (1e3, "k") if value >= 1e3 else (1.0, "")
+    return f"{value / unit:g}{suffix}"
 
 
 def framed(width: float, height: float) -> Figure:
