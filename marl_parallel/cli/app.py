@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +14,10 @@ import typer
 import marl_parallel as package
 from marl_parallel.backends import NAMES
 from marl_parallel.cli import check as checking
+from marl_parallel.cli import measure as measuring
 from marl_parallel.cli import report as reporting
-from marl_parallel.cli import tune as tuning
-from marl_parallel.cli.measure import ASYNC, FACADES, STEP, contenders, made, measure, traits_of, turns
-from marl_parallel.cli.probes import BACKENDS, Job
+from marl_parallel.cli.check import BACKENDS
+from marl_parallel.cli.measure import ASYNC, FACADES, STEP
 from marl_parallel.cli.report import Report, machine, progress
 from marl_parallel.cli.target import (
     CommandError,
@@ -31,12 +32,9 @@ from marl_parallel.cli.target import (
 from marl_parallel.core.backend import usable_cpus
 
 app = typer.Typer(
-    name="marl-parallel",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    name="marl-parallel", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-)
+)  # fmt: skip
 
 EnvArgument = Annotated[
     str,
@@ -101,7 +99,7 @@ def bench(
     with short_errors(debug):
         constructor = constructor_of(env, env_kwargs)
         ways = [STEP, *([ASYNC] if stepped_async else []), *(names_in(facade, FACADES, "facade") if facade else [])]
-        against = contenders(names_in(backends), positive_numbers("--workers", workers), num_envs, ways)
+        against = measuring.contenders(names_in(backends), positive_numbers("--workers", workers), num_envs, ways)
         if plot_file is not None and plot_file.suffix.lower() not in reporting.FORMATS:
             formats = " ".join(reporting.FORMATS)
             raise CommandError(f"--plot {plot_file}: no picture is saved as {plot_file.suffix!r}", formats)
@@ -118,8 +116,10 @@ def bench(
             if not above.is_dir():
                 raise CommandError(f"{path}: {above} is no directory", "name a file in a directory")
         described = machine(distributions_of(env))
-        with progress(turns(len(against), repeats)) as on_turn:
-            measured = measure(env, constructor, num_envs, against, seconds=seconds, repeats=repeats, on_turn=on_turn)
+        with progress(measuring.turns(len(against), repeats)) as on_turn:
+            measured = measuring.measure(
+                env, constructor, num_envs, against, seconds=seconds, repeats=repeats, on_turn=on_turn
+            )
         settings = {"seconds": seconds, "repeats": repeats, "env_kwargs": json.loads(env_kwargs)}
         result = Report(described, settings, measured)
         reporting.show(result)
@@ -147,7 +147,7 @@ def check(
     [bold]Example[/bold]:  marl-parallel check mpe2.simple_spread_v3 --env-kwargs '{"N": 5}'
     """
     with short_errors(debug):
-        job = Job("alone", env, env_kwargs, timeout=timeout, seconds=seconds, steps=steps)
+        job = checking.Job("alone", env, env_kwargs, timeout=timeout, seconds=seconds, steps=steps)
         names = names_in(backends, BACKENDS)
         with progress(4 + len(names), "checking") as on_start:
             found = checking.examine(job, names, on_start)
@@ -186,32 +186,31 @@ def tune(
 
     [bold]Example[/bold]:  marl-parallel tune mpe2.simple_spread_v3 --memory 2GB
     """
-    with short_errors(debug):
+    with short_errors(debug), stdout_to_stderr() if as_json else nullcontext():
         cpus = usable_cpus()
         usual = sorted({*(2**n for n in range(cpus.bit_length())), cpus, 2 * cpus})
-        settings = tuning.grid(
+        settings = measuring.grid(
             positive_numbers("--workers", workers) if workers else usual,
             positive_numbers("--envs-per-worker", envs_per_worker),
             max_envs or _ENVS_PER_CPU * cpus,
         )
         limit = parsed_size(memory) if memory else psutil.virtual_memory().available
-        with stdout_to_stderr(as_json):
-            constructor = constructor_of(env, env_kwargs)
-            with made(constructor, 1) as (one,):
-                traits = traits_of(one)
-            described = machine(distributions_of(env))
-            with progress(tuning.most_turns(settings) + tuning.ROUNDS, "tuning") as on_turn:
+        constructor = constructor_of(env, env_kwargs)
+        with measuring.made(constructor, 1) as (one,):
+            adapted = measuring.adapted_for_loop(one)
+        described = machine(distributions_of(env))
+        with progress(measuring.most_turns(settings) + measuring.ROUNDS, "tuning") as on_turn:
 
-                def measure_some(alike: Sequence[tuning.Setting]) -> tuple[list[float], int]:
-                    for one in alike:
-                        on_turn(f"{one.num_workers} workers x {one.envs_per_worker}, {one.way}")
-                    return tuning.measured(constructor, traits, seconds, alike)
+            def measure_some(alike: Sequence[measuring.Setting]) -> tuple[list[float], int]:
+                for one in alike:
+                    on_turn(f"{one.num_workers} workers x {one.envs_per_worker}, {one.way}")
+                return measuring.measured(constructor, adapted, seconds, alike)
 
-                best, trials = tuning.search(settings, measure_some, limit)
-                in_turns = tuning.compare(constructor, traits, seconds, best, measure_some)
-        found = tuning.conclusion(env, json.loads(env_kwargs), best, trials, in_turns)
-        found |= {"machine": described, "memory_limit": limit}
-        if as_json:
-            typer.echo(json.dumps(found, indent=2))
-        else:
-            tuning.show(found)
+            best, trials = measuring.search(settings, measure_some, limit)
+            in_turns = measuring.compare(constructor, adapted, seconds, best, measure_some)
+    found = reporting.tuned(env, json.loads(env_kwargs), best, trials, in_turns)
+    found |= {"machine": described, "memory_limit": limit}
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        reporting.show_tuned(found)

@@ -1,118 +1,304 @@
 """`marl-parallel check`: does an environment work with this package, and with others that speak its API?
 
-Here are the order in which probes run, what follows from comparing their runs, and what is shown. Each probe
-(`probes.py`) runs in the worker process of a `ParallelEnv` of its own, so that a crash or a hang is a finding.
+A probe is a generator that runs in the worker of a `ParallelEnv` of its own. Before each call of the simulator it
+yields what it does next, so that each such call is one call of the worker, with a timeout::
+
+    run_probes                            worker process
+    env.call("advance")  -------------->  Probe.advance: the probe runs to its next `yield`
+                         <--------------  what it has found, and what it does next
+
+If the simulator then crashes or hangs, `ParallelEnv` raises `WorkerCrashed` or `WorkerTimeout`, which becomes a
+finding; all earlier findings have arrived. The probes:
+
+`alone`     one environment by itself: spaces, types, pickling, processes left behind, costs; then two in one process
+`again`     the same run in a fresh process, for comparison
+`official`  the tests that PettingZoo and Gymnasium have for their environments
+`parallel`  three environments in a `ParallelEnv`, for comparison
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import hashlib
+import itertools
+import math
 import os
+import pickle
+import random
+import re
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from numbers import Real
+from typing import Any, NamedTuple, TypeAlias, cast
 
+import gymnasium
+import numpy as np
+import pettingzoo  # type: ignore[import-untyped]
+import psutil
+from gymnasium import Space, spaces
+from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from marl_parallel.cli.probes import (
-    AFTER,
-    PROBLEM,
-    REMARK,
-    SEED_TESTS,
-    STRETCH_S,
-    Difference,
-    Doing,
-    Examination,
-    Finding,
-    Job,
-    Probe,
-    Question,
-    Trace,
-    first_difference,
-)
-from marl_parallel.cli.target import CommandError
+from marl_parallel.action_masks import allows_nothing, for_sample, mask_of
+from marl_parallel.adapters import AgentID, InvalidAgents, MultiAgentEnv, NotAnEnvironment, Rules, adapt
+from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
+from marl_parallel.backends import descendants
+from marl_parallel.cli.target import CommandError, constructor_of, in_brief
 from marl_parallel.core.backend import usable_cpus
+from marl_parallel.core.construction import construct_one
+from marl_parallel.core.episode import Episode
+from marl_parallel.core.exclusive import end_forked_copy
+from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost
-from marl_parallel.core.reports import manner_of_death, place
-from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.types import EnvError, WorkerCrashed, WorkerTimeout
+from marl_parallel.core.pickling import dumps
+from marl_parallel.core.reports import first_line, manner_of_death, place
+from marl_parallel.core.spaces import ARRAY_SPACES, is_vector
+from marl_parallel.core.transition import ALL, Transition, is_empty_info
+from marl_parallel.parallel_env import START_TIMEOUT_S, ParallelEnv
+from marl_parallel.types import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout
 
-_OTHER_GENERATORS = 1_000_003
-_HASH_SEED = "PYTHONHASHSEED"
-_starting = threading.Lock()
-"""Held while a worker starts, since the environment variables that it gets are this whole process's."""
+SEED = 42
+AFTER = -1  # the key, in place of an environment's number, of the trace of a second, unseeded episode
+BACKENDS = ("serial", "thread", "process")
+SEED_TESTS = ("pettingzoo.test.seed_test", "pettingzoo.test.parallel_seed_test")  # need two environments in a process
+_GYMNASIUM_TEST = "gymnasium.utils.env_checker.check_env"
+_NUM_ENVS, _RESETS = 3, 8
+_STRETCH_S = 0.1  # of steps that are timed in one call of the worker: after each call, the next steps are slower
+_STARTUP_S, _GONE_WITHIN_S = 10.0, 2.0
+_starting = threading.Lock()  # held while a worker starts, with environment variables of its own
 
-
-def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lambda label: None) -> Examination:
-    """Run all probes and compare their runs.
-
-    Args:
-        job: The first probe; the others do the same in other ways.
-        backends: The backends to try.
-        on_start: Called with the name of each probe that starts.
-    """
-
-    def started(job: Job) -> None:
-        on_start(job.backend if job.probe == "parallel" else job.probe)
-
-    found = Examination(job.environment)
-    ((_, first),) = run_probes([job], 1, started)
-    found.merge(first)
-    if Question.RUNS not in found.checked:
-        return found
-    facts = found.facts
-    job = replace(job, shares_process=facts.get("shares_process", True))
-    same = replace(job, probe="again", steps=facts["steps"])
-    others = [replace(same, global_seed=_OTHER_GENERATORS, hash_seed=1), *_official(job, facts)]
-    # Environments that need a process each can only live in workers that are processes.
-    possible = [name for name in backends if job.shares_process or Question.of_backend(name) is Question.PROCESS]
-    others += [replace(job, probe="parallel", backend=backend) for backend in possible]
-    found.checked.add(Question.API)
-    traces: dict[str, dict[int, Trace]] = {}
-    for done, outcome in run_probes(others, usable_cpus(), started):
-        found.merge(outcome)
-        if outcome.traces:
-            traces[done.backend if done.probe == "parallel" else done.probe] = outcome.traces
-    again = traces.pop("again", None)
-    if again is not None:
-        found.checked.add(Question.DETERMINISM)
-        where = _difference(first.traces, again)
-        if where is not None:
-            # Then remarks on determinism say nothing new, nor does a comparison beyond what can be repeated.
-            found.findings = [
-                one for one in found.findings if (one.question, one.severity) != (Question.DETERMINISM, REMARK)
-            ]
-            ((_, once_more),) = run_probes([same], 1, started)
-            differs = not once_more.traces or _difference(first.traces, once_more.traces) is not None
-            found.add([_not_deterministic(where, differs, facts)])
-            first.traces = {env_id: _first_episode(trace) for env_id, trace in first.traces.items()}
-            traces = traces if where.reset > 1 and facts["takes_seed"] else {}
-    for backend, run in traces.items():
-        question = Question.of_backend(backend)
-        found.add(_about_backend(question, first.traces, run))
-        found.checked.add(question)
-    found.add(_about_cost(facts))
-    return found
+# -- findings ----------------------------------------------------------------------------------------------------------
 
 
-def _official(job: Job, facts: dict[str, Any]) -> list[Job]:
-    """The tests of other projects, each by itself, so that the others run if one hangs or crashes.
+class Severity(str, Enum):
+    """How bad a finding is: a problem breaks something that training loops rely on, a remark is good to know."""
 
-    They get so many steps that they last about as long as the other probes. Nothing is known of their single calls, so
-    their limit is what they should take altogether.
-    """
-    step_s, reset_s = (facts[method]["median_s"] for method in ("step", "reset"))
-    cycles = int(min(max(job.seconds / step_s, 10), 500))
-    seconds = max(job.seconds, cycles * step_s + 10 * reset_s + facts["construct_s"])
-    names = [name for name in facts.pop("official") if job.shares_process or name not in SEED_TESTS]
-    return [replace(job, probe="official", cycles=cycles, seconds=seconds, test=name) for name in names]
+    PROBLEM = "problem"
+    REMARK = "remark"
+
+
+PROBLEM, REMARK = Severity.PROBLEM, Severity.REMARK
+
+
+class Question(str, Enum):
+    """What `check` asks; the text is true if nothing is found."""
+
+    RUNS = "It runs alone: constructor, reset, step and close"
+    API = "It keeps to its API"
+    SPACES = "Observations keep to their spaces"
+    DETERMINISM = "The same seed and actions give the same results"
+    PICKLING = "Constructor, infos and exceptions pickle"
+    PROCESSES = "It leaves no processes behind"
+    SERIAL = 'Several environments give the same results with backend="serial"'
+    THREAD = 'Several environments give the same results with backend="thread"'
+    PROCESS = 'Several environments give the same results with backend="process"'
+    COST = "Step and reset times are even"
+
+    @classmethod
+    def of_backend(cls, backend: str) -> Question:
+        return cls[backend.upper()]
+
+
+class Finding(NamedTuple):
+    """Something that is not as it should be: what was seen and what to do about it, in a sentence each."""
+
+    question: Question
+    severity: Severity
+    what: str
+    advice: str
+
+
+_IN_RESET = "draw from a generator that is made in `reset` from its seed (gymnasium.utils.seeding.np_random)"
+_PICKLED = "it then works, but travels pickled, which is slower"
+_ONE_PER_PROCESS = (
+    "one simulation per process: pass envs_per_worker=1 to ParallelEnv, so that each environment has a worker process "
+    'of its own; backend="serial" and "thread" have one process for all'
+)
+# By name: the question, the severity, what is seen and what to do about it, with fields to fill in.
+# fmt: off
+_TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
+    "unpicklable constructor": (Question.PICKLING, PROBLEM,
+        "the constructor cannot be pickled ({reason}), so no worker process can be given it",
+        "create what does not pickle (locks, connections, windows, open files) when the constructor is called"),
+    "unpicklable info": (Question.PICKLING, PROBLEM, "the info of {key} cannot be pickled ({reason})",
+        "put plain numbers, texts and arrays into infos, no objects of the simulator's"),
+    "unpicklable exception": (Question.PICKLING, REMARK,
+        "its exception {name} cannot be pickled and made again ({reason})",
+        "let {name}.__init__ pass all of its arguments to super().__init__, and hold plain values only; "
+        "else errors arrive as text, without the exception as their __cause__"),
+    "no environment": (Question.API, PROBLEM, "it is no environment: {error}",
+        "return one of the kinds that the README lists"),
+    "ambiguous agents": (Question.API, PROBLEM, "its agents cannot be told apart: {error}",
+        "give every agent a name of its own"),
+    "no action space": (Question.API, PROBLEM,
+        "{whose} no action space, so there are no actions to step it with",
+        "let it have `possible_agents`, and a space for each of them"),
+    "unknown agent": (Question.API, REMARK, "agent {agent!r} is not among possible_agents",
+        f"add it there, with its spaces; {_PICKLED}"),
+    "no observation space": (Question.API, REMARK, "agent {agent!r} declares no observation space",
+        f"declare one; {_PICKLED}"),
+    "mask of another form": (Question.API, REMARK,
+        "the action mask of {agent} has another form than its action space, {space}",
+        "actions are drawn without it: report masks in the form that the space's `sample` takes, or under another key"),
+    "undeclared vector": (Question.API, REMARK, "the reward of {agent} is of type {kind}, not one number",
+        "return a float, or declare `reward_space` if vectors are meant; vectors travel pickled without it"),
+    "flag": (Question.API, PROBLEM, "the {name} of {agent} is of type {kind}, not bool", "return True or False"),
+    "no __all__": (Question.API, REMARK, f"terminateds lacks the key {ALL!r}, which says when the episode is over",
+        f"set {ALL!r} in every step; without it, the episode counts as going on"),
+    "unlooked": (Question.RUNS, PROBLEM, "what it returns cannot be looked at: {error}",
+        "return what its spaces say, and plain numbers and dicts"),
+    "not reset": (Question.DETERMINISM, REMARK,
+        f"reset(seed={SEED}) of a used environment gives another episode than of a fresh one: {{where}}",
+        "set everything back in `reset`, also counters and generators"),
+    "seed ignored": (Question.DETERMINISM, PROBLEM,
+        "the seed is ignored: episodes vary, but all environments begin alike whatever the seed of `reset`",
+        "make the generator anew in `reset` where a seed is given (gymnasium.utils.seeding.np_random)"),
+    "no seed": (Question.DETERMINISM, PROBLEM,
+        "it takes no seed: episodes vary, but those of all environments are alike",
+        "let `reset` take a `seed`, and make the generator from it (gymnasium.utils.seeding.np_random)"),
+    "random": (Question.DETERMINISM, PROBLEM, "two runs with the same seed and actions differ: {where}",
+        f"{_IN_RESET}; look for default_rng() without a seed, for the time, for threads"),
+    "random of the process": (Question.DETERMINISM, PROBLEM,
+        "two runs with the same seed and actions differ: {where}",
+        f"{_IN_RESET}, not from `random` or `np.random`, which belong to the whole process, and sort what is a set"),
+    "random without a seed": (Question.DETERMINISM, PROBLEM,
+        "an episode that begins with a seed can be repeated, but one that begins without, as after an automatic "
+        "reset, cannot: two runs with the same seed and actions differ from {where} on",
+        "in `reset`, make a new generator only if a seed is given, and else go on with the one that is there "
+        "(`super().reset(seed=seed)` and `self.np_random` of gymnasium.Env do that)"),
+    "processes left": (Question.PROCESSES, PROBLEM, "{after}() leaves {count} behind: {first}",
+        "end them in `close`, and wait for them: each restart would leave more of them"),
+    "beside another": (Question.RUNS, REMARK, "{what}", _ONE_PER_PROCESS),
+    "no test": (Question.API, REMARK, "{name} cannot be imported: {error}",
+        "install what {name} needs, if it is wanted"),
+    "shared": (Question.SERIAL, PROBLEM,
+        "beside others, environment {env_id} does not do what it does alone: {where}",
+        "let environments share nothing: no globals, class attributes that change, files or ports of one "
+        "name; or pass envs_per_worker=1, where one process has to have one"),
+    "uneven steps": (Question.COST, REMARK, "step times are uneven: the p99 is {ratio:.0f}x the median",
+        "with `step`, everyone waits for the slowest environment; send and recv(min_envs=...) go on with the others"),
+    "long resets": (Question.COST, REMARK, "a reset takes as long as {ratio:.0f} steps",
+        "with `step`, everyone waits while an environment is reset; send and recv(min_envs=...) go on with the others"),
+    "short steps": (Question.COST, REMARK, "a step takes {us:.0f} µs, about what it costs to hand it to a worker",
+        "use many environments in each of a few workers; `marl-parallel tune` finds how many"),
+}
+# fmt: on
+
+
+def _finding(name: str, /, **fields: Any) -> Finding:
+    question, severity, what, advice = _TEXTS[name]
+    return Finding(question, severity, what.format(**fields), advice.format(**fields))
+
+
+# For each reset and step: whether it is a step, and the fingerprints of its values, such as "reward of agent_0".
+Trace: TypeAlias = list[tuple[bool, dict[str, str]]]
+
+
+@dataclass
+class Examination:
+    """What is known of an environment, or what one probe has found."""
+
+    environment: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)  # problems first, then remarks, in the order of the questions
+    checked: set[Question] = field(default_factory=set)  # the questions that were examined to the end
+    traces: dict[int, Trace] = field(default_factory=dict)  # by the number of the environment, or `AFTER`
+
+    @property
+    def healthy(self) -> bool:
+        return all(finding.severity is not PROBLEM for finding in self.findings)
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        """Add findings, each once, and sort all."""
+        order = [*Question]
+        self.findings = sorted(
+            dict.fromkeys([*self.findings, *findings]),
+            key=lambda one: (one.severity is not PROBLEM, order.index(one.question)),
+        )
+
+    def merge(self, other: Examination) -> None:
+        """Add everything that another examination has found."""
+        tests = sorted({*self.facts.get("tests", ()), *other.facts.get("tests", ())})
+        self.facts |= other.facts | ({"tests": tests} if tests else {})
+        self.checked |= other.checked
+        self.traces |= other.traces
+        self.add(other.findings)
+
+    def answers(self) -> Mapping[Question, str]:
+        """By question: "yes", "no", "yes, with a remark" where there are remarks only, or "not checked"."""
+        answers = {}
+        for question in Question:
+            severities = {finding.severity for finding in self.findings if finding.question is question}
+            if PROBLEM in severities:
+                answers[question] = "no"
+            elif question not in self.checked:
+                answers[question] = "not checked"
+            else:
+                answers[question] = "yes, with a remark" if severities else "yes"
+        return answers
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the traces, in values that JSON knows."""
+        answers = self.answers().items()
+        return {
+            "environment": self.environment,
+            "healthy": self.healthy,
+            "facts": self.facts,
+            "questions": [{"name": q.name.lower(), "question": q.value, "answer": answer} for q, answer in answers],
+            "findings": [
+                {**one._asdict(), "question": one.question.name.lower(), "severity": one.severity.value}
+                for one in self.findings
+            ],
+        }
 
 
 # -- running probes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A probe and its settings."""
+
+    probe: str  # a key of `PROBES`
+    environment: str  # as named on the command line
+    env_kwargs: str
+    timeout: float  # seconds that each call of the simulator may take
+    seconds: float  # the most seconds that a run lasts
+    steps: int  # the most steps that a run has
+    generators: int = 0  # selects seeds of the process-wide generators, and of the order of sets of strings
+    backend: str = "serial"  # of the `ParallelEnv` that the probe `parallel` makes
+    cycles: int = 100  # the number of steps of a test of another project
+    test: str = ""  # the one test of another project to run; empty for all
+    shares_process: bool = True  # whether several environments can live in one process
+
+    @property
+    def limit_s(self) -> float:
+        """The timeout of each call of the worker: a test, or a call of `ParallelEnv`, calls the simulator often."""
+        longer = {"official": self.timeout + 20 * self.seconds, "parallel": _NUM_ENVS * self.timeout + _STARTUP_S}
+        return longer.get(self.probe, self.timeout)
+
+    @property
+    def question(self) -> Question:
+        """The question that a crash or a hang answers, unless the probe says which."""
+        backend = Question.of_backend(self.backend)
+        of_probe = {"official": Question.API, "again": Question.DETERMINISM, "parallel": backend}
+        return of_probe.get(self.probe, Question.RUNS)
+
+    def doing(self, what: str) -> Finding:
+        """A call of the simulator that comes next; nothing breaks here if a test of another project then crashes."""
+        return Finding(self.question, REMARK if self.probe == "official" else PROBLEM, what, "")
 
 
 def run_probes(
@@ -129,7 +315,15 @@ def run_probes(
     def run(job: Job) -> Examination:
         on_start(job)
         found, doing = Examination(job.environment), job.doing("starting")
-        env = _worker_for(job)
+        with _starting:  # workers inherit the environment variables of this process
+            before = os.environ.get("PYTHONHASHSEED")
+            os.environ["PYTHONHASHSEED"] = str(job.generators)
+            try:
+                limit = job.limit_s + _STRETCH_S
+                env = ParallelEnv([functools.partial(Probe, job)], adapter="dict", step_timeout=limit)
+            finally:
+                del os.environ["PYTHONHASHSEED"]
+                os.environ.update({} if before is None else {"PYTHONHASHSEED": before})
         running.add(env)
         try:
             while doing is not None and not stopping.is_set():
@@ -159,22 +353,8 @@ def run_probes(
             env.close(terminate=True)
 
 
-def _worker_for(job: Job) -> ParallelEnv:
-    with _starting:
-        before = os.environ.get(_HASH_SEED)
-        os.environ[_HASH_SEED] = str(job.hash_seed)
-        try:
-            limit = job.limit_s + STRETCH_S
-            return ParallelEnv([functools.partial(Probe, job)], adapter="dict", step_timeout=limit)
-        finally:
-            if before is None:
-                del os.environ[_HASH_SEED]
-            else:
-                os.environ[_HASH_SEED] = before
-
-
-def _ended(error: WorkerCrashed | WorkerTimeout, doing: Doing, job: Job) -> Finding:
-    """The finding that a probe's worker has crashed or hung."""
+def _ended(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job) -> Finding:
+    """The finding that a worker has crashed or hung in a call of the simulator."""
     where = place(error.stack)
     if isinstance(error, WorkerTimeout):
         what = f"{doing.what} has not come to its end within {job.limit_s:g} s" + (f"; it is at {where}" * bool(where))
@@ -186,75 +366,833 @@ def _ended(error: WorkerCrashed | WorkerTimeout, doing: Doing, job: Job) -> Find
             "find what ends it, native code or os._exit, and fix it; until then, workers in processes with "
             'on_error="restart" survive it'
         )
-    return Finding(doing.question, doing.severity, what, doing.advice or advice)
+    return doing._replace(what=what, advice=doing.advice or advice)
 
 
-# -- what follows from comparing ---------------------------------------------------------------------------------------
+# -- probes in a worker ------------------------------------------------------------------------------------------------
+
+# A probe or a part of one: it yields the finding that a crash or a hang in the next call of the simulator becomes.
+Steps: TypeAlias = Generator[Finding, None, Any]
+# Calls a function of the simulator after such a `yield`; returns what the function returns.
+Calling: TypeAlias = Callable[[str, Callable[[], Any]], Steps]
+Constructor: TypeAlias = Callable[..., Any]
+Spaces: TypeAlias = Mapping[Any, Space[Any]]
 
 
-def _not_deterministic(where: Difference, differs_again: bool, facts: dict[str, Any]) -> Finding:
-    """The finding that two runs differ; `differs_again` if those with the same process-wide generators do so, too."""
-    text = f"two runs with the same seed and actions differ: {where}"
-    advice = "draw from a generator that is made in `reset` from its seed (gymnasium.utils.seeding.np_random)"
-    if not differs_again:
-        advice += ", not from `random` or `np.random`, which belong to the whole process, and sort what is a set"
-    elif where.reset > 1 and facts["takes_seed"]:
-        text = (
-            "an episode that begins with a seed can be repeated, but one that begins without, as after an automatic "
-            f"reset, cannot: two runs with the same seed and actions differ from {where} on"
-        )
-        advice = (
-            "in `reset`, make a new generator only if a seed is given, and else go on with the one that is there "
-            "(`super().reset(seed=seed)` and `self.np_random` of gymnasium.Env do that)"
-        )
+class Stopped(Exception):
+    """The probe cannot go on; a finding says why."""
+
+
+class Probe:
+    """The environment in a probe's worker: it is never stepped, only its `advance` is called."""
+
+    possible_agents = ("nobody",)
+    observation_space = action_space = spaces.Dict({"nobody": spaces.Discrete(1)})
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.found = job, Examination(job.environment)  # what was found since the last `advance`
+        self.took_s = 0.0  # seconds that the latest call of the simulator took
+        self._pid, self._seen = os.getpid(), set[str]()
+        self._steps = self._run()
+        with open(os.devnull, "wb") as null:  # nothing that simulators print is shown
+            for output in (1, 2):
+                os.dup2(null.fileno(), output)
+        if sys.platform == "linux":
+            descendants.adopt_orphans()  # to see whether the simulator leaves some
+
+    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
+
+    def step(self, actions: Any) -> Any:
+        raise NotImplementedError
+
+    def _run(self) -> Steps:
+        yield self.job.doing("the import")
+        try:
+            constructor = constructor_of(self.job.environment, self.job.env_kwargs)
+        except CommandError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise CommandError(in_brief(error), "--debug shows the whole traceback") from error
+        yield from PROBES[self.job.probe](self, constructor)
+
+    def advance(self) -> tuple[Examination, Finding | None]:
+        """Run the probe to its next `yield`; returns what it has found, and what it does next (None at its end)."""
+        doing = None
+        try:
+            with contextlib.suppress(Stopped):  # a finding says why
+                doing = next(self._steps, None)
+        except CommandError:
+            raise
+        except (Exception, SystemExit) as error:
+            self.add(_finding("unlooked", error=in_brief(error))._replace(question=self.job.question))
+        found, self.found = self.found, Examination(self.job.environment)
+        return found, doing
+
+    def find(self, name: str, /, **fields: Any) -> None:
+        """Add a finding of the table."""
+        self.add(_finding(name, **fields))
+
+    def add(self, finding: Finding, kind: str = "") -> None:
+        """Add a finding, unless there has been one of its kind."""
+        if (kind or finding.what) not in self._seen:
+            self._seen.add(kind or finding.what)
+            self.found.add([finding])
+
+    def calling(self, doing: str, function: Callable[[], Any]) -> Steps:
+        """Call the simulator; an exception becomes a finding, and ends the probe with `Stopped`."""
+        yield self.job.doing(doing)
+        try:
+            return self.call(function)
+        except (Exception, SystemExit, GeneratorExit) as error:
+            self._find_raised(doing, error)
+            raise Stopped from error
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Call the simulator, and end this process if it is a forked copy that the simulator lets return."""
+        begun, raised = time.perf_counter(), None
+        try:
+            return function()
+        except BaseException as error:
+            raised = error
+            raise
+        finally:
+            self.took_s = time.perf_counter() - begun
+            if os.getpid() != self._pid:
+                end_forked_copy(raised)
+
+    def _find_raised(self, doing: str, error: BaseException) -> None:
+        question, what, to_do = self.job.question, _raises(doing, error), "fix that line"
+        if isinstance(error, TypeError) and not _place_of(error):
+            # The adapter raises it because of what the simulator returned; or Python, because of how it was called.
+            last = traceback.extract_tb(error.__traceback__)[-1].line or ""
+            returned = last.startswith("raise ") and not isinstance(error.__cause__, TypeError)
+            to_do = f"let {doing} return that" if returned else f"let {doing} take what its API says"
+            question, what = Question.API, str(error)
+        else:
+            self.check_exception(error)
+        self.add(Finding(question, PROBLEM, what, f"{to_do}; not everything can be checked before"))
+
+    def check_exception(self, error: BaseException) -> None:
+        """Find out whether an exception of the simulator's pickles."""
+        if (reason := pickling_error(error)) is not None:
+            self.find("unpicklable exception", name=type(error).__name__, reason=reason)
+
+
+def _place_of(error: BaseException) -> str:
+    return place("".join(traceback.format_exception(error)))
+
+
+def _raises(doing: str, error: BaseException) -> str:
+    where = _place_of(error)
+    return f"{doing} raises{f', at {where}' if where else ''}: {in_brief(error)}"
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+class Actor:
+    """Draws the actions of one environment, by its action masks; the same seed draws the same actions."""
+
+    def __init__(self, action_spaces: Spaces, seed: int) -> None:
+        self._spaces = copy.deepcopy(action_spaces)
+        self._rank = {agent: number for number, agent in enumerate(self._spaces)}
+        for number, space in enumerate(self._spaces.values()):
+            space.seed(seed + number)
+
+    def __call__(self, acting: Sequence[AgentID], observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> Any:
+        """Actions of those who act; a mask that allows nothing, or has another form than the space, is ignored."""
+        actions = {}
+        for agent in sorted(acting, key=lambda agent: self._rank.get(agent, len(self._rank))):
+            if (space := self._spaces.get(agent)) is not None:
+                mask = mask_of(observations.get(agent), infos.get(agent))
+                actions[agent] = space.sample(for_sample(space, mask))
+        return actions
+
+    def act(self, now: Transition) -> Any:
+        return self(now.acting, now.observations, now.infos)
+
+
+class Solo:
+    """One environment by itself: an adapted simulator and its `Episode`, as in a worker, without the transport.
+
+    `Episode`, which decides who acts and when an episode is over, calls this in place of the adapter, so that what the
+    simulator returns is timed, and passed to `look` before anything is added.
+    """
+
+    look: Callable[[Sequence[dict[Any, Any]]], None] | None = None
+
+    def __init__(self, env: MultiAgentEnv) -> None:
+        self.env, as_env = env, cast(MultiAgentEnv, self)
+        self.took: dict[str, list[float]] = {"reset": [], "step": []}  # seconds of each call
+        self.episode = Episode(as_env, 0, AutoresetMode.DISABLED, Ledger(bytearray(Ledger.NBYTES)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def reset(self, **keywords: Any) -> Any:
+        return self._timed("reset", **keywords)
+
+    def step(self, actions: Any) -> Any:
+        return self._timed("step", actions)
+
+    def _timed(self, method: str, *args: Any, **keywords: Any) -> Any:
+        begun = time.perf_counter()
+        returned = getattr(self.env, method)(*args, **keywords)
+        self.took[method].append(time.perf_counter() - begun)
+        if self.look is not None:
+            self.look(returned)
+        return returned
+
+    def begin(self, seed: int | None = None) -> Transition:
+        """Begin an episode, with the seed if the simulator takes one."""
+        return self.episode.reset({"seed": seed} if seed is not None and "seed" in self.env.reset_keywords else {})
+
+
+def _run_alone(probe: Probe, solo: Solo, seed: int | None, steps: int, seconds: float) -> Steps:
+    """Step an environment from a reset with this seed; returns its trace."""
+    seeds, actor = itertools.chain([seed], itertools.repeat(None)), Actor(solo.env.action_spaces, seed or SEED)
+    (trace,) = yield from _run(
+        probe.calling,
+        lambda _: [solo.begin(next(seeds))],
+        lambda actions: [solo.episode.step(*actions)],
+        [actor],
+        solo.env.observation_spaces,
+        steps,
+        seconds,
+    )
+    return trace
+
+
+def _run(
+    calling: Calling, begin: Any, act: Any, actors: Sequence[Actor], space_of: Spaces, steps: int, seconds: float
+) -> Steps:
+    """Step environments until there are so many steps or seconds, but at least once; returns the trace of each.
+
+    `begin` resets environments by their numbers, `act` steps all with the actions of each, which `actors` draw. Both
+    return a list of `Transition`.
+    """
+
+    def note(env_id: int, now: Transition, is_step: bool) -> None:
+        latest[env_id] = now
+        entry = {f"observation of {key}": fingerprint(one, space_of.get(key)) for key, one in now.observations.items()}
+        entry |= {f"info of {key}": fingerprint(info) for key, info in now.infos.items()}
+        if is_step:
+            for part, values in (("reward", now[1]), ("termination", now[2]), ("truncation", now[3])):
+                entry |= {f"{part} of {key}": fingerprint(value) for key, value in values.items() if key != ALL}
+        traces[env_id].append((is_step, entry))
+
+    def reset(env_ids: Sequence[int]) -> Steps:
+        for env_id, now in zip(env_ids, (yield from calling("reset", lambda: begin(env_ids)))):
+            note(env_id, now, False)
+
+    latest: dict[int, Transition] = {}
+    traces: list[Trace] = [[] for _ in actors]
+    deadline = time.monotonic() + seconds
+    yield from reset(range(len(actors)))
+    for _ in range(steps):
+        actions = [actor.act(latest[env_id]) for env_id, actor in enumerate(actors)]
+        for env_id, now in enumerate((yield from calling("step", functools.partial(act, actions)))):
+            note(env_id, now, True)
+        if over := [env_id for env_id, now in latest.items() if _is_over(now)]:
+            yield from reset(over)
+        if time.monotonic() > deadline:
+            break
+    return traces
+
+
+def _is_over(now: Transition) -> bool:
+    return bool(now.terminateds.get(ALL) or now.truncateds.get(ALL))
+
+
+def first_difference(one: Trace, other: Trace) -> tuple[int, str] | None:
+    """The first difference of two runs with the same actions: its index and text. The longer one's rest is ignored.
+
+    Example:
+        >>> first_difference([(True, {"reward of a": "0f"})], [(True, {"reward of a": "1e"}), (False, {})])
+        (0, 'the reward of a, in step 1')
+    """
+    for index, ((is_step, mine), (_, theirs)) in enumerate(zip(one, other)):
+        for what in {**mine, **theirs}:
+            if mine.get(what) != theirs.get(what):
+                steps = sum(is_step for is_step, _ in one[: index + 1])
+                return index, f"the {what}, in {f'step {steps}' if is_step else f'reset {index + 1 - steps}'}"
+    return None
+
+
+# -- the probe `alone` -------------------------------------------------------------------------------------------------
+
+
+def alone(probe: Probe, constructor: Constructor) -> Steps:
+    """One environment by itself: whether it works, what it returns, what it costs, what it leaves behind."""
+    job, before = probe.job, _started()
+    yield Finding(Question.PICKLING, PROBLEM, "pickling the constructor", "")
+    if (reason := probe.call(lambda: pickling_error(constructor))) is not None:
+        probe.find("unpicklable constructor", reason=reason)
+    solo: Solo = yield from _made(probe, constructor)
+    env, types = solo.env, {"reward": set[str](), "flag": set[str]()}
+    probe.found.facts |= {
+        "kind": getattr(type(env), "kind", type(env).__name__),
+        "rules": env.rules.value,
+        "agents": [str(agent) for agent in env.possible_agents],
+        "takes_seed": "seed" in env.reset_keywords,
+        "official": _names_of_tests(env),
+        "construct_s": probe.took_s,
+    }
+    unknown = [agent for agent in env.possible_agents if agent not in env.action_spaces]
+    if unknown or not env.action_spaces:
+        probe.find("no action space", whose=f"agent {unknown[0]!r} declares" if unknown else "its agents declare")
+        return
+
+    def look(returned: Sequence[dict[Any, Any]]) -> None:
+        step = len(solo.took["step"])
+        for one in _oddities(env, returned, types):
+            what = f"{one.what} ({f'in step {step}' if step else 'at the first reset'})"
+            probe.add(one._replace(what=what), f"{one.question} {one.advice}")
+
+    solo.look = look
+    yield from again(probe, constructor, solo, job.seconds)
+    trace = probe.found.traces[0]
+    solo.look = None
+    probe.found.facts |= {"steps": sum(is_step for is_step, _ in trace)}
+    probe.found.facts |= {f"{part}_types": sorted(names) for part, names in types.items()}
+    probe.found.checked.add(Question.SPACES)
+    used = yield from _run_alone(probe, solo, SEED, min(job.steps, 20), job.seconds)
+    if (where := first_difference(used, trace)) is not None and "seed" in env.reset_keywords:
+        probe.find("not reset", where=where[1])
+    unseeded, seeded = set[str](), set[str]()  # the first observations of episodes
+    for beginnings, seeds in ((unseeded, [None] * _RESETS), (seeded, range(SEED, SEED + _RESETS))):
+        for seed in seeds:
+            now: Transition = yield from probe.calling("reset", functools.partial(solo.begin, seed))
+            beginnings.add(fingerprint(now.observations))
+    yield from _measure_cost(probe, solo)
+    yield from probe.calling("close", env.close)
+    probe.found.checked.add(Question.RUNS)
+    _check_nothing_left(probe, before, "close")
+    other: Solo = yield from _made(probe, constructor, 1)
+    probe.found.traces[1] = yield from _run_alone(probe, other, SEED + 1, job.steps, job.seconds)
+    if len(unseeded) > 1 and len(seeded) == 1:
+        probe.find("seed ignored")
+    elif len(unseeded) > 1 and trace[0] == probe.found.traces[1][0]:
+        probe.find("no seed")
+    yield from _check_two_in_one_process(probe, other, constructor)
+    yield from _provoke_exceptions(probe, constructor)
+    probe.found.checked.add(Question.PICKLING)
+
+
+def _made(probe: Probe, constructor: Constructor, env_id: int = 0) -> Steps:
+    """Construct an environment; returns a `Solo`."""
+    seed = SEED + env_id
+    random.seed(seed + 1_000_003 * probe.job.generators)
+    np.random.seed(seed + 1_000_003 * probe.job.generators)
+    make = functools.partial(construct_one, constructor, seed=seed, env_id=env_id)
+    simulator = yield from probe.calling("the constructor", make)
+    construct_s = probe.took_s
+    yield probe.job.doing("reading its spaces")
+    try:
+        env = probe.call(lambda: adapt(simulator))
+    except (NotAnEnvironment, InvalidAgents) as error:
+        probe.find("ambiguous agents" if isinstance(error, InvalidAgents) else "no environment", error=error)
+        raise Stopped from error
+    probe.took_s = construct_s
+    return Solo(env)
+
+
+def _measure_cost(probe: Probe, solo: Solo) -> Steps:
+    """Time steps and resets, many of them in each call of the worker."""
+    solo.took = {"step": [], "reset": []}
+    actor, now = Actor(solo.env.action_spaces, SEED), (yield from probe.calling("reset", solo.begin))
+    deadline = time.perf_counter() + probe.job.seconds
+
+    def stretch() -> None:
+        nonlocal now
+        pause = min(time.perf_counter() + _STRETCH_S, deadline)
+        while True:
+            now = solo.begin() if _is_over(now) else solo.episode.step(actor.act(now))
+            if time.perf_counter() > pause:
+                return
+
+    while time.perf_counter() < deadline or not solo.took["step"]:
+        yield from probe.calling("a step or reset", stretch)
+    for method, seconds in solo.took.items():
+        median, p99 = (float(np.percentile(seconds, percent)) for percent in (50, 99))
+        probe.found.facts[method] = {"count": len(seconds), "median_s": median, "p99_s": p99}
+    probe.found.checked.add(Question.COST)
+
+
+def _check_two_in_one_process(probe: Probe, first: Solo, constructor: Constructor) -> Steps:
+    """Make and step a second environment while the first is open; the fact `shares_process` says if that works."""
+    probe.found.facts["shares_process"] = False
+    doing = ""
+
+    def calling(method: str, function: Callable[[], Any]) -> Steps:
+        nonlocal doing
+        doing = f"with another environment open in the same process, {method}"
+        yield _finding("beside another", what=doing)
+        return probe.call(function)
+
+    try:
+        make = functools.partial(construct_one, constructor, seed=SEED + 2, env_id=2)
+        both = [Solo(first.env), Solo(adapt((yield from calling("the constructor", make))))]
+        begun = []
+        for solo in both:
+            begun.append((yield from calling("reset", functools.partial(solo.begin, SEED))))
+        for solo, now in zip(both, begun):
+            actions = Actor(solo.env.action_spaces, SEED).act(now)
+            yield from calling("step", functools.partial(solo.episode.step, actions))
+        yield from calling("close", both[1].env.close)
+    except (Exception, SystemExit) as error:
+        probe.find("beside another", what=_raises(doing, error))
     else:
-        advice += "; look for default_rng() without a seed, for the time, for threads"
-    if not facts["takes_seed"]:
-        advice = f"let `reset` take a `seed`; {advice}"
-    return Finding(Question.DETERMINISM, PROBLEM, text, advice)
+        probe.found.facts["shares_process"] = True
+    yield from probe.calling("close", first.env.close)
 
 
-def _difference(first: dict[int, Trace], again: dict[int, Trace]) -> Difference | None:
+def _provoke_exceptions(probe: Probe, constructor: Constructor) -> Steps:
+    """Step an environment before its first reset, and with actions that make no sense, to see what it raises."""
+    for doing, reset in (("a step before the first reset", False), ("a step with actions that make no sense", True)):
+        solo: Solo = yield from _made(probe, constructor, 2)
+        if reset:
+            yield from probe.calling("reset", functools.partial(solo.begin, SEED))
+        actions: dict[Any, Any] = dict.fromkeys(solo.env.possible_agents, object())
+        yield Finding(Question.API, REMARK, doing, "")
+        try:
+            probe.call(functools.partial(solo.env.step, actions))
+        except (Exception, SystemExit) as error:
+            probe.check_exception(error)
+        with contextlib.suppress(Exception):  # such a step may have broken it
+            probe.call(solo.env.close)
+
+
+def _started() -> set[psutil.Process]:
+    """The processes that this one has started, and that these have started."""
+    return {*psutil.Process().children(recursive=True)}
+
+
+def _check_nothing_left(probe: Probe, before: set[psutil.Process], after: str) -> None:
+    new, deadline = _started() - before, time.monotonic() + _GONE_WITHIN_S
+    while (left := [*_command_lines(new & _started())]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if left:
+        count = f"{len(left)} process{'es' * (len(left) > 1)}"
+        probe.find("processes left", after=after, count=count, first=left[0])
+    probe.found.checked.add(Question.PROCESSES)
+
+
+def _command_lines(processes: Iterable[psutil.Process]) -> Iterator[str]:
+    """Of the simulator's live processes; `multiprocessing` has some of its own, which end with their parent."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            line = " ".join(process.cmdline()).strip()[:80]
+            own = re.search(r"multiprocessing\.(resource_tracker|forkserver)", line)
+            if not own and process.status() != psutil.STATUS_ZOMBIE:
+                yield line
+
+
+# -- the other probes --------------------------------------------------------------------------------------------------
+
+
+def again(probe: Probe, constructor: Constructor, solo: Solo | None = None, seconds: float = math.inf) -> Steps:
+    """The run that is compared; then an unseeded one, so that there is one reset without a seed in any case."""
+    solo = solo or (yield from _made(probe, constructor))
+    trace = yield from _run_alone(probe, solo, SEED, probe.job.steps, seconds)
+    after = yield from _run_alone(probe, solo, None, 1, seconds)
+    probe.found.traces |= {0: trace, AFTER: after}
+
+
+def parallel(probe: Probe, constructor: Constructor) -> Steps:
+    """Three environments, two of them in the same worker if a process can have two."""
+    job, before = probe.job, _started()
+    limit = None if job.backend == "serial" else job.timeout
+    options: dict[str, Any] = {"num_workers": 2} if job.shares_process else {"envs_per_worker": 1}
+    options |= {"step_timeout": limit, "reset_timeout": limit, "start_timeout": limit or START_TIMEOUT_S}
+
+    def calling(method: str, function: Callable[[], Any]) -> Steps:
+        yield job.doing(f'ParallelEnv(backend="{job.backend}"){method and "."}{method}')
+        return probe.call(function)
+
+    def make() -> ParallelEnv:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # of more workers than CPUs
+            return ParallelEnv([constructor] * _NUM_ENVS, False, SEED, backend=job.backend, **options)
+
+    def begin(env_ids: Sequence[int]) -> list[Transition]:
+        everyone = zip(env_ids, *env.reset(env_ids=env_ids))
+        return [Transition(seen, {}, {}, {}, infos, (), env.acting[i]) for i, seen, infos in everyone]
+
+    def act(actions: Sequence[Any]) -> list[Transition]:
+        results = zip(*env.step(actions), env.acting)
+        return [Transition(*dicts, (), who) for *dicts, who in results]  # type: ignore[call-arg]
+
+    try:
+        env: ParallelEnv = yield from calling("", make)
+        try:
+            actors = [Actor(env.action_space or {}, SEED + env_id) for env_id in range(_NUM_ENVS)]
+            space_of: Spaces = env.observation_space or {}
+            traces = yield from _run(calling, begin, act, actors, space_of, job.steps, job.seconds)
+            probe.found.traces |= dict(enumerate(traces))
+        finally:
+            yield from calling("close", env.close)
+    except (ParallelEnvError, TypeError, ValueError, OSError) as error:
+        to_do = str(error).partition("What to do: ")[2].partition(".\n")[0]
+        what = re.sub(r" at 0x[0-9a-f]+", "", first_line(error))
+        advice = to_do or "fix what it says; the error is that of ParallelEnv"
+        probe.add(Finding(job.question, PROBLEM, f"in a ParallelEnv: {what}", advice))
+    else:
+        _check_nothing_left(probe, before, "ParallelEnv.close")
+
+
+def _names_of_tests(env: MultiAgentEnv) -> list[str]:
+    """The tests of other projects for this kind of environment; there are none for dict environments."""
+    kinds: list[tuple[type, list[str]]] = [
+        (pettingzoo.AECEnv, ["pettingzoo.test.api_test", SEED_TESTS[0]]),
+        (pettingzoo.ParallelEnv, ["pettingzoo.test.parallel_api_test", SEED_TESTS[1]]),
+        (gymnasium.Env, [_GYMNASIUM_TEST] if isinstance(env, GymnasiumEnv) else []),
+    ]
+    return next((names for kind, names in kinds if isinstance(env.source, kind)), [])
+
+
+def official(probe: Probe, constructor: Constructor) -> Steps:
+    """The tests that the environment's own project has for it, or one of them."""
+    solo: Solo = yield from _made(probe, constructor)
+    names = [probe.job.test] if probe.job.test else _names_of_tests(solo.env)
+    for name in names:
+        yield probe.job.doing(f"the import of {name}")
+        try:
+            test = _test_of(name, solo.env, constructor, probe.job)
+        except ImportError as error:
+            probe.find("no test", name=name, error=error)
+            continue
+        question = Question.DETERMINISM if name in SEED_TESTS else Question.API
+        breaks = f"nothing breaks here; other libraries may rely on what {name} asks for"
+        doing = Finding(question, REMARK, name, f"{breaks}: run it by itself, with a debugger")
+        yield doing
+        for outcome in probe.call(functools.partial(_outcome_of, test)):
+            probe.add(doing._replace(what=f"{name.rpartition('.')[2]} {outcome}"))
+    probe.found.facts["tests"] = names
+    probe.found.checked.add(Question.API)
+
+
+def _test_of(name: str, env: MultiAgentEnv, constructor: Constructor, job: Job) -> Callable[[], object]:
+    if name == _GYMNASIUM_TEST:
+        return lambda: check_env(env.source.unwrapped, skip_render_check=True)
+    from pettingzoo import test  # here: it imports pygame, which catches signals
+
+    run = getattr(test, name.rpartition(".")[2])
+    if name in SEED_TESTS:
+        return lambda: run(lambda: construct_one(constructor, seed=SEED, env_id=0), job.cycles)
+    return lambda: run(env.source, job.cycles)
+
+
+def _outcome_of(test: Callable[[], object]) -> list[str]:
+    """Run a test: how it fails, and what it warns of."""
+    outcome = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            test()
+        except AssertionError as error:
+            asserted = str(traceback.extract_tb(error.__traceback__)[-1].line)
+            outcome = [f"fails: {in_brief(error) if str(error) else asserted}"]
+        except (Exception, SystemExit) as error:
+            outcome = [_raises("", error).replace(" raises", "fails", 1)]
+    texts = dict.fromkeys(str(one.message) for one in warned if issubclass(one.category, UserWarning))
+    if texts:  # without Gymnasium's colours
+        plain = [re.sub(r"^(\x1b\[33m)?(WARN: )?|\x1b\[0m$", "", text) for text in texts]
+        outcome.append(f"warns: {'; '.join(plain)}")
+    return outcome
+
+
+PROBES: dict[str, Callable[[Probe, Constructor], Steps]] = {
+    "alone": alone, "again": again, "official": official, "parallel": parallel,
+}  # fmt: skip
+
+
+# -- what a simulator returns ------------------------------------------------------------------------------------------
+
+
+def _oddities(env: MultiAgentEnv, returned: Sequence[dict[Any, Any]], types: dict[str, set[str]]) -> Iterator[Finding]:
+    """Findings about the two dicts of a reset or the five of a step; adds names of types to `types`."""
+    observations, *results, infos = returned
+    for agent, observation in observations.items():
+        space = env.observation_spaces.get(agent)
+        if env.possible_agents and agent not in env.possible_agents:
+            yield _finding("unknown agent", agent=agent)
+        elif space is None:
+            yield _finding("no observation space", agent=agent)
+        elif (found := misfit(observation, space)) is not None:
+            what = _about(f"the observation of {agent}", found)
+            yield Finding(Question.SPACES, PROBLEM if found.breaks else REMARK, what, found.advice)
+    for agent, space in env.action_spaces.items():
+        mask = mask_of(observations.get(agent), infos.get(agent))
+        if not allows_nothing(mask) and for_sample(space, mask) is None:
+            yield _finding("mask of another form", agent=agent, space=space)
+    if results:
+        rewards, terminateds, truncateds = results
+        types["reward"] |= {type(reward).__name__ for reward in rewards.values()}
+        types["flag"] |= {type(flag).__name__ for flags in results[1:] for flag in flags.values()}
+        for agent, reward in rewards.items():
+            space = env.reward_spaces.get(agent)
+            if (odd := odd_reward(reward)) is not None:
+                yield Finding(Question.API, PROBLEM, f"the reward of {agent} {odd.what}", odd.advice)
+            elif space is None and is_vector(reward):
+                yield _finding("undeclared vector", agent=agent, kind=type(reward).__name__)
+            elif space is not None and (found := misfit(reward, space)) is not None and found.breaks:
+                advice = f"{found.advice} (reward_space)"
+                yield Finding(Question.SPACES, PROBLEM, f"the reward of {agent} {found.what}", advice)
+        for name, flags in (("termination", terminateds), ("truncation", truncateds)):
+            for agent, flag in flags.items():
+                if not is_flag(flag):
+                    one = _finding("flag", name=name, agent=agent, kind=type(flag).__name__)
+                    yield one._replace(severity=REMARK if isinstance(flag, int) else PROBLEM)
+        if env.rules is Rules.DICT and ALL not in terminateds:
+            yield _finding("no __all__")
+    for key, info in infos.items():
+        if not is_empty_info(info) and (reason := pickling_error(info)) is not None:
+            yield _finding("unpicklable info", key=key, reason=reason)
+
+
+class Misfit(NamedTuple):
+    """How a value is wrong: the end of a sentence that begins with its name, and the advice."""
+
+    what: str
+    advice: str
+    breaks: bool = True  # it stops a `ParallelEnv` or ruins training; else the value arrives, cast to its space's dtype
+
+
+_KNOWN = (spaces.Dict, spaces.Tuple, spaces.Discrete, *ARRAY_SPACES)
+
+
+def misfit(value: Any, space: Space[Any]) -> Misfit | None:
+    """How a value does not fit a space; None if it fits.
+
+    Example:
+        >>> misfit(np.zeros(3, np.float32), spaces.Box(0, 1, (4,), np.float32)).what
+        'has shape (3,), but its space says (4,)'
+        >>> misfit({"ammo": 7}, spaces.Dict(ammo=spaces.Discrete(5))).what
+        "['ammo'] is 7 (int), which is not in Discrete(5)"
+    """
+    if type(space) not in _KNOWN and space.contains(value):
+        return None  # a simulator's own class of spaces says what is in it
+    if isinstance(space, spaces.Dict):
+        keys = list(space.spaces)
+        if not isinstance(value, Mapping):
+            return Misfit(f"is {_brief(value)}, but its space says a dict", f"return a dict with {keys}")
+        if value.keys() != space.spaces.keys():
+            return Misfit(f"has the keys {list(value)}, but its space says {keys}", "return exactly these keys")
+        children: Iterable[tuple[Any, Space[Any]]] = space.spaces.items()
+    elif isinstance(space, spaces.Tuple):
+        if not isinstance(value, tuple | list) or len(value) != len(space.spaces):
+            got = f"{len(value)} values" if isinstance(value, tuple | list) else type(value).__name__
+            return Misfit(f"is {got}, but its space says a tuple of {len(space.spaces)}", "return such a tuple")
+        children = enumerate(space.spaces)
+    elif isinstance(space, ARRAY_SPACES):
+        return _misfit_of_array(value, space)
+    elif space.contains(value):
+        return None
+    else:
+        what = f"is {_brief(value)}, which is not in {space}"
+        return Misfit(what, "return what is in the space, or declare another one")
+    named = ((f"[{key!r}]", misfit(value[key], child)) for key, child in children)
+    found = [one._replace(what=_about(name, one)) for name, one in named if one is not None]
+    return min(found, key=lambda one: not one.breaks, default=None)
+
+
+def _about(name: str, found: Misfit) -> str:
+    return f"{name}{found.what}" if found.what.startswith("[") else f"{name} {found.what}"
+
+
+def _misfit_of_array(value: Any, space: Any) -> Misfit | None:
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        return Misfit(f"is {_brief(value)}, which is no array", "return an array of one dtype")
+    if array.shape != space.shape:
+        advice = f"return arrays of shape {space.shape}, or declare a space of shape {array.shape}"
+        return Misfit(f"has shape {array.shape}, but its space says {space.shape}", advice)
+    if isinstance(value, np.ndarray | np.generic) and not np.can_cast(array.dtype, space.dtype):
+        return Misfit(
+            f"has dtype {array.dtype}, but its space says {space.dtype}",
+            f"return arrays of this dtype, as with .astype(np.{space.dtype}), or declare dtype=np.{array.dtype}",
+            breaks=not np.can_cast(array.dtype, space.dtype, "same_kind"),
+        )
+    if array.dtype.kind not in "biufc":
+        return Misfit(f"is {_brief(value)}, which is not of numbers", f"return arrays of dtype {space.dtype}")
+    if array.dtype.kind == "f" and np.isnan(array).any():
+        return Misfit("contains NaN", "find where it comes from, such as a division by zero")
+    if isinstance(space, spaces.Box):
+        low, high = space.low, space.high
+    else:
+        low = np.broadcast_to(getattr(space, "start", 0), array.shape)
+        high = low + (space.nvec - 1 if isinstance(space, spaces.MultiDiscrete) else 1)
+    outside = np.argwhere((array < low) | (array > high))
+    if not len(outside):
+        return None
+    first = tuple(map(int, outside[0]))
+    what = f"is {array[first]}{f' at {list(first)}' if first else ''}, but its space says {low[first]} to {high[first]}"
+    return Misfit(what, "widen the space's bounds, or clip what is returned", breaks=False)
+
+
+def odd_reward(reward: Any) -> Misfit | None:
+    """What is wrong with a reward; None if it is a finite number, or an array of several."""
+    if isinstance(reward, Real | np.bool_):
+        advice = "find where it comes from: one such number ruins what is trained with it"
+        return None if math.isfinite(reward) else Misfit(f"is {reward}", advice)
+    if isinstance(reward, np.ndarray | list | tuple) and np.asarray(reward).dtype.kind in "biuf":
+        return None
+    return Misfit(f"is {_brief(reward)}, which is no number", "return a float for each agent")
+
+
+def is_flag(flag: Any) -> bool:
+    """Whether it is a bool, Python's or NumPy's."""
+    return isinstance(flag, bool | np.bool_)
+
+
+def pickling_error(value: Any) -> str | None:
+    """Why a value cannot be pickled and made again; None if it can."""
+    try:
+        pickle.loads(dumps(value))
+    except Exception as error:  # a simulator's class may raise anything
+        return in_brief(error)
+    return None
+
+
+def _brief(value: Any) -> str:
+    text, kind = repr(value), type(value).__name__
+    return f"{text} ({kind})" if len(text) <= 40 and text[:1] != "<" else f"of type {kind}"
+
+
+def fingerprint(value: Any, space: Space[Any] | None = None) -> str:
+    """A text that is the same for values that are the same to the bit, types included.
+
+    Arrays count in the dtype of the space, as `ParallelEnv` returns them; other objects by type and attributes.
+    """
+    return hashlib.blake2b(b"".join(_bytes_of(value, space)), digest_size=8).hexdigest()
+
+
+def _bytes_of(value: Any, space: Space[Any] | None, above: tuple[int, ...] = ()) -> Iterator[bytes]:
+    """The bytes that a fingerprint is made of; `above` has the ids of the containers of the value, to end cycles."""
+    if id(value) in above:
+        yield f"^{above.index(id(value))}".encode()
+        return
+    if isinstance(space, ARRAY_SPACES) and np.asarray(value).dtype.kind in "biuf":
+        value = np.asarray(value).astype(space.dtype)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        yield f"{type(value).__name__}{value.dtype.str}{value.shape}".encode()
+        yield value.tobytes()
+        return
+    within = (*above, id(value))
+    yield f"{type(value).__name__}(".encode()
+    if isinstance(value, Mapping):
+        children = space.spaces if isinstance(space, spaces.Dict) else {}
+        # The order of keys is the space's if there is one; else it counts.
+        for key in dict.fromkeys([*(key for key in children if key in value), *value]):
+            yield repr(key).encode()
+            yield from _bytes_of(value[key], children.get(key), within)
+    elif isinstance(value, list | tuple | np.ndarray):
+        parts = space.spaces if isinstance(space, spaces.Tuple) else ()
+        for part, child in itertools.zip_longest(value, parts[: len(value)]):
+            yield from _bytes_of(part, child, within)
+    elif isinstance(value, set | frozenset):
+        yield repr(sorted(map(repr, value))).encode()
+    elif isinstance(value, int | float | str | bytes | complex | None.__class__):
+        yield (value.hex() if isinstance(value, float) else repr(value)).encode()
+    elif len(above) < 10:
+        # An object's own text may show its address in memory.
+        yield from _bytes_of(getattr(value, "__dict__", None), None, within)
+    yield b")"
+
+
+# -- all probes of one environment -------------------------------------------------------------------------------------
+
+
+def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lambda label: None) -> Examination:
+    """Run all probes, `job` first, and compare their runs; `on_start` gets the name of each probe that starts."""
+
+    def name_of(job: Job) -> str:
+        return job.backend if job.probe == "parallel" else job.probe
+
+    def run(jobs: Sequence[Job], at_once: int = 1) -> Iterator[tuple[Job, Examination]]:
+        return run_probes(jobs, at_once, lambda job: on_start(name_of(job)))
+
+    found = Examination(job.environment)
+    ((_, first),) = run([job])
+    found.merge(first)
+    if Question.RUNS not in found.checked:
+        return found
+    facts = found.facts
+    job = replace(job, shares_process=facts.get("shares_process", True))
+    same = replace(job, probe="again", steps=facts["steps"])
+    others = [replace(same, generators=1), *_official(job, facts)]
+    # Environments that need a process each can only live in workers that are processes.
+    others += [
+        replace(job, probe="parallel", backend=one) for one in backends if job.shares_process or one == "process"
+    ]
+    found.checked.add(Question.API)
+    traces: dict[str, dict[int, Trace]] = {}
+    for done, outcome in run(others, usable_cpus()):
+        found.merge(outcome)
+        if outcome.traces:
+            traces[name_of(done)] = outcome.traces
+    if (again := traces.pop("again", None)) is not None:
+        found.checked.add(Question.DETERMINISM)
+        if (where := _difference(first.traces, again)) is not None:
+            index, text = where
+            first_episodes = {env_id: _first_episode(trace) for env_id, trace in first.traces.items()}
+            unseeded = index >= len(first_episodes[0]) and facts["takes_seed"]
+            # Then remarks on determinism say nothing new, nor does a comparison beyond what can be repeated.
+            found.findings = [one for one in found.findings if one[:2] != (Question.DETERMINISM, REMARK)]
+            ((_, once_more),) = run([same])
+            if once_more.traces and _difference(first.traces, once_more.traces) is None:
+                one = _finding("random of the process", where=text)
+            else:
+                one = _finding("random without a seed" if unseeded else "random", where=text)
+            if not facts["takes_seed"]:
+                one = one._replace(advice=f"let `reset` take a `seed`; {one.advice}")
+            found.add([one])
+            first.traces, traces = first_episodes, traces if unseeded else {}
+    for backend, others_traces in traces.items():
+        question = Question.of_backend(backend)
+        found.checked.add(question)
+        for env_id in first.traces.keys() & others_traces.keys():
+            where = first_difference(first.traces[env_id], others_traces[env_id])
+            if where is not None:
+                found.add([_finding("shared", env_id=env_id, where=where[1])._replace(question=question)])
+                break
+    found.add(_about_cost(facts))
+    return found
+
+
+def _official(job: Job, facts: dict[str, Any]) -> list[Job]:
+    """The tests of other projects, each by itself, so that the others run if one hangs or crashes.
+
+    Each has as many steps as take about as long as the other probes. Its timeout is for all of its calls together.
+    """
+    step_s, reset_s = (facts[method]["median_s"] for method in ("step", "reset"))
+    cycles = int(min(max(job.seconds / step_s, 10), 500))
+    seconds = max(job.seconds, cycles * step_s + 10 * reset_s + facts["construct_s"])
+    names = [name for name in facts.pop("official") if job.shares_process or name not in SEED_TESTS]
+    return [replace(job, probe="official", cycles=cycles, seconds=seconds, test=name) for name in names]
+
+
+def _difference(first: dict[int, Trace], again: dict[int, Trace]) -> tuple[int, str] | None:
     """The first difference of two runs with the same number of steps, and of what follows them."""
     return first_difference(first[0] + first[AFTER], again[0] + again.get(AFTER, []))
 
 
 def _first_episode(trace: Trace) -> Trace:
-    """The part of a trace before its second reset."""
-    resets = [place for place, (is_step, _) in enumerate(trace) if not is_step]
+    resets = [index for index, (is_step, _) in enumerate(trace) if not is_step]
     return trace[: resets[1]] if len(resets) > 1 else trace
 
 
-def _about_backend(question: Question, first: dict[int, Trace], run: dict[int, Trace]) -> list[Finding]:
-    for env_id in first.keys() & run.keys():
-        where = first_difference(first[env_id], run[env_id])
-        if where is not None:
-            what = f"beside others, environment {env_id} does not do what it does alone: {where}"
-            advice = (
-                "let environments share nothing: no globals, class attributes that change, files or ports of one "
-                "name; or pass envs_per_worker=1, where one process has to have one"
-            )
-            return [Finding(question, PROBLEM, what, advice)]
-    return []
-
-
-def _about_cost(facts: dict[str, Any]) -> list[Finding]:
-    if "step" not in facts:
-        return []
+def _about_cost(facts: dict[str, Any]) -> Iterator[Finding]:
     step_s, p99_s, reset_s = facts["step"]["median_s"], facts["step"]["p99_s"], facts["reset"]["median_s"]
-    go_on = "send and recv(min_envs=...) go on with the others"
-    remarks = []
     if p99_s > max(5 * step_s, 1e-3):
-        text = f"step times are uneven: the p99 is {p99_s / step_s:.0f}x the median"
-        remarks.append((text, f"with `step`, everyone waits for the slowest environment; {go_on}"))
+        yield _finding("uneven steps", ratio=p99_s / step_s)
     if reset_s > max(20 * step_s, 1e-2):
-        text = f"a reset takes as long as {reset_s / step_s:.0f} steps"
-        remarks.append((text, f"with `step`, everyone waits while an environment is reset; {go_on}"))
+        yield _finding("long resets", ratio=reset_s / step_s)
     if step_s < 20e-6:
-        text = f"a step takes {1e6 * step_s:.0f} µs, about what it costs to hand it to a worker"
-        advice = "use many environments in each of a few workers; `marl-parallel tune` finds how many"
-        remarks.append((text, advice))
-    return [Finding(Question.COST, REMARK, *remark) for remark in remarks]
+        yield _finding("short steps", us=1e6 * step_s)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -285,9 +1223,13 @@ def show(found: Examination) -> None:
         console.print(f"Types: rewards {rewards}; flags {flags}")
     if facts.get("tests"):
         console.print(f"Tests run: {', '.join(facts['tests'])}")
-    for one, backends in found.merged():
+    alike: dict[Any, list[Finding]] = {}  # the same finding about several backends is shown once
+    for one in found.findings:
+        alike.setdefault(one.what if one.question.name.lower() in BACKENDS else one, []).append(one)
+    for one, *others in alike.values():
+        names = [each.question.name.lower() for each in (one, *others)]
+        where = f" (backend: {', '.join(names)})" if names[0] in BACKENDS else ""
         colour = "red" if one.severity is PROBLEM else "yellow"
-        where = f" (backend: {', '.join(backends)})" if backends else ""
         console.print(f"\n[{colour}]{one.severity.value}[/]: {escape(one.what)}{where}")
         console.print(f"  what to do: {escape(one.advice)}")
 

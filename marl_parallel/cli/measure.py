@@ -1,7 +1,11 @@
-"""Measures how fast environments are stepped: by a plain loop, and by `ParallelEnv` in several ways.
+"""Measure how fast environments are stepped: by a plain loop, and by `ParallelEnv` in several ways.
 
-The plain loop shares no code with the package: it is what a user writes without it. Contenders take turns, so that a
-machine that slows down or gets busy hits all of them alike. Each is compared with the loop's turn of the same round.
+The plain loop is what a user writes without this package; it shares no code with it. `measure` (for `bench`) and
+`compare` (for `tune`) give contenders short turns in rounds, so that a machine that slows down or gets busy affects
+all of them alike.
+
+`search` finds the best numbers of workers and environments by successive halving: it measures every setting of a grid
+once, the better half of them twice more and the best quarter three times more.
 """
 
 from __future__ import annotations
@@ -9,15 +13,18 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
+import operator
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import psutil
 from gymnasium import Space
 from gymnasium.spaces import Dict
 from gymnasium.vector.utils import concatenate, create_empty_array
@@ -28,196 +35,32 @@ from marl_parallel.adapters import MultiAgentEnv, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.tuple_env import TupleEnv
 from marl_parallel.cli.target import CommandError, in_brief
-from marl_parallel.core import stacking
 from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.construction import construct_one
+from marl_parallel.core.spaces import tree_map, zeros
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
 Constructor: TypeAlias = Callable[..., Any]
 Actions: TypeAlias = dict[Any, Any]
+Batches: TypeAlias = Sequence[Sequence[Actions]]
+# Steps every environment once with a batch of actions, and resets those whose episode is over.
 StepAll: TypeAlias = Callable[[Any], object]
-"""Steps every environment once with a batch of actions, and begins a new episode where one is over."""
+# Steps environments while its argument returns True, at least once; returns the number of environment steps.
 Run: TypeAlias = Callable[[Callable[[], bool]], int]
-"""Steps environments while its argument returns True, once at least; returns the number of environment steps."""
 
 LOOP = "loop"
 STEP, ASYNC, PETTINGZOO, GYMNASIUM = "step", "async", "pettingzoo", "gymnasium"
 FACADES = (PETTINGZOO, GYMNASIUM)
-BATCHES = 64
-"""How many batches of actions are drawn beforehand and used in turn."""
+BATCHES = 64  # of actions, drawn beforehand and used in turn
 
 
-class Contender(NamedTuple):
-    """The plain loop, or a backend of `ParallelEnv` with its number of workers and the way it is stepped."""
-
-    backend: str
-    workers: int = 1
-    way: str = STEP
-
-    def __str__(self) -> str:
-        alone = {LOOP: "plain loop", "serial": "serial"}
-        name = alone.get(self.backend) or f"{self.backend} x {self.workers}"
-        return name if self.way == STEP else f"{name}, {self.way}"
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What one contender achieved on one environment.
-
-    Attributes:
-        environment: Its name.
-        num_envs: How many environments were stepped.
-        backend: `"loop"` for the plain loop, else a backend of `ParallelEnv`.
-        workers: How many workers shared the environments.
-        steps_per_second: Environment steps (one environment, all of its agents) per second: the median of the rounds.
-        microseconds_per_step: Wall time per environment step, from that median.
-        spread: Half the distance between the best and the worst round, as a share of the median.
-        speedup: Over the plain loop: the median of the ratios within each round.
-        efficiency: The speedup as a share of the ideal, which is min(workers, CPUs).
-        rounds: Environment steps per second in each round.
-        way: How it was stepped: `"step"`, `"async"`, or the name of a facade.
-    """
-
-    environment: str
-    num_envs: int
-    backend: str
-    workers: int
-    steps_per_second: float
-    microseconds_per_step: float
-    spread: float
-    speedup: float
-    efficiency: float
-    rounds: list[float]
-    way: str = STEP
-
-    @property
-    def contender(self) -> Contender:
-        """The contender."""
-        return Contender(self.backend, self.workers, self.way)
-
-    @property
-    def kind(self) -> str:
-        """The backend, and the way unless that is `step`."""
-        return self.backend if self.way == STEP else f"{self.backend}, {self.way}"
-
-
-def contenders(
-    backends: Sequence[str], workers: Sequence[int], num_envs: int, ways: Sequence[str] = (STEP,)
-) -> list[Contender]:
-    """Every backend with every number of workers that makes a difference to it, in every way.
-
-    Example:
-        >>> [*map(str, contenders(["serial", "process"], [1, 2, 16], num_envs=8, ways=["step", "async"]))]
-        ['serial', 'serial, async', 'process x 1', 'process x 1, async', 'process x 2', 'process x 2, async', \
-'process x 8', 'process x 8, async']
-    """
-    counts = sorted({min(count, num_envs) for count in workers})
-    return [
-        Contender(backend, number, way)
-        for backend in dict.fromkeys(backends)
-        for number in ([1] if backend == "serial" else counts)
-        for way in ways
-    ]
-
-
-def turns(num_contenders: int, repeats: int) -> int:
-    """How often `measure` calls `on_turn`: once for each contender made ready, once for each of its turns."""
-    return (1 + num_contenders) * (1 + repeats)
-
-
-def measure(
-    environment: str,
-    constructor: Constructor,
-    num_envs: int,
-    against: Sequence[Contender],
-    *,
-    seconds: float = 1.0,
-    repeats: int = 5,
-    on_turn: Callable[[str], None] = lambda label: None,
-) -> list[Measurement]:
-    """Measure the plain loop and each contender, in turns.
-
-    Args:
-        environment: The name in the result.
-        constructor: Makes one environment.
-        num_envs: How many environments every contender steps.
-        against: The contenders beside the loop.
-        seconds: How long each turn lasts.
-        repeats: The number of rounds.
-        on_turn: Called with the name of the contender before each of `turns(len(against), repeats)` turns.
-
-    Returns:
-        The plain loop's measurement, then one for each contender.
-
-    Raises:
-        CommandError: Actions cannot be drawn for this kind of environment before its observations are known.
-    """
-    everyone = [Contender(LOOP), *against]
-    rounds: dict[Contender, list[float]] = {contender: [] for contender in everyone}
-    with ExitStack() as stack:
-        on_turn(str(everyone[0]))
-        envs = stack.enter_context(made(constructor, num_envs))
-        traits = traits_of(envs[0])
-        batches = draw_actions(traits.action_spaces, num_envs)
-        runs = {everyone[0]: repeatedly(plain_loop(envs, traits), batches, num_envs)}
-        rate(runs[everyone[0]], seconds / 4)  # the first steps are slower than all others
-        for contender in against:
-            on_turn(str(contender))
-            options = {"backend": contender.backend, "num_workers": contender.workers}
-            run = stepping([constructor] * num_envs, batches, traits.rules, contender.way, **options)
-            runs[contender] = stack.enter_context(run)
-            rate(runs[contender], seconds / 4)
-        for contender in everyone * repeats:
-            on_turn(str(contender))
-            rounds[contender].append(rate(runs[contender], seconds))
-    loop = rounds[everyone[0]]
-    measurements = []
-    for contender, rates in rounds.items():
-        median = statistics.median(rates)
-        speedup = statistics.median(map(float.__truediv__, rates, loop))
-        efficiency = speedup / min(contender.workers, usable_cpus())
-        backend, workers, way = contender
-        measurements.append(
-            Measurement(
-                environment, num_envs, backend, workers, median, 1e6 / median, spread(rates), speedup, efficiency,
-                rates, way,
-            )
-        )  # fmt: skip
-    return measurements
-
-
-def spread(rates: Sequence[float]) -> float:
-    """Half the distance between the best and the worst round, as a share of the median."""
-    return (max(rates) - min(rates)) / 2 / statistics.median(rates)
-
-
-def rate(run: Run, seconds: float) -> float:
-    """Environment steps per second, over at least so many seconds and at least one batch."""
-    begun = time.perf_counter()
-    deadline = begun + seconds
-    steps = run(lambda: time.perf_counter() < deadline)
-    return steps / (time.perf_counter() - begun)
-
-
-def repeatedly(step_all: StepAll, batches: Sequence[Any], num_envs: int) -> Run:
-    """A run of a function that steps all environments once."""
-
-    def run(going: Callable[[], bool]) -> int:
-        endless = itertools.cycle(batches)
-        step_all(next(endless))
-        count = 1
-        while going():
-            step_all(next(endless))
-            count += 1
-        return count * num_envs
-
-    return run
+# -- environments, and actions that are drawn beforehand ---------------------------------------------------------------
 
 
 @contextmanager
 def closed_after(env: Any) -> Iterator[Any]:
-    """Close an environment at the end of the block; an exception of its `close` is a warning."""
+    """Close an environment at the end of the block; an exception of its `close` becomes a warning."""
     try:
         yield env
     finally:
@@ -229,7 +72,7 @@ def closed_after(env: Any) -> Iterator[Any]:
 
 @contextmanager
 def made(constructor: Constructor, num_envs: int) -> Iterator[list[Any]]:
-    """Bare environments, with the seeds that `ParallelEnv` gives."""
+    """Bare environments, constructed with the seeds that `ParallelEnv` uses."""
     with ExitStack() as stack:
         envs = []
         for env_id in range(num_envs):
@@ -238,25 +81,8 @@ def made(constructor: Constructor, num_envs: int) -> Iterator[list[Any]]:
         yield envs
 
 
-# -- what is stepped ---------------------------------------------------------------------------------------------------
-
-
-class Traits(NamedTuple):
-    """What has to be known of an environment in order to step it."""
-
-    rules: Rules
-    single_agent: bool
-    action_spaces: Mapping[Any, Space[Any]]
-    seeded: bool
-    sequence: Callable[[Iterable[Any]], Any] | None = None  # makes the actions of a tuple environment
-
-
-def traits_of(env: Any) -> Traits:
-    """What has to be known of an environment in order to step it.
-
-    Raises:
-        CommandError: It cannot be stepped with actions that were drawn beforehand.
-    """
+def adapted_for_loop(env: Any) -> MultiAgentEnv:
+    """Adapt an environment; a `CommandError` if it cannot be stepped with actions that were drawn beforehand."""
     if isinstance(env, AECEnv):
         raise CommandError(
             f"{env} is an AECEnv, whose agents take turns; measured are those whose agents act at once",
@@ -276,26 +102,19 @@ def traits_of(env: Any) -> Traits:
             "some agents are not known, or declare no action space, so no actions can be drawn for them beforehand",
             "let the environment have `possible_agents` and an action space for each of them",
         )
-    return Traits(
-        adapted.rules,
-        isinstance(adapted, GymnasiumEnv),
-        adapted.action_spaces,
-        "seed" in adapted.reset_keywords,
-        adapted.sequence if isinstance(adapted, TupleEnv) else None,
-    )
+    return adapted
 
 
 def _is_masked(env: MultiAgentEnv, agent: Any) -> bool:
-    """Whether an agent observes a mask in the form of its action space; others say nothing about legal actions."""
+    """Whether an agent observes a mask in the form of its action space; other masks do not restrict actions."""
     space, acts = env.observation_spaces[agent], env.action_spaces.get(agent)
     if acts is None or not isinstance(space, Dict) or KEY not in space.spaces:
         return False
-    everything = stacking.each(np.ones_like, stacking.zeros(space.spaces[KEY], ()))
-    return for_sample(acts, everything) is not None
+    return for_sample(acts, tree_map(np.ones_like, zeros(space.spaces[KEY]))) is not None
 
 
 def draw_actions(action_spaces: Mapping[Any, Space[Any]], num_envs: int) -> list[list[Actions]]:
-    """Batches of random actions, the same each time; they are used again and again, so nobody may write into them."""
+    """Batches of random actions, the same in each call; they are reused, so nobody may write into them."""
     own = copy.deepcopy(dict(action_spaces))
     for seed, space in enumerate(own.values()):
         space.seed(seed)
@@ -305,14 +124,15 @@ def draw_actions(action_spaces: Mapping[Any, Space[Any]], num_envs: int) -> list
 # -- the plain loop ----------------------------------------------------------------------------------------------------
 
 
-def plain_loop(envs: Sequence[Any], traits: Traits) -> StepAll:
-    """The loop a user would write for this kind of environment, after its first reset."""
-    first = [env.reset(**({"seed": 42 + i} if traits.seeded else {})) for i, env in enumerate(envs)]
-    if traits.single_agent:
+def plain_loop(envs: Sequence[Any], adapted: MultiAgentEnv) -> StepAll:
+    """Reset environments; returns the loop body that a user would write for their kind, which `adapted` tells."""
+    seeded = "seed" in adapted.reset_keywords
+    first = [env.reset(**({"seed": 42 + i} if seeded else {})) for i, env in enumerate(envs)]
+    if isinstance(adapted, GymnasiumEnv):
         return functools.partial(_step_gymnasium, envs)
-    if traits.sequence is not None:
-        return functools.partial(_step_tuples, envs, traits.sequence)
-    if traits.rules is Rules.PETTINGZOO:
+    if isinstance(adapted, TupleEnv):
+        return functools.partial(_step_tuples, envs, adapted.sequence)
+    if adapted.rules is Rules.PETTINGZOO:
         return functools.partial(_step_pettingzoo, envs)
     return functools.partial(_step_dicts, envs, [list(observations) for observations, _ in first])
 
@@ -361,24 +181,9 @@ def _of(actions: Actions, acting: Sequence[Any]) -> Actions:
 
 @contextmanager
 def stepping(
-    constructors: Sequence[Constructor],
-    batches: Sequence[Sequence[Actions]],
-    rules: Rules,
-    way: str = STEP,
-    **arguments: Any,
+    constructors: Sequence[Constructor], batches: Batches, rules: Rules, way: str = STEP, **arguments: Any
 ) -> Iterator[Run]:
-    """A `ParallelEnv` with auto-reset, after its first reset, stepped in one of the ways.
-
-    Args:
-        constructors: One for each environment.
-        batches: The actions, from `draw_actions`.
-        rules: Those of the environment.
-        way: `STEP`, `ASYNC`, or one of `FACADES`.
-        arguments: For `ParallelEnv`.
-
-    Raises:
-        CommandError: The facade does not go with this environment.
-    """
+    """A `ParallelEnv` with these arguments, stepped with actions from `draw_actions`; see `run_of`."""
     with opened(constructors, **arguments) as env:
         yield run_of(env, batches, rules, way)
 
@@ -393,25 +198,29 @@ def opened(constructors: Sequence[Constructor], **arguments: Any) -> Iterator[Pa
         yield env
 
 
-def run_of(env: ParallelEnv, batches: Sequence[Sequence[Actions]], rules: Rules, way: str) -> Run:
-    """The run of a way; resets the environments. Arguments and errors as of `stepping`."""
+def run_of(env: ParallelEnv, batches: Batches, rules: Rules, way: str) -> Run:
+    """Reset environments; returns the function that steps them: by `STEP`, `ASYNC`, or through one of `FACADES`."""
     if way in FACADES:
         return _through_facade(env, batches, way)
     env.reset()
     if way == ASYNC:
         return _by_halves(env, batches, rules)
-    if rules is Rules.PETTINGZOO:  # actions of those who are not acting are dropped
+    if rules is Rules.PETTINGZOO:  # ParallelEnv ignores the actions of agents that are not acting
         return repeatedly(env.step, batches, env.num_envs)
     return repeatedly(lambda batch: env.step([*map(_of, batch, env.acting)]), batches, env.num_envs)
 
 
-def _through_facade(env: ParallelEnv, batches: Sequence[Sequence[Actions]], way: str) -> Run:
+def _through_facade(env: ParallelEnv, batches: Batches, way: str) -> Run:
+    def stacked(space: Space[Any], actions: list[Any]) -> Any:
+        out: Any = create_empty_array(space, len(actions))
+        return concatenate(space, actions, out)
+
     facade: Any
     if way == PETTINGZOO:
         facade = PettingZooVecEnv(env)
-        space_of = facade.single_action_space
+        spaces = {agent: facade.single_action_space(agent) for agent in env.possible_agents}
         arrays: list[Any] = [
-            {agent: _stacked(space_of(agent), [own[agent] for own in batch]) for agent in env.possible_agents}
+            {agent: stacked(space, [own[agent] for own in batch]) for agent, space in spaces.items()}
             for batch in batches
         ]
     else:
@@ -421,21 +230,21 @@ def _through_facade(env: ParallelEnv, batches: Sequence[Sequence[Actions]], way:
             hint = "--facade pettingzoo takes agents of all kinds"
             raise CommandError(f"--facade gymnasium: {error}", hint) from error
         space, agents = facade.single_action_space, facade.agents
-        arrays = [_stacked(space, [own[agent] for own in batch for agent in agents]) for batch in batches]
+        arrays = [stacked(space, [own[agent] for own in batch for agent in agents]) for batch in batches]
     facade.reset()
     return repeatedly(facade.step, arrays, env.num_envs)
 
 
-def _by_halves(env: ParallelEnv, batches: Sequence[Sequence[Actions]], rules: Rules) -> Run:
-    """By `send` and `recv`: environments that are ready are sent on, as soon as they are half of all."""
+def _by_halves(env: ParallelEnv, batches: Batches, rules: Rules) -> Run:
+    """Step by `send` and `recv`: as soon as half of all environments are ready, they get their next actions."""
     half = max(1, env.num_envs // 2)
 
     def send(batch: Sequence[Actions], env_ids: Sequence[int]) -> int:
-        if rules is Rules.PETTINGZOO:
-            env.send([batch[env_id] for env_id in env_ids], env_ids)
-        else:
+        actions = [batch[env_id] for env_id in env_ids]
+        if rules is not Rules.PETTINGZOO:
             acting = env.acting
-            env.send([_of(batch[env_id], acting[env_id]) for env_id in env_ids], env_ids)
+            actions = [_of(own, acting[env_id]) for own, env_id in zip(actions, env_ids)]
+        env.send(actions, env_ids)
         return len(env_ids)
 
     def run(going: Callable[[], bool]) -> int:
@@ -449,6 +258,297 @@ def _by_halves(env: ParallelEnv, batches: Sequence[Sequence[Actions]], rules: Ru
     return run
 
 
-def _stacked(space: Space[Any], actions: Sequence[Any]) -> Any:
-    out: Any = create_empty_array(space, len(actions))
-    return concatenate(space, actions, out)
+def repeatedly(step_all: StepAll, batches: Sequence[Any], num_envs: int) -> Run:
+    """The run that calls a function which steps all environments once."""
+
+    def run(going: Callable[[], bool]) -> int:
+        endless = itertools.cycle(batches)
+        step_all(next(endless))
+        count = 1
+        while going():
+            step_all(next(endless))
+            count += 1
+        return count * num_envs
+
+    return run
+
+
+def rate(run: Run, seconds: float) -> float:
+    """Environment steps per second, over at least so many seconds and at least one batch."""
+    begun = time.perf_counter()
+    deadline = begun + seconds
+    steps = run(lambda: time.perf_counter() < deadline)
+    return steps / (time.perf_counter() - begun)
+
+
+def warm(run: Run, seconds: float) -> Run:
+    """Step for a quarter of the time of a measurement: the first steps are slower than all others."""
+    rate(run, seconds / 4)
+    return run
+
+
+def spread(rates: Sequence[float]) -> float:
+    """Half the distance between the best and the worst round, as a share of the median."""
+    return (max(rates) - min(rates)) / 2 / statistics.median(rates)
+
+
+# -- contenders in turns, for `bench` ----------------------------------------------------------------------------------
+
+
+class Contender(NamedTuple):
+    """The plain loop, or a backend of `ParallelEnv` with its number of workers and the way it is stepped."""
+
+    backend: str
+    workers: int = 1
+    way: str = STEP
+
+    def __str__(self) -> str:
+        alone = {LOOP: "plain loop", "serial": "serial"}
+        name = alone.get(self.backend) or f"{self.backend} x {self.workers}"
+        return name if self.way == STEP else f"{name}, {self.way}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one contender achieved on one environment; a step is that of one environment with all of its agents."""
+
+    environment: str
+    num_envs: int
+    backend: str  # "loop" for the plain loop, else a backend of `ParallelEnv`
+    workers: int
+    steps_per_second: float  # the median of the rounds
+    microseconds_per_step: float  # wall time, from that median
+    spread: float  # half the distance between the best and the worst round, as a share of the median
+    speedup: float  # over the plain loop: the median of the ratios within each round
+    efficiency: float  # the speedup as a share of the ideal, which is min(workers, CPUs)
+    rounds: list[float]  # steps per second in each round
+    way: str = STEP  # or "async", or the name of a facade
+
+    @property
+    def contender(self) -> Contender:
+        return Contender(self.backend, self.workers, self.way)
+
+    @property
+    def kind(self) -> str:
+        return self.backend if self.way == STEP else f"{self.backend}, {self.way}"
+
+
+def contenders(
+    backends: Sequence[str], workers: Sequence[int], num_envs: int, ways: Sequence[str] = (STEP,)
+) -> list[Contender]:
+    """Every backend with every number of workers that makes a difference to it, in every way.
+
+    Example:
+        >>> [*map(str, contenders(["serial", "process"], [1, 16], num_envs=8, ways=["step", "async"]))]
+        ['serial', 'serial, async', 'process x 1', 'process x 1, async', 'process x 8', 'process x 8, async']
+    """
+    counts = sorted({min(count, num_envs) for count in workers})
+    return [
+        Contender(backend, number, way)
+        for backend in dict.fromkeys(backends)
+        for number in ([1] if backend == "serial" else counts)
+        for way in ways
+    ]
+
+
+def turns(num_contenders: int, repeats: int) -> int:
+    """How often `measure` calls `on_turn`: once to warm up each contender, once for each of its turns."""
+    return (1 + num_contenders) * (1 + repeats)
+
+
+def measure(
+    environment: str,
+    constructor: Constructor,
+    num_envs: int,
+    against: Sequence[Contender],
+    *,
+    seconds: float = 1.0,
+    repeats: int = 5,
+    on_turn: Callable[[str], None] = lambda label: None,
+) -> list[Measurement]:
+    """Measure the plain loop, whose measurement comes first, and each contender in turns of so many seconds.
+
+    `on_turn` gets the name of the contender before each of `turns(len(against), repeats)` turns.
+
+    Raises:
+        CommandError: Actions cannot be drawn for this kind of environment before its observations are known.
+    """
+    loop = Contender(LOOP)
+    everyone = [loop, *against]
+    rounds: dict[Contender, list[float]] = {contender: [] for contender in everyone}
+    with ExitStack() as stack:
+        on_turn(str(loop))
+        envs = stack.enter_context(made(constructor, num_envs))
+        adapted = adapted_for_loop(envs[0])
+        batches = draw_actions(adapted.action_spaces, num_envs)
+        runs = {loop: warm(repeatedly(plain_loop(envs, adapted), batches, num_envs), seconds)}
+        for contender in against:
+            on_turn(str(contender))
+            options = {"backend": contender.backend, "num_workers": contender.workers}
+            run = stepping([constructor] * num_envs, batches, adapted.rules, contender.way, **options)
+            runs[contender] = warm(stack.enter_context(run), seconds)
+        for contender in everyone * repeats:
+            on_turn(str(contender))
+            rounds[contender].append(rate(runs[contender], seconds))
+    measurements = []
+    for (backend, workers, way), rates in rounds.items():
+        median = statistics.median(rates)
+        speedup = statistics.median(map(operator.truediv, rates, rounds[loop]))
+        efficiency = speedup / min(workers, usable_cpus())
+        speed = median, 1e6 / median, spread(rates), speedup, efficiency
+        measurements.append(Measurement(environment, num_envs, backend, workers, *speed, rates, way))
+    return measurements
+
+
+# -- the search of `tune` ----------------------------------------------------------------------------------------------
+
+RUNGS = ((1.0, 1), (0.5, 2), (0.25, 3))  # of the search: the share of all settings, and in how many rounds
+FINALISTS = 3  # the smallest number of settings in a rung
+AS_GOOD = 0.02  # `search` takes the smallest of those that are at most this share slower than the fastest
+PLAIN_LOOP, SERIAL, WORKERS = "plain loop", "serial", "workers"
+ROUNDS = 3  # of `compare`
+
+
+class Setting(NamedTuple):
+    """A number of workers, of environments in each, and the way they are stepped: `STEP` or `ASYNC`."""
+
+    num_workers: int
+    envs_per_worker: int
+    way: str = STEP
+
+    @property
+    def num_envs(self) -> int:
+        return self.num_workers * self.envs_per_worker
+
+    def exceeds(self, other: Setting) -> bool:
+        """Whether neither number is smaller than the other setting's, and one is larger."""
+        return self[:2] != other[:2] and self[0] >= other[0] and self[1] >= other[1]
+
+
+# Measures settings that differ only in the way: environment steps per second of each, and bytes that workers use.
+MeasureAlike: TypeAlias = Callable[[Sequence[Setting]], tuple[list[float], int]]
+
+
+@dataclass
+class Trial:
+    """What a setting achieved: steps per second in each round, the most memory in bytes, and whether that fits."""
+
+    setting: Setting
+    rounds: list[float] = field(default_factory=list)
+    memory: int = 0
+    fits: bool = True
+
+    @property
+    def steps_per_second(self) -> float:
+        return statistics.median(self.rounds)
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers of the setting and of the trial in one dict."""
+        numbers = {"num_envs": self.setting.num_envs, "steps_per_second": self.steps_per_second}
+        return {**self.setting._asdict(), **numbers, "rounds": self.rounds, "memory": self.memory, "fits": self.fits}
+
+
+def grid(workers: Sequence[int], envs_per_worker: Sequence[int], max_envs: int) -> list[Setting]:
+    """All settings with at most `max_envs` environments; a single environment is stepped by `step` only."""
+    settings = {Setting(*one) for one in itertools.product(workers, envs_per_worker, (STEP, ASYNC))}
+    return sorted(one for one in settings if one.num_envs <= max_envs and (one.way == STEP or one.num_envs > 1))
+
+
+def search(settings: Sequence[Setting], measure: MeasureAlike, limit: float = math.inf) -> tuple[Trial, list[Trial]]:
+    """The best trial of the settings whose workers use at most `limit` bytes of memory, and all trials.
+
+    Raises:
+        CommandError: No setting keeps within the limit, or there is none.
+    """
+    if not settings:
+        raise CommandError("there is nothing to try", "allow more with --max-envs")
+    trials: dict[Setting, Trial] = {}
+    kept = list(settings)
+    for share, rounds in RUNGS:
+        kept = sorted(kept[: _size_of_rung(share, settings)], key=lambda one: (one.num_envs, one))
+        groups = [[*group] for _, group in itertools.groupby(kept, key=operator.itemgetter(0, 1))]
+        for group in groups * rounds:
+            if any(group[0].exceeds(one.setting) for one in trials.values() if not one.fits):
+                continue
+            rates, memory = measure(group)
+            for setting, steps_per_second in zip(group, rates):
+                trial = trials.setdefault(setting, Trial(setting))
+                trial.rounds.append(steps_per_second)
+                trial.memory = max(trial.memory, memory)
+                trial.fits = trial.memory <= limit
+        fitting = sorted((one for one in trials.values() if one.fits), key=lambda one: -one.steps_per_second)
+        if not fitting:
+            raise CommandError(
+                "nothing keeps within --memory: the least that was tried uses "
+                f"{in_size(min(trial.memory for trial in trials.values()))}",
+                "allow more, or try fewer environments with --workers and --envs-per-worker",
+            )
+        kept = [trial.setting for trial in fitting if trial.setting in kept] or [trial.setting for trial in fitting]
+    finalists = [trials[setting] for setting in kept]
+    enough = (1 - AS_GOOD) * max(trial.steps_per_second for trial in finalists)
+    as_good = [trial for trial in finalists if trial.steps_per_second >= enough]
+    best = min(as_good, key=lambda one: (one.setting.num_envs, one.setting[:2], one.setting.way != STEP))
+    return best, list(trials.values())
+
+
+def most_turns(settings: Sequence[Setting]) -> int:
+    """The largest number of measurements that `search` makes."""
+    return sum(rounds * _size_of_rung(share, settings) for share, rounds in RUNGS)
+
+
+def _size_of_rung(share: float, settings: Sequence[Setting]) -> int:
+    return min(max(FINALISTS, math.ceil(share * len(settings))), len(settings))
+
+
+def in_size(nbytes: float) -> str:
+    """Bytes in a unit that fits.
+
+    Example:
+        >>> in_size(83_400_000), in_size(2.25e9)
+        ('83 MB', '2.2 GB')
+    """
+    return f"{nbytes / 1e6:,.0f} MB" if nbytes < 1e9 else f"{nbytes / 1e9:,.1f} GB"
+
+
+def measured(
+    constructor: Constructor, adapted: MultiAgentEnv, seconds: float, settings: Sequence[Setting]
+) -> tuple[list[float], int]:
+    """Measure settings that differ only in the way, in worker processes of their own; as `MeasureAlike`."""
+    before = {*psutil.Process().children(recursive=True)}
+    batches = draw_actions(adapted.action_spaces, settings[0].num_envs)
+    with opened([constructor] * settings[0].num_envs, num_workers=settings[0].num_workers) as env:
+        rates = [rate(warm(run_of(env, batches, adapted.rules, one.way), seconds), seconds) for one in settings]
+        return rates, _memory_of({*psutil.Process().children(recursive=True)} - before)
+
+
+def _memory_of(processes: set[psutil.Process]) -> int:
+    """Bytes that processes use together; pages that they share count once where the system can tell."""
+    used = 0
+    for process in processes:
+        try:
+            memory = process.memory_full_info()
+        except psutil.NoSuchProcess:
+            continue
+        used += getattr(memory, "pss", memory.rss)
+    return used
+
+
+def compare(
+    constructor: Constructor, adapted: MultiAgentEnv, seconds: float, best: Trial, measure: MeasureAlike
+) -> dict[str, list[float]]:
+    """Measure a plain loop, `backend="serial"` and the best setting in turns; returns their rates in each round.
+
+    The first two step as many environments as one worker of the best setting has: that many are known to work in one
+    process, and to fit into its memory.
+    """
+    num_envs = best.setting.envs_per_worker
+    batches = draw_actions(adapted.action_spaces, num_envs)
+    rounds: dict[str, list[float]] = {PLAIN_LOOP: [], SERIAL: [], WORKERS: []}
+    for _ in range(ROUNDS):
+        with made(constructor, num_envs) as envs:
+            loop = warm(repeatedly(plain_loop(envs, adapted), batches, num_envs), seconds)
+            rounds[PLAIN_LOOP].append(rate(loop, seconds))
+        with stepping([constructor] * num_envs, batches, adapted.rules, backend="serial") as run:
+            rounds[SERIAL].append(rate(warm(run, seconds), seconds))
+        rounds[WORKERS].append(measure([best.setting])[0][0])
+    return rounds

@@ -1,4 +1,4 @@
-"""What was measured, and on which machine: as a table in the terminal, JSON, CSV, or a picture."""
+"""Results of `bench` and `tune`: tables in the terminal, JSON, CSV and pictures, with the machine they are from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import datetime
 import itertools
 import json
 import platform
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -16,12 +17,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from marl_parallel.cli.measure import LOOP, Measurement
+from marl_parallel.cli.measure import (
+    ASYNC,
+    LOOP,
+    PLAIN_LOOP,
+    SERIAL,
+    STEP,
+    WORKERS,
+    Measurement,
+    Trial,
+    in_size,
+    spread,
+)
 from marl_parallel.core.backend import usable_cpus
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import, which only pictures need
@@ -35,20 +48,13 @@ GREY = "#555555"
 PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 COLUMNS = 4
 FORMATS = (".png", ".svg", ".pdf")
+_DISTRIBUTIONS = ("marl-parallel", "numpy", "gymnasium", "pettingzoo")
 _PATTERNS = ("", "////", "....", "xxxx")
 _LEGEND_ENTRY_IN = 1.5
 
 
 def machine(distributions: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Describe this machine, as far as it matters to a measurement.
-
-    Args:
-        distributions: Installed distributions whose versions matter too, such as the environment's.
-
-    Example:
-        >>> sorted(machine())
-        ['cpu', 'cpus', 'date', 'load', 'python', 'system', 'versions']
-    """
+    """Describe this machine, with the versions of installed distributions: the usual ones and those given."""
     cpuinfo = Path("/proc/cpuinfo")
     models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] * cpuinfo.is_file()
     return {
@@ -57,10 +63,7 @@ def machine(distributions: tuple[str, ...] = ()) -> dict[str, Any]:
         "load": round(psutil.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "versions": {
-            name: _version(name)
-            for name in dict.fromkeys(("marl-parallel", "numpy", "gymnasium", "pettingzoo", *distributions))
-        },
+        "versions": {name: _version(name) for name in dict.fromkeys((*_DISTRIBUTIONS, *distributions))},
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
 
@@ -83,13 +86,7 @@ def in_one_line(described: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """Measurements, and under which circumstances they were taken.
-
-    Attributes:
-        machine: As `machine` describes it.
-        settings: How long each turn lasted and how many rounds there were.
-        measurements: Those of one environment beside each other, its plain loop first.
-    """
+    """Measurements, grouped by environment with its plain loop first; the machine and the settings they are from."""
 
     machine: dict[str, Any]
     settings: dict[str, Any]
@@ -101,14 +98,11 @@ class Report:
         return [list(group) for _, group in grouped]
 
 
-# -- in the terminal ---------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def progress(total: int, description: str = "measuring") -> Iterator[Callable[[str], None]]:
     """A progress bar on standard error; yields the function to call before each turn, with a text.
 
-    It is drawn between turns only: a thread that redraws it would take part in what is measured.
+    It is drawn between turns only, so that no thread runs while something is measured.
     """
     console = Console(stderr=True)
     with Progress(console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bar:
@@ -142,33 +136,98 @@ def show(report: Report) -> None:
 
 
 def in_microseconds(measurement: Measurement) -> str:
-    """Wall time per environment step, in as many digits as mean something."""
+    """Wall time per environment step, in as many digits as are significant."""
     microseconds = measurement.microseconds_per_step
     return f"{microseconds:,.0f}" if microseconds >= 100 else f"{microseconds:.1f}"
+
+
+def show_tuned(found: dict[str, Any]) -> None:
+    """Print the result of `tuned`: the settings, the fastest first, the advice and the line to paste."""
+    console, best, pays_off = Console(), found["best"], found["pays_off"]
+    title = escape(found["environment"])
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
+    for heading in ("workers", "in each", "envs", "by", "steps/s", "± %", "rounds", "memory", ""):
+        table.add_column(heading, justify="left" if heading in ("by", "") else "right", no_wrap=True)
+    for trial in found["trials"]:
+        remark, style = ("", None) if trial["fits"] else ("too large", "dim")
+        if trial == best:
+            remark, style = "proposed" if pays_off else "fastest", "bold green"
+        counts = [str(trial[name]) for name in ("num_workers", "envs_per_worker", "num_envs")]
+        way = {STEP: "step", ASYNC: "send, recv"}[trial["way"]]
+        table.add_row(*counts, way, *_speed(trial["rounds"]), in_size(trial["memory"]), remark, style=style)
+    for name in (SERIAL, PLAIN_LOOP):
+        table.add_row("", "", str(best["envs_per_worker"]), name, *_speed(found["in_turns"][name]), "", "")
+    console.print(table)
+    console.print(f"[dim]{escape(in_one_line(found['machine']))}", highlight=False)
+    console.print(f"\n{found['advice']}", style=None if pays_off else "bold yellow", markup=False, highlight=False)
+    console.print(found["code"], markup=False, highlight=False, soft_wrap=True)
+
+
+def _speed(rounds: Sequence[float]) -> tuple[str, str, str]:
+    deviation = f"{100 * spread(rounds):.0f}" if len(rounds) > 1 else ""
+    return f"{statistics.median(rounds):,.0f}", deviation, f"{len(rounds)}"
+
+
+def tuned(
+    environment: str, env_kwargs: dict[str, Any], best: Trial, trials: Sequence[Trial], in_turns: dict[str, list[float]]
+) -> dict[str, Any]:
+    """What `tune` measured, the fastest trials first, and what it proposes, in values that JSON knows."""
+    loop, serial, workers = (statistics.median(in_turns[name]) for name in (PLAIN_LOOP, SERIAL, WORKERS))
+    pays_off, setting = workers > loop, best.setting
+    advice = f"{workers / loop:.2f} times the speed of a plain loop."
+    if not pays_off:
+        faster = "a plain loop or backend='serial' is" if serial > workers else "a plain loop is"
+        advice = (
+            f"Do not parallelise this simulator: {faster} faster. A plain loop takes {loop:,.0f} steps/s, "
+            f"backend='serial' {serial:,.0f}, the fastest number of workers {workers:,.0f}."
+        )
+    path, colon, attribute = environment.partition(":")
+    # The line to paste names a file by its module: it runs beside the file.
+    name = f"{Path(path).stem}{colon}{attribute}" if path.endswith(".py") else environment
+    arguments = [f'"{name}"', f"num_envs={setting.num_envs}", *([f"env_kwargs={env_kwargs!r}"] if env_kwargs else [])]
+    how = f"num_workers={setting.num_workers}" if pays_off else 'backend="serial"'
+    code = f"env = marl_parallel.make({', '.join([*arguments, how])})"
+    if pays_off and setting.way == ASYNC:
+        half = max(1, setting.num_envs // 2)
+        code += f"\n# env.reset_async(); then repeat: env.recv(min_envs={half}), env.send actions to those it returned"
+    return {
+        "environment": environment,
+        "env_kwargs": env_kwargs,
+        "best": best.as_json(),
+        "plain_loop": loop,
+        "serial": serial,
+        "pays_off": pays_off,
+        "advice": advice,
+        "code": code,
+        "trials": [one.as_json() for one in sorted(trials, key=lambda one: (not one.fits, -one.steps_per_second))],
+        "in_turns": in_turns,
+    }
 
 
 # -- in files ----------------------------------------------------------------------------------------------------------
 
 
 def write_json(report: Any, path: Path) -> None:
-    """Save a report, or any other dataclass: everything, each round included."""
+    """Save all fields of a dataclass, such as a `Report`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(report), indent=2) + "\n")
 
 
 def read_json(path: Path) -> Report:
-    """Read what `write_json` saved."""
+    """Read a report that `write_json` saved."""
     saved = json.loads(path.read_text())
     return Report(saved["machine"], saved["settings"], [Measurement(**values) for values in saved["measurements"]])
 
 
 def write_csv(report: Report, path: Path) -> None:
-    """Save one line for each contender on each environment, without the single rounds."""
+    """Save one line for each measurement, without its `rounds`."""
     write_rows(report.measurements, path)
 
 
 def write_rows(measured: Sequence[Any], path: Path) -> None:
-    """Save one line for each of some dataclasses of the same kind, without their `rounds`."""
+    """Save one line for each dataclass, all of one class, without its `rounds`."""
     names = [field.name for field in fields(measured[0]) if field.name != "rounds"]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
@@ -179,29 +238,19 @@ def write_rows(measured: Sequence[Any], path: Path) -> None:
             writer.writerow([float(f"{value:.6g}") if isinstance(value, float) else value for value in values])
 
 
-# -- as a picture ------------------------------------------------------------------------------------------------------
-
-
 def save_plot(report: Report, path: Path) -> None:
-    """Draw throughput over the number of workers, one panel for each environment.
-
-    Args:
-        report: What was measured.
-        path: Where to save it; its suffix is one of `FORMATS`.
-    """
+    """Draw throughput over the number of workers, one panel for each environment, into a file of one of `FORMATS`."""
     panels = report.tables()
     columns = min(len(panels), COLUMNS)
     rows = -(-len(panels) // columns)
     kinds = [*dict.fromkeys(m.kind for m in report.measurements if m.backend != LOOP)]
     backends, ways = ([*dict.fromkeys(kind.partition(", ")[part] for kind in kinds)] for part in (0, 2))
-    others = itertools.cycle(OTHER_COLOURS)
+    others, patterns = itertools.cycle(OTHER_COLOURS), dict(zip(ways, itertools.cycle(_PATTERNS)))
     colours = {backend: COLOURS.get(backend) or next(others) for backend in backends}
-    patterns = dict(zip(ways, itertools.cycle(_PATTERNS)))
-    styles = {
-        kind: {"color": colours[backend], "hatch": patterns[way], "edgecolor": "white"}
-        for kind in kinds
-        for backend, _, way in [kind.partition(", ")]
-    }
+    styles: dict[str, dict[str, Any]] = {}
+    for kind in kinds:
+        backend, _, way = kind.partition(", ")
+        styles[kind] = {"color": colours[backend], "hatch": patterns[way], "edgecolor": "white"}
     width = max(3.2 * columns, 6.0)
     figure = framed(width, 2.9 * rows + 0.8 + 0.2 * (-(-(len(styles) + 2) // _legend_columns(width))))
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -215,11 +264,11 @@ def save_plot(report: Report, path: Path) -> None:
 
 def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, styles: dict[str, dict[str, Any]]) -> None:
     """Bars in groups, one group for each number of workers; the ideal is a dashed line over each group."""
-    loop = next(m for m in measurements if m.backend == LOOP)
-    counts = sorted({m.workers for m in measurements if m.backend != LOOP})
+    loop, *others = measurements
+    counts = sorted({m.workers for m in others})
     panel.axhline(loop.steps_per_second, color=GREY, linewidth=1, label="plain loop")
     for position, count in enumerate(counts):
-        group = [m for m in measurements if m.backend != LOOP and m.workers == count]
+        group = [m for m in others if m.workers == count]
         width = 0.8 / max(len(styles), 2)
         for place, one in enumerate(group):
             bar = panel.bar(
@@ -242,14 +291,12 @@ def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, styles: d
 
 
 def _short(value: float, _: object) -> str:
-    for unit, suffix in ((1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:g}{suffix}"
-    return f"{value:g}"
+    unit, suffix = (1e6, "M") if value >= 1e6 else (1e3, "k") if value >= 1e3 else (1.0, "")
+    return f"{value / unit:g}{suffix}"
 
 
 def framed(width: float, height: float) -> Figure:
-    """An empty picture of so many inches, with room for what `finish` adds."""
+    """An empty picture of so many inches, with room for the machine that `finish` adds."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -257,7 +304,7 @@ def framed(width: float, height: float) -> Figure:
 
 
 def tidy(panel: Axes) -> None:
-    """Bars from zero, few lines."""
+    """Start bars at zero and draw few lines."""
     panel.set_ylim(bottom=0)
     panel.tick_params(labelsize=8, length=0)
     panel.grid(axis="y", linewidth=0.4, alpha=0.6)

@@ -1,4 +1,4 @@
-"""What is asked for on the command line: environments, lists and sizes; and how a command fails.
+"""The values of the command line: environments, lists and sizes; and how a command reports an error.
 
 `ENV` is `module[:attribute]` or `path/to/file.py[:function]`.
 """
@@ -24,17 +24,11 @@ from marl_parallel.backends import NAMES
 FORMS = "ENV is module[:attribute] or path/to/file.py[:function]"
 _JSON_HINT = "single quotes around it, double quotes within: --env-kwargs '{\"N\": 5}'"
 _EXITS = "the simulator, or a module it imports, calls sys.exit"
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
+_DEBUG_HINT = "--debug shows the whole traceback"
 
 
 class CommandError(Exception):
-    """A command cannot do what it was asked for.
-
-    Attributes:
-        hint: What to try instead.
-    """
+    """A command cannot run; `hint` says what to try instead."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)
@@ -54,43 +48,28 @@ def in_brief(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def short_errors(debug: bool) -> Iterator[None]:
-    """End the process with status 1 and two lines on standard error if the block raises or exits.
+    """Report an exception of the block in two lines on standard error, and exit with status 1.
 
-    Args:
-        debug: Let the traceback through instead.
-
-    Example:
-        >>> with short_errors(debug=False):
-        ...     raise CommandError("no such file: a.py", "is it in another directory?")
-        Traceback (most recent call last):
-        SystemExit: 1
+    With `debug`, exceptions pass through with their traceback.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
-        if debug and isinstance(error, Exception):
+        exits = isinstance(error, SystemExit)
+        if debug and not exits:
             raise
         if debug:
             raise RuntimeError(f"{in_brief(error)}: {_EXITS}") from error
-        hint = "--debug shows the whole traceback"
+        hint = f"{_EXITS}; {_DEBUG_HINT}" if exits else _DEBUG_HINT
         if isinstance(error, CommandError):
             hint = error.hint
-        elif isinstance(error, SystemExit):
-            hint = f"{_EXITS}; {hint}"
         print(f"error: {in_brief(error)}\nhint: {hint}", file=sys.stderr)
         raise SystemExit(1) from None
 
 
 @contextlib.contextmanager
-def stdout_to_stderr(wanted: bool = True) -> Iterator[None]:
-    """Send what simulators print, here and in new processes, to standard error, so that standard output is ours.
-
-    Args:
-        wanted: False changes nothing.
-    """
-    if not wanted:
-        yield
-        return
+def stdout_to_stderr() -> Iterator[None]:
+    """Send to standard error what simulators print to standard output, in this process and in those it starts."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -104,16 +83,11 @@ def stdout_to_stderr(wanted: bool = True) -> Iterator[None]:
         os.close(stdout)
 
 
-# -- lists and sizes ---------------------------------------------------------------------------------------------------
+# -- lists and sizes: a text that has another form is a CommandError ---------------------------------------------------
 
 
 def names_in(text: str, known: Sequence[str] = NAMES, kind: str = "backend") -> list[str]:
-    """The names in a comma-separated list, each once; a `CommandError` if one of them is not known.
-
-    Example:
-        >>> names_in("serial, process")
-        ['serial', 'process']
-    """
+    """The names in a comma-separated list, each once."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
@@ -123,19 +97,14 @@ def names_in(text: str, known: Sequence[str] = NAMES, kind: str = "backend") -> 
 
 
 def positive_numbers(option: str, text: str) -> list[int]:
-    """The numbers in the comma-separated list that an option was given; a `CommandError` if it is none.
-
-    Example:
-        >>> positive_numbers("--workers", "1,2,4")
-        [1, 2, 4]
-    """
+    """The numbers in the comma-separated list of an option."""
     if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", text):
         raise CommandError(f"{option} {text} is no list of positive numbers", f"such as {option} 1,2,4")
     return [int(number) for number in text.split(",")]
 
 
 def parsed_size(text: str) -> int:
-    """An amount of memory in bytes; a `CommandError` if it is none.
+    """An amount of memory in bytes.
 
     Example:
         >>> parsed_size("2GB"), parsed_size("1.5 GiB"), parsed_size("800M")
@@ -151,11 +120,7 @@ def parsed_size(text: str) -> int:
 
 
 def constructor_of(target: str, env_kwargs: str = "{}") -> Callable[..., Any]:
-    """The constructor of the environment that is named on the command line.
-
-    Args:
-        target: `module[:attribute]` or `path/to/file.py[:function]`.
-        env_kwargs: A JSON object with keywords for it.
+    """The constructor of an environment that is named as `ENV`, with keywords from a JSON object.
 
     Raises:
         CommandError: There is no such module, file or attribute, or the keywords are no JSON object.
@@ -179,7 +144,7 @@ def constructor_of(target: str, env_kwargs: str = "{}") -> Callable[..., Any]:
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # An import that fails inside the module is not the fault of the name.
+        # An import that fails inside the module is another error: the name is right.
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
             raise CommandError(f"there is no module {error.name!r}", f"is it installed? {FORMS}") from error
         raise
@@ -193,16 +158,15 @@ def constructor_of(target: str, env_kwargs: str = "{}") -> Callable[..., Any]:
 
 
 def _import_file(path: Path) -> str:
-    """Import a file with its directory on `sys.path`, as Python runs a script; returns the module's name.
+    """Import a file as a module and return its name.
 
-    Workers get this process's `sys.path`, so they can import the file and its neighbours too.
+    Its directory is added to `sys.path`, which workers get too: they can import the file and its neighbours.
     """
     path = path.resolve()
     if not path.is_file():
         raise CommandError(f"there is no file {path}", FORMS)
     sys.path.insert(0, str(path.parent))
-    module = importlib.import_module(path.stem)
-    source = getattr(module, "__file__", None)
+    source = getattr(importlib.import_module(path.stem), "__file__", None)
     if source is None or Path(source).resolve() != path:
         raise CommandError(
             f"{path.name} cannot be imported: another module is called {path.stem!r} ({source or 'built in'})",
@@ -212,11 +176,6 @@ def _import_file(path: Path) -> str:
 
 
 def distributions_of(target: str) -> tuple[str, ...]:
-    """The installed distributions that the target's module comes from; none for a file.
-
-    Example:
-        >>> distributions_of("mpe2.simple_spread_v3:parallel_env")
-        ('mpe2',)
-    """
+    """The installed distributions that the target's module comes from; none for a file."""
     package = target.partition(":")[0].partition(".")[0]
     return tuple(dict.fromkeys(packages_distributions().get(package, [])))

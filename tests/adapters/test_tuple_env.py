@@ -15,7 +15,7 @@ from marl_parallel import ParallelEnv
 from marl_parallel.adapters import Misfit, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.tuple_env import TupleEnv
-from marl_parallel.cli.measure import draw_actions, plain_loop, traits_of
+from marl_parallel.cli.measure import adapted_for_loop, draw_actions, plain_loop
 
 KINDS = [Foraging, Intersection, Cooperative, Pathfinding]
 
@@ -283,9 +283,9 @@ def test_the_plain_loop_of_the_command_line_steps_them(make):
             self.moves += 1
             super().move(actions)
 
-    envs, traits = [Counting(), Counting()], traits_of(make())
-    step = plain_loop(envs, traits)
-    batches = draw_actions(traits.action_spaces, 2)[:20]
+    envs, adapted = [Counting(), Counting()], adapted_for_loop(make())
+    step = plain_loop(envs, adapted)
+    batches = draw_actions(adapted.action_spaces, 2)[:20]
     for batch in batches:
         step(batch)
     assert [env.moves for env in envs] == [len(batches)] * 2

@@ -23,19 +23,20 @@ from typer.testing import CliRunner
 from marl_parallel.adapters import adapt
 from marl_parallel.backends import descendants
 from marl_parallel.cli.app import app
-from marl_parallel.cli.check import examine, run_probes
-from marl_parallel.cli.probes import (
+from marl_parallel.cli.check import (
     Actor,
     Examination,
     Finding,
     Job,
     Question,
     Severity,
+    examine,
     fingerprint,
     is_flag,
     misfit,
     odd_reward,
     pickling_error,
+    run_probes,
 )
 
 BUGGY = SIMULATORS / "buggy.py"

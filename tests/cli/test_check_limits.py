@@ -13,8 +13,7 @@ import pytest
 from helpers import SIMULATORS
 from helpers.processes import gone
 
-from marl_parallel.cli.check import examine, run_probes
-from marl_parallel.cli.probes import Job, Question
+from marl_parallel.cli.check import Job, Question, examine, run_probes
 
 pytestmark = pytest.mark.release_independent
 

@@ -14,9 +14,8 @@ from simulators.waiting import steps_per_second
 from typer.testing import CliRunner
 
 from marl_parallel.cli.app import app
-from marl_parallel.cli.measure import ASYNC, STEP
+from marl_parallel.cli.measure import ASYNC, FINALISTS, RUNGS, STEP, Setting, grid, most_turns, search
 from marl_parallel.cli.target import CommandError
-from marl_parallel.cli.tune import FINALISTS, RUNGS, Setting, grid, most_turns, search
 
 pytestmark = pytest.mark.release_independent
 

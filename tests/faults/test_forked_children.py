@@ -16,8 +16,7 @@ from helpers.setups import Setup
 from helpers.start_methods import WAYS, arguments
 from simulators.forking import ENDINGS, Forking, Helped, Walk
 
-from marl_parallel.cli.check import run_probes
-from marl_parallel.cli.probes import Job, Severity
+from marl_parallel.cli.check import Job, Severity, run_probes
 
 pytestmark = pytest.mark.release_independent
 

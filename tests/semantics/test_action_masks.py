@@ -15,8 +15,8 @@ from simulators.native_arena import Arena
 
 from marl_parallel import ParallelEnv
 from marl_parallel.action_masks import for_sample, mask_of
-from marl_parallel.cli.measure import traits_of
-from marl_parallel.cli.probes import Actor
+from marl_parallel.cli.check import Actor
+from marl_parallel.cli.measure import adapted_for_loop
 from marl_parallel.core.native import Received
 from marl_parallel.vector import PettingZooVecEnv
 
@@ -215,7 +215,7 @@ def test_a_mask_that_allows_nothing_is_no_first_action():
 
 
 def test_a_continuous_action_beside_a_mask_is_measured():
-    assert traits_of(BoxWithMask()).single_agent is False
+    assert adapted_for_loop(BoxWithMask()).action_spaces
 
 
 class MaskedArena(Arena):
