@@ -1,4 +1,4 @@
-"""Who acts in `async_stepping.py`, and the simulator that is acted in, which knows how long it has taken."""
+"""The policies of `async_stepping.py`, and its simulator, which measures its own time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from marl_parallel.cli.measure import draw_actions
 
 
 class Clocked(Synthetic):
-    """Knows how long it has been inside `step` and `reset`."""
+    """Measures the time inside `step` and `reset`, in `inside_s`."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -37,7 +37,7 @@ class Clocked(Synthetic):
 
 
 class Drawn:
-    """Acts with what was drawn beforehand, in no time."""
+    """Returns actions that were drawn beforehand, which takes next to no time."""
 
     spent_s = 0.0
 
@@ -49,12 +49,12 @@ class Drawn:
 
 
 class Network:
-    """A policy in NumPy that takes as long for all copies as they take to simulate a step, and for half of them half.
+    """A policy in NumPy that takes as long for all environments as one step of all simulators, for half of them half.
 
-    It looks at one copy after the other: of a product of many rows, half is more than half the work.
+    It processes one environment after the other: half of a large matrix product takes more than half of its time.
 
     Attributes:
-        spent_s: How long it has been at it.
+        spent_s: Seconds spent computing actions.
     """
 
     WIDTH = 256
