@@ -126,9 +126,9 @@ class Player:
 
     def turn(self, way: str, seconds: float) -> Turn:
         inside, policy_s = sum(self._env.get_attr("inside_s")), self._act.spent_s
-        begun = time.perf_counter()
-        steps = (self._sync if way == SYNC else self._async)(begun + seconds)
-        wall_s = time.perf_counter() - begun
+        started = time.perf_counter()
+        steps = (self._sync if way == SYNC else self._async)(started + seconds)
+        wall_s = time.perf_counter() - started
         return Turn(steps, wall_s, sum(self._env.get_attr("inside_s")) - inside, self._act.spent_s - policy_s)
 
     def _sync(self, deadline: float) -> int:

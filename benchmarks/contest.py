@@ -154,12 +154,12 @@ def reason(error: Exception) -> str:
 
 def _calls_per_second(step: Step, seconds: float) -> float:
     count = 0
-    begun = now = time.perf_counter()
-    while now < begun + seconds or not count:
+    started = now = time.perf_counter()
+    while now < started + seconds or not count:
         step()
         count += 1
         now = time.perf_counter()
-    return count / (now - begun)
+    return count / (now - started)
 
 
 def one_thread_each() -> None:

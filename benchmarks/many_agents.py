@@ -243,12 +243,12 @@ def _alone(case: Case, env: Any, count: int, steps: int) -> float:
         env = turn_based_aec_to_parallel(env)
     env.reset(seed=0)
     actions = dict.fromkeys(env.possible_agents, 0)
-    begun = time.thread_time()
+    started = time.thread_time()
     for _ in range(steps):
         _, _, _, truncateds, _ = env.step(actions)
         if not env.agents or (truncateds and next(iter(truncateds.values()))):
             env.reset()
-    return (time.thread_time() - begun) / steps
+    return (time.thread_time() - started) / steps
 
 
 def _by_dicts(env: ParallelEnv, steps: int) -> float:
@@ -256,13 +256,13 @@ def _by_dicts(env: ParallelEnv, steps: int) -> float:
     seconds = 0.0
     for _ in range(steps + 1):
         actions = [dict.fromkeys(acting, 0) for acting in env.acting]
-        begun = time.thread_time()
+        started = time.thread_time()
         _, _, terminateds, truncateds, _ = env.step(actions)
         if env.metadata["autoreset_mode"].name == "DISABLED" and (
             terminateds[0]["__all__"] or truncateds[0]["__all__"]
         ):
             env.reset()
-        seconds += time.thread_time() - begun
+        seconds += time.thread_time() - started
     return seconds / (steps + 1)
 
 
@@ -272,10 +272,10 @@ def _by_facade(case: Case, env: ParallelEnv, steps: int) -> float:
     zeros = np.zeros(len(env.possible_agents), np.int64)
     by_agent = dict.fromkeys(env.possible_agents, np.zeros(1, np.int64))
     actions: Any = zeros if case.how == "GymnasiumVectorEnv" else by_agent
-    begun = time.thread_time()
+    started = time.thread_time()
     for _ in range(steps):
         vector.step(actions)
-    return (time.thread_time() - begun) / steps
+    return (time.thread_time() - started) / steps
 
 
 def run(chosen: Sequence[Case], numbers: Sequence[int], repeats: int, agent_steps: int) -> Report:

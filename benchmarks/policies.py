@@ -74,9 +74,9 @@ class Network:
         self._layers = max(round((_median_s(lambda: env.step(actions)) - least) / layer), 0)
 
     def __call__(self, observations: Sequence[dict[Any, Any]]) -> list[dict[Any, Any]]:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         actions = [dict(zip(seen, self._chosen(seen), strict=True)) for seen in observations]
-        self.spent_s += time.perf_counter() - begun
+        self.spent_s += time.perf_counter() - started
         return actions
 
     def _chosen(self, seen: dict[Any, Any]) -> list[int]:
@@ -90,7 +90,7 @@ class Network:
 def _median_s(call: Callable[[], object], times: int = 15) -> float:
     took = []
     for _ in range(times):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         call()
-        took.append(time.perf_counter() - begun)
+        took.append(time.perf_counter() - started)
     return statistics.median(took)

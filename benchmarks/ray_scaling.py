@@ -200,14 +200,14 @@ class Round(NamedTuple):
 def timed(step: Step, seconds: float, env: ParallelEnv | None = None) -> Round:
     inside = None if env is None else env.stats().simulator_s / env.num_workers
     count, cpu = 0, time.process_time()
-    begun = now = time.perf_counter()
-    while now < begun + seconds or not count:
+    started = now = time.perf_counter()
+    while now < started + seconds or not count:
         step()
         count += 1
         now = time.perf_counter()
     if env is not None and inside is not None:
         inside = 1e3 * (env.stats().simulator_s / env.num_workers - inside) / count
-    return Round(1e3 * (now - begun) / count, 1e6 * (time.process_time() - cpu) / count, inside)
+    return Round(1e3 * (now - started) / count, 1e6 * (time.process_time() - cpu) / count, inside)
 
 
 def summary(contender: str, actors: int, envs_each: int, step_ms: float, rounds: Sequence[Round]) -> Measured:

@@ -169,11 +169,11 @@ import pickle, sys, time
 import marl_parallel
 pickled, count, times = pickle.load(sys.stdin.buffer)
 for _ in range(times):
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for seed in range(count):
         env = pickle.loads(pickled)()
         env.reset(seed=seed)
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - started
 print(took)
 """
 
@@ -194,11 +194,11 @@ def recovery_s(case: Case, env: ParallelEnv) -> float:
     before, pid = env.stats().restarts, env.call("pid")[0]
     if case.fault != KILLED:
         env.set_attr("fault", [case.fault] + [""] * (env.num_envs - 1))
-    begun = time.perf_counter()
+    started = time.perf_counter()
     if case.fault == KILLED:
         os.kill(pid, signal.SIGKILL)
     observations, _, _, _, infos = env.step(actions)
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - started
     rebuilt = [env_id for env_id, info in enumerate(infos) if "__common__" in info]
     assert rebuilt == [*range(case.gone)], infos
     assert all(len(seen) == len(env.possible_agents) for seen in observations)
@@ -258,7 +258,7 @@ def show(report: Report) -> None:
     shown = Table(title="From a fault to the next full batch, in milliseconds", title_justify="left")
     for heading in ("fault", "environment"):
         shown.add_column(heading, no_wrap=True)
-    for heading in ("construction", "recovery", "difference", "min", "max"):
+    for heading in ("build", "recover", "diff", "min", "max"):
         shown.add_column(heading, justify="right")
     for one in report.results:
         numbers = one.construction_ms, one.recovery_ms, one.beyond_ms, one.beyond_least_ms, one.beyond_most_ms

@@ -36,9 +36,9 @@ def rounds_per_microsecond() -> float:
     rounds = 20_000
     took = []
     for _ in range(25):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         work(rounds)
-        took.append(time.perf_counter() - begun)
+        took.append(time.perf_counter() - started)
     return rounds / (statistics.median(took) * 1e6)
 
 

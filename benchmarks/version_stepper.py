@@ -40,10 +40,10 @@ class Stepper:
     def step(self, batches: int) -> float:
         """Step `batches` batches and return the seconds."""
         self._batch()  # wakes up workers that went to sleep between two rounds
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(batches):
             self._batch()
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
     def warm(self, seconds: float) -> int:
         """Step for some seconds, and return the number of batches that take about as long."""
@@ -51,9 +51,9 @@ class Stepper:
         while time.perf_counter() < deadline:
             self._batch()
             batches += 1
-        begun = time.perf_counter()
+        started = time.perf_counter()
         self.step(max(1, batches // 4))
-        return round(seconds / (time.perf_counter() - begun) * max(1, batches // 4))
+        return round(seconds / (time.perf_counter() - started) * max(1, batches // 4))
 
     def _batch(self) -> None:
         self.env.step(self.actions[self.done % BATCHES])

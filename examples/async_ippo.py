@@ -213,9 +213,9 @@ def train(args: Args, way: str) -> list[dict[str, float]]:
         start, collecting = time.perf_counter(), 0.0
         for number in track(range(updates), f"in {way}"):
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - number / updates)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             mean = float(np.mean(collector.collect()))
-            collecting += time.perf_counter() - begun
+            collecting += time.perf_counter() - started
             update(agent, optimizer, collector.rollout, args)
             steps = (number + 1) * args.num_steps * args.num_envs
             seconds = time.perf_counter() - start

@@ -33,7 +33,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     constructors = [knights_archers_zombies.parallel_env] * options.num_envs
     with PettingZooVecEnv(ParallelEnv(constructors, auto_reset=False, seed=1)) as env:
-        begun, steps = time.perf_counter(), 0
+        started, steps = time.perf_counter(), 0
         for episode in range(options.episodes):
             observations, _ = env.reset(seed=100 * episode)
             returns = {agent: np.zeros(env.num_envs) for agent in env.possible_agents}
@@ -50,7 +50,7 @@ def main() -> None:
                     f"episode {episode} {agent}: return {returns[agent].mean():.2f}, "
                     f"lived {lengths[agent].min()} to {lengths[agent].max()} steps"
                 )
-        rate = steps / (time.perf_counter() - begun)
+        rate = steps / (time.perf_counter() - started)
         print(f"{options.num_envs} environments in {env.env.num_workers} workers: {rate:,.0f} steps per second")
 
 

@@ -58,14 +58,14 @@ with ParallelEnv(
         print(f"node {node[:8]}, process {pid}: {num_envs} environments")
 
     observations, infos = env.reset()
-    begun, interrupted = time.perf_counter(), 0
+    started, interrupted = time.perf_counter(), 0
     for step in range(args.steps):
         if step == args.steps // 2:
             kill(places[0])
         actions = [dict.fromkeys(acting, step % 5) for acting in env.acting]
         observations, rewards, terminateds, truncateds, infos = env.step(actions)
         interrupted += sum(info.get("__common__", {}).get("restarted", False) for info in infos)
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - started
 
     print(f"{args.steps * args.copies / took:,.0f} environment steps/s, the restart included")
     print(f"{interrupted} copies were interrupted, all others lost nothing; {env.stats().restarts} restarts")
