@@ -1,16 +1,16 @@
-"""What `send` and `recv` gain over `step`: with uneven simulators, and with a policy that acts while others simulate.
+"""Compare `send` and `recv` with `step`, for uneven simulators and for a policy that computes while simulators step.
 
     python benchmarks/async_stepping.py              about two minutes; writes results/async_stepping.*
     python benchmarks/async_stepping.py --quick      a few seconds; writes only where --output says so
     python benchmarks/async_stepping.py --markdown   the tables for the README, from the last run's JSON
 
-Sync is `step` of all copies, async `recv(min_envs=...)`, then `send` to whoever came. Both go on from where the turn
-before ended, and take turns in rounds, so that a machine that slows down or gets busy hits both alike.
+Sync calls `step` for all environments. Async calls `recv(min_envs=...)`, then `send` for the environments it received.
+Both continue where their previous turn ended, and alternate in rounds, so that a slow or busy machine affects both.
 
-A turn's wall time begins before the first action is sent and ends when every result has been received, so that a turn
-of async bears the end in which there is less and less to do. The simulators' time is what they measure around their own
-`step` and `reset`: seconds of CPU time of their own thread, which do not grow when a process waits for its CPU; or wall
-time, where they wait themselves. Switching, memory, and the parent's work are thus nobody's but the wall's.
+The wall time of a turn starts before the first action is sent and ends when every result has been received. So a turn
+of async includes its end, in which fewer and fewer environments are in flight. The simulators' time is measured around
+their own `step` and `reset`: in CPU seconds of their thread, which do not grow while a process waits for a CPU, or in
+wall time for simulators that wait. Context switches, memory and the parent's work count as wall time only.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ SYNC, ASYNC = "sync", "async"
 
 
 class Case(NamedTuple):
-    """What is measured.
+    """One kind of simulator.
 
     Attributes:
         benchmark: `UNEVEN` or `OVERLAP`.
         name: What is special about the simulators.
-        keywords: Theirs.
-        min_envs: For how many results async waits.
+        keywords: Keyword arguments of the simulators.
+        min_envs: How many results async waits for.
         computes: Whether the simulators need a CPU.
     """
 
@@ -82,10 +82,10 @@ class Case(NamedTuple):
     computes: bool = True
 
     def limit(self, workers: int, cpus: int) -> float | None:
-        """How many times the throughput overlapping can give, by the number of CPUs; None where nothing overlaps.
+        """The largest gain in throughput that the CPUs allow; None where nothing overlaps.
 
-        In sync, policy and simulation take a second each, say. Side by side they take a second, unless CPUs are
-        lacking: then the CPU seconds of both, shared out evenly.
+        Suppose that policy and simulation take one second each in sync. At the same time they take one second, or, if
+        there are too few CPUs, the CPU seconds of both divided by the number of CPUs.
         """
         if self.benchmark == UNEVEN:
             return None
@@ -108,7 +108,7 @@ def cases() -> list[Case]:
 
 
 class Turn(NamedTuple):
-    """Environment steps, and seconds: on the wall, inside the simulators, inside the policy."""
+    """Environment steps, and seconds: wall time, inside the simulators, inside the policy."""
 
     steps: int
     wall_s: float
@@ -117,7 +117,7 @@ class Turn(NamedTuple):
 
 
 class Player:
-    """One `ParallelEnv` and its policy, which step in turns in both ways."""
+    """One `ParallelEnv` and its policy, stepped in sync and async turns."""
 
     def __init__(self, case: Case, env: ParallelEnv) -> None:
         self._env, self._min_envs = env, case.min_envs
@@ -126,9 +126,9 @@ class Player:
 
     def turn(self, way: str, seconds: float) -> Turn:
         inside, policy_s = sum(self._env.get_attr("inside_s")), self._act.spent_s
-        begun = time.perf_counter()
-        steps = (self._sync if way == SYNC else self._async)(begun + seconds)
-        wall_s = time.perf_counter() - begun
+        started = time.perf_counter()
+        steps = (self._sync if way == SYNC else self._async)(started + seconds)
+        wall_s = time.perf_counter() - started
         return Turn(steps, wall_s, sum(self._env.get_attr("inside_s")) - inside, self._act.spent_s - policy_s)
 
     def _sync(self, deadline: float) -> int:
@@ -156,19 +156,19 @@ class Player:
 
 @dataclass(frozen=True)
 class Result:
-    """What one way of stepping achieved in one case.
+    """The measurements of one way of stepping in one case.
 
     Attributes:
         benchmark: `UNEVEN` or `OVERLAP`.
-        simulators: What is special about them.
-        workers: How many worker processes shared the copies.
+        simulators: What is special about the simulators.
+        workers: Number of worker processes.
         way: `SYNC` or `ASYNC`.
         utilisation: Seconds inside the simulators, as a share of wall time x min(workers, CPUs): the median.
         policy: Seconds inside the policy, as a share of wall time: the median.
         steps_per_second: Environment steps per second: the median.
-        spread: Half the distance between the best and the worst round of these, as a share of the median.
-        gain: Times the throughput of sync: the median of the ratios within each round.
-        limit: What the CPUs allow the gain to be; None where that is not known.
+        spread: Half the distance between the best and the worst round, as a share of the median.
+        gain: Throughput divided by that of sync: the median of the ratios within each round.
+        limit: The largest gain that the CPUs allow; None where it is not known.
         rounds: Environment steps per second in each round.
     """
 
@@ -192,7 +192,7 @@ class Report:
     results: list[Result]
 
     def of(self, benchmark: str) -> list[list[Result]]:
-        """Those of one benchmark, by what is special about the simulators."""
+        """The results of one benchmark, grouped by simulator."""
         chosen = [one for one in self.results if one.benchmark == benchmark]
         return [list(group) for _, group in groupby(chosen, key=lambda one: one.simulators)]
 
@@ -237,7 +237,7 @@ def _result(case: Case, workers: int, way: str, turns: Sequence[Turn], sync: Seq
 
 
 def run(chosen: Sequence[Case], workers: Sequence[int], seconds: float, repeats: int) -> Report:
-    interpreter.limit_loaded_libraries(1)  # the policy is to have one CPU
+    interpreter.limit_loaded_libraries(1)  # so that the policy uses one CPU
     counts = {case.name: [n for n in workers if case.benchmark == UNEVEN or n <= usable_cpus()] for case in chosen}
     described, results = machine(), []
     with progress(sum(len(own) * (1 + 2 * repeats) for own in counts.values())) as on_turn:
@@ -250,23 +250,23 @@ def run(chosen: Sequence[Case], workers: Sequence[int], seconds: float, repeats:
 
 NOTES = {
     UNEVEN: (
-        "{copies} copies, {step_ms:g} ms of work a step on average, nothing to be computed in between; async is "
-        "`recv(min_envs=1)`. Time inside the simulators as a share of wall time x min(workers, CPUs), and in brackets "
-        "how many times sync's throughput. Inside is what they measure around their own `step` and `reset`, in seconds "
-        "of CPU time; a turn ends when all has been received."
+        "{envs} environments, {step_ms:g} ms of work per step on average, no policy; async is `recv(min_envs=1)`. Time "
+        "inside the simulators as a share of wall time x min(workers, CPUs); in brackets, throughput relative to sync. "
+        "Time inside the simulators is the CPU time of their `step` and `reset`; a turn ends when every result has "
+        "been received."
     ),
     OVERLAP: (
-        "{copies} copies, {step_ms:g} ms a step, and a policy in NumPy, in one thread, that looks at one copy after "
-        "the other and takes as long for all of them as they take to simulate; async is `recv(min_envs={half})`. "
-        "Environment steps per second, and how many times sync's. What the CPUs allow: in sync policy and simulation "
-        "follow each other; side by side they take as long as one of them at best, and on {cpus} CPUs never less than "
-        "the CPU time of both, shared out evenly."
+        "{envs} environments, {step_ms:g} ms per step, and a policy in NumPy, in one thread, that processes one "
+        "environment after the other and takes as long for all of them as one step of all simulators; async is "
+        "`recv(min_envs={half})`. Environment steps per second, and throughput relative to sync. CPU limit: in sync, "
+        "policy and simulation alternate; overlapped, they take at least as long as one of them, and on {cpus} CPUs at "
+        "least the CPU time of both divided by the number of CPUs."
     ),
 }
 
 
 def note(report: Report, benchmark: str) -> str:
-    words = {"copies": NUM_ENVS, "half": NUM_ENVS // 2, "step_ms": STEP_US / 1000, "cpus": report.machine["cpus"]}
+    words = {"envs": NUM_ENVS, "half": NUM_ENVS // 2, "step_ms": STEP_US / 1000, "cpus": report.machine["cpus"]}
     return f"{NOTES[benchmark].format(**words)} Medians of {report.settings['repeats']} rounds."
 
 
@@ -320,7 +320,7 @@ def markdown(report: Report) -> str:
         parts += ["\n".join(lines), note(report, UNEVEN)]
     if overlap := report.of(OVERLAP):
         lines = [
-            f"| {OVERLAP} | workers | sync | async | gain | what the CPUs allow |",
+            f"| {OVERLAP} | workers | sync | async | gain | CPU limit |",
             "|---|---:|---:|---:|---:|---:|",
         ]
         for results in overlap:
@@ -349,10 +349,10 @@ def save_plot(report: Report, path: Path) -> None:
             if one.limit and one.way == ASYNC:
                 panel.hlines(
                     one.limit, place - 0.66, place + 0.26, colors="black", linestyles="dashed", linewidth=1,
-                    label="what the CPUs allow",
+                    label="CPU limit",
                 )  # fmt: skip
         if uneven:
-            panel.axhline(1.0, color="black", linestyle="dashed", linewidth=1, label="what the CPUs allow")
+            panel.axhline(1.0, color="black", linestyle="dashed", linewidth=1, label="CPU limit")
         panel.set_xticks(range(len(counts)), [str(count) for count in counts])
         panel.set_title(f"{results[0].benchmark}\n{results[0].simulators}", fontsize=9)
         panel.set_xlabel("workers", fontsize=8)
@@ -379,13 +379,13 @@ def main(
     output: Output = None,
     as_markdown: AsMarkdown = False,
 ) -> None:
-    """Measure sync against async stepping."""
+    """Measure sync and async stepping."""
     if as_markdown:
         print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
         return
     chosen = [case for case in cases() if only in f"{case.benchmark}: {case.name}"]
     if not chosen:
-        raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
+        raise typer.BadParameter(f"no case has {only!r} in its name", param_hint="--only")
     directory = folder_for(output, RESULTS, whole=not (quick or only) and workers == WORKERS)
     if quick:
         workers, seconds, repeats = "1,2", 0.05, 2

@@ -1,11 +1,11 @@
-"""What each facade costs over `ParallelEnv`'s dicts; and each beside what other projects have in the same shape.
+"""Measure the overhead of each facade over `ParallelEnv`'s dicts, and compare each with its peers in other projects.
 
     python benchmarks/compare_facades.py              two to four minutes; adds to results/compare_facades.*
     python benchmarks/compare_facades.py --quick      a few seconds; writes only where --output says so
     python benchmarks/compare_facades.py --markdown   the tables for the README, from the saved JSON
 
-The peers and their settings are in `peers.py`, how turns are taken in `contest.py`. Not all of these libraries fit one
-environment: run it in each of them; `merged.py` says how results come together.
+The peers and their settings are in `peers.py`; `contest.py` measures in turns. Not all of these libraries can be
+installed into one virtual environment: run it in each of them. `merged.py` merges the results.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ FACADES = {
     facades.RLLIB: [peers.RLLIB],
     facades.AGILERL: [peers.AGILERL],
 }
-"""Each facade, and whoever else serves the same training loops, beside the plain loop."""
+"""Each facade, and the peers for the same training loops; the plain loop is added to each."""
 
 
 # -- the cases ---------------------------------------------------------------------------------------------------------
 
 
 def synthetic(agents: int, size: int) -> Case:
-    made_as = functools.partial(Synthetic, num_agents=agents, observation_size=size)
-    return Case(f"synthetic 0 µs, {agents} x {size}", made_as, 32, WORKERS, episode_steps=100)
+    constructor = functools.partial(Synthetic, num_agents=agents, observation_size=size)
+    return Case(f"synthetic 0 µs, {agents} x {size}", constructor, 32, WORKERS, episode_steps=100)
 
 
 def pairs() -> list[Pair]:
@@ -73,7 +73,7 @@ def pairs() -> list[Pair]:
 
 
 TEXTS = ("facade", "peer", "run")
-"""Headings of columns that have no numbers."""
+"""Headings of columns without numbers."""
 
 
 def overhead_rows(report: Report) -> tuple[list[str], list[list[str]]]:
@@ -113,27 +113,27 @@ def peer_rows(report: Report) -> tuple[list[str], list[list[str]]]:
 
 
 def notes(report: Report) -> list[str]:
-    """What the tables show, how the peers were run, where, and who is not there."""
+    """What the tables show, the settings of the peers, the runs, and what is missing."""
     shown = {one.against for one in report.results if one.benchmark == PEERS}
-    everybody = dict.fromkeys(peer for own in FACADES.values() for peer in [*own, peers.LOOP])
-    settings = [f"{p.name}: {p.setting.format(workers=WORKERS)}." for p in everybody if p.name in shown]
-    told = []
+    contenders = dict.fromkeys(peer for own in FACADES.values() for peer in [*own, peers.LOOP])
+    settings = [f"{p.name}: {p.setting.format(workers=WORKERS)}." for p in contenders if p.name in shown]
+    texts = []
     if any(one.benchmark == OVERHEAD for one in report.results):
-        told.append(
-            "Overhead: microseconds of wall time per environment step of a simulator that costs nothing, 32 copies, "
-            f"{WORKERS} workers; in brackets, how many more than `ParallelEnv` with dicts in the same rounds."
+        texts.append(
+            "Overhead: microseconds of wall time per environment step of a simulator without work, 32 environments, "
+            f"{WORKERS} workers; in brackets, the difference from `ParallelEnv` with dicts in the same rounds."
         )
     if settings:
-        told.append(
-            f"Peers: environment steps per second on simple_spread_v3, 8 copies, {WORKERS} workers, and how many "
-            "times the peer's throughput: the median of the ratios within each round. All begin new episodes by "
-            "themselves, take the same actions, and have one thread for numerical libraries in each process; calls "
-            "that only reset are not counted. " + " ".join(settings)
+        texts.append(
+            f"Peers: environment steps per second on simple_spread_v3, 8 environments, {WORKERS} workers; gain is the "
+            "facade's throughput divided by the peer's, the median of the ratios within each round. All begin new "
+            "episodes by themselves, take the same actions, and have one thread for numerical libraries in each "
+            "process; calls that only reset are not counted. " + " ".join(settings)
         )
-    told += [f"{letter}: {run}." for letter, run in report.runs.items()]
+    texts += [f"{letter}: {run}." for letter, run in report.runs.items()]
     if report.missing:
-        told.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
-    return told
+        texts.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
+    return texts
 
 
 def show(report: Report) -> None:
@@ -162,7 +162,7 @@ def markdown(report: Report) -> str:
 
 
 def save_plot(report: Report, path: Path) -> None:
-    """For each environment, microseconds per step beside what dicts take, or times the peers' throughput."""
+    """For each environment, microseconds per step of facades and of dicts, or throughput relative to the peers."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for one in report.results:
         groups.setdefault((one.benchmark, one.environment), []).append(one)
@@ -170,9 +170,9 @@ def save_plot(report: Report, path: Path) -> None:
     panels = figure.subplots(1, len(groups), squeeze=False)[0]
     for panel, ((benchmark, environment), results) in zip(panels, groups.items(), strict=True):
         (_draw_overhead if benchmark == OVERHEAD else _draw_gains)(panel, results)
-        panel.set_title(f"{environment}\n{results[0].num_envs} copies, {WORKERS} workers", fontsize=9)
+        panel.set_title(f"{environment}\n{results[0].num_envs} environments, {WORKERS} workers", fontsize=9)
     footer = "\n".join(f"{letter}: {run}" for letter, run in report.runs.items())
-    figure.supxlabel(footer, x=0.995, ha="right", fontsize=4, color=GREY)  # unlike a text, it is given room
+    figure.supxlabel(footer, x=0.995, ha="right", fontsize=4, color=GREY)  # unlike a text, it gets space of its own
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -223,7 +223,7 @@ def main(
         return
     chosen = [pair for pair in pairs() if only in str(pair)]
     if not chosen:
-        raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
+        raise typer.BadParameter(f"no comparison has {only!r} in its name", param_hint="--only")
     if quick:
         seconds, repeats = 0.02, 2
     directory = output or (None if quick else RESULTS)

@@ -1,11 +1,11 @@
-"""This package beside all others that step many copies of a simulator, on several simulators.
+"""Compare this package with others that step many environments at once, on several simulators.
 
     python benchmarks/compare_peers.py              some fifteen minutes; adds to results/compare_peers.*
     python benchmarks/compare_peers.py --quick      half a minute; writes only where --output says so
     python benchmarks/compare_peers.py --markdown   the table for the README, from the saved JSON
 
-Each in its best setting, which `peers.py` states; `contest.py` has them take turns. Not all of these libraries fit one
-environment: run it in each of them; `merged.py` says how results come together.
+Each has its best setting, which is in `peers.py`; `contest.py` measures in turns. Not all of these libraries can be
+installed into one virtual environment: run it in each of them. `merged.py` merges the results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from marl_parallel.cli.report import COLOURS, GREY, framed, write_json, write_ro
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "compare_peers"
-COPIES, WORKERS = 8, 2
+NUM_ENVS, WORKERS = 8, 2
 PART = "peers"
 PEERS = [
     peers.LOOP,
@@ -59,13 +59,13 @@ def pistonball() -> object:
 def cases() -> list[Case]:
     per_us = rounds_per_microsecond()
     made = [
-        Case(f"synthetic {cost} µs", functools.partial(Synthetic, cost, rounds_per_us=per_us), COPIES, WORKERS, 100)
+        Case(f"synthetic {cost} µs", functools.partial(Synthetic, cost, rounds_per_us=per_us), NUM_ENVS, WORKERS, 100)
         for cost in (0, 50, 200)
     ]
     return [
-        Case("simple_spread_v3", simple_spread_v3.parallel_env, COPIES, WORKERS, 25),
-        Case("multiwalker_v9", multiwalker, COPIES, WORKERS, 500),
-        Case("pistonball_v6", pistonball, COPIES, WORKERS, 125),
+        Case("simple_spread_v3", simple_spread_v3.parallel_env, NUM_ENVS, WORKERS, 25),
+        Case("multiwalker_v9", multiwalker, NUM_ENVS, WORKERS, 500),
+        Case("pistonball_v6", pistonball, NUM_ENVS, WORKERS, 125),
         *made,
     ]
 
@@ -100,15 +100,15 @@ def _took(one: Result) -> str:
 def notes(report: Report) -> list[str]:
     shown = {one.against for one in report.results}
     settings = [f"{peer.name}: {peer.setting.format(workers=WORKERS)}." for peer in PEERS if peer.name in shown]
-    told = [
-        f"Microseconds of wall time per environment step, {COPIES} copies, {WORKERS} workers where they can be chosen; "
-        "in brackets, how many times this package's throughput is that of the row, the median of the ratios within the "
-        "rounds, and the run. " + " ".join(settings),
+    texts = [
+        f"Microseconds of wall time per environment step, {NUM_ENVS} environments, {WORKERS} workers where they can be "
+        "chosen; in brackets, this package's throughput divided by that of the row, the median of the ratios within "
+        "each round, and the run. " + " ".join(settings),
         *(f"{letter}: {run}." for letter, run in report.runs.items()),
     ]
     if report.missing:
-        told.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
-    return told
+        texts.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
+    return texts
 
 
 def show(report: Report) -> None:
@@ -127,12 +127,12 @@ def markdown(report: Report) -> str:
     headings, rows = table(report)
     lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
     lines += [f"| {' | '.join(row)} |" for row in rows]
-    picture = f"![Throughput beside that of others](benchmarks/results/{NAME}.png)"
+    picture = f"![Throughput compared with other packages](benchmarks/results/{NAME}.png)"
     return "\n\n".join([picture, "\n".join(lines), *notes(report)])
 
 
 def save_plot(report: Report, path: Path) -> None:
-    """For each simulator, how many times each peer's throughput."""
+    """For each simulator, this package's throughput divided by each peer's."""
     environments = list(dict.fromkeys(one.environment for one in report.results))
     figure = framed(3.4 * len(environments), 1.2 + 0.28 * len(PEERS))
     panels = figure.subplots(1, len(environments), squeeze=False, sharey=True)[0]
@@ -166,14 +166,14 @@ def main(
     output: Output = None,
     as_markdown: AsMarkdown = False,
 ) -> None:
-    """Measure this package beside its peers."""
+    """Measure this package and its peers."""
     if as_markdown:
         print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
         return
     everything = pairs()
     chosen = [pair for pair in everything if only in str(pair)]
     if not chosen:
-        raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
+        raise typer.BadParameter(f"no comparison has {only!r} in its name", param_hint="--only")
     if quick:
         seconds, repeats = 0.02, 2
         chosen = [pair for pair in chosen if only or pair.case.name in ("simple_spread_v3", "synthetic 0 µs")]

@@ -1,4 +1,4 @@
-"""Throughput by backend and number of workers, against a plain loop, on real and synthetic environments.
+"""Compare throughput by backend and number of workers with a plain loop, on real and synthetic environments.
 
     python benchmarks/compare_workers.py              about eight minutes; writes results/compare_workers.*
     python benchmarks/compare_workers.py --quick      a few seconds; writes only where --output says so
@@ -7,7 +7,7 @@
                                                       about twenty minutes; compares this checkout with another one and
                                                       exits with status 1 if a row is slower
 
-How throughput is measured is in `marl_parallel/cli/measure.py`, how two versions are compared in `versions.py`.
+`marl_parallel/cli/measure.py` measures throughput; `versions.py` compares two versions.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
 
 def synthetic(name: str, num_envs: int = 8, **keywords: Any) -> Case:
-    """The amount of work in a microsecond is measured once and handed to all, so that all do the same."""
+    """A case with `Synthetic`. The work per microsecond is measured once, so that all environments do the same."""
     return Case(name, functools.partial(Synthetic, rounds_per_us=rounds_per_microsecond(), **keywords), num_envs)
 
 
@@ -82,7 +82,7 @@ def cases() -> list[Case]:
 def main(
     quick: Quick = False,
     workers: Workers = WORKERS,
-    backends: Annotated[str, typer.Option(help="With commas between.")] = BACKENDS,
+    backends: Annotated[str, typer.Option(help="Backends, separated by commas.")] = BACKENDS,
     only: Only = "",
     seconds: Annotated[
         float | None,
@@ -95,7 +95,7 @@ def main(
         typer.Option(
             min=1,
             help=f"Rounds, in each of which every contender is measured ({REPEATS} by default); with --baseline, how "
-            f"often both versions are started anew for {versions.ROUNDS} rounds ({LAUNCHES} by default).",
+            f"often both versions are started again for {versions.ROUNDS} rounds ({LAUNCHES} by default).",
         ),
     ] = None,
     output: Output = None,
@@ -114,7 +114,7 @@ def main(
         return
     chosen = [case for case in cases() if only in case.name]
     if not chosen:
-        raise typer.BadParameter(f"no environment's name contains {only!r}", param_hint="--only")
+        raise typer.BadParameter(f"no environment has {only!r} in its name", param_hint="--only")
     whole = not only and (workers, backends) == (WORKERS, BACKENDS)
     if quick:
         backends, workers, seconds, repeats = "process", "1,2", 0.02, 2
@@ -132,10 +132,10 @@ def main(
 
 
 def markdown(report: Report) -> str:
-    """The table for the README: microseconds per environment step, and in brackets times the plain loop's speed."""
+    """The table for the README: microseconds per environment step; in brackets, throughput over the plain loop's."""
     columns = list(dict.fromkeys(m.contender for m in report.measurements if m.backend != LOOP))
     lines = [
-        "| environment | copies | plain loop | " + " | ".join(map(str, columns)) + " |",
+        "| environment | envs | plain loop | " + " | ".join(map(str, columns)) + " |",
         "|---|---:|---:|" + "---:|" * len(columns),
     ]
     for measurements in report.tables():
@@ -144,7 +144,7 @@ def markdown(report: Report) -> str:
         row = [loop.environment, str(loop.num_envs), in_microseconds(loop), *(cells.get(one, "") for one in columns)]
         lines.append(f"| {' | '.join(row)} |")
     note = (
-        "Microseconds of wall time per environment step, and in brackets how many times the plain loop's throughput; "
+        "Microseconds of wall time per environment step; in brackets, throughput relative to the plain loop; "
         f"medians of {report.settings['repeats']} rounds. {in_one_line(report.machine)}."
     )
     return "\n".join([*lines, "", note])

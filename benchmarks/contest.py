@@ -1,11 +1,11 @@
-"""Contenders who step many copies of a simulator, and how they are measured in turns. Who they are is in `peers.py`.
+"""Measure contenders that step many environments, in turns. The contenders are in `peers.py` and `facades.py`.
 
-A contender steps all copies once with each call, the same random actions for all of them, and begins a new episode
-where one is over. Libraries are imported when they are started: not all of them fit one environment. Whoever cannot be
-started is left out with the reason.
+With each call, a contender steps all environments once and begins a new episode where one is over. All contenders take
+the same random actions. Libraries are imported when a contender starts, since they cannot all be installed into one
+virtual environment. A contender that cannot start is left out, with the reason.
 
-Contenders stay open while others are measured, and take turns in rounds, so that a machine that slows down or gets busy
-hits all of them alike. Between its turns each of them waits for its next call, and uses no CPU.
+Contenders stay open while others are measured, and alternate in rounds, so that a slow or busy machine affects all of
+them. Between its turns, a contender waits for its next call and uses no CPU.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ DISTRIBUTIONS = (
     "mpe2", "SuperSuit", "stable-baselines3", "torch", "torchrl", "tensordict", "ray", "agilerl", "smarts", "pufferlib",
     "tianshou", "envpool",
 )  # fmt: skip
-"""Whose versions matter, where they are installed."""
+"""Distributions whose versions are saved, if they are installed."""
 
 Step = Callable[[], object]
-"""Steps all copies once, with the next actions."""
+"""Steps all environments once, with the next actions."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is stepped: a PettingZoo environment whose agents are alike and live as long as their episode.
+    """A PettingZoo environment whose agents have the same spaces and stay until the episode ends.
 
     Attributes:
-        name: The environment's.
-        constructor: Makes one copy.
-        num_envs: How many copies.
-        workers: How many processes share them, where a contender lets one choose.
+        name: The environment's name.
+        constructor: Constructs one environment.
+        num_envs: Number of environments.
+        workers: Number of worker processes, for contenders that have a choice.
         episode_steps: Steps in an episode.
     """
 
@@ -59,23 +59,23 @@ class Case:
         return list(self._action_spaces)
 
     @functools.cached_property
-    def by_copy(self) -> list[list[Actions]]:
-        """Batches of actions, as dicts by agent, one for each copy."""
+    def by_env(self) -> list[list[Actions]]:
+        """Batches of actions: one dict by agent for each environment."""
         return draw_actions(self._action_spaces, self.num_envs)
 
     @functools.cached_property
     def joint(self) -> list[np.ndarray]:
-        """The same as arrays `(copies, agents, ...)`."""
-        return [np.array([[acts[agent] for agent in self.agents] for acts in batch]) for batch in self.by_copy]
+        """The same as arrays `(num_envs, agents, ...)`."""
+        return [np.array([[acts[agent] for agent in self.agents] for acts in batch]) for batch in self.by_env]
 
     @property
     def rows(self) -> list[np.ndarray]:
-        """The same as arrays `(copies * agents, ...)`."""
+        """The same as arrays `(num_envs * agents, ...)`."""
         return [batch.reshape(-1, *batch.shape[2:]) for batch in self.joint]
 
     @property
     def by_agent(self) -> list[dict[str, np.ndarray]]:
-        """The same as arrays `(copies, ...)`, by agent."""
+        """The same as arrays `(num_envs, ...)`, by agent."""
         return [{agent: batch[:, place].copy() for place, agent in enumerate(self.agents)} for batch in self.joint]
 
     @functools.cached_property
@@ -86,14 +86,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Contender:
-    """Who steps.
+    """A vectorised environment of some package.
 
     Attributes:
-        name: In tables.
-        start: Makes it ready, its first reset included; closed when the context ends.
-        setting: How it is run, for a note.
-        next_step: Whether its resets take a call of their own, which is not counted as a step.
-        ours: Whether it is of this package: then errors are not put up with.
+        name: Its name in tables.
+        start: Returns a context in which it is open and has been reset.
+        setting: Its settings, for a note.
+        next_step: Whether a reset takes a call of its own, which is not counted as a step.
+        ours: Whether it belongs to this package; then its errors are raised.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Contender:
     ours: bool = False
 
     def counted(self, case: Case) -> float:
-        """The environment steps in a call."""
+        """Environment steps per call."""
         share = case.episode_steps / (case.episode_steps + 1) if self.next_step else 1.0
         return case.num_envs * share
 
@@ -112,18 +112,18 @@ class Contender:
 
 
 def turns(contenders: Sequence[Contender], repeats: int) -> int:
-    """How often `measure` reports progress."""
+    """The number of times that `measure` reports progress."""
     return len(contenders) * (1 + repeats)
 
 
 def measure(
     case: Case, contenders: Sequence[Contender], seconds: float, repeats: int, on_turn: Callable[[str], None]
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Measure in turns, after a turn of each that does not count.
+    """Measure contenders in turns, after a warm-up of each.
 
     Returns:
-        By contender, environment steps per second in each round; and of those who could not be started, or fail when
-        they step, why.
+        Environment steps per second in each round, by contender; and the reasons why contenders could not start or
+        step, by contender.
     """
     rounds: dict[str, list[float]] = {}
     missing: dict[str, str] = {}
@@ -147,28 +147,28 @@ def measure(
 
 
 def reason(error: Exception) -> str:
-    """In one line, without this machine's paths."""
-    said = re.sub(r" \([^()]*[/\\][^()]*\)", "", str(error).strip().partition("\n")[0])
-    return said if isinstance(error, ImportError) else f"{type(error).__name__}: {said}"
+    """The error in one line, without this machine's paths."""
+    text = re.sub(r" \([^()]*[/\\][^()]*\)", "", str(error).strip().partition("\n")[0])
+    return text if isinstance(error, ImportError) else f"{type(error).__name__}: {text}"
 
 
 def _calls_per_second(step: Step, seconds: float) -> float:
     count = 0
-    begun = now = time.perf_counter()
-    while now < begun + seconds or not count:
+    started = now = time.perf_counter()
+    while now < started + seconds or not count:
         step()
         count += 1
         now = time.perf_counter()
-    return count / (now - begun)
+    return count / (now - started)
 
 
 def one_thread_each() -> None:
-    """For scripts: numerical libraries get one thread, here and in what is started from here; they share the CPUs."""
+    """Give numerical libraries one thread, in this process and its children, which share the CPUs. For scripts."""
     os.environ.update(interpreter.thread_variables(1))
     interpreter.limit_loaded_libraries(1)
 
 
 def stepping(step: Callable[[Any], object], batches: Iterable[Any]) -> Step:
-    """Batches of actions, over and over."""
+    """A function that steps with the batches of actions, over and over."""
     endless = itertools.cycle(batches)
     return lambda: step(next(endless))

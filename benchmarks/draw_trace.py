@@ -1,8 +1,8 @@
-"""A picture of a trace, for where there is no browser to show it.
+"""Draw a picture of a trace, for use without a browser.
 
     python benchmarks/draw_trace.py run.json picture.png --first 20 --milliseconds 8
 
-The file is what `ParallelEnv(trace="run.json")` writes; https://ui.perfetto.dev shows it with all its details.
+The file is written by `ParallelEnv(trace="run.json")`; https://ui.perfetto.dev shows it with all details.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def colour_of(name: str) -> str:
 
 
 def main(
-    trace: Annotated[Path, typer.Argument(help="What was written.")],
+    trace: Annotated[Path, typer.Argument(help="The file of the trace.")],
     picture: Annotated[Path, typer.Argument(help="PNG, SVG or PDF.")],
-    first: Annotated[float, typer.Option(help="Where to begin, in milliseconds.")] = 0.0,
-    milliseconds: Annotated[float, typer.Option(min=0.001, help="How much to show.")] = 10.0,
+    first: Annotated[float, typer.Option(help="Where to start, in milliseconds.")] = 0.0,
+    milliseconds: Annotated[float, typer.Option(min=0.001, help="How many milliseconds to show.")] = 10.0,
 ) -> None:
     """Draw some milliseconds of a trace."""
     events = json.loads(trace.read_text())["traceEvents"]

@@ -1,10 +1,10 @@
-"""What `ParallelEnv` and its facades cost over EnvPool alone: all step the same pool's copies, with the same actions.
+"""Measure the overhead of `ParallelEnv` and its facades over EnvPool alone, with the same task and actions.
 
     python benchmarks/envpool_overhead.py              about two minutes; writes results/envpool_overhead.*
     python benchmarks/envpool_overhead.py --quick      a few seconds; writes only where --output says so
     python benchmarks/envpool_overhead.py --markdown   the table for the README, from the saved JSON
 
-EnvPool must be installed. How turns are taken is in `contest.py`, how a run is kept in `merged.py`.
+EnvPool must be installed. `contest.py` measures in turns, `merged.py` saves a run.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from marl_parallel.cli.report import write_json, write_rows
 RESULTS = Path(__file__).parent / "results"
 NAME = "envpool_overhead"
 PART = "overhead"
-HEADINGS = ("task", "copies", "stepped by", "µs per batch", "EnvPool alone, µs", "overhead")
+HEADINGS = ("task", "envs", "stepped by", "µs per batch", "EnvPool alone, µs", "overhead")
 TEXTS = ("task", "stepped by")
-"""Headings of columns that have no numbers."""
+"""Headings of columns without numbers."""
 
 
 @dataclass(frozen=True)
 class Pool(Case):
-    """A task of EnvPool's; how many threads share its copies is left to EnvPool.
+    """A task of EnvPool, with EnvPool's own number of threads.
 
     Attributes:
-        task: Its name there.
+        task: EnvPool's name of the task.
     """
 
     task: str = ""
 
     @functools.cached_property
     def _action_spaces(self) -> dict[str, Any]:
-        import envpool  # what is saved can be shown without it
+        import envpool  # not needed to show saved results
 
         return {"agent_0": envpool.make_spec(self.task).action_space}
 
@@ -71,7 +71,7 @@ def alone(case: Pool) -> Iterator[Step]:
 
 @contextmanager
 def ours(case: Pool, facade: str, actions: str) -> Iterator[Step]:
-    """By a facade, or by dicts."""
+    """`ParallelEnv` over EnvPool, through a facade or with dicts."""
     with ParallelEnv.from_envpool(case.task, case.num_envs, seed=SEED) as parallel:
         env = getattr(marl_parallel.vector, facade)(parallel) if facade else parallel
         env.reset()
@@ -84,7 +84,7 @@ OURS = [
     for name, facade, actions in (
         ("PettingZooVecEnv", "PettingZooVecEnv", "by_agent"),
         ("GymnasiumVectorEnv", "GymnasiumVectorEnv", "rows"),
-        ("ParallelEnv, dicts", "", "by_copy"),
+        ("ParallelEnv, dicts", "", "by_env"),
     )
 ]
 
@@ -116,11 +116,11 @@ def _batch(one: Result, steps_per_second: float, spread: float) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    told = [
-        "Microseconds of wall time to step all copies once, resets included; the overhead is the median of the ratios "
-        "within each round."
-    ]
-    return [*told, *(f"{letter}: {one}." for letter, one in report.runs.items())]
+    note = (
+        "Microseconds of wall time to step all environments once, resets included; the overhead is the median of the "
+        "ratios within each round."
+    )
+    return [note, *(f"{letter}: {one}." for letter, one in report.runs.items())]
 
 
 def show(report: Report) -> None:
@@ -152,13 +152,13 @@ def main(
     output: Output = None,
     as_markdown: AsMarkdown = False,
 ) -> None:
-    """Measure what is in front of EnvPool against EnvPool alone."""
+    """Measure the overhead of `ParallelEnv` and its facades over EnvPool."""
     if as_markdown:
         print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
         return
     chosen = [pair for pair in pairs() if only in str(pair)]
     if not chosen:
-        raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
+        raise typer.BadParameter(f"no comparison has {only!r} in its name", param_hint="--only")
     if quick:
         seconds, repeats = 0.02, 2
     directory = output or (None if quick else RESULTS)

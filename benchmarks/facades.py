@@ -1,4 +1,4 @@
-"""`ParallelEnv` and its facades as contenders; a facade whose library is missing raises an ImportError when started."""
+"""`ParallelEnv` and its facades as contenders. A facade raises ImportError on start if its library is missing."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def parallel_env(case: Case, auto_reset: bool | str = True) -> ParallelEnv:
 def dicts(case: Case) -> Iterator[Step]:
     with parallel_env(case) as env:
         env.reset()
-        yield stepping(env.step, case.by_copy)
+        yield stepping(env.step, case.by_env)
 
 
 @contextmanager
 def facade(case: Case, name: str, auto_reset: bool | str, actions: str) -> Iterator[Step]:
-    """One whose `step` takes actions in one of the forms that a case has."""
-    made_as = _found(name)
+    """A facade whose `step` takes actions in a form that `Case` has."""
+    make_facade = _found(name)
     with parallel_env(case, auto_reset) as parallel:
-        env = made_as(parallel)
+        env = make_facade(parallel)
         env.reset()
         yield stepping(env.step, getattr(case, actions))
 
 
 @contextmanager
 def torchrl(case: Case) -> Iterator[Step]:
-    made_as = _found("TorchRLEnv")
+    make_facade = _found("TorchRLEnv")
     with parallel_env(case, auto_reset=False) as parallel:
-        env = made_as(parallel)
+        env = make_facade(parallel)
         yield torchrl_stepping(env, env.group_map, case)
 
 
@@ -60,5 +60,5 @@ PETTINGZOO = _contender("PettingZooVecEnv", True, "by_agent")
 GYMNASIUM = _contender("GymnasiumVectorEnv", "NEXT_STEP", "rows")
 SB3 = _contender("SB3VecEnv", True, "rows")
 TORCHRL = Contender("TorchRLEnv", torchrl, ours=True)
-RLLIB = _contender("RLlibVectorMultiAgentEnv", "NEXT_STEP", "by_copy")
+RLLIB = _contender("RLlibVectorMultiAgentEnv", "NEXT_STEP", "by_env")
 AGILERL = _contender("AgileRLVecEnv", True, "by_agent")

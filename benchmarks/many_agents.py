@@ -1,13 +1,12 @@
-"""What a step costs per agent, from 10 agents to 10,000: the cost per agent must not grow with their number.
+"""Measure the cost of a step per agent, from 10 to 10,000 agents. It must not grow with the number of agents.
 
     python benchmarks/many_agents.py              some minutes; writes results/many_agents.*
     python benchmarks/many_agents.py --quick      a few seconds, up to 100 agents; writes only where --output says so
     python benchmarks/many_agents.py --markdown   the table for the README, from the last run's JSON
 
-One environment, `backend="serial"`: every part of a step runs here but the waiting. Counted is the CPU time of this
-thread, which other programs do not change much. The simulator alone, stepped with
-the same actions by a plain loop, is measured beside it and subtracted. Each case is a kind of step that the fast path
-does not take; the first one is the fast path itself.
+There is one environment with `backend="serial"`, which runs every part of a step except waiting. The measure is the CPU
+time of this thread, on which other programs have little effect. The time of the simulator alone, stepped with the same
+actions by a plain loop, is subtracted. The first case is the fast path; each other case is a step that cannot use it.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class Crowd:
     """Many agents that cost next to nothing.
 
     Args:
-        count: How many agents.
-        profile: What its steps are like; see `PROFILES`.
+        count: Number of agents.
+        profile: The kind of its steps, one of `PROFILES`.
         all_key: Whether flags have `__all__`, as in dict environments.
     """
 
@@ -90,7 +89,7 @@ class Crowd:
 
 
 class DictCrowd(Crowd):
-    """By dict rules."""
+    """A dict environment."""
 
     def __init__(self, count: int, profile: str) -> None:
         super().__init__(count, profile, all_key=True)
@@ -99,7 +98,7 @@ class DictCrowd(Crowd):
 
 
 class PettingZooCrowd(Crowd, pettingzoo.ParallelEnv):
-    """By PettingZoo's rules."""
+    """A PettingZoo parallel environment."""
 
     def __init__(self, count: int, profile: str) -> None:
         super().__init__(count, profile, all_key=False)
@@ -156,10 +155,10 @@ class Case:
     """One kind of step.
 
     Attributes:
-        rules: Whose.
-        profile: What steps are like.
+        rules: Whose rules the environment follows, a key of `RULES`.
+        profile: The kind of steps, one of `PROFILES` or "turns".
         mode: The auto-reset mode.
-        how: How it is stepped: by dicts, or by a facade.
+        how: "dicts" or the name of a facade.
     """
 
     rules: str
@@ -171,8 +170,8 @@ class Case:
         return f"{self.rules}, {self.profile}, {self.mode}, {self.how}"
 
     def constructor(self, count: int) -> Callable[[], Any]:
-        made = Queue if self.profile == "turns" else RULES[self.rules]
-        return functools.partial(made, count, self.profile)
+        kind = Queue if self.profile == "turns" else RULES[self.rules]
+        return functools.partial(kind, count, self.profile)
 
 
 def cases() -> list[Case]:
@@ -188,16 +187,16 @@ FACADES = (("SAME_STEP", "GymnasiumVectorEnv"), ("SAME_STEP", "PettingZooVecEnv"
 
 @dataclass(frozen=True)
 class Result:
-    """What a case costs.
+    """The cost of a case.
 
     Attributes:
-        rules: As of the case.
-        profile: Likewise.
-        mode: Likewise.
-        how: Likewise.
-        agents: How many.
-        microseconds: Per agent and step, less the simulator's own.
-        simulator: Of the simulator alone.
+        rules: As in `Case`.
+        profile: As in `Case`.
+        mode: As in `Case`.
+        how: As in `Case`.
+        agents: Number of agents.
+        microseconds: CPU time per agent and step, without the simulator.
+        simulator: Microseconds of CPU time per agent and step of the simulator alone.
     """
 
     rules: str
@@ -237,19 +236,19 @@ def measured(case: Case, count: int, repeats: int, agent_steps: int) -> Result:
 
 
 def _alone(case: Case, env: Any, count: int, steps: int) -> float:
-    """Seconds of a step of the bare simulator, or of PettingZoo's conversion of it."""
+    """Seconds per step of the bare simulator, or of PettingZoo's conversion of a turn-based one."""
     if case.profile == "turns":
         from pettingzoo.utils.conversions import turn_based_aec_to_parallel
 
         env = turn_based_aec_to_parallel(env)
     env.reset(seed=0)
     actions = dict.fromkeys(env.possible_agents, 0)
-    begun = time.thread_time()
+    started = time.thread_time()
     for _ in range(steps):
         _, _, _, truncateds, _ = env.step(actions)
         if not env.agents or (truncateds and next(iter(truncateds.values()))):
             env.reset()
-    return (time.thread_time() - begun) / steps
+    return (time.thread_time() - started) / steps
 
 
 def _by_dicts(env: ParallelEnv, steps: int) -> float:
@@ -257,13 +256,13 @@ def _by_dicts(env: ParallelEnv, steps: int) -> float:
     seconds = 0.0
     for _ in range(steps + 1):
         actions = [dict.fromkeys(acting, 0) for acting in env.acting]
-        begun = time.thread_time()
+        started = time.thread_time()
         _, _, terminateds, truncateds, _ = env.step(actions)
         if env.metadata["autoreset_mode"].name == "DISABLED" and (
             terminateds[0]["__all__"] or truncateds[0]["__all__"]
         ):
             env.reset()
-        seconds += time.thread_time() - begun
+        seconds += time.thread_time() - started
     return seconds / (steps + 1)
 
 
@@ -273,10 +272,10 @@ def _by_facade(case: Case, env: ParallelEnv, steps: int) -> float:
     zeros = np.zeros(len(env.possible_agents), np.int64)
     by_agent = dict.fromkeys(env.possible_agents, np.zeros(1, np.int64))
     actions: Any = zeros if case.how == "GymnasiumVectorEnv" else by_agent
-    begun = time.thread_time()
+    started = time.thread_time()
     for _ in range(steps):
         vector.step(actions)
-    return (time.thread_time() - begun) / steps
+    return (time.thread_time() - started) / steps
 
 
 def run(chosen: Sequence[Case], numbers: Sequence[int], repeats: int, agent_steps: int) -> Report:
@@ -312,7 +311,7 @@ def headings(report: Report) -> list[str]:
 
 def show(report: Report) -> None:
     console = Console()
-    shown = Table(title="Microseconds per agent and step, less the simulator's own", title_justify="left")
+    shown = Table(title="Microseconds per agent and step, without the simulator", title_justify="left")
     for place, heading in enumerate(headings(report)):
         shown.add_column(heading, justify="left" if place < 4 else "right", no_wrap=True)
     for row in rows(report):
@@ -327,7 +326,7 @@ def markdown(report: Report) -> str:
     lines = [f"| {' | '.join(names)} |", "|---|---|---|---" + "|---:" * (len(names) - 4) + "|"]
     lines += [f"| {' | '.join(row)} |" for row in rows(report)]
     note = (
-        "Microseconds per agent and step of one environment in line, less what the simulator takes by itself; medians "
+        "Microseconds per agent and step of one serial environment, without the simulator's own time; medians "
         f"of {report.settings['repeats']} rounds. {in_one_line(report.machine)}."
     )
     return "\n".join([*lines, "", note])
@@ -348,13 +347,13 @@ def main(
     output: Output = None,
     as_markdown: AsMarkdown = False,
 ) -> None:
-    """Measure what a step costs per agent, by the number of agents."""
+    """Measure the cost of a step per agent, by the number of agents."""
     if as_markdown:
         print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
         return
     chosen = [case for case in cases() if only in str(case)]
     if not chosen:
-        raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
+        raise typer.BadParameter(f"no case has {only!r} in its name", param_hint="--only")
     directory = folder_for(output, RESULTS, whole=not (quick or only))
     report = run(chosen, NUMBERS[:2], 1, QUICK_AGENT_STEPS) if quick else run(chosen, NUMBERS, repeats, AGENT_STEPS)
     show(report)

@@ -1,8 +1,9 @@
-"""What is compared two by two, measured in several environments of libraries, and merged into one report.
+"""Compare contenders in pairs, and merge the results of several runs into one report.
 
-Not all libraries fit one environment. So a run measures what is installed where it runs, and replaces in the report
-what it has measured; all else stays, with the machine and the versions of its own run. Whoever has not been measured
-anywhere is listed with the reason. How turns are taken is in `contest.py`, what is compared and shown in the scripts.
+Not all libraries can be installed into one virtual environment. So a run measures what is installed, and replaces the
+results of the same pairs in the report. The other results stay, with the machine and versions of their own run.
+Contenders that no run could measure are listed with the reason. `contest.py` measures in turns; the scripts define and
+show the comparisons.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from contest import Case, Contender
 from marl_parallel.cli.measure import spread
 from marl_parallel.cli.report import in_one_line, machine, progress
 
+RENAMED = {"Ray, an actor per copy": "Ray, an actor per environment"}
+"""Contenders that have another name now than in saved results."""
+
 
 class Pair(NamedTuple):
-    """Two that are compared."""
+    """Two contenders that are compared on one case."""
 
     benchmark: str
     case: Case
@@ -35,27 +39,27 @@ class Pair(NamedTuple):
 
     @property
     def what(self) -> tuple[str, str, str, str]:
-        """What its result is a result of."""
+        """The key of its result."""
         return self.benchmark, self.case.name, self.ours.name, self.against.name
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a facade did against another in the same rounds.
+    """The measurements of a facade and another contender in the same rounds.
 
     Attributes:
-        benchmark: Of which part.
-        environment: Its name.
-        num_envs: How many copies of it were stepped.
-        ours: The facade.
-        against: `ParallelEnv` with its dicts, or a peer.
-        steps_per_second: The facade's environment steps (one copy, all of its agents) per second: the median.
+        benchmark: The part of the report.
+        environment: The case's name.
+        num_envs: Number of environments.
+        ours: The facade's name.
+        against: The other contender's name: `ParallelEnv` with dicts, or a peer.
+        steps_per_second: The facade's environment steps per second: the median.
         against_steps_per_second: The other's.
         spread: Half the distance between the facade's best and worst round, as a share of the median.
         against_spread: The other's.
         microseconds_per_step: The facade's wall time per environment step, from the median.
-        extra_us: Microseconds per environment step that it takes longer: the median of the rounds' differences.
-        gain: Times the other's throughput: the median of the ratios within each round.
+        extra_us: The facade's microseconds per environment step less the other's: the median of the differences.
+        gain: The facade's throughput divided by the other's: the median of the ratios within each round.
         run: The key of its `Run` in the report.
         rounds: Environment steps per second in each round: the facade's, the other's.
     """
@@ -77,13 +81,13 @@ class Result:
 
     @property
     def what(self) -> tuple[str, str, str, str]:
-        """What it is a result of; a later one of the same replaces it."""
+        """Its key: a later result with the same key replaces it."""
         return self.benchmark, self.environment, self.ours, self.against
 
 
 @dataclass(frozen=True)
 class Run:
-    """Under which circumstances something was measured."""
+    """The machine and settings of one run."""
 
     machine: dict[str, Any]
     seconds: float
@@ -95,12 +99,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured where.
+    """The results of several runs.
 
     Attributes:
-        runs: By letter.
-        results: In the order of what is compared.
-        missing: Who could not be measured, and why; of who could be elsewhere, on what.
+        runs: The runs by letter.
+        results: The results, in the order of the pairs.
+        missing: Reasons why contenders could not be measured, by name; by "name on environment" where others work.
     """
 
     runs: dict[str, Run] = field(default_factory=dict)
@@ -108,11 +112,11 @@ class Report:
     missing: dict[str, str] = field(default_factory=dict)
 
     def updated(self, other: Report, known: Sequence[Pair]) -> Report:
-        """With another's results in the place of those of the same; runs of which nothing is left are dropped.
+        """This report with newer results; runs without results are dropped.
 
         Args:
-            other: The newer one.
-            known: All that is compared, in their order; what is not among them any more is dropped, too.
+            other: The newer report, of one run.
+            known: All pairs, in order; results of other pairs are dropped.
         """
         letter = next(letter for letter in map(chr, itertools.count(ord("a"))) if letter not in self.runs)
         order = {pair.what: place for place, pair in enumerate(known)}
@@ -133,15 +137,15 @@ def run(chosen: Sequence[Pair], seconds: float, repeats: int) -> Report:
     by_case: dict[str, list[Pair]] = {}
     for pair in chosen:
         by_case.setdefault(pair.case.name, []).append(pair)
-    everyone = {
+    contenders = {
         name: list(dict.fromkeys(who for pair in own for who in (pair.against, pair.ours)))
         for name, own in by_case.items()
     }
     described, results = machine(contest.DISTRIBUTIONS), []
-    missing: dict[str, dict[str, str]] = {}  # by contender and simulator, why
-    with progress(sum(contest.turns(who, repeats) for who in everyone.values())) as on_turn:
+    missing: dict[str, dict[str, str]] = {}  # reasons by contender and simulator
+    with progress(sum(contest.turns(who, repeats) for who in contenders.values())) as on_turn:
         for name, own in by_case.items():
-            rounds, left_out = contest.measure(own[0].case, everyone[name], seconds, repeats, on_turn)
+            rounds, left_out = contest.measure(own[0].case, contenders[name], seconds, repeats, on_turn)
             for who, why in left_out.items():
                 missing.setdefault(who, {})[name] = why
             results += [
@@ -151,7 +155,7 @@ def run(chosen: Sequence[Pair], seconds: float, repeats: int) -> Report:
             ]
     reasons: dict[str, str] = {}
     for who, by_name in missing.items():
-        everywhere = len(by_name) == len([name for name, own in everyone.items() if who in {one.name for one in own}])
+        everywhere = len(by_name) == len([name for name, own in contenders.items() if who in {one.name for one in own}])
         if everywhere and len({*by_name.values()}) == 1:
             reasons[who] = next(iter(by_name.values()))
         else:
@@ -184,4 +188,6 @@ def read_json(path: Path) -> Report:
         return Report()
     saved = json.loads(path.read_text())
     runs = {letter: Run(**values) for letter, values in saved["runs"].items()}
-    return Report(runs, [Result(**values) for values in saved["results"]], saved["missing"])
+    results = [Result(**values) for values in saved["results"]]
+    results = [replace(one, against=RENAMED.get(one.against, one.against)) for one in results]
+    return Report(runs, results, saved["missing"])

@@ -1,4 +1,4 @@
-"""The options that benchmarks have in common, with their help, and what follows from them; defaults are their own."""
+"""Command line options that several benchmarks share. Each benchmark has its own defaults."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import typer
 from marl_parallel.backends import NAMES
 
 Quick: TypeAlias = Annotated[
-    bool, typer.Option("--quick", help="See that it works, briefly; saved is only where --output says.")
+    bool, typer.Option("--quick", help="A short test run; results are saved only with --output.")
 ]
-Only: TypeAlias = Annotated[str, typer.Option(help="Only what contains this in its name.")]
-Workers: TypeAlias = Annotated[str, typer.Option(help="Numbers of workers, with commas between.")]
-Seconds: TypeAlias = Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")]
-Repeats: TypeAlias = Annotated[int, typer.Option(min=1, help="Rounds, in each of which everyone is measured.")]
+Only: TypeAlias = Annotated[str, typer.Option(help="Run only the cases that have this in their name.")]
+Workers: TypeAlias = Annotated[str, typer.Option(help="Numbers of workers, separated by commas.")]
+Seconds: TypeAlias = Annotated[float, typer.Option(min=0.001, help="Seconds of each measurement.")]
+Repeats: TypeAlias = Annotated[int, typer.Option(min=1, help="Rounds, in each of which every contender is measured.")]
 Output: TypeAlias = Annotated[
-    Path | None, typer.Option(help="The directory for what is saved; without it, only a whole run is.")
+    Path | None, typer.Option(help="The directory for results; without it, only a complete run is saved, in results/.")
 ]
 AsMarkdown: TypeAlias = Annotated[
-    bool, typer.Option("--markdown", help="Print what is saved as the README has it; measure nothing.")
+    bool, typer.Option("--markdown", help="Print the saved results as Markdown for the README, without a new run.")
 ]
 
 
 def counts(workers: str, least: int = 1) -> list[int]:
-    """The numbers of workers that are asked for."""
+    """Parse numbers of workers."""
     numbers = [int(text) if text.strip().isdecimal() else -1 for text in workers.split(",")]
     if min(numbers) < least:
         raise typer.BadParameter(f"expected numbers with commas between, got {workers!r}", param_hint="--workers")
@@ -33,7 +33,7 @@ def counts(workers: str, least: int = 1) -> list[int]:
 
 
 def backend_names(backends: str) -> list[str]:
-    """The backends that are asked for."""
+    """Parse names of backends."""
     names = [name.strip() for name in backends.split(",")]
     for name in names:
         if name not in NAMES:
@@ -42,5 +42,5 @@ def backend_names(backends: str) -> list[str]:
 
 
 def folder_for(output: Path | None, results: Path, *, whole: bool) -> Path | None:
-    """Where to save: where it was said, else in place of the published results, unless this is only a part of them."""
+    """The directory to save in: `output`, else `results` for a complete run, else None."""
     return output or (results if whole else None)

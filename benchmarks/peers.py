@@ -1,4 +1,4 @@
-"""Who else steps many copies of a simulator, each in its best setting. How they are measured is in `contest.py`."""
+"""Other packages that step many environments, each with its best setting. `contest.py` measures them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plain_loop(case: Case) -> Iterator[Step]:
                 if not env.agents:
                     env.reset()
 
-        yield stepping(step, case.by_copy)
+        yield stepping(step, case.by_env)
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def supersuit(case: Case) -> Iterator[Step]:
 
 
 class Joint(gymnasium.Env):  # type: ignore[type-arg]
-    """All agents of an environment as one that sees and does everything, and knows only the sum of rewards."""
+    """All agents of an environment as one agent, with all observations and actions and the sum of rewards."""
 
     def __init__(self, constructor: Callable[[], pettingzoo.ParallelEnv]) -> None:
         self._env = constructor()
@@ -88,7 +88,7 @@ def sb3_subproc(case: Case) -> Iterator[Step]:
         yield stepping(env.step, case.joint)
 
 
-def torchrl_copy(constructor: Callable[[], Any]) -> Any:
+def torchrl_env(constructor: Callable[[], Any]) -> Any:
     from torchrl.envs import PettingZooWrapper
 
     with warnings.catch_warnings():
@@ -96,10 +96,10 @@ def torchrl_copy(constructor: Callable[[], Any]) -> Any:
         return PettingZooWrapper(constructor())
 
 
-def torchrl_copies(constructor: Callable[[], Any], count: int) -> Any:
+def torchrl_envs(constructor: Callable[[], Any], count: int) -> Any:
     from torchrl.envs import SerialEnv
 
-    return SerialEnv(count, functools.partial(torchrl_copy, constructor))
+    return SerialEnv(count, functools.partial(torchrl_env, constructor))
 
 
 @contextmanager
@@ -107,10 +107,10 @@ def torchrl_parallel(case: Case, shared: bool) -> Iterator[Step]:
     from torchrl.envs import ParallelEnv
 
     if shared:
-        make = functools.partial(torchrl_copies, case.constructor, case.num_envs // case.workers)
+        make = functools.partial(torchrl_envs, case.constructor, case.num_envs // case.workers)
     else:
-        make = functools.partial(torchrl_copy, case.constructor)
-    with closing(torchrl_copy(case.constructor)) as one:
+        make = functools.partial(torchrl_env, case.constructor)
+    with closing(torchrl_env(case.constructor)) as one:
         group_map = one.group_map
     with closing(ParallelEnv(case.workers if shared else case.num_envs, make)) as env:
         env.set_seed(SEED)
@@ -118,7 +118,7 @@ def torchrl_parallel(case: Case, shared: bool) -> Iterator[Step]:
 
 
 def torchrl_stepping(env: Any, group_map: dict[str, list[str]], case: Case) -> Step:
-    """Steps a TorchRL environment as its own loops do, resets included."""
+    """A function that steps a TorchRL environment as TorchRL's own loops do, resets included."""
     import torch
 
     places = {group: [case.agents.index(agent) for agent in agents] for group, agents in group_map.items()}
@@ -157,11 +157,11 @@ def rllib_sync(case: Case) -> Iterator[Step]:
     constructors = [lambda: ParallelPettingZooEnv(case.constructor())] * case.num_envs
     with closing(SyncVectorMultiAgentEnv(constructors, copy=False)) as env:
         env.reset(seed=SEED)
-        yield stepping(env.step, case.by_copy)
+        yield stepping(env.step, case.by_env)
 
 
 class WithAll(gymnasium.Env):  # type: ignore[type-arg]
-    """A PettingZoo environment whose flags have `__all__`, as SMARTS asks for."""
+    """A PettingZoo environment whose flags have `__all__`, which SMARTS expects."""
 
     def __init__(self, constructor: Callable[[], pettingzoo.ParallelEnv]) -> None:
         self._env = constructor()
@@ -176,7 +176,7 @@ class WithAll(gymnasium.Env):  # type: ignore[type-arg]
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observations, rewards, terminations, truncations, infos = self._env.step(actions)
         over = not self._env.agents
-        # Its ParallelEnv looks at one of the two only.
+        # SMARTS reads only one of the two.
         return observations, rewards, {**terminations, "__all__": over}, {**truncations, "__all__": over}, dict(infos)
 
     def close(self) -> None:
@@ -193,11 +193,11 @@ def smarts_parallel(case: Case) -> Iterator[Step]:
         return env
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # it has no other way than one process for each copy
+        warnings.simplefilter("ignore", ResourceWarning)  # it has no other way than one process per environment
         env = ParallelEnv([constructor] * case.num_envs, auto_reset=True, seed=SEED)
     try:
         env.reset()
-        yield stepping(env.step, case.by_copy)
+        yield stepping(env.step, case.by_env)
     finally:
         env.close(terminate=True)
 
@@ -233,7 +233,7 @@ def tianshou_subproc(case: Case) -> Iterator[Step]:
 
 
 class PlainActor:
-    """What one writes first with Ray: an actor for each copy, dicts there and back."""
+    """A first version with plain Ray: one actor per environment, dicts as arguments and results."""
 
     def __init__(self, constructor: Callable[[], Any]) -> None:
         self._env = constructor()
@@ -259,7 +259,7 @@ def ray_actors(case: Case) -> Iterator[Step]:
         def step(batch: Sequence[Actions]) -> None:
             ray.get([actor.step.remote(actions) for actor, actions in zip(actors, batch, strict=True)])
 
-        yield stepping(step, case.by_copy)
+        yield stepping(step, case.by_env)
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -273,32 +273,34 @@ GYMNASIUM = Contender(
     "Gymnasium AsyncVectorEnv",
     gymnasium_async,
     "all agents jointly, as one Gymnasium environment with the sum of rewards; `shared_memory=True, copy=False`; one "
-    "process per copy, as it has no other way",
+    "process per environment (no other setting)",
     next_step=True,
 )
 SB3 = Contender(
-    "SB3 SubprocVecEnv", sb3_subproc, "the same joint environment; one process per copy, as it has no other way"
+    "SB3 SubprocVecEnv", sb3_subproc, "the same joint environment; one process per environment (no other setting)"
 )
 TORCHRL = Contender(
     "TorchRL ParallelEnv",
     functools.partial(torchrl_parallel, shared=False),
-    "of a `PettingZooWrapper`, with its buffers in shared memory, one process per copy",
+    "of a `PettingZooWrapper`, with its buffers in shared memory, one process per environment",
 )
 TORCHRL_SERIAL = Contender(
     "TorchRL ParallelEnv of SerialEnv",
     functools.partial(torchrl_parallel, shared=True),
-    "the same, {workers} processes that share the copies",
+    "the same, in {workers} processes with several environments each",
 )
 AGILERL = Contender(
-    "AgileRL AsyncPettingZooVecEnv", agilerl_async, "as it comes; one process per copy, as it has no other way"
+    "AgileRL AsyncPettingZooVecEnv", agilerl_async, "default settings; one process per environment (no other setting)"
 )
 RLLIB = Contender(
     "RLlib SyncVectorMultiAgentEnv",
     rllib_sync,
-    "of `ParallelPettingZooEnv`s, `copy=False`; one process, as RLlib has no other way for multi-agent environments",
+    "of `ParallelPettingZooEnv`s, `copy=False`; one process (RLlib has no other setting for multi-agent environments)",
     next_step=True,
 )
-SMARTS = Contender("SMARTS ParallelEnv", smarts_parallel, "as it comes; one process per copy, as it has no other way")
+SMARTS = Contender(
+    "SMARTS ParallelEnv", smarts_parallel, "default settings; one process per environment (no other setting)"
+)
 PUFFERLIB = Contender(
     "PufferLib Multiprocessing",
     pufferlib_multiprocessing,
@@ -309,7 +311,7 @@ PUFFERLIB = Contender(
 TIANSHOU = Contender(
     "Tianshou SubprocVectorEnv",
     tianshou_subproc,
-    "the same joint environment, `share_memory=True`; one process per copy, as it has no other way; its resets are the "
-    "caller's",
+    "all agents jointly, as one Gymnasium environment with the sum of rewards; `share_memory=True`; one process per "
+    "environment (no other setting); the caller resets environments",
 )
-RAY_ACTORS = Contender("Ray, an actor per copy", ray_actors, "dicts there and back, all calls at once")
+RAY_ACTORS = Contender("Ray, an actor per environment", ray_actors, "dicts as arguments and results, all calls at once")

@@ -1,4 +1,4 @@
-"""Who acts in `async_stepping.py`, and the simulator that is acted in, which knows how long it has taken."""
+"""The policies of `async_stepping.py`, and its simulator, which measures its own time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from marl_parallel.cli.measure import draw_actions
 
 
 class Clocked(Synthetic):
-    """Knows how long it has been inside `step` and `reset`."""
+    """Measures the time inside `step` and `reset`, in `inside_s`."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -37,7 +37,7 @@ class Clocked(Synthetic):
 
 
 class Drawn:
-    """Acts with what was drawn beforehand, in no time."""
+    """Returns actions that were drawn beforehand, which takes next to no time."""
 
     spent_s = 0.0
 
@@ -49,12 +49,12 @@ class Drawn:
 
 
 class Network:
-    """A policy in NumPy that takes as long for all copies as they take to simulate a step, and for half of them half.
+    """A policy in NumPy that takes as long for all environments as one step of all simulators, for half of them half.
 
-    It looks at one copy after the other: of a product of many rows, half is more than half the work.
+    It processes one environment after the other: half of a large matrix product takes more than half of its time.
 
     Attributes:
-        spent_s: How long it has been at it.
+        spent_s: Seconds spent computing actions.
     """
 
     WIDTH = 256
@@ -74,9 +74,9 @@ class Network:
         self._layers = max(round((_median_s(lambda: env.step(actions)) - least) / layer), 0)
 
     def __call__(self, observations: Sequence[dict[Any, Any]]) -> list[dict[Any, Any]]:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         actions = [dict(zip(seen, self._chosen(seen), strict=True)) for seen in observations]
-        self.spent_s += time.perf_counter() - begun
+        self.spent_s += time.perf_counter() - started
         return actions
 
     def _chosen(self, seen: dict[Any, Any]) -> list[int]:
@@ -90,7 +90,7 @@ class Network:
 def _median_s(call: Callable[[], object], times: int = 15) -> float:
     took = []
     for _ in range(times):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         call()
-        took.append(time.perf_counter() - begun)
+        took.append(time.perf_counter() - started)
     return statistics.median(took)

@@ -1,16 +1,15 @@
-"""How far one driver's reach goes: throughput over Ray actors and environments in each, and what an actor costs it.
+"""Measure how throughput scales with Ray actors and environments per actor, and the driver's cost per actor.
 
     python benchmarks/ray_scaling.py              some five minutes; writes results/ray_scaling.*
     python benchmarks/ray_scaling.py --quick      half a minute; writes only where --output says so
     python benchmarks/ray_scaling.py --markdown   the section for the README, from the saved JSON
 
-Simulators here wait instead of computing, as those do that run on other machines: with more actors than CPUs, nothing
-else would show what many machines do. The actors' own work, and Ray's, is done by this machine's CPUs all the same, so
-that more machines can only do better.
+Simulators wait here instead of computing, so that more actors than CPUs behave like actors on many machines. The work
+of the actors and of Ray is still done by the CPUs of this machine, so several machines can only be faster.
 
 A batch of `k` environments in each of `A` actors takes `k x s + c0 + c1 x A` with steps of `s`: the simulators' time,
-then what a round trip costs once, and for each actor. The constants are fitted to what was measured. A simulator that
-waits takes somewhat longer than it is told to, by itself, too; what counts is how long it took.
+the constant cost of a batch, and the cost per actor. The constants are fitted to the measurements. A simulator waits
+somewhat longer than requested; `s` is the time that it takes.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ PACKINGS = ((1, 8), (2, 1), (2, 4), (2, 8), (4, 8), (8, 8), (16, 8))
 
 K = 8
 CPU_SHARE = 0.05
-"""What each actor asks Ray for: they mostly wait."""
+"""CPUs that each actor requests from Ray: actors mostly wait."""
 
 PEER_ENVS = 16
 WAITING_ACTORS, WAITING_ENVS, WAITING_MS = 4, 32, 5
@@ -64,7 +63,7 @@ OURS, PLAIN = "marl_parallel", "one Ray actor per environment"
 
 
 class Waiting(Synthetic):
-    """Waits for as long as it was told last."""
+    """Waits in each step for the time that `be_slow` has set."""
 
     def __init__(self) -> None:
         super().__init__(waits=True)
@@ -79,19 +78,19 @@ class Waiting(Synthetic):
 
 @dataclass(frozen=True)
 class Measured:
-    """One way to step so many environments.
+    """The measurements of one contender and packing.
 
     Attributes:
         contender: `OURS` or `PLAIN`.
-        actors: How many.
-        envs_each: Environments in each.
-        step_ms: How long each of them is told to wait in a step.
-        inside_ms: How long the simulators of an actor take for a batch; None where that is not known.
+        actors: Number of actors.
+        envs_each: Number of environments in each.
+        step_ms: The requested waiting time of a step.
+        inside_ms: Time that the simulators of an actor take for a batch; None if not known.
         batch_ms: Wall time of a batch: the median of the rounds.
         spread: Half the distance between the best and the worst round, as a share of the median.
-        steps_per_second: Environment steps.
-        efficiency: Of the time, the share in which simulators step; None where they hardly take any.
-        driver_us: CPU time of the driver's process, for each actor and batch.
+        steps_per_second: Environment steps per second.
+        efficiency: The share of the time in which simulators step; None for steps of 0 ms and for `PLAIN`.
+        driver_us: CPU time of the driver's process per actor and batch.
         rounds: Milliseconds of a batch in each round.
     """
 
@@ -110,14 +109,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was measured, and the constants that follow.
+    """All measurements, and the constants fitted to them.
 
     Attributes:
-        machine: Where.
-        settings: How long, how often.
-        measured: In the order of measuring.
-        once_us: c0, microseconds of a batch whoever is in it.
-        each_us: c1, microseconds of a batch for each actor.
+        machine: The machine and versions.
+        settings: Seconds and number of rounds.
+        measured: The measurements, in order.
+        once_us: c0, the constant cost of a batch in microseconds.
+        each_us: c1, the cost per actor and batch in microseconds.
     """
 
     machine: dict[str, Any] = field(default_factory=dict)
@@ -127,12 +126,12 @@ class Report:
     each_us: float = 0.0
 
     def efficiency(self, actors: float, envs_each: int, step_ms: float) -> float:
-        """What the formula says."""
+        """The share of the time in which simulators step, by the formula."""
         inside = 1000 * step_ms * envs_each
         return inside / (inside + self.once_us + self.each_us * actors)
 
     def reach(self, envs_each: int, step_ms: float) -> int:
-        """How many actors one driver feeds so that simulators step for `GOOD` of the time."""
+        """The most actors with which simulators step for at least `GOOD` of the time."""
         spare = 1000 * step_ms * envs_each * (1 / GOOD - 1)
         return max(int((spare - self.once_us) / self.each_us), 0)
 
@@ -150,7 +149,7 @@ Step = Callable[[], object]
 
 @contextmanager
 def ours(actors: int, envs_each: int) -> Iterator[tuple[Step, ParallelEnv]]:
-    from marl_parallel import RayBackend  # what is saved can be shown without Ray
+    from marl_parallel import RayBackend  # not needed to show saved results
 
     count = actors * envs_each
     with ParallelEnv([Waiting] * count, backend=RayBackend(num_cpus=CPU_SHARE), num_workers=actors) as env:
@@ -160,7 +159,7 @@ def ours(actors: int, envs_each: int) -> Iterator[tuple[Step, ParallelEnv]]:
 
 
 class Plain:
-    """What one writes first: an actor for an environment, dicts there and back."""
+    """A first version with plain Ray: one actor per environment, dicts as arguments and results."""
 
     def __init__(self) -> None:
         self.env = Waiting()
@@ -201,14 +200,14 @@ class Round(NamedTuple):
 def timed(step: Step, seconds: float, env: ParallelEnv | None = None) -> Round:
     inside = None if env is None else env.stats().simulator_s / env.num_workers
     count, cpu = 0, time.process_time()
-    begun = now = time.perf_counter()
-    while now < begun + seconds or not count:
+    started = now = time.perf_counter()
+    while now < started + seconds or not count:
         step()
         count += 1
         now = time.perf_counter()
     if env is not None and inside is not None:
         inside = 1e3 * (env.stats().simulator_s / env.num_workers - inside) / count
-    return Round(1e3 * (now - begun) / count, 1e6 * (time.process_time() - cpu) / count, inside)
+    return Round(1e3 * (now - started) / count, 1e6 * (time.process_time() - cpu) / count, inside)
 
 
 def summary(contender: str, actors: int, envs_each: int, step_ms: float, rounds: Sequence[Round]) -> Measured:
@@ -246,7 +245,7 @@ def run(packings: Sequence[tuple[int, int]], step_ms: Sequence[float], seconds: 
                         timed(step, seconds / 4)
                         rounds = [timed(step, seconds, env) for _ in range(repeats)]
                         measured.append(summary(OURS, actors, envs_each, wait, rounds))
-            on_turn("beside plain actors")
+            on_turn("plain actors")
             measured += against_plain(seconds, repeats)
     finally:
         ray.shutdown()
@@ -255,7 +254,7 @@ def run(packings: Sequence[tuple[int, int]], step_ms: Sequence[float], seconds: 
 
 
 def against_plain(seconds: float, repeats: int) -> list[Measured]:
-    """Steps that cost nothing, in turns: 16 environments in two actors, and one plain actor for each."""
+    """Measure steps of 0 ms in turns: 16 environments in two actors, and one plain actor for each environment."""
     with ExitStack() as stack:
         step, env = stack.enter_context(ours(2, PEER_ENVS // 2))
         both = {OURS: step, PLAIN: stack.enter_context(plain(PEER_ENVS))}
@@ -272,7 +271,7 @@ def against_plain(seconds: float, repeats: int) -> list[Measured]:
 
 
 def fitted(measured: Sequence[Measured]) -> tuple[float, float]:
-    """c0 and c1 by least squares, neither less than nothing."""
+    """c0 and c1 by least squares, neither negative."""
     rest = np.array([1e3 * (one.batch_ms - (one.inside_ms or 0.0)) for one in measured])
     actors = np.array([float(one.actors) for one in measured])
     each, once = np.polyfit(actors, rest, 1)
@@ -297,32 +296,32 @@ def rows(report: Report) -> tuple[list[str], list[list[str]]]:
 
 
 def notes(report: Report) -> list[str]:
-    told = [
-        "Environment steps per second in lockstep, and in brackets the share of the time in which simulators step "
+    texts = [
+        "Environment steps per second with `step`; in brackets, the share of the time in which simulators step "
         f"(simulators that wait; medians of {report.settings['repeats']} rounds of {report.settings['seconds']:g} s).",
         f"A batch takes `k·s + {report.once_us / 1000:.2f} ms + {report.each_us / 1000:.2f} ms·A` for `A` actors of "
-        f"`k` environments with steps of `s`. For simulators to step for {100 * GOOD:.0f} % of the time, one driver "
-        "feeds "
+        f"`k` environments with steps of `s`. With simulators that step for {100 * GOOD:.0f} % of the time, one driver "
+        "serves "
         + ", ".join(f"{report.reach(K, wait)} actors at {wait:g} ms" for wait in STEP_MS if wait)
         + f" ({K} environments in each).",
     ]
     both = report.of(OURS, actors=2, envs_each=PEER_ENVS // 2, step_ms=0)[-1:], report.of(PLAIN)
     if all(both):
         own, other = (1e6 / one.steps_per_second for (one,) in both)
-        told.append(
-            f"Steps that cost nothing, {PEER_ENVS} environments: {own:.0f} µs per environment step with 2 actors, "
-            f"{other:.0f} µs with one plain Ray actor for each environment and dicts: {other / own:.1f} times less."
+        texts.append(
+            f"Steps of 0 ms, {PEER_ENVS} environments: {own:.0f} µs per environment step with 2 actors, "
+            f"{other:.0f} µs with one plain Ray actor per environment and dicts: {other / own:.1f} times as much."
         )
     waiting = report.of(OURS, actors=WAITING_ACTORS, envs_each=WAITING_ENVS // WAITING_ACTORS, step_ms=WAITING_MS)
     if waiting:
         nominal = waiting[0].envs_each * WAITING_MS / waiting[0].batch_ms
-        told.append(
+        texts.append(
             f"{WAITING_ENVS} environments that wait {WAITING_MS} ms, in {WAITING_ACTORS} actors: "
-            f"{waiting[0].efficiency:.2f} of the ideal ({nominal:.2f} if they waited no longer than told). "
+            f"{waiting[0].efficiency:.2f} of the ideal ({nominal:.2f} counting only the requested wait). "
             "The driver's own CPU time is "
-            f"{statistics.median(one.driver_us for one in report.of(OURS)):.0f} µs an actor and batch."
+            f"{statistics.median(one.driver_us for one in report.of(OURS)):.0f} µs per actor and batch."
         )
-    return [*told, f"{in_one_line(report.machine)}."]
+    return [*texts, f"{in_one_line(report.machine)}."]
 
 
 def show(report: Report) -> None:
@@ -345,7 +344,7 @@ def markdown(report: Report) -> str:
 
 
 def save_plot(report: Report, path: Path) -> None:
-    """The share of the time that simulators step, over actors: measured, and as the formula has it."""
+    """The share of the time in which simulators step, by number of actors: measured, and by the formula."""
     figure = framed(6.4, 3.8)
     panel = figure.subplots()
     waits = [wait for wait in dict.fromkeys(one.step_ms for one in report.of(OURS)) if wait]
@@ -360,7 +359,7 @@ def save_plot(report: Report, path: Path) -> None:
     panel.set_xticks([2**n for n in range(9)], [str(2**n) for n in range(9)])
     panel.set_ylim(0, 1.05)
     panel.set_xlabel(f"Ray actors with {K} environments each, one driver (lines: the formula)", fontsize=8)
-    panel.set_ylabel("share of the time that simulators step", fontsize=8)
+    panel.set_ylabel("share of the time in which simulators step", fontsize=8)
     panel.tick_params(labelsize=7)
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(fontsize=7, frameon=False)
@@ -384,7 +383,7 @@ def main(
     output: Output = None,
     as_markdown: AsMarkdown = False,
 ) -> None:
-    """Measure throughput over Ray actors."""
+    """Measure throughput by number of Ray actors."""
     if as_markdown:
         print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
         return

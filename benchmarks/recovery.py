@@ -1,17 +1,17 @@
-"""How soon a run goes on after a fault: from the fault to the next full batch, against the time of construction.
+"""Measure the recovery time after a fault: from the fault to the next full batch, compared with construction.
 
     python benchmarks/recovery.py              about two minutes; writes results/recovery.*
     python benchmarks/recovery.py --quick      a few seconds; writes only where --output says so
     python benchmarks/recovery.py --markdown   the table for the README, from the last run's JSON
 
-Two workers; what fails is in the first of them. The clock starts when the worker is killed, or with the step in which
-an environment raises or hangs, less the `step_timeout` of the latter; it stops when `step` has returned a batch of all
-environments, those that were built anew with their first observations.
+There are two workers, and the fault is in the first. The clock starts when the worker is killed, or with the step in
+which an environment raises or hangs; for a hang, `step_timeout` is subtracted. The clock stops when `step` returns a
+batch of all environments, with the first observations of rebuilt ones.
 
-Construction is what nobody can save: making as many environments and resetting them, in an interpreter of its own that
-has loaded what workers have loaded, and nothing of the simulator's. Where only the environment is made anew and not
-its process, the simulator's modules have been imported already. All cases take turns, in rounds, so that a machine
-that slows down or gets busy hits all of them alike.
+Construction is the part that cannot be avoided: constructing and resetting as many environments, in a new interpreter
+that has imported what workers have imported, and none of the simulator's modules. If the process stays and only the
+environment is rebuilt, the simulator's modules are already imported. All cases alternate in rounds, so that a slow or
+busy machine affects all of them.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ KILLED, RAISES, HANGS = "killed", "raises", "hangs"
 IN_WORDS = {KILLED: "its worker is killed", RAISES: "it raises", HANGS: "it hangs"}
 
 
-# -- what breaks -------------------------------------------------------------------------------------------------------
+# -- simulators -------------------------------------------------------------------------------------------------------
 
 
 class Breakable(BaseParallelWrapper):
-    """Raises or hangs when it is told to."""
+    """Raises or hangs if `fault` is set."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -78,13 +78,13 @@ def make_env(constructor_s: float = 0.0) -> Breakable:
 
 
 class Case(NamedTuple):
-    """What is measured.
+    """A fault and the environment that has it.
 
     Attributes:
-        fault: What happens to an environment.
-        environment: Its name.
-        constructor: Makes it.
-        per_worker: How many of them a worker has.
+        fault: `KILLED`, `RAISES` or `HANGS`.
+        environment: The environment's name.
+        constructor: Constructs the environment.
+        per_worker: Number of environments per worker.
     """
 
     fault: str
@@ -97,7 +97,7 @@ class Case(NamedTuple):
 
     @property
     def gone(self) -> int:
-        """How many environments have to be built anew."""
+        """Number of environments that must be rebuilt."""
         return 1 if self.fault == RAISES else self.per_worker
 
 
@@ -115,11 +115,11 @@ def cases() -> list[Case]:
 
 @dataclass(frozen=True)
 class Round:
-    """Milliseconds.
+    """One round.
 
     Attributes:
-        recovery_ms: From the fault to the next full batch.
-        construction_ms: What of it nobody can save.
+        recovery_ms: Milliseconds from the fault to the next full batch.
+        construction_ms: Milliseconds that construction takes.
     """
 
     recovery_ms: float
@@ -132,18 +132,18 @@ class Round:
 
 @dataclass(frozen=True)
 class Result:
-    """What came out in one case; milliseconds.
+    """The measurements of one case, in milliseconds.
 
     Attributes:
-        fault: What happened.
-        environment: To what.
-        per_worker: How many environments a worker had.
-        construction_ms: The median.
-        recovery_ms: The median.
+        fault: `KILLED`, `RAISES` or `HANGS`.
+        environment: The environment's name.
+        per_worker: Number of environments per worker.
+        construction_ms: The median time of construction.
+        recovery_ms: The median recovery time.
         beyond_ms: Recovery less construction: the median of the rounds' differences.
-        beyond_least_ms: The least of these.
-        beyond_most_ms: The most of these.
-        rounds: All of them.
+        beyond_least_ms: The smallest difference.
+        beyond_most_ms: The largest difference.
+        rounds: All rounds.
     """
 
     fault: str
@@ -169,17 +169,17 @@ import pickle, sys, time
 import marl_parallel
 pickled, count, times = pickle.load(sys.stdin.buffer)
 for _ in range(times):
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for seed in range(count):
         env = pickle.loads(pickled)()
         env.reset(seed=seed)
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - started
 print(took)
 """
 
 
 def construction_s(case: Case) -> float:
-    """Seconds that an interpreter takes for it: in the first go where the process is a new one, else in the second."""
+    """Seconds that an interpreter takes to construct: the first time if the process is new, else the second time."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     task = cloudpickle.dumps((cloudpickle.dumps(case.constructor), case.gone, 2 if case.fault == RAISES else 1))
     done = subprocess.run([sys.executable, "-c", _CONSTRUCT], input=task, stdout=subprocess.PIPE, check=True)
@@ -194,20 +194,20 @@ def recovery_s(case: Case, env: ParallelEnv) -> float:
     before, pid = env.stats().restarts, env.call("pid")[0]
     if case.fault != KILLED:
         env.set_attr("fault", [case.fault] + [""] * (env.num_envs - 1))
-    begun = time.perf_counter()
+    started = time.perf_counter()
     if case.fault == KILLED:
         os.kill(pid, signal.SIGKILL)
     observations, _, _, _, infos = env.step(actions)
-    took = time.perf_counter() - begun
-    anew = [env_id for env_id, info in enumerate(infos) if "__common__" in info]
-    assert anew == [*range(case.gone)], infos
+    took = time.perf_counter() - started
+    rebuilt = [env_id for env_id, info in enumerate(infos) if "__common__" in info]
+    assert rebuilt == [*range(case.gone)], infos
     assert all(len(seen) == len(env.possible_agents) for seen in observations)
     assert env.stats().restarts == before + case.gone
     assert (env.call("pid")[0] == pid) == (case.fault == RAISES)
     return took - (STEP_TIMEOUT_S if case.fault == HANGS else 0.0)
 
 
-def made_ready(case: Case) -> ParallelEnv:
+def opened(case: Case) -> ParallelEnv:
     env = ParallelEnv(
         [case.constructor] * (2 * case.per_worker),
         num_workers=2,
@@ -220,14 +220,14 @@ def made_ready(case: Case) -> ParallelEnv:
 
 
 def run(chosen: Sequence[Case], repeats: int) -> Report:
-    logging.getLogger("marl_parallel").setLevel(logging.ERROR)  # a line for each restart would be many
+    logging.getLogger("marl_parallel").setLevel(logging.ERROR)  # no warning for each restart
     described = machine(("mpe2",))
     rounds: dict[Case, list[Round]] = {case: [] for case in chosen}
     with ExitStack() as stack, progress(len(chosen) * (1 + repeats)) as on_turn:
         envs = {}
         for case in chosen:
             on_turn(str(case))
-            envs[case] = stack.enter_context(made_ready(case))
+            envs[case] = stack.enter_context(opened(case))
         for case in [*chosen] * repeats:
             on_turn(str(case))
             rounds[case].append(Round(1000 * recovery_s(case, envs[case]), 1000 * construction_s(case)))
@@ -258,7 +258,7 @@ def show(report: Report) -> None:
     shown = Table(title="From a fault to the next full batch, in milliseconds", title_justify="left")
     for heading in ("fault", "environment"):
         shown.add_column(heading, no_wrap=True)
-    for heading in ("build", "recover", "beyond", "least", "most"):
+    for heading in ("build", "recover", "diff", "min", "max"):
         shown.add_column(heading, justify="right")
     for one in report.results:
         numbers = one.construction_ms, one.recovery_ms, one.beyond_ms, one.beyond_least_ms, one.beyond_most_ms
@@ -271,7 +271,7 @@ def show(report: Report) -> None:
 def markdown(report: Report) -> str:
     """The table for the README."""
     lines = [
-        "| environment | what happens | in its worker | construction | to the next full batch | beyond |",
+        "| environment | fault | envs per worker | construction | recovery | difference |",
         "|---|---|---:|---:|---:|---:|",
     ]
     for one in report.results:
@@ -279,11 +279,11 @@ def markdown(report: Report) -> str:
         beyond = f"{one.beyond_ms:.0f} ({one.beyond_least_ms:.0f} to {one.beyond_most_ms:.0f})"
         lines.append(f"| {what} | {one.construction_ms:.0f} | {one.recovery_ms:.0f} | {beyond} |")
     note = (
-        "Milliseconds; medians, and in brackets least and most, of "
-        f"{report.settings['repeats']} rounds. Construction is making and resetting as many environments as are lost, "
-        "in a process that has loaded nothing of the simulator's, or, where it raises, all; of hangs, the time beyond "
-        f"`step_timeout` is counted. For a worker that is killed, the target is {report.settings['target_ms']:.0f} ms "
-        "beyond construction. "
+        "Milliseconds: medians, and in brackets minimum and maximum, of "
+        f"{report.settings['repeats']} rounds. Recovery is the time from the fault to the next full batch; for hangs, "
+        "without `step_timeout`. Construction is the time to construct and reset as many environments as are lost, in "
+        "a process that has not imported the simulator's modules, or, if an environment raises, in one that has. For a "
+        f"killed worker, the target of the difference is {report.settings['target_ms']:.0f} ms. "
         f"{in_one_line(report.machine)}."
     )
     return "\n".join([*lines, "", note])
@@ -307,13 +307,13 @@ def main(
     output: Output = None,
     as_markdown: AsMarkdown = False,
 ) -> None:
-    """Measure how soon a run goes on after a fault."""
+    """Measure the recovery time after a fault."""
     if as_markdown:
         print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
         return
     chosen = [case for case in cases() if only in str(case)]
     if not chosen:
-        raise typer.BadParameter(f"nothing's name contains {only!r}", param_hint="--only")
+        raise typer.BadParameter(f"no case has {only!r} in its name", param_hint="--only")
     directory = folder_for(output, RESULTS, whole=not (quick or only))
     report = run(chosen, 1 if quick else repeats)
     show(report)

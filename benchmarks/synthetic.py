@@ -1,8 +1,8 @@
-"""A PettingZoo environment whose cost is chosen: how long a step takes, how many agents, how large observations are.
+"""A PettingZoo environment with a chosen step time, number of agents and size of observations.
 
-A step burns a fixed amount of work, not of time: where more processes run than there are CPUs, each gets slower, as
-real simulators do. Or it waits, as for a simulator somewhere else. Everything else is prepared beforehand, so that a
-step of no cost is nearly free.
+A step does a fixed amount of work, not of time: with more processes than CPUs each becomes slower, like a real
+simulator. Or a step waits, like a simulator on another machine. Everything else is prepared in advance, so that a step
+without work takes next to no time.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ def _wait(microseconds: int) -> None:
 
 @functools.cache
 def rounds_per_microsecond() -> float:
-    """How many rounds of `work` this machine does in a microsecond; take it on an idle machine, and once for all."""
+    """Rounds of `work` per microsecond on this machine. Measure it once, on an idle machine."""
     rounds = 20_000
     took = []
     for _ in range(25):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         work(rounds)
-        took.append(time.perf_counter() - begun)
+        took.append(time.perf_counter() - started)
     return rounds / (statistics.median(took) * 1e6)
 
 
 class Synthetic(pettingzoo.ParallelEnv):
-    """All agents see random numbers and act at once; after a number of steps all are truncated.
+    """All agents observe random numbers and act at once; after a number of steps all are truncated.
 
     Args:
         step_us: Microseconds of work in a step, on average.
-        num_agents: How many agents.
-        observation_size: How many float32 each of them observes.
-        episode_steps: Steps in an episode; (least, most) draws them for each.
-        tail: (probability, factor): so many steps take so many times as long as the others. The average stays.
-        rounds_per_us: How much work a microsecond is; None measures it here and now.
+        num_agents: Number of agents.
+        observation_size: Number of float32 values that each agent observes.
+        episode_steps: Steps of an episode; (min, max) draws a number for each episode.
+        tail: (probability, factor): steps with this probability take `factor` times as long. The average stays.
+        rounds_per_us: Rounds of `work` per microsecond; None measures it in the constructor.
         reset_us: Microseconds of work in a reset.
-        waits: Whether the time is slept instead, as where simulators run in other processes or on other machines.
+        waits: Whether steps and resets sleep instead of working.
     """
 
     metadata = {"name": "synthetic", "render_modes": []}  # noqa: RUF012
@@ -120,7 +120,7 @@ class Synthetic(pettingzoo.ParallelEnv):
         )
 
     def _prepare(self, seed: int) -> None:
-        """Draw all that the coming episodes show, over and over; the dicts handed out are copies."""
+        """Draw the values of all episodes, which are used in turn; `reset` and `step` return copies of these dicts."""
         rng = np.random.default_rng(seed)
         agents, size = self.possible_agents, self.observation_spaces[self.possible_agents[0]].shape[0]
         values = rng.uniform(-1.0, 1.0, (PREPARED, len(agents), size)).astype(np.float32)

@@ -1,12 +1,12 @@
-"""How long training takes until the agents are good, by number of workers: `examples/ippo_simple_spread.py` as it is.
+"""Measure the time to a fixed mean return of `examples/ippo_simple_spread.py`, by number of workers.
 
     python benchmarks/time_to_return.py              some ten minutes; writes results/time_to_return.*
     python benchmarks/time_to_return.py --quick      a minute: too short to learn anything; writes where --output says
     python benchmarks/time_to_return.py --markdown   the table for the README, from the last run's JSON
 
-Steps per second are no end in themselves. With one seed, every number of workers gives the same returns after the same
-number of steps; so all runs end with the same update, which is checked, and differ in nothing but the time. What is
-left beside the simulators, the policy and what it learns by, is no faster with more workers. Runs take turns.
+With one seed, every number of workers gives the same returns after the same number of steps. So all runs end with the
+same update, which is checked, and differ only in time. More workers make the simulators faster, but not the policy and
+its training. Runs alternate.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Run:
     """One training.
 
     Attributes:
-        seconds: Until the return was reached, from the first reset on.
+        seconds: Seconds from the first reset until the return was reached.
         curve: Seconds and return of each update.
     """
 
@@ -62,17 +62,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What came out with one number of workers.
+    """The measurements with one number of workers.
 
     Attributes:
-        workers: How many processes; 0 for the copies one after another in the trainer's own.
+        workers: Number of worker processes; 0 for environments stepped one after another in the training process.
         steps: Environment steps until the return was reached.
-        seconds: Until then; the median of the rounds.
-        least_s: The least of these.
-        most_s: The most of these.
-        steps_per_second: Steps by seconds; learning included.
-        speedup: How many times sooner than without workers; the median of the rounds' quotients.
-        rounds: All of them.
+        seconds: Seconds until the return was reached: the median of the rounds.
+        least_s: The smallest of these.
+        most_s: The largest of these.
+        steps_per_second: Environment steps per second, training included.
+        speedup: Seconds without workers over seconds with them: the median of the rounds' ratios.
+        rounds: All rounds.
     """
 
     workers: int
@@ -97,7 +97,7 @@ class Report:
 
 
 def train(workers: int, target: float, seed: int, smoke: bool) -> tuple[int, Run]:
-    """Train until the mean return of ten updates is as good as `target`; gives the steps that took."""
+    """Train until the mean return of ten updates reaches `target`; returns the number of steps, and the run."""
     where = ["--num-workers", str(workers)] if workers else ["--backend", "serial"]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", str(SCRIPT), "--seed", str(seed), "--output", folder, *where]
@@ -126,7 +126,7 @@ def measure(workers: Sequence[int], target: float, seed: int, repeats: int, smok
                 steps.add(needed)
                 returns.add(tuple(value for _, value in run.curve))
     if len(returns) != 1:
-        raise RuntimeError(f"the same seed has given different curves, of {sorted(steps)} steps")
+        raise RuntimeError(f"runs with the same seed have different curves, of {sorted(steps)} steps")
     needed = steps.pop()
     return [result(count, needed, rounds[count], rounds[workers[0]]) for count in workers]
 
@@ -138,12 +138,12 @@ def result(workers: int, steps: int, rounds: list[Run], baseline: list[Run]) -> 
     return Result(workers, steps, typical, min(seconds), max(seconds), steps / typical, speedup, rounds)
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------
+# -- showing -----------------------------------------------------------------------------------------------------------
 
 
 def show(report: Report) -> None:
     table = Table(title=_title(report), title_justify="left", title_style="bold")
-    for heading in ("workers", "seconds", "from to", "steps/s", "sooner"):
+    for heading in ("workers", "seconds", "min to max", "steps/s", "speedup"):
         table.add_column(heading, justify="right")
     for one in report.results:
         table.add_row(*_cells(one))
@@ -153,7 +153,7 @@ def show(report: Report) -> None:
 
 
 def markdown(report: Report) -> str:
-    lines = ["| workers | seconds | least to most | environment steps/s | sooner |", "|---|---:|---:|---:|---:|"]
+    lines = ["| workers | seconds | min to max | environment steps/s | speedup |", "|---|---:|---:|---:|---:|"]
     lines += [f"| {' | '.join(_cells(one))} |" for one in report.results]
     note = f"{_title(report)}; medians of {report.settings['repeats']} rounds. {in_one_line(report.machine)}."
     return "\n".join([*lines, "", note])
@@ -162,8 +162,8 @@ def markdown(report: Report) -> str:
 def _title(report: Report) -> str:
     target, steps = report.settings["target"], report.results[0].steps
     return (
-        f"`examples/ippo_simple_spread.py` until an agent's mean return is {target:g}: {steps:,} steps of 16 copies, "
-        "the same ones with every number of workers"
+        f"`examples/ippo_simple_spread.py` until an agent's mean return is {target:g}: {steps:,} steps of 16 "
+        "environments, the same steps with every number of workers"
     )
 
 
@@ -181,12 +181,12 @@ def save_plot(report: Report, path: Path) -> None:
         curves.plot(seconds, returns, color=shade, linewidth=1.2, label=one.name)
         label = bars.bar(one.name.replace(": ", "\n"), one.seconds, color=shade, width=0.6)
         bars.bar_label(label, [f"{one.seconds:.0f} s"], fontsize=8, padding=2)
-    curves.axhline(report.settings["target"], color="black", linewidth=0.8, linestyle="dashed", label="the goal")
+    curves.axhline(report.settings["target"], color="black", linewidth=0.8, linestyle="dashed", label="target")
     curves.set_xlabel("seconds", fontsize=8)
     curves.set_title("mean return of an agent's episode", fontsize=9)
     curves.tick_params(labelsize=8)
     curves.spines[["top", "right"]].set_visible(False)
-    bars.set_title("seconds to the goal", fontsize=9)
+    bars.set_title("seconds to the target", fontsize=9)
     tidy(bars)
     finish(figure, report.machine, path)
 
@@ -202,14 +202,14 @@ def read(path: Path) -> Report:
 
 def main(
     quick: Quick = False,
-    workers: Annotated[str, typer.Option(help="Numbers of workers with commas between; 0 for none.")] = WORKERS,
+    workers: Annotated[str, typer.Option(help="Numbers of workers, separated by commas; 0 for none.")] = WORKERS,
     target: Annotated[float, typer.Option(help="The mean return to reach.")] = -18.0,
-    seed: Annotated[int, typer.Option(help="Of the training.")] = 1,
+    seed: Annotated[int, typer.Option(help="The seed of the training.")] = 1,
     repeats: Repeats = 2,
     output: Output = None,
     as_markdown: AsMarkdown = False,
 ) -> None:
-    """Measure how long training takes to a fixed return."""
+    """Measure the time of training to a fixed mean return."""
     if as_markdown:
         print(markdown(read((output or RESULTS) / f"{NAME}.json")))
         return

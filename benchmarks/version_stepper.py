@@ -2,8 +2,8 @@
 
     python benchmarks/version_stepper.py CHECKOUT FD
 
-It uses only what every version of the package has (`ParallelEnv`, its `reset`, `step`, `action_space` and `close`), and
-imports nothing else of it. Simulators come with the requests, from this checkout.
+It uses only the part of the package that every version has: `ParallelEnv` with `reset`, `step`, `action_space` and
+`close`. Requests contain the simulators, from this checkout.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import cloudpickle
 
 BATCHES = 64
-"""So many batches of actions are drawn beforehand and used in turn."""
+"""Number of batches of actions, which are drawn in advance and used in turn."""
 
 
 class Stepper:
-    """The environments that are open, and the actions for them."""
+    """The open environments and their actions."""
 
     def __init__(self, constructor: Callable[..., Any], num_envs: int, arguments: dict[str, Any]) -> None:
         from marl_parallel import ParallelEnv
@@ -38,22 +38,22 @@ class Stepper:
         self.env.reset()
 
     def step(self, batches: int) -> float:
-        """Step so many batches; seconds."""
-        self._batch()  # what went to sleep between two rounds is awake
-        begun = time.perf_counter()
+        """Step `batches` batches and return the seconds."""
+        self._batch()  # wakes up workers that went to sleep between two rounds
+        started = time.perf_counter()
         for _ in range(batches):
             self._batch()
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
     def warm(self, seconds: float) -> int:
-        """Step for some time; the number of batches that take about as long."""
+        """Step for some seconds, and return the number of batches that take about as long."""
         deadline, batches = time.perf_counter() + seconds, 0
         while time.perf_counter() < deadline:
             self._batch()
             batches += 1
-        begun = time.perf_counter()
+        started = time.perf_counter()
         self.step(max(1, batches // 4))
-        return round(seconds / (time.perf_counter() - begun) * max(1, batches // 4))
+        return round(seconds / (time.perf_counter() - started) * max(1, batches // 4))
 
     def _batch(self) -> None:
         self.env.step(self.actions[self.done % BATCHES])

@@ -1,12 +1,11 @@
 """Compare two versions of the package: this checkout and another one, in alternating rounds.
 
-Each version runs in a process of its own that imports `marl_parallel` from its own checkout. The two processes take
-turns: one round each, and the one that begins changes from round to round. Both step the same number of batches in a
-round, with the same actions and the same simulators (of this checkout), so that the two times of a round are a pair.
+Each version runs in its own process, which imports `marl_parallel` from its own checkout. The two processes alternate,
+one round each, and the first one changes from round to round. Both step the same number of batches in a round, with the
+same actions and the same simulators (of this checkout), so that the two times of a round are a pair.
 
-A process can be a few percent faster or slower than another one that runs the same code, for as long as it lives. So
-both versions are started anew several times, and the interval of the ratio takes the differences between launches into
-account.
+A process can be a few percent faster or slower than another one that runs the same code, for its whole life. So both
+versions are started several times, and the interval of the ratio includes the differences between launches.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ RESAMPLES = 2000
 
 
 class Case(Protocol):
-    """What is stepped: `compare_workers.Case`."""
+    """The environments to step: `compare_workers.Case`."""
 
     @property
     def name(self) -> str: ...
@@ -88,7 +87,7 @@ def interval(ratios: np.ndarray) -> tuple[float, float, float]:
     """The ratio and its 95 % interval, by a bootstrap that resamples launches and rounds within them.
 
     Args:
-        ratios: `(launches, rounds)`: of each pair of rounds, one time over the other.
+        ratios: `(launches, rounds)`: the ratio of the two times of each pair of rounds.
     """
     logs = np.log(ratios)
     launches, rounds = logs.shape
@@ -114,7 +113,7 @@ def compare(
         cases: Each case and the contenders (backend and number of workers) that step it.
         baseline: The other checkout's folder.
         seconds: About how long a round lasts.
-        launches: How often both versions are started anew.
+        launches: How often both versions are started.
         on_turn: Called with a label before each contender's rounds in each launch.
     """
     taken: dict[tuple[int, Contender], list[np.ndarray]] = {}
@@ -124,14 +123,14 @@ def compare(
                 both = [stack.enter_context(_version(checkout)) for checkout in (baseline, HERE)]
                 for contender in contenders:
                     on_turn(f"{case.name}: {contender}, launch {launch + 1}")
-                    turned = both if launch % 2 == 0 else both[::-1]  # who is constructed and warmed up first
+                    turned = both if launch % 2 == 0 else both[::-1]  # the first is constructed and warmed up first
                     rows = _rounds(turned, case, contender, seconds)
                     taken.setdefault((number, contender), []).append(rows if launch % 2 == 0 else rows[:, ::-1])
     return [_comparison(cases[number][0], who, np.stack(times)) for (number, who), times in taken.items()]
 
 
 def _comparison(case: Case, contender: Contender, times: np.ndarray) -> Comparison:
-    """Of seconds per environment step by launch, round and version."""
+    """Summarise `times`: seconds per environment step by launch, round and version."""
     baseline_us, this_us = np.median(times, axis=(0, 1)) * 1e6
     ratio, low, high = interval(times[:, :, 1] / times[:, :, 0])
     return Comparison(
@@ -141,7 +140,7 @@ def _comparison(case: Case, contender: Contender, times: np.ndarray) -> Comparis
 
 
 def _rounds(versions: Sequence[Connection], case: Case, contender: Contender, seconds: float) -> np.ndarray:
-    """Seconds per environment step, `(ROUNDS, 2)`, of two versions in turns."""
+    """Measure two versions in turns; returns seconds per environment step, `(ROUNDS, 2)`."""
     arguments = {"backend": contender.backend, "num_workers": contender.workers}
     batches = []
     for version in versions:
@@ -164,7 +163,7 @@ def _rounds(versions: Sequence[Connection], case: Case, contender: Contender, se
 
 @contextmanager
 def _version(checkout: Path) -> Iterator[Connection]:
-    """A process that steps with the package of a checkout."""
+    """A connection to a process that steps with the package of a checkout."""
     ours, theirs = Pipe()
     # The order of sets and the layout of dicts are then the same in both.
     variables = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONHASHSEED": "0"}

@@ -3,14 +3,15 @@
     python examples/agents_that_die.py
 
 It needs `pip install "marl-parallel[examples]"`. Two archers and two knights share a network,
-and are paid 1 for each zombie they kill. Whom a zombie has reached is gone, while the others play on; so is everybody
-once a zombie gets past. What must not be learned from are rows of zeros in the place of the dead:
+and get a reward of 1 for each zombie they kill. An agent that a zombie reaches dies, while the others continue. The
+episode ends when a zombie gets past them. Training must skip the rows of zeros of dead agents:
 
-- *acting* says, before a step, whose action will be carried out. Only those rows are learned from, and with them falls
-  the step that resets a copy (`NEXT_STEP`), in which nobody acts.
-- *present* says, after a step, whose observation is data; at its last step, an agent is present and acts no more.
-- A dead agent has *terminated*: nothing is to be expected after it, whatever its team may still achieve. When the time
-  limit ends an episode, the living are *truncated*: they could have gone on, and what they were to expect counts.
+- *acting*, before a step, marks the agents whose actions count. Only these rows are used for training. This excludes
+  the step that resets an environment (`NEXT_STEP`), in which no agent acts.
+- *present*, after a step, marks the agents whose observations are data. At its last step, an agent is present and no
+  longer acting.
+- A dead agent has *terminated*: the value after its death is 0, even if its team gets more rewards. When the time limit
+  ends an episode, the agents alive are *truncated*: they could have continued, so the value of their last state counts.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ class Args:
 
     seed: int = 1
     num_envs: int = 16
-    """how many copies"""
+    """number of environments"""
     num_workers: int | None = None
-    """how many worker processes; by default one for each CPU"""
+    """number of worker processes; by default one per CPU"""
     total_steps: int = 300_000
-    """steps of all copies taken together"""
+    """steps of all environments together"""
     max_cycles: int = 500
-    """steps after which an episode is cut short"""
+    """steps after which an episode is truncated"""
     num_steps: int = 128
-    """steps of each copy between updates"""
+    """steps of each environment between updates"""
     epochs: int = 4
     minibatches: int = 4
     learning_rate: float = 1e-3
@@ -63,15 +64,15 @@ class Args:
     entropy: float = 0.01
     hidden: int = 128
     output: Path = Path("runs/agents_that_die")
-    """where the log and the curve go"""
+    """folder of the log and the curve"""
     video: Path | None = None
-    """also record the trained agents, as .gif or .mp4"""
+    """also record the trained agents: a .gif or .mp4"""
     smoke: bool = False
-    """a few seconds only: it learns nothing"""
+    """a run of a few seconds, too short to learn"""
 
 
 class Agents(nn.Module):
-    """What all agents share: a policy and a value of what one sees, and of whether it is an archer or a knight."""
+    """The networks that all agents share. Their input is an agent's observation and whether it is a knight."""
 
     def __init__(self, names: list[str], observation_size: int, num_actions: int, hidden: int) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class Agents(nn.Module):
         self.critic = network(observation_size + 1, hidden, 1, gain=1.0)
 
     def seen(self, by_agent: dict[str, np.ndarray]) -> torch.Tensor:
-        """From arrays by agent `(copies, ...)`, what the networks take: `(copies, agents, size)`."""
+        """The input of the networks, `(num_envs, agents, size)`, from arrays by agent `(num_envs, ...)`."""
         values = torch.as_tensor(stacked(by_agent), dtype=torch.float32).flatten(2)
         return torch.cat([values, self.is_knight.expand(*values.shape[:2], 1)], -1)
 
@@ -100,12 +101,12 @@ def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequentia
 
 
 def stacked(by_agent: dict[str, np.ndarray]) -> np.ndarray:
-    """From arrays by agent `(copies, ...)` one of `(copies, agents, ...)`."""
+    """Stack arrays by agent `(num_envs, ...)` to one of `(num_envs, agents, ...)`."""
     return np.stack(list(by_agent.values()), axis=1)
 
 
 class Rollout:
-    """What was seen, `(steps, copies, agents, ...)`; `seen` once more than there are steps."""
+    """The collected data, `(steps, envs, agents, ...)`; `seen` has one step more."""
 
     def __init__(self, num_steps: int, num_envs: int, num_agents: int, size: int) -> None:
         rows = (num_steps, num_envs, num_agents)
@@ -114,7 +115,7 @@ class Rollout:
         self.acting, self.terminated, self.over = torch.zeros(3, *rows, dtype=torch.bool)
 
     def advantages(self, agents: Agents, gamma: float, gae_lambda: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Generalised advantage estimates, and what the critic is to learn; of rows that did not act, nonsense."""
+        """Generalised advantage estimates, and the targets of the critic; meaningless for rows that did not act."""
         values = agents.value(self.seen)
         surprises = self.rewards + gamma * values[1:] * ~self.terminated - values[:-1]
         advantages = torch.zeros_like(surprises)
@@ -125,7 +126,7 @@ class Rollout:
 
 
 class Collector:
-    """Steps the copies with the agents' actions, and counts the zombies that were killed."""
+    """Steps the environments with the agents' actions, and counts the zombies that were killed."""
 
     def __init__(self, env: PettingZooVecEnv, agents: Agents, num_steps: int) -> None:
         self.env, self.agents = env, agents
@@ -136,15 +137,15 @@ class Collector:
 
     @torch.no_grad()
     def collect(self) -> list[float]:
-        """Fill the rollout; gives for each episode that ended how many zombies its agents killed."""
+        """Fill the rollout; returns the number of zombies killed in each episode that ended."""
         rollout, finished = self.rollout, []
         rollout.seen[0] = rollout.seen[-1]
         for step in range(len(rollout.actions)):
             rollout.acting[step] = torch.as_tensor(stacked(self.env.acting))
             actions = self.agents.policy(rollout.seen[step]).sample()
             rollout.actions[step] = actions
-            given = dict(zip(self.env.possible_agents, actions.T.numpy()))
-            observations, rewards, terminations, truncations, _ = self.env.step(given)
+            by_agent = dict(zip(self.env.possible_agents, actions.T.numpy()))
+            observations, rewards, terminations, truncations, _ = self.env.step(by_agent)
             rollout.seen[step + 1] = self.agents.seen(observations)
             rollout.rewards[step] = torch.as_tensor(stacked(rewards))
             rollout.terminated[step] = torch.as_tensor(stacked(terminations))
@@ -178,7 +179,7 @@ def update(agents: Agents, optimizer: torch.optim.Optimizer, rollout: Rollout, a
 
 
 def train(args: Args) -> tuple[Agents, list[dict[str, float]]]:
-    """One run; gives the agents and their log, a row for each update in which episodes ended."""
+    """One run; returns the agents and their log, with a row for each update in which episodes ended."""
     torch.manual_seed(args.seed)
     parallel = make(
         GAME,
@@ -236,13 +237,13 @@ def record(agents: Agents, args: Args, path: Path) -> None:
 def main(args: Args) -> None:
     torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
     if args.video is not None and args.video.suffix not in (".gif", ".mp4"):
-        sys.exit(f"--video wants a .gif or .mp4, got {args.video}")
+        sys.exit(f"--video must be a .gif or .mp4 file, got {args.video}")
     if args.smoke:
         args = dataclasses.replace(args, num_envs=2, num_steps=100, total_steps=1000, max_cycles=40)
     agents, log = train(args)
     save(log, args)
     first, last = (np.mean([row["killed"] for row in part]) for part in (log[:10], log[-10:]))
-    print(f"zombies killed in an episode: {first:.2f} at first, {last:.2f} in the end")
+    print(f"zombies killed in an episode, first -> last updates: {first:.2f} -> {last:.2f}")
     print(f"{log[-1]['steps']:,} steps in {log[-1]['seconds']:.0f} s; log and curve: {args.output}")
     if args.video is not None:
         record(agents, args, args.video)

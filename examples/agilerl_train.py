@@ -1,10 +1,10 @@
-"""AgileRL's own multi-agent training function, IPPO on eight copies of simple_spread.
+"""Train with AgileRL's own multi-agent function: IPPO on eight simple_spread environments.
 
     python examples/agilerl_train.py
     python examples/agilerl_train.py --smoke
 
-It needs `pip install -e ".[mpe,agilerl]"`. AgileRL's function takes the environment as if it were its own, trains
-all agents with one pair of networks, and closes it.
+It needs `pip install -e ".[mpe,agilerl]"`. AgileRL's function takes the facade like its own vector environment,
+trains all agents with one pair of networks, and closes it.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from marl_parallel import ParallelEnv
 from marl_parallel.vector import AgileRLVecEnv
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-parser.add_argument("--num-envs", type=int, default=8, help="how many copies")
-parser.add_argument("--num-workers", type=int, default=None, help="how many worker processes")
-parser.add_argument("--steps", type=int, default=40_000, help="of all copies together")
+parser.add_argument("--num-envs", type=int, default=8, help="number of environments")
+parser.add_argument("--num-workers", type=int, default=None, help="number of worker processes")
+parser.add_argument("--steps", type=int, default=40_000, help="steps of all environments together")
 parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--smoke", action="store_true", help="a few seconds only: it learns nothing")
+parser.add_argument("--smoke", action="store_true", help="a run of a few seconds, too short to learn")
 args = parser.parse_args()
 steps, learn_step, episodes = (800, 200, 1) if args.smoke else (args.steps, 1_000, 10)
 
@@ -36,7 +36,7 @@ make_env = functools.partial(simple_spread_v3.parallel_env, max_cycles=25)
 
 
 def vectorised(seed):
-    """All copies as one environment of AgileRL's."""
+    """All environments as one vector environment of AgileRL."""
     return AgileRLVecEnv(ParallelEnv([make_env] * args.num_envs, seed=seed, num_workers=args.num_workers))
 
 
@@ -60,7 +60,7 @@ start = time.perf_counter()
 seconds = time.perf_counter() - start
 after = trained.test(unseen, loop=episodes)
 
-print(f"{args.num_envs} copies on {unseen.env.num_workers} workers")
+print(f"{args.num_envs} environments on {unseen.env.num_workers} workers")
 print(f"{steps:,} steps in {seconds:.0f} s: {steps / seconds:,.0f} per second, with learning and evaluation")
-print(f"mean return of an episode, all agents together: {before:.1f} before, {after:.1f} after")
+print(f"mean return of an episode, all agents together, before -> after training: {before:.1f} -> {after:.1f}")
 unseen.close()

@@ -1,12 +1,12 @@
-"""Independent PPO that never waits for the slowest copy: `send` and `recv` beside `step`, on the same task.
+"""Compare independent PPO that never waits for the slowest environment, with `send` and `recv`, with one that does.
 
     python examples/async_ippo.py                    both ways, and a plot of their returns over the seconds they took
-    python examples/async_ippo.py --num-workers 2    on two CPUs there is nothing to gain: simulators fill them both
+    python examples/async_ippo.py --num-workers 2    no gain on two CPUs: the simulators use both
 
-It needs `pip install "marl-parallel[examples]"`. In turns, the policy waits until all copies have been stepped, then
-they wait for it. In halves, it acts for the first half that is ready while the others are simulated. Either way each
-copy makes the same number of steps with the same agents between two updates, so the two differ in time alone; and, with
-several workers, in which random numbers go where, since what is ready first is a matter of timing then.
+It needs `pip install "marl-parallel[examples]"`. In turns, the policy waits until all environments have been stepped,
+then they wait for the policy. In halves, the policy acts for the first half that is ready while the others step. In
+both ways each environment makes the same number of steps with the same agents between two updates, so they differ only
+in time. With several workers, random numbers differ as well, since the order of results then depends on timing.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Args:
 
     seed: int = 1
     num_envs: int = 16
-    """how many copies"""
+    """number of environments"""
     num_workers: int = max((os.cpu_count() or 1) - 1, 1)
-    """how many worker processes; by default all CPUs but one, which the policy has"""
+    """number of worker processes; by default all CPUs but one, which the policy uses"""
     total_steps: int = 250_000
-    """steps of all copies taken together, in each of the two ways"""
+    """steps of all environments together, in each of the two ways"""
     target: float = -18.0
-    """the mean return of an agent's episode whose time is told"""
+    """print the time until an agent's mean return reaches this"""
     num_steps: int = 125
-    """steps of each copy between updates: five episodes"""
+    """steps of each environment between updates: five episodes"""
     epochs: int = 8
     minibatches: int = 8
     learning_rate: float = 1e-3
@@ -57,13 +57,13 @@ class Args:
     entropy: float = 0.01
     hidden: int = 128
     output: Path = Path("runs/async_ippo")
-    """where the logs and the plot go"""
+    """folder of the logs and the plot"""
     smoke: bool = False
-    """a few seconds only: it learns nothing"""
+    """a run of a few seconds, too short to learn"""
 
 
 class Agent(nn.Module):
-    """What all agents share: a policy and a value of what one agent sees."""
+    """The networks that all agents share: a policy and a value of one agent's observation."""
 
     def __init__(self, observation_size: int, num_actions: int, hidden: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequentia
 
 
 class Rollout:
-    """What was seen, `(copies, steps, agents, ...)`: every copy has its own place, since they do not keep step."""
+    """The collected data, `(envs, steps, agents, ...)`. Environments come first, since each is at its own step."""
 
     def __init__(self, num_envs: int, num_steps: int, num_agents: int, observation_size: int) -> None:
         rows = (num_envs, num_steps, num_agents)
@@ -95,10 +95,10 @@ class Rollout:
         self.terminated, self.over = torch.zeros(2, *rows, dtype=torch.bool)
 
     def advantages(self, agent: Agent, gamma: float, gae_lambda: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Generalised advantage estimates, and what the critic is to learn.
+        """Generalised advantage estimates, and the targets of the critic.
 
-        The value of what followed counts also where the episode was truncated, for it could have gone on; it does not
-        where it terminated. Neither passes advantages on from what came after it.
+        The value of the last state counts if the episode was truncated, since it could have continued, and not if it
+        terminated. No advantage is passed on across either end.
         """
         values, expected = agent.value(self.observations), agent.value(self.following)
         surprises = self.rewards + gamma * expected * ~self.terminated - values
@@ -110,7 +110,7 @@ class Rollout:
 
 
 class Collector:
-    """Steps the copies with the agent's actions, all at once or whoever is ready, and adds up returns."""
+    """Steps all environments or those that are ready with the agent's actions, and sums returns."""
 
     def __init__(self, env: ParallelEnv, agent: Agent, args: Args, at_once: int) -> None:
         self.env, self.agent, self.at_once = env, agent, at_once
@@ -122,7 +122,7 @@ class Collector:
 
     @torch.no_grad()
     def collect(self) -> list[float]:
-        """Fill the rollout; gives the mean returns of an agent in each episode that ended."""
+        """Fill the rollout; returns the mean return of an agent for each episode that ended."""
         num_steps = self.rollout.actions.shape[1]
         done = np.zeros(self.env.num_envs, int)
         finished: list[float] = []
@@ -130,7 +130,7 @@ class Collector:
         while self.env.pending:
             batch = self.env.recv(min_envs=min(self.at_once, len(self.env.pending)))
             ids = list(batch.env_ids)
-            finished += self.keep(batch, ids, done[ids])
+            finished += self.store(batch, ids, done[ids])
             done[ids] += 1
             unfinished = [env_id for env_id in ids if done[env_id] < num_steps]
             if unfinished:
@@ -138,20 +138,20 @@ class Collector:
         return finished
 
     def act(self, env_ids: Sequence[int], steps: np.ndarray) -> None:
-        """Send the agents' actions to these copies, each of which is at its own step."""
+        """Send the agents' actions to these environments, each at its own step."""
         ids = torch.as_tensor(list(env_ids))
         actions = self.agent.policy(self.seen[ids]).sample()
         at = ids, torch.as_tensor(steps[list(env_ids)])
         self.rollout.observations[at], self.rollout.actions[at] = self.seen[ids], actions
         self.env.send([dict(zip(self.names, row)) for row in actions.tolist()], list(env_ids))
 
-    def keep(self, batch: StepBatch, ids: list[int], steps: np.ndarray) -> list[float]:
+    def store(self, batch: StepBatch, ids: list[int], steps: np.ndarray) -> list[float]:
         self.seen[ids] = torch.as_tensor(stacked(batch.observations))
         following = self.seen[ids]
         finished = []
         for place, (terminated, truncated) in enumerate(zip(batch.terminateds, batch.truncateds)):
             if terminated["__all__"] or truncated["__all__"]:
-                # What was observed is the next episode's first; the last of the old one is in the infos.
+                # The observation is the first of the next episode; the last of the old one is in the infos.
                 infos = batch.infos[place]
                 last = np.stack([infos[name]["final_obs"] for name in self.names])
                 following[place] = torch.as_tensor(last)
@@ -195,7 +195,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, rollout: Rollout, arg
 
 
 def train(args: Args, way: str) -> list[dict[str, float]]:
-    """One run, in turns or in halves; gives its log, a row for each update."""
+    """One run, in turns or in halves; returns its log, with a row for each update."""
     torch.manual_seed(args.seed)
     with make(
         "mpe2.simple_spread_v3",
@@ -213,9 +213,9 @@ def train(args: Args, way: str) -> list[dict[str, float]]:
         start, collecting = time.perf_counter(), 0.0
         for number in track(range(updates), f"in {way}"):
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - number / updates)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             mean = float(np.mean(collector.collect()))
-            collecting += time.perf_counter() - begun
+            collecting += time.perf_counter() - started
             update(agent, optimizer, collector.rollout, args)
             steps = (number + 1) * args.num_steps * args.num_envs
             seconds = time.perf_counter() - start
@@ -224,7 +224,7 @@ def train(args: Args, way: str) -> list[dict[str, float]]:
 
 
 def seconds_to(log: list[dict[str, float]], target: float) -> float | None:
-    """When the mean over ten updates was first as good as that."""
+    """Seconds until the mean return of ten updates reached `target`; None if it did not."""
     for end in range(10, len(log) + 1):
         if np.mean([row["return"] for row in log[end - 10 : end]]) >= target:
             return log[end - 1]["seconds"]
@@ -247,8 +247,12 @@ def main(args: Args) -> None:
         reached, last = seconds_to(log, args.target), log[-1]
         when = "not reached" if reached is None else f"after {reached:.0f} s"
         rate = last["steps"] / last["collecting"]
-        told = [f"return {args.target:g} {when}", f"{last['return']:.2f} at last", f"{rate:,.0f} steps/s to collect"]
-        print(f"in {way}: {'; '.join(told)}")
+        parts = [
+            f"return {args.target:g} {when}",
+            f"last return {last['return']:.2f}",
+            f"{rate:,.0f} steps/s collected",
+        ]
+        print(f"in {way}: {'; '.join(parts)}")
     axes.set(title="IPPO on simple_spread", xlabel="seconds", ylabel="mean return of an agent's episode")
     axes.legend()
     figure.savefig(args.output / "return_over_time.png", dpi=120)

@@ -1,8 +1,8 @@
-"""A policy that acts on one half of the copies while the other half simulates, beside one that takes turns with all.
+"""Compare a policy that acts for one half of the environments while the other half steps with one that waits for all.
 
     python examples/async_rollout.py
 
-It needs `pip install -e ".[mpe]"`, and gains where there is a CPU for the policy and one for each worker.
+It needs `pip install -e ".[mpe]"`, and is faster if there is a CPU for the policy and one for each worker.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from mpe2 import simple_spread_v3
 from marl_parallel import ParallelEnv
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-parser.add_argument("--num-envs", type=int, default=64, help="how many copies")
-parser.add_argument("--steps", type=int, default=100, help="how often each copy is stepped, in each of the two ways")
+parser.add_argument("--num-envs", type=int, default=64, help="number of environments")
+parser.add_argument("--steps", type=int, default=100, help="steps of each environment, in each of the two ways")
 args = parser.parse_args()
 
 rng = np.random.default_rng(1)
@@ -27,12 +27,12 @@ weights = [rng.normal(scale=shape[0] ** -0.5, size=shape).astype(np.float32) for
 
 
 def policy(observations):
-    """One dict of actions for each dict of observations; all agents of all copies at once."""
-    values = np.stack([seen for copy in observations for seen in copy.values()])
+    """One dict of actions for each dict of observations; all agents of all environments at once."""
+    values = np.stack([seen for by_agent in observations for seen in by_agent.values()])
     for matrix in weights:
         values = np.tanh(values @ matrix)
     chosen = iter(values.argmax(axis=1).tolist())
-    return [{agent: next(chosen) for agent in copy} for copy in observations]
+    return [{agent: next(chosen) for agent in by_agent} for by_agent in observations]
 
 
 num_workers = max(os.cpu_count() - 1, 1)
@@ -45,14 +45,14 @@ with ParallelEnv([simple_spread_v3.parallel_env] * args.num_envs, seed=1, num_wo
     in_turns = args.steps * env.num_envs / (time.perf_counter() - start)
     print(f"in turns:  {in_turns:6,.0f} environment steps per second")
 
-    # In two halves: whoever is ready, at least one half, is sent new actions; meanwhile the others simulate.
+    # In two halves: the environments that are ready, at least one half, get new actions while the others step.
     env.reset_async()
     start, stepped, returns = time.perf_counter(), 0, [0.0] * env.num_envs
     while stepped < args.steps * env.num_envs:
         batch = env.recv(min_envs=env.num_envs // 2)
         env.send(policy(batch.observations), batch.env_ids)
-        for copy, rewards in zip(batch.env_ids, batch.rewards):
-            returns[copy] += sum(rewards.values())  # of a reset they are 0.0
+        for env_id, rewards in zip(batch.env_ids, batch.rewards):
+            returns[env_id] += sum(rewards.values())  # 0.0 after a reset
         stepped += len(batch.env_ids)
     env.recv()  # so that nothing is left in flight
     in_halves = stepped / (time.perf_counter() - start)

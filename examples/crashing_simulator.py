@@ -1,9 +1,9 @@
-"""A run that survives a simulator which segfaults, hangs, raises, and leaves child processes behind.
+"""Restart a simulator that segfaults, hangs, raises, and leaves child processes behind.
 
     python examples/crashing_simulator.py
 
-It needs `pip install -e ".[mpe]"` and Linux, and takes about ten seconds. The lines with WARNING are the package's, one
-for each fault.
+It needs `pip install -e ".[mpe]"` and Linux, and takes about ten seconds. The package logs one WARNING for each
+fault.
 """
 
 import argparse
@@ -21,30 +21,30 @@ from pettingzoo.utils import BaseParallelWrapper
 from marl_parallel import ParallelEnv, RestartPolicy
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-parser.add_argument("--steps", type=int, default=1000, help="how often each copy is stepped")
+parser.add_argument("--steps", type=int, default=1000, help="steps of each environment")
 args = parser.parse_args()
 
-# Its notices go to the logger "marl_parallel". Here all logs are printed between the lines of our own.
+# The package logs to "marl_parallel". Here all logs go to stdout, like the output of this script.
 logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
 
-# Whatever is started from here inherits this, so that at the end we can see whether anything is left.
+# All processes started from here inherit this variable. So the script can look for remaining processes at the end.
 os.environ["STARTED_BY"] = f"crashing_simulator-{os.getpid()}"
 
 
 def processes():
-    """All processes that were started from here, children of children included."""
+    """The pids of all processes that were started from here, grandchildren included."""
     found, mark = [], f"STARTED_BY={os.environ['STARTED_BY']}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             if mark in environ.read_bytes().split(b"\0"):
                 found.append(int(environ.parent.name))
         except OSError:
-            pass  # it has ended meanwhile, or is somebody else's
+            pass  # it has ended, or belongs to another user
     return found
 
 
 class Crashing(BaseParallelWrapper):
-    """Has an engine in a process of its own, which it never ends; and breaks at its n-th step in each of its lives."""
+    """Starts an engine process that it never ends, and fails at its n-th step after each start."""
 
     def __init__(self, env, trouble, after):
         super().__init__(env)
@@ -68,7 +68,7 @@ TROUBLES = {1: ("segfaults", 450), 2: ("raises", 300), 5: ("hangs", 400)}
 
 
 def make_env(env_id):
-    """Five copies of eight are as they should be."""
+    """Three of the eight environments fail."""
     return Crashing(simple_spread_v3.parallel_env(), *TROUBLES.get(env_id, ("", 0)))
 
 
@@ -77,31 +77,33 @@ env = ParallelEnv(
     num_workers=2,
     on_error="restart",
     restart_policy=RestartPolicy(max_restarts=20, rate_limit=5, rate_period_s=60.0),
-    step_timeout=1.0,  # generous: what takes longer is taken to hang
+    step_timeout=1.0,  # much longer than a step: a slower one counts as a hang
     reset_timeout=5.0,
 )
 with env:
-    print(f"{env.num_envs} copies on {env.num_workers} workers")
+    print(f"{env.num_envs} environments on {env.num_workers} workers")
     observations, infos = env.reset()
     returns, finished, interrupted = [0.0] * env.num_envs, [], 0
     for step in range(args.steps):
         actions = [{agent: env.action_space[agent].sample() for agent in acting} for acting in env.acting]
         observations, rewards, terminateds, truncateds, infos = env.step(actions)
-        anew = [copy for copy in range(env.num_envs) if "__common__" in infos[copy]]
-        if anew:
-            # These copies have been built anew, and `observations` are their first. Their old episodes were cut off:
-            # all agents are truncated, with rewards of 0.0. `infos[copy]["__common__"]["error"]` is a full report.
-            print(f"         step {step}: copies {anew} begin anew")
-            interrupted += len(anew)
-        for copy in range(env.num_envs):
-            returns[copy] += sum(rewards[copy].values())
-            if terminateds[copy]["__all__"] or truncateds[copy]["__all__"]:
-                if copy not in anew:
-                    finished.append(returns[copy])
-                returns[copy] = 0.0
-    print(f"{len(finished)} episodes, mean return {sum(finished) / max(len(finished), 1):.1f}; {interrupted} cut off")
+        rebuilt = [env_id for env_id in range(env.num_envs) if "__common__" in infos[env_id]]
+        if rebuilt:
+            # These environments have been rebuilt, and `observations` are their first. Their old episodes are over:
+            # all agents are truncated, with rewards of 0.0. `infos[env_id]["__common__"]["error"]` is a full report.
+            print(f"         step {step}: environments {rebuilt} were rebuilt")
+            interrupted += len(rebuilt)
+        for env_id in range(env.num_envs):
+            returns[env_id] += sum(rewards[env_id].values())
+            if terminateds[env_id]["__all__"] or truncateds[env_id]["__all__"]:
+                if env_id not in rebuilt:
+                    finished.append(returns[env_id])
+                returns[env_id] = 0.0
+    print(
+        f"{len(finished)} episodes, mean return {sum(finished) / max(len(finished), 1):.1f}; {interrupted} interrupted"
+    )
     stats = env.stats()
     print(f"{stats.restarts} restarts, {[worker.restarts for worker in stats.workers]} by worker")
-    print(f"{env.num_envs + stats.restarts} engines were started; {len(processes())} processes are there, workers too")
+    print(f"{env.num_envs + stats.restarts} engines were started; {len(processes())} processes run, workers included")
 
 print(f"closed: {len(processes())} processes are left")

@@ -1,4 +1,4 @@
-"""Evolution strategies in NumPy: every copy plays an episode with weights of its own, its agents share them.
+"""Train with evolution strategies in NumPy: each environment plays an episode with its own weights for all its agents.
 
 python examples/gymnasium_evolution.py            about half a minute on two cores
 python examples/gymnasium_evolution.py --generations 3
@@ -19,20 +19,20 @@ STEPS = 25
 
 
 class Linear:
-    """One policy for each copy: agents see, and take the action with the highest score."""
+    """A linear policy for each environment: agents take the action with the highest score."""
 
     def __init__(self, observation_size: int, actions: int) -> None:
         self.mean = np.zeros((observation_size + 1, actions))
 
     def act(self, weights: np.ndarray, observations: np.ndarray) -> np.ndarray:
-        """Actions of all rows `(copies * agents,)`, by the weights `(copies, size + 1, actions)`."""
+        """Actions of all rows `(num_envs * agents,)`, by the weights `(num_envs, size + 1, actions)`."""
         seen = observations.reshape(len(weights), -1, observations.shape[-1])
         ones = np.ones((*seen.shape[:2], 1))
         return (np.concatenate([seen, ones], axis=2) @ weights).argmax(axis=2).ravel()
 
 
 def episode(env: RecordEpisodeStatistics, policy: Linear, weights: np.ndarray, seed: int) -> np.ndarray:
-    """The return of each copy, summed up over its agents; all of them play the same episode."""
+    """The return of each environment, summed over its agents; all environments play the same episode."""
     observations, _ = env.reset(seed=[seed] * len(weights))
     for _ in range(STEPS):
         observations, _, _, _, infos = env.step(policy.act(weights, observations))
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
-    # No reset of its own is needed after an episode: the next generation begins with one.
+    # No automatic reset is needed after an episode: the next generation begins with a reset.
     parallel = ParallelEnv([simple_spread_v3.parallel_env] * options.num_envs, "NEXT_STEP", seed=options.seed)
     env = RecordEpisodeStatistics(GymnasiumVectorEnv(parallel))
     policy = Linear(env.single_observation_space.shape[0], env.single_action_space.n)

@@ -1,12 +1,12 @@
 """Independent PPO with shared parameters on simple_spread: three agents learn to cover three landmarks.
 
     python examples/ippo_simple_spread.py                   one run: a CSV log, and the learning curve as a PNG
-    python examples/ippo_simple_spread.py --check           three seeds; fails unless they learned
-    python examples/ippo_simple_spread.py --video out.gif   what the agents do in the end
+    python examples/ippo_simple_spread.py --check           three seeds; fails unless they learn
+    python examples/ippo_simple_spread.py --video out.gif   also a video of the trained agents
 
-It needs `pip install "marl-parallel[examples]"`. Every agent of every copy is a row of one batch, and one network acts
-for them all: `GymnasiumVectorEnv` is made for that, and what is below is PPO for any Gymnasium vector environment. With
-the same `--seed` the same returns follow, at every number of workers.
+It needs `pip install "marl-parallel[examples]"`. Every agent of every environment is a row of one batch, and one
+network acts for all rows: `GymnasiumVectorEnv` has this form, and the code below is PPO for any Gymnasium vector
+environment. The same `--seed` gives the same returns, with every number of workers.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 RANDOM_RETURN = -26.1
-"""Mean return of one agent's episode where all act at random, over 1,000 episodes."""
+"""Mean return of one agent's episode with random actions, over 1,000 episodes."""
 MARGIN = 8.0
-"""How much better the trained agents must be, for `--check`."""
+"""How much better than random the trained agents must be, for `--check`."""
 
 
 @dataclass
@@ -45,17 +45,17 @@ class Args:
 
     seed: int = 1
     num_envs: int = 16
-    """how many copies"""
+    """number of environments"""
     num_workers: int | None = None
-    """how many worker processes; by default one for each CPU"""
+    """number of worker processes; by default one per CPU"""
     backend: str = "process"
-    """or "serial": all copies in this process, one after another"""
+    """or "serial": all environments in this process, one after another"""
     total_steps: int = 250_000
-    """steps of all copies taken together"""
+    """steps of all environments together"""
     stop_at: float | None = None
-    """stop as soon as the mean return of the last ten updates is as good as this"""
+    """stop when the mean return of the last ten updates reaches this"""
     num_steps: int = 125
-    """steps of each copy between updates: five episodes"""
+    """steps of each environment between updates: five episodes"""
     epochs: int = 8
     minibatches: int = 8
     learning_rate: float = 1e-3
@@ -65,19 +65,19 @@ class Args:
     entropy: float = 0.01
     hidden: int = 128
     test_episodes: int = 400
-    """how many episodes the trained agents are tested on"""
+    """number of episodes to test the trained agents"""
     output: Path = Path("runs/ippo_simple_spread")
-    """where the log and the curve go"""
+    """folder of the log and the curve"""
     video: Path | None = None
-    """also record the trained agents, as .gif or .mp4"""
+    """also record the trained agents: a .gif or .mp4"""
     check: bool = False
-    """train with three seeds, and fail unless the agents end up far better than random ones"""
+    """train with three seeds, and fail unless the agents are much better than random ones"""
     smoke: bool = False
-    """a few seconds only: it learns nothing"""
+    """a run of a few seconds, too short to learn"""
 
 
 class Agent(nn.Module):
-    """What all agents share: a policy and a value of what one agent sees."""
+    """The networks that all agents share: a policy and a value of one agent's observation."""
 
     def __init__(self, observation_size: int, num_actions: int, hidden: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequentia
 
 @dataclass
 class Rollout:
-    """What was seen in `num_steps` steps, each `(num_steps, rows, ...)`."""
+    """The data of `num_steps` steps, each tensor `(num_steps, rows, ...)`."""
 
     observations: torch.Tensor
     following: torch.Tensor
@@ -117,11 +117,11 @@ class Rollout:
         return cls(seen, following, *flat, *torch.zeros(2, num_steps, rows, dtype=torch.bool))
 
     def advantages(self, agent: Agent, gamma: float, gae_lambda: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Generalised advantage estimates, and what the critic is to learn.
+        """Generalised advantage estimates, and the targets of the critic.
 
-        An episode that was truncated, here by its limit of 25 steps, could have gone on: what it was still worth
-        counts. One that terminated is worth nothing more. To take one for the other would teach the agents that the
-        world ends when the clock says so. No advantage is passed on across either.
+        An episode that was truncated, here by its limit of 25 steps, could have continued: the value of its last
+        state counts. The last state of a terminated episode has no value. Confusing the two would teach the agents
+        that rewards end at the time limit. No advantage is passed on across either end.
         """
         values, expected = agent.value(self.observations), agent.value(self.following)
         surprises = self.rewards + gamma * expected * ~self.terminated - values
@@ -134,7 +134,7 @@ class Rollout:
 
 
 class Collector:
-    """Steps the copies with the agent's actions, and adds up the returns of episodes."""
+    """Steps the environments with the agent's actions, and sums the returns of episodes."""
 
     def __init__(self, env: GymnasiumVectorEnv, agent: Agent, num_steps: int) -> None:
         self.env, self.agent = env, agent
@@ -144,14 +144,14 @@ class Collector:
 
     @torch.no_grad()
     def collect(self) -> list[float]:
-        """Fill the rollout; gives the returns of the agents' episodes that ended."""
+        """Fill the rollout; returns the agents' returns of the episodes that ended."""
         rollout, finished = self.rollout, []
         for step in range(len(rollout.actions)):
             rollout.observations[step] = torch.as_tensor(self.observations)
             actions = self.agent.policy(rollout.observations[step]).sample()
             self.observations, rewards, terminations, truncations, infos = self.env.step(actions.numpy())
-            # Where an episode is over, this observation is the next one's first already; the old one's last is in
-            # the infos, and it is that which followed from the action.
+            # If an episode is over, this observation is already the first of the next episode. The observation that
+            # followed the action, the last of the old episode, is in the infos.
             following, over = self.observations, terminations | truncations
             if over.any():
                 following = following.copy()
@@ -186,7 +186,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, rollout: Rollout, arg
 
 
 def train(args: Args) -> tuple[Agent, list[dict[str, float]]]:
-    """One run; gives the agent and its log, a row for each update."""
+    """One run; returns the agent and its log, with a row for each update."""
     torch.manual_seed(args.seed)
     parallel = make(
         "mpe2.simple_spread_v3",
@@ -226,7 +226,7 @@ def train(args: Args) -> tuple[Agent, list[dict[str, float]]]:
 
 @torch.no_grad()
 def evaluate(agent: Agent | None, seed: int, episodes: int) -> float:
-    """Mean return of an agent's episode: of the likeliest actions, or of random ones."""
+    """Mean return of an agent's episode: with the most likely actions, or with random ones if `agent` is None."""
     with ParallelEnv([simple_spread_v3.parallel_env] * 20, seed=seed) as parallel:
         env = GymnasiumVectorEnv(parallel)
         env.action_space.seed(seed)
@@ -272,7 +272,7 @@ def record(agent: Agent, path: Path) -> None:
 def main(args: Args) -> None:
     torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
     if args.video is not None and args.video.suffix not in (".gif", ".mp4"):
-        sys.exit(f"--video wants a .gif or .mp4, got {args.video}")
+        sys.exit(f"--video must be a .gif or .mp4 file, got {args.video}")
     if args.smoke:
         args = dataclasses.replace(args, num_envs=4, num_steps=50, total_steps=600, test_episodes=20)
     runs, better = {}, []
@@ -280,7 +280,7 @@ def main(args: Args) -> None:
         agent, runs[seed] = train(dataclasses.replace(args, seed=seed))
         trained, by_chance = (evaluate(each, 90_000 + seed, args.test_episodes) for each in (agent, None))
         better.append(trained - by_chance)
-        print(f"seed {seed}: mean return of an agent's episode {trained:.2f}, of random actions {by_chance:.2f}")
+        print(f"seed {seed}: mean return of an agent's episode {trained:.2f}, with random actions {by_chance:.2f}")
     save(runs, args.output)
     print(f"log and learning curve: {args.output}")
     if args.video is not None:

@@ -1,11 +1,11 @@
-"""MAPPO on simple_spread: agents act on what each sees, the critic judges by the state of the whole copy.
+"""MAPPO on simple_spread: agents act on their own observations, and the critic sees the state of the environment.
 
     python examples/mappo_simple_spread.py
 
-It needs `pip install "marl-parallel[examples]"`. `PettingZooVecEnv` gives arrays by agent and `state()` those of all
-copies. The environments reset themselves one step late (`NEXT_STEP`): when an episode is over, `state()` is still its
-last one, so the critic can be asked what was left of an episode that was cut short. With the step that resets, nobody
-is acting; a mask keeps it out of what is learned.
+It needs `pip install "marl-parallel[examples]"`. `PettingZooVecEnv` returns arrays by agent, and `state()` the states
+of all environments. The environments reset one step later (`NEXT_STEP`): when an episode is over, `state()` is still
+its last one, so the critic can compute the value of a truncated episode's last state. In the step that resets, no agent
+acts; a mask excludes it from training.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Args:
 
     seed: int = 1
     num_envs: int = 16
-    """how many copies"""
+    """number of environments"""
     num_workers: int | None = None
-    """how many worker processes; by default one for each CPU"""
+    """number of worker processes; by default one per CPU"""
     total_steps: int = 250_000
-    """steps of all copies taken together"""
+    """steps of all environments together"""
     num_steps: int = 130
-    """steps of each copy between updates: five episodes of 25 and their resets"""
+    """steps of each environment between updates: five episodes of 25 and their resets"""
     epochs: int = 8
     minibatches: int = 8
     learning_rate: float = 1e-3
@@ -53,13 +53,13 @@ class Args:
     entropy: float = 0.01
     hidden: int = 128
     output: Path = Path("runs/mappo_simple_spread")
-    """where the log and the curve go"""
+    """folder of the log and the curve"""
     smoke: bool = False
-    """a few seconds only: it learns nothing"""
+    """a run of a few seconds, too short to learn"""
 
 
 class Agents(nn.Module):
-    """What all agents share. The critic sees the state of the copy and, as it is of that agent, what the agent sees."""
+    """The networks that all agents share. The critic sees the state of the environment and the agent's observation."""
 
     def __init__(self, env: PettingZooVecEnv, hidden: int) -> None:
         super().__init__()
@@ -71,8 +71,8 @@ class Agents(nn.Module):
     def policy(self, observations: torch.Tensor) -> Categorical:
         return Categorical(logits=self.actor(observations), validate_args=False)
 
-    def value(self, judged: torch.Tensor) -> torch.Tensor:
-        return self.critic(judged).squeeze(-1)
+    def value(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.critic(inputs).squeeze(-1)
 
 
 def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequential:
@@ -85,7 +85,7 @@ def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequentia
 
 @dataclass
 class Rollout:
-    """What was seen, `(steps, copies, agents, ...)`; `observations` and `states` once more than there are steps."""
+    """The collected data, `(steps, envs, agents, ...)`; `observations` and `states` have one step more."""
 
     observations: torch.Tensor
     states: torch.Tensor
@@ -104,18 +104,18 @@ class Rollout:
         return cls(observations, states, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows), *flags)
 
     @property
-    def judged(self) -> torch.Tensor:
-        """What the critic sees of each agent: its own observation and the state of its copy."""
+    def inputs(self) -> torch.Tensor:
+        """The critic's input for each agent: its observation and the state of its environment."""
         states = self.states.unsqueeze(2).expand(*self.observations.shape[:3], -1)
         return torch.cat([self.observations, states], -1)
 
     def advantages(self, agents: Agents, gamma: float, gae_lambda: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Generalised advantage estimates, and what the critic is to learn.
+        """Generalised advantage estimates, and the targets of the critic.
 
-        The value of what followed counts also where the episode was truncated, for it could have gone on; it does not
-        where it terminated. Neither passes advantages on from what came after it.
+        The value of the last state counts if the episode was truncated, since it could have continued, and not if it
+        terminated. No advantage is passed on across either end.
         """
-        values = agents.value(self.judged)
+        values = agents.value(self.inputs)
         surprises = self.rewards + gamma * values[1:] * ~self.terminated - values[:-1]
         advantages = torch.zeros_like(surprises)
         later = torch.zeros_like(surprises[0])
@@ -125,7 +125,7 @@ class Rollout:
 
 
 class Collector:
-    """Steps the copies with the agents' actions, and adds up the returns of episodes."""
+    """Steps the environments with the agents' actions, and sums the returns of episodes."""
 
     def __init__(self, env: PettingZooVecEnv, agents: Agents, num_steps: int) -> None:
         self.env, self.agents = env, agents
@@ -139,20 +139,20 @@ class Collector:
         self.rollout.states[step] = torch.as_tensor(self.env.state())
 
     def stacked(self, by_agent: dict[str, np.ndarray]) -> torch.Tensor:
-        """From arrays by agent `(copies, ...)` one of `(copies, agents, ...)`."""
+        """Stack arrays by agent `(num_envs, ...)` to one of `(num_envs, agents, ...)`."""
         return torch.as_tensor(np.stack([by_agent[agent] for agent in self.env.possible_agents], axis=1))
 
     @torch.no_grad()
     def collect(self) -> list[float]:
-        """Fill the rollout; gives the mean returns of an agent in each episode that ended."""
+        """Fill the rollout; returns the mean return of an agent for each episode that ended."""
         rollout, finished = self.rollout, []
         rollout.observations[0], rollout.states[0] = rollout.observations[-1], rollout.states[-1]
         for step in range(len(rollout.actions)):
             rollout.acting[step] = self.stacked(self.env.acting)
             actions = self.agents.policy(rollout.observations[step]).sample()
             rollout.actions[step] = actions
-            given = dict(zip(self.env.possible_agents, actions.T.numpy()))
-            observations, rewards, terminations, truncations, _ = self.env.step(given)
+            by_agent = dict(zip(self.env.possible_agents, actions.T.numpy()))
+            observations, rewards, terminations, truncations, _ = self.env.step(by_agent)
             self.see(step + 1, observations)
             rollout.rewards[step], rollout.terminated[step] = self.stacked(rewards), self.stacked(terminations)
             rollout.over[step] = rollout.terminated[step] | self.stacked(truncations)
@@ -167,8 +167,8 @@ def update(agents: Agents, optimizer: torch.optim.Optimizer, rollout: Rollout, a
     with torch.no_grad():
         advantages, targets = rollout.advantages(agents, args.gamma, args.gae_lambda)
         log_probs = agents.policy(rollout.observations[:-1]).log_prob(rollout.actions)
-    mask = rollout.acting  # steps that reset are nobody's doing
-    observations, judged, actions = rollout.observations[:-1][mask], rollout.judged[:-1][mask], rollout.actions[mask]
+    mask = rollout.acting  # excludes steps that reset
+    observations, inputs, actions = rollout.observations[:-1][mask], rollout.inputs[:-1][mask], rollout.actions[mask]
     advantages, targets, log_probs = advantages[mask], targets[mask], log_probs[mask]
     for _ in range(args.epochs):
         for part in torch.randperm(len(actions)).chunk(args.minibatches):
@@ -177,7 +177,7 @@ def update(agents: Agents, optimizer: torch.optim.Optimizer, rollout: Rollout, a
             advantage = advantages[part]
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
             gain = torch.min(ratio * advantage, ratio.clamp(1 - args.clip, 1 + args.clip) * advantage).mean()
-            error = (agents.value(judged[part]) - targets[part]).square().mean()
+            error = (agents.value(inputs[part]) - targets[part]).square().mean()
             loss = -gain + 0.5 * error - args.entropy * policy.entropy().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -186,7 +186,7 @@ def update(agents: Agents, optimizer: torch.optim.Optimizer, rollout: Rollout, a
 
 
 def train(args: Args) -> list[dict[str, float]]:
-    """One run; gives its log, a row for each update."""
+    """One run; returns its log, with a row for each update."""
     torch.manual_seed(args.seed)
     parallel = make(
         "mpe2.simple_spread_v3",
@@ -231,7 +231,7 @@ def main(args: Args) -> None:
     log = train(args)
     save(log, args)
     first, last = (np.mean([row["return"] for row in part]) for part in (log[:3], log[-10:]))
-    print(f"mean return of an agent's episode: {first:.2f} at first, {last:.2f} in the end")
+    print(f"mean return of an agent's episode, first -> last updates: {first:.2f} -> {last:.2f}")
     print(f"{log[-1]['steps']:,} steps in {log[-1]['seconds']:.0f} s; log and curve: {args.output}")
 
 

@@ -1,4 +1,4 @@
-"""PettingZoo's own loop over several copies at once: agents die at different times in each, and nothing is reset.
+"""Run PettingZoo's own loop over several environments, in which agents die at different times, without auto-reset.
 
     python examples/pettingzoo_episodes.py --episodes 3
 
@@ -20,38 +20,38 @@ SHOOT = 4
 
 
 def policy(agent: str, observations: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Actions of one agent in all copies `(num_envs,)`; rows of the dead are never looked at."""
+    """Actions of one agent in all environments `(num_envs,)`; rows of dead agents are ignored."""
     actions = rng.integers(0, 5, size=len(observations))
     return np.where(rng.random(len(observations)) < 0.5, SHOOT, actions)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=3, help="of every copy")
-    parser.add_argument("--num-envs", type=int, default=8, help="how many copies")
+    parser.add_argument("--episodes", type=int, default=3, help="episodes of each environment")
+    parser.add_argument("--num-envs", type=int, default=8, help="number of environments")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     constructors = [knights_archers_zombies.parallel_env] * options.num_envs
     with PettingZooVecEnv(ParallelEnv(constructors, auto_reset=False, seed=1)) as env:
-        begun, steps = time.perf_counter(), 0
+        started, steps = time.perf_counter(), 0
         for episode in range(options.episodes):
             observations, _ = env.reset(seed=100 * episode)
             returns = {agent: np.zeros(env.num_envs) for agent in env.possible_agents}
             lengths = {agent: np.zeros(env.num_envs, int) for agent in env.possible_agents}
-            while env.agents:  # until nobody is left in any copy
+            while env.agents:  # until no agent is left in any environment
                 steps += int((~env.over).sum())
                 actions = {agent: policy(agent, observations[agent], rng) for agent in env.agents}
                 observations, rewards, *_ = env.step(actions)
                 for agent in env.possible_agents:
-                    returns[agent] += rewards[agent]  # 0.0 where it is absent
+                    returns[agent] += rewards[agent]  # 0.0 where the agent is absent
                     lengths[agent] += env.present[agent]
             for agent in env.possible_agents:
                 print(
                     f"episode {episode} {agent}: return {returns[agent].mean():.2f}, "
                     f"lived {lengths[agent].min()} to {lengths[agent].max()} steps"
                 )
-        rate = steps / (time.perf_counter() - begun)
-        print(f"{options.num_envs} copies in {env.env.num_workers} workers: {rate:,.0f} environment steps per second")
+        rate = steps / (time.perf_counter() - started)
+        print(f"{options.num_envs} environments in {env.env.num_workers} workers: {rate:,.0f} steps per second")
 
 
 if __name__ == "__main__":

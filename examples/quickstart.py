@@ -1,9 +1,9 @@
-"""Eight copies of a multi-agent simulator, stepped side by side with random actions, beside a plain loop over them.
+"""Step eight multi-agent environments in parallel with random actions, and compare with a plain loop.
 
     python examples/quickstart.py
     python examples/quickstart.py --num-workers 1 --backend thread
 
-It needs `pip install -e ".[mpe]"`. Note what is missing: a `if __name__ == "__main__"` guard. Workers never import
+It needs `pip install -e ".[mpe]"`. No `if __name__ == "__main__"` guard is needed, since workers never import
 this file.
 """
 
@@ -19,17 +19,17 @@ from marl_parallel import ParallelEnv
 @dataclass
 class Args:
     num_envs: int = 8
-    """how many copies"""
+    """number of environments"""
     num_workers: int | None = None
-    """how many worker processes; by default as many as there are CPUs to use"""
+    """number of worker processes; by default the number of usable CPUs"""
     backend: str = "process"
-    """where the workers live: process, thread or serial"""
+    """what workers are: process, thread or serial"""
     steps: int = 1000
-    """how often each copy is stepped"""
+    """steps of each environment"""
     max_cycles: int = 25
-    """how many steps make an episode"""
+    """steps of an episode"""
     seed: int = 1
-    """copy i is seeded with seed + i"""
+    """env i is seeded with seed + i"""
 
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -40,11 +40,11 @@ args = Args(**vars(parser.parse_args()))
 
 
 def make_env():
-    """What a worker calls to make one copy: any callable will do, lambdas and closures too."""
+    """Construct one environment, in a worker. Any callable works here, also lambdas and closures."""
     return simple_spread_v3.parallel_env(max_cycles=args.max_cycles)
 
 
-# In parallel: lists of dicts in, tuples of dicts out, one dict for each copy.
+# In parallel: lists of dicts in, tuples of dicts out, one dict for each environment.
 with ParallelEnv([make_env] * args.num_envs, seed=args.seed, num_workers=args.num_workers, backend=args.backend) as env:
     print(f"{env.num_envs} copies on {env.num_workers} {args.backend} workers, seeds {env.seed()}")
     for agent, space in env.action_space.items():
@@ -54,33 +54,33 @@ with ParallelEnv([make_env] * args.num_envs, seed=args.seed, num_workers=args.nu
     observations, infos = env.reset()
     returns, finished, parallel_s = [0.0] * env.num_envs, [], 0.0
     for _ in range(args.steps):
-        # `acting` says who is to act in each copy: agents come and go.
+        # `acting` lists the agents that act next in each environment: agents come and go.
         actions = [{agent: env.action_space[agent].sample() for agent in acting} for acting in env.acting]
         start = time.perf_counter()
         observations, rewards, terminateds, truncateds, infos = env.step(actions)
         parallel_s += time.perf_counter() - start
-        for copy in range(env.num_envs):
-            returns[copy] += sum(rewards[copy].values())
-            if terminateds[copy]["__all__"] or truncateds[copy]["__all__"]:
-                # Its next episode has begun already: `observations` are that one's first. The last ones of the
-                # episode that is over, which bootstrapping needs, are in the infos.
-                last = {agent: infos[copy][agent]["final_obs"] for agent in rewards[copy]}
-                assert last.keys() == observations[copy].keys()
-                finished.append(returns[copy])
-                returns[copy] = 0.0
+        for env_id in range(env.num_envs):
+            returns[env_id] += sum(rewards[env_id].values())
+            if terminateds[env_id]["__all__"] or truncateds[env_id]["__all__"]:
+                # The next episode has already begun: `observations` are its first. The last observations of the old
+                # episode, which bootstrapping needs, are in the infos.
+                last = {agent: infos[env_id][agent]["final_obs"] for agent in rewards[env_id]}
+                assert last.keys() == observations[env_id].keys()
+                finished.append(returns[env_id])
+                returns[env_id] = 0.0
     print(f"{len(finished)} episodes, mean return {sum(finished) / max(len(finished), 1):.1f}")
 
-# The same without the package: one copy after the other.
-copies, loop_s = [make_env() for _ in range(args.num_envs)], 0.0
-for index, copy in enumerate(copies):
-    copy.reset(seed=args.seed + index)
+# The same without the package: one environment after the other.
+envs, loop_s = [make_env() for _ in range(args.num_envs)], 0.0
+for index, env in enumerate(envs):
+    env.reset(seed=args.seed + index)
 for _ in range(args.steps):
-    actions = [{agent: copy.action_space(agent).sample() for agent in copy.agents} for copy in copies]
+    actions = [{agent: env.action_space(agent).sample() for agent in env.agents} for env in envs]
     start = time.perf_counter()
-    for copy, chosen in zip(copies, actions):
-        copy.step(chosen)
-        if not copy.agents:
-            copy.reset()
+    for env, chosen in zip(envs, actions):
+        env.step(chosen)
+        if not env.agents:
+            env.reset()
     loop_s += time.perf_counter() - start
 
 total = args.steps * args.num_envs

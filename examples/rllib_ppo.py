@@ -1,12 +1,12 @@
-"""RLlib's PPO on eight copies of simple_spread that step in worker processes, with one policy for all agents.
+"""Train with RLlib's PPO on eight simple_spread environments in worker processes, with one policy for all agents.
 
     python examples/rllib_ppo.py
     python examples/rllib_ppo.py --num-env-runners 1 --iterations 5
 
-It needs `pip install "marl-parallel[mpe,rllib]" torch`. The only line that RLlib's own users have to add is
-`env_runner_cls=...`. Episodes here are cut short after 25 steps and do not end by themselves: the runner hands RLlib
-their last observation and `truncated`, not `terminated`, and RLlib's PPO adds the value of that observation. The next
-episode begins with a step of its own, as RLlib's runners want it.
+It needs `pip install "marl-parallel[mpe,rllib]" torch`. The only line to add to an RLlib script is
+`env_runner_cls=...`. Episodes are truncated after 25 steps here and never terminate: the runner passes their last
+observation and `truncated` to RLlib, and RLlib's PPO adds the value of that observation. The next episode begins with a
+step of its own, which RLlib's runners need.
 """
 
 import argparse
@@ -23,22 +23,24 @@ from ray.tune import register_env
 from marl_parallel.vector import ParallelMultiAgentEnvRunner
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-parser.add_argument("--iterations", type=int, default=40, help="how often PPO collects and learns")
-parser.add_argument("--num-envs", type=int, default=8, help="copies of each runner")
-parser.add_argument("--num-env-runners", type=int, default=0, help="runners of their own; 0: in this process")
-parser.add_argument("--smoke", action="store_true", help="be quick rather than good")
+parser.add_argument("--iterations", type=int, default=40, help="number of PPO iterations")
+parser.add_argument("--num-envs", type=int, default=8, help="environments of each runner")
+parser.add_argument(
+    "--num-env-runners", type=int, default=0, help="number of runner processes; 0: one runner in this process"
+)
+parser.add_argument("--smoke", action="store_true", help="a short run that does not learn")
 args = parser.parse_args()
 
 ray.init(include_dashboard=False, log_to_driver=False)
 
-# PettingZoo's environment as it is; RLlib's own `MultiAgentEnv` will do as well.
+# A PettingZoo environment; RLlib's own `MultiAgentEnv` works as well.
 register_env("spread", lambda context: simple_spread_v3.parallel_env(max_cycles=25))
 
 config = (
     PPOConfig()
     .environment(
         "spread",
-        # Arguments for `ParallelEnv`: here, a copy that raises, dies or hangs is made anew and the others go on.
+        # Arguments for `ParallelEnv`: an environment that raises, dies or hangs is rebuilt, and the others continue.
         env_config={"parallel_env": {"on_error": "restart", "step_timeout": 30.0}},
     )
     .multi_agent(policies={"shared"}, policy_mapping_fn=lambda agent, episode, **_: "shared")
@@ -66,6 +68,6 @@ for iteration in range(2 if args.smoke else args.iterations):
     mean = sampled["episode_return_mean"]
     first = mean if first is None else first
     print(f"{iteration + 1:3}: mean return {mean:7.1f}, {steps / (time.perf_counter() - start):5.0f} steps per second")
-print(f"mean return of an episode, all agents together: {first:.1f} at first, {mean:.1f} in the end, {steps:.0f} steps")
+print(f"mean return of an episode, all agents together, first -> last: {first:.1f} -> {mean:.1f}, {steps:.0f} steps")
 algorithm.stop()
 ray.shutdown()

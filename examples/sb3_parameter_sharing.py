@@ -1,12 +1,12 @@
-"""Stable-Baselines3's PPO, one policy for all agents of eight copies of simple_spread.
+"""Train with Stable-Baselines3's PPO: one policy for all agents of eight simple_spread environments.
 
     python examples/sb3_parameter_sharing.py
     python examples/sb3_parameter_sharing.py --smoke
 
-It needs `pip install "marl-parallel[mpe,sb3]"`. Eight copies of three agents are 24 rows to PPO, which takes them for
-as many environments. Every episode is cut short after 25 steps here, not brought to an end, so what was left of it must
-not count as nothing: each row's infos say so at its last step (`TimeLimit.truncated`) and hold the observation that the
-next episode's first has already replaced (`terminal_observation`), and PPO adds the value of that one to the reward.
+It needs `pip install "marl-parallel[mpe,sb3]"`. Eight environments with three agents are 24 rows, which PPO treats as
+24 environments. Every episode is truncated after 25 steps here and does not terminate, so the value of its last state
+counts. At the last step, the infos of each row have `TimeLimit.truncated` and the last observation of the episode
+(`terminal_observation`), and PPO adds the value of that observation to the reward.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from marl_parallel import ParallelEnv
 from marl_parallel.vector import SB3VecEnv
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-parser.add_argument("--num-envs", type=int, default=8, help="how many copies")
-parser.add_argument("--num-workers", type=int, default=None, help="how many worker processes")
-parser.add_argument("--timesteps", type=int, default=300_000, help="of all rows together")
+parser.add_argument("--num-envs", type=int, default=8, help="number of environments")
+parser.add_argument("--num-workers", type=int, default=None, help="number of worker processes")
+parser.add_argument("--timesteps", type=int, default=300_000, help="steps of all rows together")
 parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--smoke", action="store_true", help="a few seconds only: it learns nothing")
+parser.add_argument("--smoke", action="store_true", help="a run of a few seconds, too short to learn")
 args = parser.parse_args()
 timesteps, episodes = (5_000, 24) if args.smoke else (args.timesteps, 240)
 
@@ -36,7 +36,7 @@ torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
 
 
 def vectorised(seed):
-    """All copies as one environment of Stable-Baselines3's, with statistics of episodes."""
+    """All environments as one `VecEnv` of Stable-Baselines3, with statistics of episodes."""
     env = SB3VecEnv(ParallelEnv([make_env] * args.num_envs, seed=seed, num_workers=args.num_workers))
     return VecMonitor(env)
 
@@ -61,10 +61,10 @@ model.learn(timesteps)
 seconds = time.perf_counter() - start
 after, _ = evaluate_policy(model, unseen, n_eval_episodes=episodes, deterministic=False)
 
-print(f"{args.num_envs} copies on {env.unwrapped.env.num_workers} workers, {env.num_envs} rows")
+print(f"{args.num_envs} environments on {env.unwrapped.env.num_workers} workers, {env.num_envs} rows")
 print(f"{model.num_timesteps:,} timesteps in {seconds:.0f} s: {model.num_timesteps / seconds:,.0f} per second")
-print(f"mean return of an agent's episode: {before:.1f} before, {after:.1f} after")
+print(f"mean return of an agent's episode, before -> after training: {before:.1f} -> {after:.1f}")
 stats = env.unwrapped.env.stats()
-print(f"of {seconds:.0f} s, workers were in simulators for {stats.simulator_s:.0f} s, all taken together")
+print(f"time in simulators: {stats.simulator_s:.0f} s, summed over workers")
 env.close()
 unseen.close()

@@ -1,12 +1,12 @@
-"""MAPPO by TorchRL on many copies of simple_spread: agents learn to cover landmarks between them.
+"""Train with TorchRL's MAPPO on many simple_spread environments.
 
     python examples/torchrl_mappo.py
     python examples/torchrl_mappo.py --smoke
 
-It needs `pip install "marl-parallel[mpe,torchrl]"`. The environments are made with `auto_reset=False`, for TorchRL
-resets by itself: under `"next"` is the last observation of an episode, the next one's first comes with the next step.
-Where an episode was cut short, after 25 steps here, `done` is set and `terminated` is not: advantages end there, but
-the value of that last observation counts, since the agents could have gone on.
+It needs `pip install "marl-parallel[mpe,torchrl]"`. The environments have `auto_reset=False`, since TorchRL resets them
+itself: `"next"` has the last observation of an episode, and the first of the next one comes with the next step.
+Episodes are truncated after 25 steps here: `done` is set and `terminated` is not. Advantages end there, but the value
+of the last observation counts, since the episode could have continued.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from marl_parallel import ParallelEnv
 from marl_parallel.vector import TorchRLEnv
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-parser.add_argument("--num-envs", type=int, default=32, help="how many copies")
-parser.add_argument("--batches", type=int, default=90, help="how often to collect, and to learn from it")
-parser.add_argument("--steps", type=int, default=100, help="steps of each copy in a batch; an episode has 25")
+parser.add_argument("--num-envs", type=int, default=32, help="number of environments")
+parser.add_argument("--batches", type=int, default=90, help="number of batches")
+parser.add_argument("--steps", type=int, default=100, help="steps of each environment in a batch; an episode has 25")
 parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--smoke", action="store_true", help="a few seconds only: it learns nothing")
+parser.add_argument("--smoke", action="store_true", help="a run of a few seconds, too short to learn")
 args = parser.parse_args()
 if args.smoke:
     args.num_envs, args.batches, args.steps = 2, 2, 25
@@ -58,7 +58,7 @@ loss = ClipPPOLoss(actor, critic, entropy_coeff=0.01, normalize_advantage=True, 
 names = {"sample_log_prob": "log_prob", "value": "state_value"}
 names |= {name: name for name in ("action", "reward", "done", "terminated")}
 loss.set_keys(**{key: (group, name) for key, name in names.items()})
-loss.loss_mask_key = (group, "mask")  # here everybody always acts; where agents die, their rows must not count
+loss.loss_mask_key = (group, "mask")  # here all agents always act; if agents die, their rows must not count
 loss.make_value_estimator(ValueEstimators.GAE, gamma=0.95, lmbda=0.9)
 optimiser = torch.optim.Adam(loss.parameters(), lr=1e-3)
 
@@ -73,9 +73,9 @@ for batch, data in enumerate(collector):
         loss.value_estimator(data, params=loss.critic_network_params, target_params=loss.target_critic_network_params)
     for _ in range(4):
         for part in data.reshape(-1)[torch.randperm(frames)].split(max(frames // 4, 1)):
-            told = loss(part)
+            losses = loss(part)
             optimiser.zero_grad()
-            (told["loss_objective"] + told["loss_critic"] + told["loss_entropy"]).backward()
+            (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
             torch.nn.utils.clip_grad_norm_(loss.parameters(), 1.0)
             optimiser.step()
     done = data["next", group, "done"]
@@ -84,5 +84,5 @@ for batch, data in enumerate(collector):
         print(f"batch {batch + 1:3}: {returns[-1]:7.2f} per agent and episode")
 collector.shutdown()
 seconds = time.perf_counter() - start
-print(f"mean return of an agent's episode: {returns[0]:.2f} at first, {returns[-1]:.2f} in the end")
+print(f"mean return of an agent's episode, first -> last: {returns[0]:.2f} -> {returns[-1]:.2f}")
 print(f"{args.batches * frames:,} steps in {seconds:.0f} s")
