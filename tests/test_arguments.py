@@ -16,8 +16,7 @@ from environments import Skirmish
 from mpe2 import simple_spread_v3
 
 from marl_parallel import EnvError, ParallelEnv, make
-from marl_parallel.backends.serial import SerialBackend
-from marl_parallel.backends.thread import ThreadBackend
+from marl_parallel.backends.local import SerialBackend, ThreadBackend
 
 
 @pytest.mark.parametrize(

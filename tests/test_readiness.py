@@ -21,7 +21,7 @@ from paced import acts, fleet, hold, note, release, seen, trace
 from tandem import some_of
 
 from marl_parallel import ParallelEnv, StepBatch
-from marl_parallel.backends.serial import SerialBackend
+from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core.messages import Lost, Reply
 
 PACKINGS = pytest.mark.parametrize("num_workers", [1, 2, 4])

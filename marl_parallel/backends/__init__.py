@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from marl_parallel.backends.serial import SerialBackend
-from marl_parallel.backends.thread import ThreadBackend
+from marl_parallel.backends.local import SerialBackend, ThreadBackend
 from marl_parallel.core.backend import Backend
 
 NAMES = ("process", "serial", "thread", "ray")
@@ -65,6 +64,6 @@ def _has_linux_means() -> bool:
     """Whether there is what `process.py` and the launchers are built on; only Linux has all of it."""
     if sys.platform != "linux":
         return False
-    from marl_parallel.backends.semaphores import available
+    from marl_parallel.backends.memory import has_semaphores
 
-    return available()
+    return has_semaphores()

@@ -30,9 +30,8 @@ from typing import Any, NamedTuple, TypeAlias
 from numpy.typing import NDArray
 
 from marl_parallel.backends import descendants, interpreter
-from marl_parallel.backends.interpreter import output, started_with
+from marl_parallel.backends.descendants import CrashFile
 from marl_parallel.backends.memory import anonymous_file
-from marl_parallel.backends.stacks import CrashFile, report_to
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost, Reply
@@ -121,9 +120,9 @@ class RayWorker:
         self._parcels: Parcels | None = None
         self._worker = Worker(Ledger(self._status), self._attach, own_process=True)
         self._marker = os.environ[descendants.MARKER] = descendants.marker_value(token, os.getpid())
-        report_to(self._files.crash)
+        descendants.report_to(self._files.crash)
+        os.environ.update(interpreter.thread_variables(num_threads))
         if num_threads is not None:
-            os.environ.update(interpreter.thread_variables(num_threads))
             interpreter.limit_loaded_libraries(num_threads)
 
     def greet(self) -> Greeting:
@@ -323,15 +322,19 @@ def start_child_reaper() -> socket.socket:
         all these workers are dead.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs, started_with(_CHILD_REAPER) as (command, program):
+    command, program = interpreter.program(_CHILD_REAPER, sys.path)
+    try:
         subprocess.run(
             [*command, "marl_parallel-child-reaper"],  # so that it can be told in a list of processes
             check=True,
             pass_fds=[program],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
-            stderr=output(sys.stderr, 2),
+            stderr=interpreter.output(sys.stderr, 2),
         )
+    finally:
+        theirs.close()
+        os.close(program)
     return ours
 
 
