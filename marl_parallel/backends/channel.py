@@ -158,10 +158,10 @@ def _ring_nbytes(capacity: int) -> int:
 
 # -- the socket --------------------------------------------------------------------------------------------------------
 
-_HEADER = struct.Struct("=Q?")  # the length, and whether the message is in a file
+_PART, _WHOLE, _IN_FILE = 0, 1, 2
+"""First byte of a packet: a part of a message follows, or the last part; or the message is in the file sent along."""
+_PACKET_NBYTES = 16384
 _FD = struct.Struct("i")
-_ROOM_FOR_FD = socket.CMSG_SPACE(_FD.size)
-_INLINE_NBYTES = 16384
 
 
 class Gone(EOFError):
@@ -173,24 +173,20 @@ class Channel:
 
     The end of the stream is no sign that the other process is gone, since a simulator's own children inherit it. So
     the parent must not wait here (`receive_now`, `put`, `flush`); a worker may (`receive`, `finish`), since it dies
-    with its parent. What was sent or received of a message so far is kept for the next call. A large message goes into
-    a file without a name, of which only the descriptor is sent: a socket holds little, and the sender must not wait.
-    All methods raise `Gone` where the other process is gone.
+    with its parent. A message of more than one packet goes into a file without a name, of which only the descriptor is
+    sent: a socket holds little, and the sender must not wait. All methods raise `Gone` where the other process is gone.
 
     Args:
-        connection: A connected stream socket; owned by this object from now on.
+        connection: A connected socket that keeps packets whole; owned by this object from now on.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
         self.unsent: deque[bytes] = deque()  # pickled messages; of the first one a part may be sent
-        # Of the message that is being sent: what is left of it, and a file to go with the next byte.
-        self._rest, self._sent_fd = memoryview(b""), -1
-        # Of the message that is being received: header, body, the part of these still to come, and the file.
-        self._header, self._received_fd = bytearray(_HEADER.size), -1
-        self._body: bytearray | None = None
-        self._missing = memoryview(self._header)
+        self._packets: deque[bytes] = deque()  # what is to be sent of the first one
+        self._sent_fd = -1  # to go with the next packet
+        self._parts = bytearray()  # what has come of the message that is being received
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -203,11 +199,10 @@ class Channel:
     def flush(self) -> bool:
         """Send what can be sent without waiting; returns whether that was all."""
         while self.unsent:
-            if not self._rest:
-                body, self.unsent[0] = self.unsent[0], b""
-                self._begin(body)
+            if not self._packets:
+                self._pack(self.unsent[0])
             try:
-                sent = socket.send_fds(self._socket, [self._rest], [] if self._sent_fd < 0 else [self._sent_fd])
+                socket.send_fds(self._socket, [self._packets[0]], [] if self._sent_fd < 0 else [self._sent_fd])
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise Gone from error
             except OSError as error:
@@ -216,18 +211,20 @@ class Channel:
                     return False
                 raise
             self._close_sent_fd()
-            self._rest = self._rest[sent:]
-            if not self._rest:
+            self._packets.popleft()
+            if not self._packets:
                 self.unsent.popleft()
         return True
 
-    def _begin(self, body: bytes) -> None:
-        """Start to send a message. Only now is it put into a file: messages that wait take no descriptors."""
-        length = len(body)
-        if length > _INLINE_NBYTES:
-            self._sent_fd = _file_of(body)
-        in_file = self._sent_fd >= 0
-        self._rest = memoryview(_HEADER.pack(length, in_file) + (b"" if in_file else body))
+    def _pack(self, body: bytes) -> None:
+        """Make the packets of a message. Only now is it put into a file: messages that wait take no descriptors."""
+        if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
+            self._sent_fd = fd
+            self._packets.append(bytes([_IN_FILE]))
+            return
+        for start in range(0, len(body), _PACKET_NBYTES):
+            stop = start + _PACKET_NBYTES
+            self._packets.append(bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop])
 
     def finish(self) -> None:
         """Wait until all that was `put` is sent."""
@@ -241,40 +238,24 @@ class Channel:
         return message
 
     def receive_now(self) -> Any:
-        """The next object if all of it is here, else None; never waits."""
+        """The next object if all of it is here, else None; never waits. What has come is kept for the next call."""
         while True:
-            while self._missing:
-                try:
-                    count, ancillary, *_ = self._socket.recvmsg_into(
-                        [self._missing], _ROOM_FOR_FD, socket.MSG_CMSG_CLOEXEC
-                    )
-                except BlockingIOError:
-                    return None
-                except ConnectionResetError as error:  # it died with something of ours unread
-                    raise Gone from error
-                if not count:
-                    raise Gone
-                self._missing = self._missing[count:]
-                for _, _, data in ancillary:
-                    self._received_fd = lifted(*_FD.unpack(data))
-            length, in_file = _HEADER.unpack(self._header)
-            if self._body is not None:
-                break
-            self._body = bytearray(0 if in_file else length)
-            self._missing = memoryview(self._body)
-        body, fd, self._body, self._received_fd = self._body, self._received_fd, None, -1
-        self._missing = memoryview(self._header)
-        if not in_file:
-            return pickle.loads(body)
-        if fd < 0:
-            raise OSError(
-                errno.EMFILE, "a large message was lost, since this process has too many files open; raise `ulimit -n`"
-            )
-        try:
-            with mmap.mmap(fd, length, prot=mmap.PROT_READ) as file:
-                return pickle.loads(file)
-        finally:
-            os.close(fd)
+            try:
+                packet, ancillary, *_ = self._socket.recvmsg(
+                    1 + _PACKET_NBYTES, socket.CMSG_SPACE(_FD.size), socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return None
+            except ConnectionResetError as error:  # it died with something of ours unread
+                raise Gone from error
+            if not packet:
+                raise Gone
+            if packet[0] == _IN_FILE:
+                return _loaded([lifted(*_FD.unpack(data)) for _, _, data in ancillary])
+            self._parts += memoryview(packet)[1:]
+            if packet[0] == _WHOLE:
+                body, self._parts = self._parts, bytearray()
+                return pickle.loads(body)
 
     def _poll(self, event: int) -> None:
         poll = select.poll()  # unlike `select.select`, it takes any number of descriptors
@@ -284,10 +265,7 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
         self._close_sent_fd()
-        self._rest = memoryview(b"")
-        if self._received_fd >= 0:
-            os.close(self._received_fd)
-            self._received_fd = -1
+        self._packets.clear()
         self.unsent.clear()
 
     def _close_sent_fd(self) -> None:
@@ -311,3 +289,13 @@ def _file_of(body: bytes) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _loaded(fds: list[int]) -> Any:
+    """The object in a file that was received; none was if this process has too many open."""
+    if not fds:
+        raise OSError(
+            errno.EMFILE, "a large message was lost, since this process has too many files open; raise `ulimit -n`"
+        )
+    with open(fds[0], "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as body:
+        return pickle.loads(body)

@@ -111,7 +111,7 @@ class ProcessBackend(Backend):
         return QueuePair(self._control.buffer, worker, self._capacity, new=True)
 
     def _launched(self, launcher: Launcher, worker: int, queues: QueuePair) -> _Process:
-        ours, theirs = socket_pair()
+        ours, theirs = socket_pair(socket.SOCK_SEQPACKET)
         channel = Channel(ours)
         try:
             with theirs:

@@ -58,7 +58,7 @@ class Files(NamedTuple):
 
 
 class Greeting(NamedTuple):
-    """A worker's node, `time.monotonic` there, process id, marker and files."""
+    """What a worker says of itself; `now` is `time.monotonic` on its node."""
 
     node: str
     now: float
@@ -132,11 +132,9 @@ class RayWorker:
         return Greeting(node, time.monotonic(), os.getpid(), self._marker, self._files)
 
     def execute(self, order: bytes) -> Packed:
-        """Execute a request.
+        """Execute an order: its number, a request, `Parcels.actions` or None, whether it is the request's first part.
 
-        Args:
-            order: The order's number, the request, `Parcels.actions` or None, and whether no other part of the request
-                came before; pickled, since Ray itself takes several times as long over it.
+        The order is pickled, since Ray itself takes several times as long over it.
         """
         number, request, actions, first = pickle.loads(order)
         env_ids = self._share if request.env_ids is None else request.env_ids
@@ -276,13 +274,7 @@ class RayNodeMonitor:
         return self._watched[key].crash.stack(self._watched[key].pid, _STACK_TIMEOUT_S)
 
     def remains(self, key: int, span: tuple[int, int], *, kill: bool) -> Remains:
-        """What a worker leaves that is dead, dying or to be killed.
-
-        Args:
-            key: The worker.
-            span: Where its records begin and end in the block.
-            kill: Whether to kill it.
-        """
+        """What a worker leaves that is dead, dying or to be killed; `span` is the place of its records in the block."""
         worker, (start, stop) = self._watched[key], span
         if kill:
             worker.kill()
@@ -317,9 +309,8 @@ _MOST_NBYTES = 1024
 def start_child_reaper() -> socket.socket:
     """Start the process that ends what workers leave running when they die, even if the driver was killed. Linux only.
 
-    Returns:
-        Where to send the process id and marker of each worker, with its pidfd. The reaper ends when this is closed and
-        all these workers are dead.
+    The process id and marker of each worker are sent to it, with a pidfd. It ends when the socket that is returned is
+    closed and all these workers are dead.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command, program = interpreter.program(_CHILD_REAPER, sys.path)
