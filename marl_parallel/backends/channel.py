@@ -28,30 +28,32 @@ from marl_parallel.core.ledger import Ledger
 
 # -- queues in shared memory -------------------------------------------------------------------------------------------
 
-ON_CHANNEL, STEP, DONE = 0, 1, 2
-"""Kinds of code: the message is on the channel; step the environments; these environments are done."""
-KIND = 3
-LAST = EACH = 1 << 2
-PROMPT = 1 << 3
-"""Flags of a code: no other reply to the request follows; reply for each environment; reply at once to infos."""
-_COUNT_SHIFT, _FIRST_SHIFT, _COUNT_MASK = 8, 32, (1 << 24) - 1
 _SEMAPHORES = 2 * Semaphore.SIZE
 
 
-def code_of(kind: int, env_ids: range | None = None) -> int:
-    """The code of a kind, with its flags, about these environments; None: all of the worker's."""
-    return kind if env_ids is None else kind | len(env_ids) << _COUNT_SHIFT | env_ids.start << _FIRST_SHIFT
+class Code:
+    """One number that stands for a message: a kind, flags, and neighbouring environments."""
 
+    ON_CHANNEL, STEP, DONE = 0, 1, 2  # the message is on the channel; step the environments; they are done
+    KIND = 3  # the bits of these
+    LAST = EACH = 1 << 2  # no other reply to the request follows; reply for each environment
+    PROMPT = 1 << 3  # reply at once for an environment that has infos
 
-def env_ids_of(code: int) -> range | None:
-    """The environments that a code is about.
+    @staticmethod
+    def of(kind: int, env_ids: range | None = None) -> int:
+        """The code of a kind, with its flags, about these environments; None: all of the worker's."""
+        return kind if env_ids is None else kind | len(env_ids) << 8 | env_ids.start << 32
 
-    Example:
-        >>> env_ids_of(code_of(STEP | EACH, range(4, 6)))
-        range(4, 6)
-    """
-    count, first = code >> _COUNT_SHIFT & _COUNT_MASK, code >> _FIRST_SHIFT
-    return range(first, first + count) if count else None
+    @staticmethod
+    def env_ids(code: int) -> range | None:
+        """The environments that a code is about.
+
+        Example:
+            >>> Code.env_ids(Code.of(Code.STEP, range(4, 6)))
+            range(4, 6)
+        """
+        count, first = code >> 8 & (1 << 24) - 1, code >> 32
+        return range(first, first + count) if count else None
 
 
 class Queue:

@@ -23,24 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from marl_parallel.backends.channel import (
-    DONE,
-    EACH,
-    KIND,
-    LAST,
-    ON_CHANNEL,
-    PROMPT,
-    STEP,
-    Channel,
-    Doorbell,
-    Gone,
-    QueuePair,
-    code_of,
-    control_nbytes,
-    env_ids_of,
-)
+from marl_parallel.backends.channel import Channel, Code, Doorbell, Gone, QueuePair, control_nbytes
 from marl_parallel.backends.launching import Launcher
-from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, duplicate, has_semaphores, socket_pair
+from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, duplicate, socket_pair
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.columns import Layout
@@ -55,8 +40,9 @@ _TERMINATED_WITHIN_S = 0.5
 _SPIN_S = 100e-6
 """How long a worker tries before it sleeps: waking an idle virtual CPU costs 20 to 50 us, as much as a step."""
 
-_STEP_PROMPTLY = STEP | PROMPT
-_ALL_DONE = DONE | LAST
+_STEP_PROMPTLY = Code.STEP | Code.PROMPT
+_ALL_DONE = Code.DONE | Code.LAST
+_ON_CHANNEL, _STEP, _DONE, _KIND, _LAST = Code.ON_CHANNEL, Code.STEP, Code.DONE, Code.KIND, Code.LAST
 
 
 @dataclass
@@ -89,11 +75,6 @@ class ProcessBackend(Backend):
         self._records_fd = -1
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        if not has_semaphores():
-            raise OSError(
-                'backend="process" needs process-shared semaphores, which this platform lacks; '
-                'use backend="thread" or "serial"'
-            )
         self._shares, self._capacity = shares, most_requests
         self._control = Block.create(control_nbytes(len(shares), most_requests))
         self._doorbell = Doorbell(self._control.buffer)
@@ -154,7 +135,7 @@ class ProcessBackend(Backend):
                 self._doorbell.wake.post()
                 continue
             if request is STEP_ALL:
-                code = STEP
+                code = _STEP
             elif request is STEP_ALL_PROMPTLY:
                 code = _STEP_PROMPTLY
             else:
@@ -164,7 +145,7 @@ class ProcessBackend(Backend):
             queue.codes[place] = code
             queue.written += 1
             queue.ready.post()
-            if code == ON_CHANNEL:
+            if code == _ON_CHANNEL:
                 try:
                     process.channel.put(request)
                 except Gone:
@@ -245,9 +226,9 @@ class ProcessBackend(Backend):
                 break
             if code == _ALL_DONE:
                 replies.append((worker, STEPPED))
-            elif code & KIND == DONE:
-                last = bool(code & LAST)
-                replies.append((worker, Reply(*_DONE_STEP, env_ids_of(code), {}, {}, queue.moment, last)))
+            elif code & _KIND == _DONE:
+                last = bool(code & _LAST)
+                replies.append((worker, Reply(*_DONE_STEP, Code.env_ids(code), {}, {}, queue.moment, last)))
             else:
                 try:
                     reply = process.channel.receive_now()
@@ -258,7 +239,7 @@ class ProcessBackend(Backend):
                     self._partial[worker] = code
                     break
                 replies.append((worker, reply))
-            if code & LAST:
+            if code & _LAST:
                 process.expected -= 1
         if process.expected and process.lost is not None:
             process.expected = 0
@@ -339,8 +320,8 @@ def _code_of_request(request: Request) -> int:
     message, env_ids, payload, each, prompt = request
     span = None if env_ids is None else span_of(env_ids)
     if message is not Message.STEP or payload is not None or (env_ids is not None and span is None):
-        return ON_CHANNEL
-    return code_of(STEP | each * EACH | prompt * PROMPT, span)
+        return _ON_CHANNEL
+    return Code.of(_STEP | each * Code.EACH | prompt * Code.PROMPT, span)
 
 
 # -- in the worker process ---------------------------------------------------------------------------------------------
@@ -372,17 +353,17 @@ def main(index: int, fds: Sequence[int]) -> None:
 def _sender(queues: QueuePair, doorbell: Doorbell, channel: Channel) -> Callable[[Reply], None]:
     def send(reply: Reply) -> None:
         _, answers, env_ids, results, failures, completed, last = reply
-        flags = LAST if last else 0
+        flags = _LAST if last else 0
         if answers is not Message.STEP or results or failures:
             # The code comes after the message, so that the parent is not woken for one that is not complete. A message
             # that the socket has no room for is the exception: the parent must read so that the rest can be sent.
             channel.put(reply)
-            queues.replies.put(ON_CHANNEL | flags, completed)
+            queues.replies.put(_ON_CHANNEL | flags, completed)
             doorbell.ring()
             channel.finish()
             return
-        code = DONE | flags
-        queues.replies.put(code if env_ids is None else code_of(code, span_of(env_ids)), completed)
+        code = _DONE | flags
+        queues.replies.put(code if env_ids is None else Code.of(code, span_of(env_ids)), completed)
         doorbell.ring()
 
     return send
@@ -398,11 +379,11 @@ def _await(ready: Semaphore, spin_s: float) -> None:
 
 
 def _request_of(code: int, channel: Channel) -> Request:
-    if code == STEP:
+    if code == _STEP:
         return STEP_ALL
-    if code == STEP | PROMPT:
+    if code == _STEP_PROMPTLY:
         return STEP_ALL_PROMPTLY
-    if code & KIND == STEP:
-        return Request(Message.STEP, env_ids_of(code), each=bool(code & EACH), prompt=bool(code & PROMPT))
+    if code & _KIND == _STEP:
+        return Request(Message.STEP, Code.env_ids(code), each=bool(code & Code.EACH), prompt=bool(code & Code.PROMPT))
     request: Request = channel.receive()
     return request
