@@ -55,14 +55,10 @@ def send(pid: int, number: int) -> None:
 
 
 def reap(pid: int) -> int | None:
-    """Reap a child of this process that led a group, if it has ended, and kill the group.
-
-    Returns:
-        The exit code (negative: the signal); None while it lives. 255 if someone else has reaped it.
-    """
+    """Reap a child that led a group and has ended, kill the group, and return the exit code; None while it lives."""
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
+    except ChildProcessError:  # someone else has reaped it
         return 255
     if ended is None:
         return None

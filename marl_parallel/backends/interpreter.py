@@ -32,11 +32,7 @@ _SET_BY_THREADPOOLCTL = "KMP_DUPLICATE_LIB_OK"
 
 
 def executable() -> str:
-    """The Python interpreter that new processes run.
-
-    Raises:
-        RuntimeError: This program embeds Python and there is none that belongs to it.
-    """
+    """The Python interpreter that new processes run."""
     known: str | bytes | None = sys.executable or multiprocessing.spawn.get_executable()
     if known:
         return os.fsdecode(known)
@@ -102,12 +98,9 @@ def _warn_of_removed_folder() -> None:
 
 
 def output(stream: TextIO | None, usual: int, null: int = subprocess.DEVNULL) -> int:
-    """The descriptor behind `sys.stdout` or `sys.stderr`; replaced ones (in notebooks) may have none.
+    """The descriptor behind `sys.stdout` or `sys.stderr`.
 
-    Args:
-        stream: The stream of this process.
-        usual: Its usual descriptor, used where `stream` has none.
-        null: Used where that is closed.
+    It is the `usual` one where the stream has none (as in notebooks), and `null` where that is closed.
     """
     if (sys.__stdout__ if usual == 1 else sys.__stderr__) is None and stream is None:
         return null  # closed when this program started: the number may be another file's by now

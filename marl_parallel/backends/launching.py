@@ -92,11 +92,10 @@ class Launcher:
         _open_launchers.add(self)
 
     def launch(self, index: int, fds: Sequence[int]) -> int:
-        """Start a worker, which runs `main(index, fds)` of the entry module; returns its process id.
+        """Start a worker, which runs `main(index, fds)` of the entry module with copies of `fds`.
 
-        Args:
-            index: The worker's number.
-            fds: Open descriptors, which stay the caller's; the worker gets copies of them, in this order.
+        Returns:
+            Its process id.
 
         Raises:
             RuntimeError: The launcher is closed, or the fork server does not start or answer.
@@ -138,10 +137,7 @@ class Launcher:
         return worker.pid
 
     def deaths(self) -> list[tuple[int, int]]:
-        """The workers that have died since the last call: process ids and exit codes (negative: the signal).
-
-        Does not wait for deaths. What these workers had started has been killed as well.
-        """
+        """The workers that have died since the last call: process ids and exit codes (negative: the signal)."""
         self._collect(0)
         dead, self._dead = self._dead, []
         return dead
@@ -161,11 +157,7 @@ class Launcher:
         return self._reports.pop(pid, "") if worker is None else worker.crash_file.text()
 
     def stack(self, pid: int, timeout: float = 1.0) -> str:
-        """The Python stacks of all threads of a living worker, whatever it is doing; "" if it has died.
-
-        Costs about 25 ms. For a worker that hangs and is to be killed: if it is stopped, it is continued; if
-        it writes nothing within `timeout`, it is aborted, which yields a stack, too.
-        """
+        """The Python stacks of all threads of a living worker (`CrashFile.stack`); "" if it has died."""
         worker = self._living(pid)
         return "" if worker is None else worker.crash_file.stack(pid, timeout)
 
@@ -186,10 +178,7 @@ class Launcher:
             descendants.kill_marked(self._token)
 
     def abandon(self) -> None:
-        """In a forked child of the owner: count as closed, and touch nothing that the owner still uses. Idempotent.
-
-        Happens by itself at a fork; to be called by whoever would drop the last reference before that.
-        """
+        """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
         if (used := self._detach_server()) is not None:
             used.abandon()
 
@@ -375,11 +364,7 @@ class _Server:
         return Reply(kind), number, result
 
     def close(self, note: Callable[[Reply, int, int], object]) -> int:
-        """End the server and its workers, wait until their keepers have ended, and pass replies on to `note`.
-
-        Returns:
-            The server's exit code, which is 0 if it has cleaned up after its workers.
-        """
+        """End server, workers and keepers, and pass replies on to `note`; exit code 0 if the server has cleaned up."""
         with contextlib.suppress(OSError):  # the other end may be gone
             self._socket.shutdown(socket.SHUT_WR)
         os.close(self._guard_end)
@@ -441,10 +426,7 @@ def _run_and_exit(run: Callable[[], object]) -> NoReturn:
 
 
 class _Fork:
-    """A fork of this process that runs a function and ends, with what is used here of `subprocess.Popen`.
-
-    Signals are blocked in the fork until the function unblocks them.
-    """
+    """A fork of this process that runs a function with signals blocked; has what is used of `subprocess.Popen`."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):

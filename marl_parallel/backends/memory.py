@@ -93,12 +93,8 @@ def append_only(fd: int) -> None:
 class Block:
     """Shared memory, its `buffer`, and, until `close_fd`, the descriptor `fd` by which other processes map it.
 
-    The mapping is never closed here: views of it (arrays, semaphores) stay readable, and the memory is freed with the
-    last of them. It does not need the descriptor to stay open.
-
-    Args:
-        fd: A file of at least `nbytes` (else `ValueError`); owned by this object from now on.
-        nbytes: Size in bytes.
+    The file `fd` is owned by this object from now on. The mapping is never closed here: views of it (arrays,
+    semaphores) stay readable without the descriptor, and the memory is freed with the last of them.
     """
 
     __slots__ = ("buffer", "fd", "nbytes")
@@ -203,21 +199,15 @@ class Semaphore:
         return self.try_wait() == 0
 
     def nap(self, tick: float) -> bool:
-        """Take one, waiting for at most `tick` seconds and often less: cheaper than `take`, for use in a loop.
-
-        A deadline serves until it has passed, since making one costs as much as the call.
-        """
-        if self._wait_until(self._nap_ends) == 0:
+        """Take one, waiting for at most `tick` seconds and often less: cheaper than `take`, for use in a loop."""
+        if self._wait_until(self._nap_ends) == 0:  # serves until it has passed: making it costs as much as the call
             return True
         _check_errno()
         self._nap_ends = _deadline(tick)
         return False
 
     def take(self, timeout: float | None = None) -> bool:
-        """Take one, waiting at most `timeout` seconds for it; returns whether one was taken.
-
-        Signal handlers run meanwhile, so Ctrl-C raises `KeyboardInterrupt`.
-        """
+        """Take one, waiting at most `timeout` seconds for it, while signal handlers run; returns whether it did."""
         if self.try_take():
             return True
         deadline = float("inf") if timeout is None else time.monotonic() + timeout

@@ -49,14 +49,11 @@ _REPORTED = 0
 
 
 class Reply(IntEnum):
-    """What server and keepers report; each reply has three numbers, the second is that of the request."""
+    """What server and keepers report. With it go the request's number, and a result."""
 
-    LAUNCHED = 1
-    """Third number: the worker's process id."""
-    FAILED = 2
-    """Third number: the errno of the fork."""
-    DIED = 3
-    """Third number: the worker's exit code (negative: the signal)."""
+    LAUNCHED = 1  # result: the worker's process id
+    FAILED = 2  # result: the errno of the fork
+    DIED = 3  # result: the worker's exit code (negative: the signal)
 
 
 REPLY = struct.Struct("3q")
@@ -65,21 +62,11 @@ REQUEST = struct.Struct("q")
 
 
 class Setting(NamedTuple):
-    """What a worker takes over from its parent as it is at the moment of the start.
-
-    Attributes:
-        worker: Its number.
-        entry: The module whose `main(worker, fds)` it runs.
-        loaded_threads: Threads for the numerical libraries that it finds loaded; None leaves them alone.
-        path: `sys.path`.
-        argv: `sys.argv`.
-        environ: The environment variables.
-        cwd: The working directory.
-    """
+    """What a worker takes over from its parent as it is at the moment of the start."""
 
     worker: int
-    entry: str
-    loaded_threads: int | None
+    entry: str  # the module whose `main(worker, fds)` it runs
+    loaded_threads: int | None  # for the numerical libraries that it finds loaded; None leaves them alone
     path: list[str]
     argv: list[str]
     environ: dict[str, str]
@@ -98,7 +85,7 @@ def serve(
         connection: Descriptor of the socket to the parent.
         guard: Read end of a pipe of which the parent has the write end.
         parent: Its process id.
-        context: "forkserver", "spawn" or "fork", as in `launching.py`.
+        context: "forkserver", "spawn" or "fork".
         entry: The workers' module, loaded here so that they find it loaded.
         wake: Descriptor and size of a block and the offset of a semaphore in it, which is posted at each death.
     """
@@ -197,7 +184,8 @@ class _Server:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 request = self.keepers.pop(ended[0], None)
-                if request is not None and os.waitstatus_to_exitcode(ended[1]) != _REPORTED:
+                killed = os.waitstatus_to_exitcode(ended[1]) != _REPORTED
+                if request is not None and killed and self.socket.fileno() >= 0:
                     # The kernel kills its worker, and this process inherits what that has started.
                     descendants.kill_children(_REPORTS_WITHIN_S, spare=self.keepers.keys())
                     self.reply(Reply.DIED, request, -signal.SIGKILL)
@@ -206,9 +194,7 @@ class _Server:
         """Give keepers the time to kill what their workers have left."""
         deadline = time.monotonic() + timeout
         while self.keepers and time.monotonic() < deadline:
-            with contextlib.suppress(ChildProcessError):
-                while ended := os.waitpid(-1, os.WNOHANG)[0]:
-                    self.keepers.pop(ended, None)
+            self.reap_keepers()
             time.sleep(0.001)
 
     def keep(self, request: int, fds: Sequence[int]) -> NoReturn:
@@ -335,8 +321,6 @@ def _read(file: int) -> Setting:
 def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -> NoReturn:
     """Turn the process just started into a worker, run its main function, exit. Nothing returns or escapes from here.
 
-    All signals are blocked when this is called: they wait until this process can handle them.
-
     Args:
         file: Descriptor of the pickled `Setting`.
         fds: Descriptors that the worker's main function gets.
@@ -348,7 +332,7 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
         if os.getsid(0) != os.getpid():  # a fresh interpreter has a session of its own already
             os.setsid()
         descendants.report_to(crash)
-        reset_signals()
+        reset_signals()  # all were blocked until this process can handle them
         for fd in (crash, *fds):  # a fresh interpreter has inherited them
             os.set_inheritable(fd, False)
         _open_output()

@@ -206,26 +206,14 @@ class PortableProcessBackend(Backend):
 
 
 class _WorkerProcess:
-    """One worker, as its parent sees it. Its process is started at once.
-
-    Args:
-        worker: Its number.
-        status_fd: The memory with the status of all workers.
-        records_fd: The file that the block of records will be in.
-        threads: BLAS, OpenMP and torch threads in it; None leaves them alone.
-        events: Gets an entry for each reply.
-
-    Attributes:
-        expected: How many requests it has not replied to.
-        lost: How it died; None while it lives and has started.
-    """
+    """One worker, as its parent sees it. Its process is started at once; `events` gets an entry for each reply."""
 
     def __init__(
         self, worker: int, status_fd: int, records_fd: int, threads: int | None, events: SimpleQueue[bool]
     ) -> None:
         self._worker, self._events = worker, events
-        self.expected = 0
-        self.lost: Lost | None = _UNKNOWN
+        self.expected = 0  # how many requests it has not replied to
+        self.lost: Lost | None = _UNKNOWN  # how it died; None while it lives and has started
         self._requests: SimpleQueue[Any] = SimpleQueue()  # None ends the sending thread
         self._replies: SimpleQueue[Any] = SimpleQueue()  # None: the worker has hung up
         self._crash_file = CrashFile()
@@ -267,12 +255,7 @@ class _WorkerProcess:
             self._events.put(False)
 
     def wait_started(self, deadline: float) -> None:
-        """Wait until it can be talked to.
-
-        Raises:
-            RuntimeError: It has ended instead.
-            TimeoutError: It has not started by `deadline`.
-        """
+        """Wait until it receives requests; `RuntimeError` if it has ended, `TimeoutError` after `deadline`."""
         while True:
             with contextlib.suppress(Empty):
                 if self._replies.get(timeout=_TICK_S) == _STARTED:
@@ -338,7 +321,6 @@ class _WorkerProcess:
         return Lost(None if ignored else self.exitcode(), self._crash_file.text())
 
     def stack(self) -> str:
-        """Where it is right now; "" if it has died."""
         return self._crash_file.stack(self._process.pid, 1.0) if self.exitcode() is None else ""
 
     def hang_up(self) -> None:
