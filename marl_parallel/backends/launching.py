@@ -250,10 +250,10 @@ class Launcher:
         elif worker is not None and not worker.pid:  # it has not been forked, or died with its keeper before
             worker.failure = result if kind == Reply.FAILED else errno.ECHILD
         elif worker is not None:
-            self._bury(request, result)
+            self._bury(request, worker, result)
 
-    def _bury(self, request: int, exitcode: int) -> None:
-        worker = self._workers.pop(request)
+    def _bury(self, request: int, worker: _Worker, exitcode: int) -> None:
+        self._workers.pop(request, None)
         if report := worker.crash_file.text():
             self._reports[worker.pid] = report
         worker.crash_file.close()
@@ -267,8 +267,9 @@ class Launcher:
         code = lost.close(self._note)
         self._end = f"the fork server has ended with exit code {code}; its stderr says why"
         descendants.kill_marked(self._token)
-        for request in [request for request, worker in self._workers.items() if worker.pid]:
-            self._bury(request, -signal.SIGKILL)
+        for request, worker in [*self._workers.items()]:
+            if worker.pid:
+                self._bury(request, worker, -signal.SIGKILL)
 
 
 _open_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()

@@ -58,7 +58,7 @@ class Files(NamedTuple):
 
 
 class Greeting(NamedTuple):
-    """What a worker says of itself; `now` is `time.monotonic` on its node."""
+    """Where a worker is, and what its monitor opens; `now` is `time.monotonic` on its node."""
 
     node: str
     now: float
@@ -316,7 +316,7 @@ def start_child_reaper() -> socket.socket:
     command, program = interpreter.program(_CHILD_REAPER, sys.path)
     try:
         subprocess.run(
-            [*command, "marl_parallel-child-reaper"],  # so that it can be told in a list of processes
+            [*command, "marl_parallel-child-reaper"],  # a name in lists of processes
             check=True,
             pass_fds=[program],
             stdin=theirs.fileno(),
