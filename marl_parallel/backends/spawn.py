@@ -147,7 +147,7 @@ class PortableProcessBackend(Backend):
         replies: list[tuple[int, Reply | Lost]] = []
         interrupted = False
         while True:
-            look = time.monotonic() - self._looked >= _TICK_S  # also while others reply all the time
+            look = self._open and time.monotonic() - self._looked >= _TICK_S  # also while others reply all the time
             if look:
                 self._looked = time.monotonic()
             for worker, process in enumerate(self._workers):
