@@ -135,12 +135,10 @@ class Doorbell:
         self.set_countdown = self._countdown.init
 
     def ring(self) -> None:
-        """Count down one reply that is there."""
         if self._countdown.try_wait():
             self.wake.post()
 
     def clear(self) -> None:
-        """Take all wake-ups so far."""
         while self.wake.try_take():
             pass
 
@@ -229,12 +227,10 @@ class Channel:
             self._packets.append(bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop])
 
     def finish(self) -> None:
-        """Wait until all that was `put` is sent."""
         while not self.flush():
             self._poll(select.POLLOUT)
 
     def receive(self) -> Any:
-        """Wait for the next object and return it."""
         while (message := self.receive_now()) is None:
             self._poll(select.POLLIN)
         return message

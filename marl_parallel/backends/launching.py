@@ -201,7 +201,6 @@ class Launcher:
         return next((worker for worker in self._workers.values() if worker.pid == pid), None)
 
     def _request(self, request: int, worker: _Worker, setting: Setting, fds: Sequence[int]) -> None:
-        """Request a worker and wait until it is launched."""
         deadline = time.monotonic() + _ANSWERS_WITHIN_S
         try:
             assert self._server is not None

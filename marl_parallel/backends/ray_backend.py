@@ -93,7 +93,6 @@ class Actor:
         return self.pending[0].ref if self.pending else None
 
     def update(self, status: bytes, moment: float) -> None:
-        """Take over its status as of a moment of its clock."""
         self.ahead = min(self.ahead, time.monotonic() - moment)
         self.status.mirror(status, self.ahead)
 
@@ -582,7 +581,6 @@ def _reserve(resources: Mapping[str, float], count: int, placement: str, timeout
 
 
 def _shortage(resources: Mapping[str, float], count: int) -> str:
-    """What so many workers want, and what there is."""
     total, free = ray.cluster_resources(), ray.available_resources()
     each = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
     there = ", ".join(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in resources)

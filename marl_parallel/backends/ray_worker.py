@@ -270,7 +270,6 @@ class RayNodeMonitor:
         Ledger(mmap.mmap(self._watched[key].files.status, Ledger.NBYTES)).discard()
 
     def stack(self, key: int) -> str:
-        """The Python stack of a worker, empty if it cannot be had."""
         return self._watched[key].crash.stack(self._watched[key].pid, _STACK_TIMEOUT_S)
 
     def remains(self, key: int, span: tuple[int, int], *, kill: bool) -> Remains:
@@ -288,7 +287,6 @@ class RayNodeMonitor:
         )
 
     def end(self, keys: Iterable[int]) -> None:
-        """Kill workers and all that they have started, and forget them."""
         for worker in [self._watched.pop(key) for key in keys if key in self._watched]:
             worker.kill()
             descendants.kill_left_behind(worker.pid, worker.marker)

@@ -347,7 +347,6 @@ class _WorkerProcess:
 
 
 def _end(workers: Sequence[_WorkerProcess], number: int, patience: float) -> None:
-    """Send all of them a signal, and give them time to end."""
     for worker in workers:
         worker.signal(number)
     _wait_for_ends(workers, patience)
