@@ -301,7 +301,6 @@ class _Server:
                 place = duplicate(wake[0].fd), wake[0].nbytes, wake[1]
                 in_any_case.callback(os.close, place[0])
             arguments = theirs.fileno(), guard, os.getpid(), context, entry, place
-            self._process: subprocess.Popen[bytes] | _Fork
             if context == "fork":
                 importlib.import_module(entry)  # once, rather than in each worker
 
@@ -315,7 +314,7 @@ class _Server:
                         interpreter.limit_loaded_libraries(1)  # once, rather than in each worker
                     server.serve(*arguments)
 
-                self._process = _Fork(run)
+                self._process: subprocess.Popen[bytes] = _Fork(run)
             else:
                 fds = [theirs.fileno(), guard, *(place[:1] if place else ())]
                 self._process = _started(context, token, _SERVER.format(arguments=arguments), fds)
@@ -414,58 +413,38 @@ def _started(context: str, token: str, text: str, fds: Sequence[int]) -> subproc
         os.close(program)
 
 
-def _run_and_exit(run: Callable[[], object]) -> NoReturn:
-    exitcode = 1
-    try:
-        run()
-        exitcode = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(exitcode)
-
-
-class _Fork:
-    """A fork of this process that runs a function with signals blocked; has what is used of `subprocess.Popen`."""
+class _Fork(subprocess.Popen[bytes]):
+    """A fork of this process that runs a function, with all signals blocked, instead of a program."""
 
     def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+        super().__init__(["fork"])
+
+    def _execute_child(self, *_: object) -> None:
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             with contextlib.suppress(AttributeError, ValueError):  # None, or closed
                 stream.flush()  # type: ignore[union-attr]  # what is buffered would be written by both
-        self.returncode: int | None = None
         mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-        self.pid = 0
+        pid = 0
         try:
-            self.pid = os.fork()
-            if not self.pid:
-                _run_and_exit(run)
+            if not (pid := os.fork()):
+                self._run_and_exit()
+            self.pid, self._child_created = pid, True
         finally:
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             except BaseException:  # Ctrl-C has waited for this: nobody would know of the fork
-                if self.pid:
+                if pid:
                     self.kill()
                     self.wait()
                 raise
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # where SIGCHLD is ignored
-                self.returncode = 0
-            else:
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout: float = float("inf")) -> int:
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired("the fork server", timeout)
-            time.sleep(0.001)
-        return code
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+    def _run_and_exit(self) -> NoReturn:
+        exitcode = 1
+        try:
+            self._run()
+            exitcode = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(exitcode)
