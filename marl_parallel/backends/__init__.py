@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from marl_parallel.backends.serial import SerialBackend
-from marl_parallel.backends.thread import ThreadBackend
+from marl_parallel.backends.local import SerialBackend, ThreadBackend
 from marl_parallel.core.backend import Backend
 
 NAMES = ("process", "serial", "thread", "ray")
@@ -43,9 +42,9 @@ def open_backend(backend: str | Backend, *, context: str | None, worker_threads:
 
 def _open_processes(context: str | None, worker_threads: int | None) -> Backend:
     if sys.platform == "linux":  # only Linux has what `process.py` needs, and not all builds of Python expose it
-        from marl_parallel.backends.semaphores import available
+        from marl_parallel.backends.memory import has_semaphores
 
-        if available():
+        if has_semaphores():
             from marl_parallel.backends.process import ProcessBackend
 
             return ProcessBackend(context=context, threads=worker_threads)

@@ -1,17 +1,18 @@
-"""Objects over a socket between two processes that may die at any moment.
+"""How a parent and its worker process talk: two queues in shared memory, a doorbell, and a socket for larger messages.
 
-The end of a stream is no sign that the other side is gone, since a simulator's own children inherit it. So the parent
-of a worker must not wait here (`receive_now`, `put`, `flush`); the worker may (`receive`, `send`, `finish`), since it
-dies with its parent. A large message goes into a file without a name, of which only the descriptor is sent: a socket
-holds little, and the sender must not wait for the reader.
+    parent                                                          worker
+      requests: codes in a ring, a semaphore ------------------->   QueuePair, one per worker
+      <------------------- replies: codes in a ring, a semaphore
+      <------------------------ doorbell: one semaphore and a countdown, shared by all workers
+      <---- channel: a socket, for what does not fit a code ---->
 
-The other side may stop in the middle of a message. `receive_now` and `flush` keep what has come or gone so far, and go
-on from there when they are called again.
+A code is one number: what is to be done, or is done, and in which environments. It is written before the semaphore is
+posted and read after the semaphore is taken, so no order of stores is relied upon. The countdown lets the parent sleep
+until as many replies are there as it wants.
 """
 
 from __future__ import annotations
 
-import array
 import errno
 import mmap
 import os
@@ -22,217 +23,277 @@ import struct
 from collections import deque
 from typing import Any
 
-from marl_parallel.backends.memory import anonymous_file, lifted
+from marl_parallel.backends.memory import Semaphore, anonymous_file, lifted
+from marl_parallel.core.ledger import Ledger
 
-_HEADER = struct.Struct("=Q?")  # the length, and whether it is in a file
-_INLINE = 16384
-_ROOM_FOR_FD = socket.CMSG_SPACE(array.array("i").itemsize)
+# -- queues in shared memory -------------------------------------------------------------------------------------------
+
+_SEMAPHORES = 2 * Semaphore.SIZE
+
+
+class Code:
+    """One number that stands for a message: a kind, flags, and neighbouring environments."""
+
+    ON_CHANNEL, STEP, DONE = 0, 1, 2  # the message is on the channel; step the environments; they are done
+    KIND = 3  # the bits of these
+    LAST = EACH = 1 << 2  # no other reply to the request follows; reply for each environment
+    PROMPT = 1 << 3  # reply at once for an environment that has infos
+
+    @staticmethod
+    def of(kind: int, env_ids: range | None = None) -> int:
+        """The code of a kind, with its flags, about these environments; None: all of the worker's."""
+        return kind if env_ids is None else kind | len(env_ids) << 8 | env_ids.start << 32
+
+    @staticmethod
+    def env_ids(code: int) -> range | None:
+        """The environments that a code is about.
+
+        Example:
+            >>> Code.env_ids(Code.of(Code.STEP, range(4, 6)))
+            range(4, 6)
+        """
+        count, first = code >> 8 & (1 << 24) - 1, code >> 32
+        return range(first, first + count) if count else None
+
+
+class Queue:
+    """Codes that one process writes and another reads, in order.
+
+    Attributes:
+        ready: A semaphore that counts the codes that are written and not yet taken.
+        codes: A ring of `capacity` codes.
+        times: The moment that was written with each code.
+        written: How many codes this process has written.
+        read: How many codes this process has taken.
+    """
+
+    __slots__ = ("capacity", "codes", "read", "ready", "times", "written")
+
+    def __init__(self, buffer: mmap.mmap, semaphore: int, codes: int, capacity: int) -> None:
+        self.ready = Semaphore(buffer, semaphore)
+        self.capacity = capacity
+        view = memoryview(buffer)[codes : codes + 16 * capacity]
+        self.codes, self.times = view[: 8 * capacity].cast("Q"), view[8 * capacity :].cast("d")
+        self.written = self.read = 0
+
+    def put(self, code: int, moment: float = 0.0) -> None:
+        """Write a code and wake the reader; the writer knows that there is room."""
+        place = self.written % self.capacity
+        self.codes[place], self.times[place] = code, moment
+        self.written += 1
+        self.ready.post()
+
+    def take(self) -> int:
+        """The next code; only after `ready` was taken."""
+        code = self.codes[self.read % self.capacity]
+        self.read += 1
+        return code
+
+    @property
+    def moment(self) -> float:
+        """The moment that was written with the code taken last."""
+        return self.times[(self.read - 1) % self.capacity]
+
+
+class QueuePair:
+    """The queues between the parent and one worker, and the worker's status, in the control block.
+
+    Args:
+        buffer: The control block: the doorbell, then one pair for each worker.
+        worker: The worker's number.
+        capacity: The largest number of codes in a queue at a time.
+        new: Whether to clear it; nobody may be using it.
+    """
+
+    def __init__(self, buffer: mmap.mmap, worker: int, capacity: int, *, new: bool = False) -> None:
+        start = _SEMAPHORES + worker * _pair_nbytes(capacity)
+        status = start + _SEMAPHORES
+        rings = status + Ledger.NBYTES
+        if new:
+            buffer[start:rings] = bytes(rings - start)
+        self.requests = Queue(buffer, start, rings, capacity)
+        self.replies = Queue(buffer, start + Semaphore.SIZE, rings + _ring_nbytes(capacity), capacity)
+        if new:
+            self.requests.ready.init(0)
+            self.replies.ready.init(0)
+        self.ledger = Ledger(memoryview(buffer)[status:rings])
+
+
+class Doorbell:
+    """Wakes the parent, which waits on the semaphore `wake`, when replies have come.
+
+    `set_countdown` sets how many replies from now on do not wake it. It may be woken too early where some come at this
+    very moment, never too late.
+    """
+
+    WAKE = 0
+    """Offset of `wake` in the control block."""
+
+    def __init__(self, buffer: mmap.mmap) -> None:
+        self.wake = Semaphore(buffer, self.WAKE)
+        self._countdown = Semaphore(buffer, self.WAKE + Semaphore.SIZE)
+        self.set_countdown = self._countdown.init
+
+    def ring(self) -> None:
+        if self._countdown.try_wait():
+            self.wake.post()
+
+    def clear(self) -> None:
+        while self.wake.try_take():
+            pass
+
+
+def control_nbytes(num_workers: int, capacity: int) -> int:
+    """The size of the control block."""
+    return _SEMAPHORES + num_workers * _pair_nbytes(capacity)
+
+
+def _pair_nbytes(capacity: int) -> int:
+    return _SEMAPHORES + Ledger.NBYTES + 2 * _ring_nbytes(capacity)
+
+
+def _ring_nbytes(capacity: int) -> int:
+    return -(-16 * capacity // 64) * 64
+
+
+# -- the socket --------------------------------------------------------------------------------------------------------
+
+_PART, _WHOLE, _IN_FILE = 0, 1, 2
+"""First byte of a packet: a part of a message follows, or the last part; or the message is in the file sent along."""
+_PACKET_NBYTES = 16384
+_FD = struct.Struct("i")
 
 
 class Gone(EOFError):
-    """The other side has died, or does not want to talk any more."""
+    """The other process has died, or has closed its end."""
 
 
 class Channel:
-    """One end.
+    """One end of a socket that sends objects between two processes that may die or stop at any moment.
+
+    The end of the stream is no sign that the other process is gone, since a simulator's own children inherit it. So
+    the parent must not wait here (`receive_now`, `put`, `flush`); a worker may (`receive`, `finish`), since it dies
+    with its parent. A message of more than one packet goes into a file without a name, of which only the descriptor is
+    sent: a socket holds little, and the sender must not wait. All methods raise `Gone` where the other process is gone.
 
     Args:
-        connection: A connected stream socket; owned by this object from now on.
-
-    Attributes:
-        unsent: What is left to be sent.
+        connection: A connected socket that keeps packets whole; owned by this object from now on.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self._reader, self._writer = select.poll(), select.poll()
-        self._reader.register(connection, select.POLLIN)
-        self._writer.register(connection, select.POLLOUT)
-        self.unsent: deque[_Letter] = deque()
-        # Of the message that is being received: its header, its body, the part of that still to come, and its file.
-        self._header, self._body, self._missing = bytearray(), bytearray(), memoryview(b"")
-        self._received_fd: int | None = None
+        self.unsent: deque[bytes] = deque()  # pickled messages; of the first one a part may be sent
+        self._packets: deque[bytes] = deque()  # what is to be sent of the first one
+        self._sent_fd = -1  # to go with the next packet
+        self._parts = bytearray()  # what has come of the message that is being received
 
     def fileno(self) -> int:
-        """The socket's descriptor, to wait for what comes."""
         return self._socket.fileno()
 
-    def send(self, message: Any) -> None:
-        """Send an object that plain `pickle` can handle, and wait until all of it is on its way.
-
-        Raises:
-            Gone: The other side is.
-        """
-        self.put(message)
-        self.finish()
-
-    def finish(self) -> None:
-        """Wait until all that was `put` is on its way.
-
-        Raises:
-            Gone: The other side is.
-        """
-        while not self.flush():
-            self._writer.poll()
-
     def put(self, message: Any) -> None:
-        """Send as much of an object as can be without waiting; `flush` sends the rest.
-
-        Raises:
-            Gone: The other side is.
-        """
-        self.unsent.append(_Letter(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)))
+        """Send as much of an object as can be sent without waiting; `flush` sends the rest."""
+        self.unsent.append(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         self.flush()
 
     def flush(self) -> bool:
-        """Send what can be sent without waiting; says whether that was all.
-
-        Raises:
-            Gone: The other side is.
-        """
+        """Send what can be sent without waiting; returns whether that was all."""
         while self.unsent:
-            letter = self.unsent[0]
-            rest, fd = letter.begin()
-            attached = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+            if not self._packets:
+                self._pack(self.unsent[0])
             try:
-                sent = self._socket.sendmsg([rest], attached)
+                socket.send_fds(self._socket, [self._packets[0]], [] if self._sent_fd < 0 else [self._sent_fd])
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise Gone from error
             except OSError as error:
-                # So many files may be on their way at a time.
+                # The kernel limits how many files are on their way at a time.
                 if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
                     return False
                 raise
-            if letter.went(sent):
+            self._close_sent_fd()
+            self._packets.popleft()
+            if not self._packets:
                 self.unsent.popleft()
         return True
 
-    def receive(self) -> Any:
-        """Wait for the next object and return it.
+    def _pack(self, body: bytes) -> None:
+        """Make the packets of a message. Only now is it put into a file: messages that wait take no descriptors."""
+        if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
+            self._sent_fd = fd
+            self._packets.append(bytes([_IN_FILE]))
+            return
+        for start in range(0, len(body), _PACKET_NBYTES):
+            stop = start + _PACKET_NBYTES
+            self._packets.append(bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop])
 
-        Raises:
-            Gone: The other side is.
-            OSError: It came in a file, and this process has as many open as it may have.
-        """
+    def finish(self) -> None:
+        while not self.flush():
+            self._poll(select.POLLOUT)
+
+    def receive(self) -> Any:
         while (message := self.receive_now()) is None:
-            self._reader.poll()
+            self._poll(select.POLLIN)
         return message
 
     def receive_now(self) -> Any:
-        """The next object if all of it is here, else None; never waits. What has come of it is kept for the next call.
-
-        Raises:
-            Gone: The other side is.
-            OSError: It came in a file, and this process has as many open as it may have.
-        """
-        if len(self._header) < _HEADER.size:
-            if not self._fill_header():
-                return None
-            length, in_file = _HEADER.unpack(self._header)
-            self._body = bytearray(0 if in_file else length)
-            self._missing = memoryview(self._body)
-        while self._missing:
+        """The next object if all of it is here, else None; never waits. What has come is kept for the next call."""
+        while True:
             try:
-                received = self._socket.recv_into(self._missing)
-            except BlockingIOError:
-                return None
-            except ConnectionResetError as error:
-                raise Gone from error
-            if not received:
-                raise Gone
-            self._missing = self._missing[received:]
-        length, in_file = _HEADER.unpack(self._header)
-        body, fd, self._received_fd = self._body, self._received_fd, None
-        self._header, self._body, self._missing = bytearray(), bytearray(), memoryview(b"")
-        if not in_file:
-            return pickle.loads(body)
-        if fd is None:
-            raise OSError(
-                errno.EMFILE, "a large message was lost, since this process has too many files open; raise `ulimit -n`"
-            )
-        try:
-            with mmap.mmap(fd, length, prot=mmap.PROT_READ) as file:
-                return pickle.loads(file)
-        finally:
-            os.close(fd)
-
-    def _fill_header(self) -> bool:
-        """Read what is there of the header, and the file that comes with it; whether the header is complete."""
-        while len(self._header) < _HEADER.size:
-            try:
-                data, ancillary, _, _ = self._socket.recvmsg(
-                    _HEADER.size - len(self._header), _ROOM_FOR_FD, socket.MSG_CMSG_CLOEXEC
+                packet, ancillary, *_ = self._socket.recvmsg(
+                    1 + _PACKET_NBYTES, socket.CMSG_SPACE(_FD.size), socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
-                return False
+                return None
             except ConnectionResetError as error:  # it died with something of ours unread
                 raise Gone from error
-            if not data:
+            if not packet:
                 raise Gone
-            self._header += data
-            for _, _, descriptor in ancillary:
-                self._received_fd = lifted(array.array("i", descriptor)[0])
-        return True
+            if packet[0] == _IN_FILE:
+                return _loaded([lifted(*_FD.unpack(data)) for _, _, data in ancillary])
+            self._parts += memoryview(packet)[1:]
+            if packet[0] == _WHOLE:
+                body, self._parts = self._parts, bytearray()
+                return pickle.loads(body)
+
+    def _poll(self, event: int) -> None:
+        poll = select.poll()  # unlike `select.select`, it takes any number of descriptors
+        poll.register(self._socket, event)
+        poll.poll()
 
     def close(self) -> None:
-        """Close this end; idempotent."""
         self._socket.close()
-        if self._received_fd is not None:
-            os.close(self._received_fd)
-            self._received_fd = None
-        for letter in self.unsent:
-            letter.discard()
+        self._close_sent_fd()
+        self._packets.clear()
         self.unsent.clear()
 
-
-class _Letter:
-    """A pickled object that is to be sent, or is on its way.
-
-    Only the first in the queue is put into a file: however many wait, they leave the process its descriptors.
-    """
-
-    def __init__(self, body: bytes) -> None:
-        self._body = body
-        self._rest: memoryview | None = None
-        self._fd: int | None = None
-
-    def begin(self) -> tuple[memoryview, int | None]:
-        """What is left to be sent, and a file to go with it."""
-        if self._rest is None:
-            length = len(self._body)
-            self._fd = _file_of(self._body) if length > _INLINE else None
-            header = _HEADER.pack(length, self._fd is not None)
-            self._rest, self._body = memoryview(header if self._fd is not None else header + self._body), b""
-        return self._rest, self._fd
-
-    def went(self, nbytes: int) -> bool:
-        """So much of it has been sent, and the file; says whether that was all."""
-        assert self._rest is not None
-        self.discard()
-        self._rest = self._rest[nbytes:]
-        return not self._rest
-
-    def discard(self) -> None:
-        """Close the file; idempotent."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+    def _close_sent_fd(self) -> None:
+        if self._sent_fd >= 0:
+            os.close(self._sent_fd)
+            self._sent_fd = -1
 
 
-def _file_of(body: bytes) -> int | None:
-    """A file with this in it; None where no more files may be open."""
+def _file_of(body: bytes) -> int:
+    """A file with these bytes in it; -1 where no more files may be open."""
     try:
-        fd = anonymous_file("marl_parallel-mail")
+        fd = anonymous_file("marl_parallel-message")
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            return None
+            return -1
         raise
     try:
-        rest = memoryview(body)
-        while rest:
-            rest = rest[os.write(fd, rest) :]
+        with open(fd, "wb", closefd=False) as file:
+            file.write(body)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _loaded(fds: list[int]) -> Any:
+    """The object in a file that was received; none was if this process has too many open."""
+    if not fds:
+        raise OSError(
+            errno.EMFILE, "a large message was lost, since this process has too many files open; raise `ulimit -n`"
+        )
+    with open(fds[0], "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as body:
+        return pickle.loads(body)

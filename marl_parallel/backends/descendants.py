@@ -1,32 +1,45 @@
-"""Finding and killing processes together with all that they have started; every look into `/proc` is here.
+"""Other processes: their state and their stacks, and how to kill them with all that they have started.
 
 A process group is killed by `send`. What has left its group is found in two ways: a process that has called
 `adopt_orphans` becomes the parent of all that its descendants leave behind (`kill_children`), and what carries
-an environment variable of ours is found wherever it is (`kill_marked`).
+an environment variable of ours is found wherever it is (`kill_marked`). Every look into `/proc` is here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Set
+from typing import IO, Any
 
-from marl_parallel.backends.memory import lifted
+from marl_parallel.backends.memory import anonymous_file, append_only, lifted
 
 MARKER = "MARL_PARALLEL_WORKER"
 """The environment variable that every worker, and what it starts, carries."""
 
 # A process that was killed may still fork or show its environment while it ends; it is looked for again.
 _SWEEPS = 20
-_PAUSE = 0.005
+_PAUSE_S = 0.005
 _PR_SET_CHILD_SUBREAPER = 36
+
+STACK_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
+"""On this signal a worker writes the Python stacks of all its threads; None where there are no such signals."""
+
+# A dump is many small writes without an end mark: it counts as complete when nothing is written for this long.
+_COMPLETE_AFTER_S = 0.02
+_ABORT_TIMEOUT_S = 0.5
+
+
+# -- killing -----------------------------------------------------------------------------------------------------------
 
 
 def marker_value(token: str, pid: int) -> str:
-    """The value of the variable in worker `pid` of those that belong to `token`."""
+    """The value of `MARKER` in worker `pid` of those that belong to `token`."""
     return f"{token}.{pid:010d}"
 
 
@@ -42,21 +55,20 @@ def send(pid: int, number: int) -> None:
 
 
 def reap(pid: int) -> int | None:
-    """Reap a child of this process that led a group, if it has ended.
-
-    Its group is killed first, while its number still belongs to it.
-
-    Returns:
-        The exit code (negative: the signal); None while it lives. 255 if someone else has reaped it.
-    """
+    """Reap a child that led a group and has ended, kill the group, and return the exit code; None while it lives."""
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
+    except ChildProcessError:  # someone else has reaped it
         return 255
     if ended is None:
         return None
-    send(pid, signal.SIGKILL)
+    send(pid, signal.SIGKILL)  # while the number of the group still belongs to it
     os.waitpid(pid, 0)
+    return exitcode_of(ended)
+
+
+def exitcode_of(ended: os.waitid_result) -> int:
+    """The exit code of a process that has ended (negative: the signal)."""
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
@@ -67,16 +79,11 @@ def kill_marked(value: str) -> None:
         found = [_kill_if_marked(pid, mark) for pid in _processes()]
         if not any(found):
             return
-        time.sleep(_PAUSE)
+        time.sleep(_PAUSE_S)
 
 
 def kill_left_behind(pid: int, marker: str) -> None:
-    """Kill what a process that led a group has left behind, though another process may have to reap it.
-
-    Args:
-        pid: Its number.
-        marker: The marker of what it has started.
-    """
+    """Kill what a process that led a group has left behind, though another process may have to reap it."""
     # The number of its group is nobody else's while somebody is in it; that of a process may be.
     if state_of(pid) in ("", "Z"):
         with contextlib.suppress(ProcessLookupError):
@@ -85,11 +92,7 @@ def kill_left_behind(pid: int, marker: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of those descendants whose own parents have ended; Linux only.
-
-    Raises:
-        OSError: The kernel refuses.
-    """
+    """Become the parent of those descendants whose own parents have ended; Linux only."""
     if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError("cannot adopt the orphans of workers (PR_SET_CHILD_SUBREAPER)")
 
@@ -116,27 +119,12 @@ def kill_children(timeout: float, spare: Set[int] = frozenset()) -> None:
         time.sleep(0.001)
 
 
-def below(ancestor: int) -> list[int]:
-    """The living processes that `ancestor` has started, and those that these have started; Linux only.
-
-    Example:
-        >>> os.getpid() in below(os.getppid())
-        True
-    """
-    states = {pid: _state_and_parent(pid) for pid in _processes()}
-    found = [ancestor]
-    for one in found:  # grows while it is walked through
-        found += [pid for pid, (state, parent) in states.items() if parent == one and state != "Z"]
-    return found[1:]
-
-
 def state_of(pid: int) -> str:
     """The state letter in `/proc/PID/stat`, "" if the process is gone."""
     return _state_and_parent(pid)[0]
 
 
 def _state_and_parent(pid: int) -> tuple[str, int]:
-    """The state letter and the parent of a process; "" and -1 if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, parent = file.read().rpartition(b")")[2].split()[:2]
@@ -150,7 +138,6 @@ def _processes() -> Iterator[int]:
 
 
 def _kill_if_marked(pid: int, mark: bytes) -> bool:
-    """Kill the process if it carries the mark; returns whether it does."""
     if not _is_marked(pid, mark):
         return False
     with contextlib.suppress(ProcessLookupError):
@@ -176,3 +163,78 @@ def _is_marked(pid: int, mark: bytes) -> bool:
             return b"\0" + mark in b"\0" + file.read()
     except OSError:  # gone, or another user's
         return False
+
+
+# -- stacks ------------------------------------------------------------------------------------------------------------
+
+
+def report_to(file: int | IO[Any]) -> None:
+    """Have this process write its stacks to a file: at a native crash, and on `STACK_SIGNAL` where there is one."""
+    faulthandler.enable(file=file, all_threads=True)
+    if STACK_SIGNAL is not None and sys.platform != "win32":
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+
+
+class CrashFile:
+    """A file that one worker appends its stacks to. A pipe would not do: a full one blocks the dying process.
+
+    Args:
+        fd: The file, owned by this object from now on; None creates one.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = anonymous_file("marl_parallel-stacks") if fd is None else fd
+        append_only(self.fd)  # the worker's descriptor is a copy of this one and shares its position
+        self._start = 0
+
+    def text(self) -> str:
+        """The text that was written so far, without the stacks that `stack` has returned."""
+        return self._read(self._start)
+
+    def stack(self, pid: int, timeout: float) -> str:
+        """Have the living process `pid` write the stacks of its threads; "" if it cannot, even by `SIGABRT`.
+
+        A stopped process is continued. One that blocks the signal is aborted, which ends it.
+        """
+        start = self._size()
+        if STACK_SIGNAL is None:
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACK_SIGNAL)
+            if state_of(pid) == "T":
+                os.kill(pid, signal.SIGCONT)
+            if self._wait_complete(start, timeout):
+                text = self._read(start)
+                self._start = start + len(text.encode(errors="surrogateescape"))
+                return text
+            os.kill(pid, signal.SIGABRT)
+            self._wait_complete(start, _ABORT_TIMEOUT_S)
+        return self._read(start)
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _wait_complete(self, start: int, timeout: float) -> bool:
+        """Wait until something was written after `start` and no more follows; returns whether anything was."""
+        deadline = time.monotonic() + timeout
+        size, changed = start, time.monotonic()
+        while True:
+            now = time.monotonic()
+            if (current := self._size()) != size:
+                size, changed = current, now
+            if (size > start and now - changed >= _COMPLETE_AFTER_S) or now >= deadline:
+                return size > start
+            time.sleep(0.001)
+
+    def _size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def _read(self, start: int) -> str:
+        if sys.platform != "win32":
+            data = os.pread(self.fd, self._size() - start, start)
+        else:  # read after the worker's death only, so that the shared position does not matter
+            os.lseek(self.fd, start, os.SEEK_SET)
+            data = os.read(self.fd, self._size() - start)
+        return data.decode(errors="surrogateescape")

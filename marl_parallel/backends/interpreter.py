@@ -1,4 +1,4 @@
-"""Starting Python interpreters that import what this process imports, but do not run its script.
+"""Start Python interpreters that import what this process imports, but do not run its script.
 
 Here are their command line, working directory and output streams, and the number of threads that their numerical
 libraries may use.
@@ -6,7 +6,6 @@ libraries may use.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import multiprocessing.spawn
@@ -14,7 +13,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from marl_parallel.backends.memory import anonymous_file
@@ -33,14 +32,10 @@ _SET_BY_THREADPOOLCTL = "KMP_DUPLICATE_LIB_OK"
 
 
 def executable() -> str:
-    """The Python interpreter that new processes run.
-
-    Raises:
-        RuntimeError: This program embeds Python and there is none that belongs to it.
-    """
-    given: str | bytes | None = sys.executable or multiprocessing.spawn.get_executable()
-    if given:
-        return os.fsdecode(given)
+    """The Python interpreter that new processes run."""
+    known: str | bytes | None = sys.executable or multiprocessing.spawn.get_executable()
+    if known:
+        return os.fsdecode(known)
     name = "python.exe" if sys.platform == "win32" else f"bin/python{sys.version_info[0]}.{sys.version_info[1]}"
     found = os.path.join(sys.exec_prefix, name)
     if os.access(found, os.X_OK):
@@ -60,41 +55,25 @@ def command(code: str) -> list[str]:
     return [executable(), *flags, "-c", code]
 
 
-def program_file(program: str, path: list[str]) -> int:
-    """Write a program that sets `sys.path` first to a file without a name, and return its descriptor.
+def program(text: str, path: Sequence[str]) -> tuple[list[str], int]:
+    r"""The command line of an interpreter that sets `sys.path` and runs `text`; a descriptor that it must inherit.
 
-    The path goes into the program, since in a variable it would be inherited by whatever the simulator starts.
-    """
-    entries = [entry for entry in path if isinstance(entry, str)]
-    fd = anonymous_file("marl_parallel-program")
-    with open(fd, "wb", closefd=False) as file:
-        file.write(f"import sys\nsys.path[:] = {entries!a}\n{program}".encode("ascii"))
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
-
-
-def run_file(fd: int) -> str:
-    """Code that runs an inherited `program_file`.
-
-    A command line cannot hold the program itself: Linux limits an argument to 128 kB, which `sys.path` may exceed.
-    """
-    return f"with open({fd}, encoding='ascii') as file: program = file.read()\nexec(program)"
-
-
-@contextlib.contextmanager
-def started_with(program: str) -> Iterator[tuple[list[str], int]]:
-    r"""The command line of an interpreter that runs `program` with this process's `sys.path`; a descriptor to pass on.
+    Both are in a file without a name: Linux limits an argument to 128 kB, and whatever the simulator starts would
+    inherit a variable.
 
     Example:
-        >>> with started_with("print(1 + 1)") as (arguments, fd):
-        ...     subprocess.run(arguments, pass_fds=[fd], capture_output=True).stdout
+        >>> arguments, fd = program("print(1 + 1)", sys.path)
+        >>> subprocess.run(arguments, pass_fds=[fd], capture_output=True).stdout
         b'2\n'
+        >>> os.close(fd)
     """
-    fd = program_file(program, sys.path)
-    try:
-        yield command(run_file(fd)), fd
-    finally:
-        os.close(fd)
+    entries = [entry for entry in path if isinstance(entry, str)]
+    executable()  # raises before there is a file
+    fd = anonymous_file("marl_parallel-program")
+    with open(fd, "wb", closefd=False) as file:
+        file.write(f"import sys\nsys.path[:] = {entries!a}\n{text}".encode("ascii"))
+    os.lseek(fd, 0, os.SEEK_SET)
+    return command(f"with open({fd}, encoding='ascii') as file: text = file.read()\nexec(text)"), fd
 
 
 def working_directory() -> str:
@@ -119,12 +98,9 @@ def _warn_of_removed_folder() -> None:
 
 
 def output(stream: TextIO | None, usual: int, null: int = subprocess.DEVNULL) -> int:
-    """The descriptor behind `sys.stdout` or `sys.stderr`; replaced ones (in notebooks) may have none.
+    """The descriptor behind `sys.stdout` or `sys.stderr`.
 
-    Args:
-        stream: The stream of this process.
-        usual: Its usual descriptor, used where `stream` has none.
-        null: Used where that is closed.
+    It is the `usual` one where the stream has none (as in notebooks), and `null` where that is closed.
     """
     if (sys.__stdout__ if usual == 1 else sys.__stderr__) is None and stream is None:
         return null  # closed when this program started: the number may be another file's by now
@@ -139,9 +115,9 @@ def output(stream: TextIO | None, usual: int, null: int = subprocess.DEVNULL) ->
     return fd
 
 
-def thread_variables(threads: int) -> dict[str, str]:
-    """The environment variables that give numerical libraries not loaded yet this number of threads."""
-    return dict.fromkeys(_THREAD_VARIABLES, str(threads))
+def thread_variables(threads: int | None) -> dict[str, str]:
+    """The environment variables that give numerical libraries not loaded yet this number of threads; None: none."""
+    return {} if threads is None else dict.fromkeys(_THREAD_VARIABLES, str(threads))
 
 
 def default_threads(environ: Mapping[str, str]) -> int:

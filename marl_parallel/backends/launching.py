@@ -1,17 +1,19 @@
-"""Starting, watching and ending worker processes on Linux: the parent's end of the fork server.
+"""Start, watch and end worker processes on Linux: the parent's end of the fork server.
 
-`open_launcher` starts a server (`marl_parallel.backends.server`), which forks workers on request. The three contexts
+A `Launcher` starts a server (`server.py`), which forks workers on request and reports their deaths. The three contexts
 differ only in what the server is: a fresh process with the usual libraries loaded ("forkserver"), a fresh process
-that executes an interpreter for each worker ("spawn"), or a fork of this process ("fork"). What parent and worker say
-to each other is not known here.
+that executes an interpreter for each worker ("spawn"), or a fork of this process, made when the launcher is, with all
+that it has in memory ("fork"; unsafe if this process has other threads).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib
 import os
+import pickle
 import secrets
 import select
 import signal
@@ -22,19 +24,19 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
-from marl_parallel.backends import child, descendants, interpreter, server
-from marl_parallel.backends.memory import Block, duplicate, lifted, pipe, socket_pair
-from marl_parallel.backends.server import REPLY, REQUEST, Reply
-from marl_parallel.backends.stacks import CrashFile
+from marl_parallel.backends import descendants, interpreter, server
+from marl_parallel.backends.descendants import CrashFile
+from marl_parallel.backends.memory import Block, anonymous_file, duplicate, lifted, pipe, socket_pair
+from marl_parallel.backends.server import REPLY, REQUEST, Reply, Setting
 from marl_parallel.core.reports import logger
 
 _ANSWERS_WITHIN_S = 60.0
 _ENDS_WITHIN_S = 6.0
 _CHECK_EVERY_S = 0.5
 """Seconds between looks at a server that does not answer."""
-_TOKEN_NBYTES = 8
 
 _SERVER = """from marl_parallel.backends.server import serve
 serve{arguments!r}
@@ -47,28 +49,13 @@ for name, path in {packages}:
 """
 
 
-def open_launcher(
-    context: str, *, entry: str, wake: tuple[Block, int] | None = None, threads: int | None = None
-) -> Launcher:
-    """Get ready to start workers; returns at once.
+@dataclass
+class _Worker:
+    """A worker that is being started, with process id 0, or that lives; `failure` is the errno of its start."""
 
-    Args:
-        context: "forkserver": workers are forked from a small process that has the usual libraries loaded.
-            "spawn": the same, but each worker is a fresh interpreter; costs more time and memory.
-            "fork": workers are forked from a copy of this process, made now, with all that it has in memory; unsafe
-            if this process has other threads.
-        entry: The module whose `main(index, fds)` a worker runs. It must be importable with `sys.path`.
-        wake: A block and the offset of a semaphore in it, which is posted each time a worker has died and
-            `deaths` can tell; the block's descriptor stays open as long as the launcher. Nobody posts when the
-            server itself has died: call `deaths` from time to time.
-        threads: Threads for the numerical libraries of a worker; None leaves them alone.
-
-    Raises:
-        ValueError: There is no such context.
-    """
-    if context not in ("forkserver", "spawn", "fork"):
-        raise ValueError(f'workers are started by "forkserver", "spawn" or "fork", not by {context!r}')
-    return Launcher(context, entry, wake, threads)
+    crash_file: CrashFile
+    pid: int = 0
+    failure: int = 0
 
 
 class Launcher:
@@ -76,20 +63,27 @@ class Launcher:
 
     When this process ends, however that happens, the workers and all that they have started end as well. To be used by
     one thread at a time; `close` may be called from any. In a forked child of its owner a launcher counts as closed.
-    Arguments as those of `open_launcher`.
+
+    Args:
+        context: "forkserver", "spawn" or "fork".
+        entry: The module whose `main(index, fds)` a worker runs. It must be importable with `sys.path`.
+        wake: A block and the offset of a semaphore in it, which is posted each time a worker has died. Nobody posts
+            when the server itself has died: call `deaths` from time to time.
+        threads: Threads for the numerical libraries of a worker; None leaves them alone.
     """
 
     _closed = True  # until __init__ is through, for the sake of __del__
 
-    def __init__(self, context: str, entry: str, wake: tuple[Block, int] | None, threads: int | None) -> None:
-        self._context, self._entry, self._wake, self._threads = context, entry, wake, threads
-        self._token = secrets.token_hex(_TOKEN_NBYTES)
+    def __init__(
+        self, context: str, *, entry: str, wake: tuple[Block, int] | None = None, threads: int | None = None
+    ) -> None:
+        if context not in ("forkserver", "spawn", "fork"):
+            raise ValueError(f'workers are started by "forkserver", "spawn" or "fork", not by {context!r}')
+        self._context, self._entry, self._threads = context, entry, threads
+        self._token = secrets.token_hex(8)
+        self._new_server = functools.partial(_Server, context, entry, self._token, wake, threads)
         self._requests = 0
-        self._starting: dict[int, CrashFile] = {}  # of the worker that is being started, by request
-        self._started: int | None = None  # its process id
-        self._failure: int | None = None  # the errno of its start
-        self._pids: dict[int, int] = {}  # of living workers, by request
-        self._crash_files: dict[int, CrashFile] = {}  # of living workers, by process id
+        self._workers: dict[int, _Worker] = {}  # by request
         self._reports: dict[int, str] = {}  # of dead workers, until they are read
         self._dead: list[tuple[int, int]] = []
         self._end = "the launcher is closed"  # why there is no server
@@ -98,17 +92,10 @@ class Launcher:
         _open_launchers.add(self)
 
     def launch(self, index: int, fds: Sequence[int]) -> int:
-        """Start worker number `index`.
-
-        The child runs `main(index, fds)` of the entry module and exits with 0 when that returns, 1 with the
-        traceback on stderr when it raises.
-
-        Args:
-            index: Handed to the worker.
-            fds: Open descriptors, which stay the caller's; the worker gets copies of them, in this order.
+        """Start a worker, which runs `main(index, fds)` of the entry module with copies of `fds`.
 
         Returns:
-            The worker's process id.
+            Its process id.
 
         Raises:
             RuntimeError: The launcher is closed, or the fork server does not start or answer.
@@ -121,41 +108,44 @@ class Launcher:
         self._collect(0)
         if self._server is None:
             self._server = self._new_server()
-        threads = loaded_threads = self._threads
-        if self._context == "forkserver" and threads is None:
+        loaded_threads = self._threads
+        if self._context == "forkserver" and loaded_threads is None:
             loaded_threads = interpreter.default_threads(os.environ)
         if self._context == "spawn" or loaded_threads == 1:  # which the libraries of a server have
             loaded_threads = None
-        setting = child.Setting.here(index, self._entry, self._token, threads, loaded_threads)
+        variables = {descendants.MARKER: self._token, **interpreter.thread_variables(self._threads)}
+        setting = Setting(
+            index,
+            self._entry,
+            loaded_threads,
+            [*sys.path],
+            [*getattr(sys, "argv", [])],
+            {**os.environ, **variables},
+            interpreter.working_directory(),
+        )
         self._requests += 1
-        self._starting[self._requests] = crash_file = CrashFile.create()
-        self._started = self._failure = None
+        request = self._requests
+        worker = self._workers[request] = _Worker(CrashFile())
         try:
-            return self._request(setting, crash_file.fd, fds)
+            self._request(request, worker, setting, fds)
         except BaseException:
-            if self._starting.pop(self._requests, None):
-                crash_file.close()
-            elif self._started is not None:
-                self.kill(self._started)  # the caller does not learn of it
+            if worker.pid:
+                self.kill(worker.pid)  # the caller does not learn of it
+            elif self._workers.pop(request, None):
+                worker.crash_file.close()
             raise
+        return worker.pid
 
     def deaths(self) -> list[tuple[int, int]]:
-        """The workers that have died since the last call: process ids and exit codes (negative: the signal).
-
-        Does not wait for deaths. What these workers had started has been killed as well.
-        """
+        """The workers that have died since the last call: process ids and exit codes (negative: the signal)."""
         self._collect(0)
         dead, self._dead = self._dead, []
         return dead
 
     def wait_gone(self, pids: Iterable[int], timeout: float) -> set[int]:
-        """Wait until these workers have died; `deaths` still returns them.
-
-        Returns:
-            Those still alive after `timeout` seconds.
-        """
+        """Wait until these workers have died; returns those still alive after `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while left := self._crash_files.keys() & set(pids):
+        while left := {worker.pid for worker in self._workers.values()} & {*pids}:
             if (patience := deadline - time.monotonic()) <= 0:
                 break
             self._collect(patience)
@@ -163,88 +153,74 @@ class Launcher:
 
     def crash_report(self, pid: int) -> str:
         """The native stack that the worker wrote when it crashed; "" if none. After its death it can be read once."""
-        crash_file = self._crash_files.get(pid)
-        return self._reports.pop(pid, "") if crash_file is None else crash_file.text()
+        worker = self._living(pid)
+        return self._reports.pop(pid, "") if worker is None else worker.crash_file.text()
 
     def stack(self, pid: int, timeout: float = 1.0) -> str:
-        """The Python stacks of all threads of a living worker, whatever it is doing; "" if it has died.
+        """The Python stacks of all threads of a living worker (`CrashFile.stack`); "" if it has died."""
+        worker = self._living(pid)
+        return "" if worker is None else worker.crash_file.stack(pid, timeout)
 
-        Costs about 25 ms. For a worker that hangs and is to be killed: if it is stopped, it is continued; if
-        it writes nothing within `timeout`, it is aborted, which yields a stack, too.
-        """
-        crash_file = self._crash_files.get(pid)
-        return "" if crash_file is None else crash_file.stack(pid, timeout)
-
-    def kill(self, pid: int) -> None:
-        """End a worker and its process group at once; nothing happens if it has died."""
-        self._signal(pid, signal.SIGKILL)
+    def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a worker and its process group; nothing happens if it has died."""
+        # The number of one that died may be another's by now: learn of deaths first.
+        self._collect(0)
+        if self._living(pid) is not None:
+            descendants.send(pid, number)
 
     def terminate(self, pid: int) -> None:
-        """Ask a worker and its process group to end (`SIGTERM`); nothing happens if it has died."""
-        self._signal(pid, signal.SIGTERM)
+        self.kill(pid, signal.SIGTERM)
 
     def close(self) -> None:
         """End all workers and free everything. Can be called again."""
-        if self._closed:
-            return
-        self._closed = True
-        _open_launchers.discard(self)
         self._end = "the launcher is closed"
-        used, self._server = self._server, None
-        try:
-            if used is not None and used.close(lambda *_: None) != 0:
-                descendants.kill_marked(self._token)
-        finally:
-            self._close_crash_files()
-            self._dead.clear()
+        if (used := self._detach_server()) is not None and used.close(lambda *_: None) != 0:
+            descendants.kill_marked(self._token)
 
     def abandon(self) -> None:
-        """In a forked child of the owner: count as closed, and touch nothing that the owner still uses. Idempotent.
+        """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
+        if (used := self._detach_server()) is not None:
+            used.abandon()
 
-        Happens by itself at a fork; to be called by whoever would drop the last reference before that.
-        """
+    def _detach_server(self) -> _Server | None:
+        """Count as closed, and free all but the server, which is returned."""
         if self._closed:
-            return
+            return None
         self._closed = True
         _open_launchers.discard(self)
-        if self._server is not None:
-            self._server.abandon()
-            self._server = None
-        self._close_crash_files()
+        used, self._server = self._server, None
+        while self._workers:
+            self._workers.popitem()[1].crash_file.close()
+        self._dead.clear()
+        return used
 
     def __del__(self) -> None:
         self.close()
 
-    def _new_server(self) -> _Server:
-        return _Server(self._context, self._entry, self._token, self._wake, self._threads)
+    def _living(self, pid: int) -> _Worker | None:
+        return next((worker for worker in self._workers.values() if worker.pid == pid), None)
 
-    def _request(self, setting: child.Setting, crash: int, fds: Sequence[int]) -> int:
-        """Request a worker and wait until it is launched; returns its process id."""
-        request, deadline = self._requests, time.monotonic() + _ANSWERS_WITHIN_S
+    def _request(self, request: int, worker: _Worker, setting: Setting, fds: Sequence[int]) -> None:
+        deadline = time.monotonic() + _ANSWERS_WITHIN_S
         try:
             assert self._server is not None
-            self._server.request(request, setting, crash, fds)
+            self._server.request(request, setting, worker.crash_file.fd, fds)
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
                 raise
             self._lose_server()
-        while self._started is None:
-            if self._failure is not None:
-                raise OSError(self._failure, f"cannot fork a worker: {os.strerror(self._failure)}")
+        while not worker.pid:
+            if worker.failure:
+                raise OSError(worker.failure, f"cannot fork a worker: {os.strerror(worker.failure)}")
             if self._server is None:
                 raise RuntimeError(self._end)
             if (left := deadline - time.monotonic()) <= 0:
                 raise RuntimeError(self._server.silence())
             if not self._collect(min(left, _CHECK_EVERY_S)) and self._server is not None:
                 self._server.continue_if_stopped()
-        return self._started
 
     def _collect(self, timeout: float) -> bool:
-        """Take the replies that are there; if there is none, wait at most `timeout` seconds for one.
-
-        Returns:
-            Whether there was any.
-        """
+        """Take the replies that are there, or wait `timeout` seconds for one; returns whether there was any."""
         found = False
         try:
             while self._server is not None:
@@ -263,26 +239,24 @@ class Launcher:
         return found
 
     def _note(self, kind: Reply, request: int, result: int) -> None:
+        worker = self._workers.get(request)
         if kind == Reply.LAUNCHED:
-            if (crash_file := self._starting.pop(request, None)) is not None:
-                self._pids[request] = self._started = result
-                self._crash_files[result] = crash_file
+            if worker is not None:
+                worker.pid = result
                 self._reports.pop(result, None)
             else:  # the call that requested it was interrupted
                 descendants.send(result, signal.SIGKILL)
-        elif kind == Reply.DIED and (pid := self._pids.pop(request, None)) is not None:
-            self._note_death(pid, result)
-        elif request in self._starting:  # it has not been forked, or died with its keeper before
-            self._failure = result if kind == Reply.FAILED else errno.ECHILD
+        elif worker is not None and not worker.pid:  # it has not been forked, or died with its keeper before
+            worker.failure = result if kind == Reply.FAILED else errno.ECHILD
+        elif worker is not None:
+            self._bury(request, worker, result)
 
-    def _note_death(self, pid: int, exitcode: int) -> None:
-        crash_file = self._crash_files.pop(pid, None)
-        if crash_file is None:
-            return
-        if report := crash_file.text():
-            self._reports[pid] = report
-        crash_file.close()
-        self._dead.append((pid, exitcode))
+    def _bury(self, request: int, worker: _Worker, exitcode: int) -> None:
+        self._workers.pop(request, None)
+        if report := worker.crash_file.text():
+            self._reports[worker.pid] = report
+        worker.crash_file.close()
+        self._dead.append((worker.pid, exitcode))
 
     def _lose_server(self) -> None:
         """Clean up after a server that has died, and its workers with it."""
@@ -292,19 +266,9 @@ class Launcher:
         code = lost.close(self._note)
         self._end = f"the fork server has ended with exit code {code}; its stderr says why"
         descendants.kill_marked(self._token)
-        for pid in list(self._crash_files):
-            self._note_death(pid, -signal.SIGKILL)
-        self._pids.clear()
-
-    def _signal(self, pid: int, number: int) -> None:
-        # The number of one that died may be another's by now: learn of deaths first.
-        self._collect(0)
-        if pid in self._crash_files:
-            descendants.send(pid, number)
-
-    def _close_crash_files(self) -> None:
-        while self._crash_files:
-            self._crash_files.popitem()[1].close()
+        for request, worker in [*self._workers.items()]:
+            if worker.pid:
+                self._bury(request, worker, -signal.SIGKILL)
 
 
 _open_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
@@ -325,43 +289,41 @@ class _Server:
     def __init__(
         self, context: str, entry: str, token: str, wake: tuple[Block, int] | None, threads: int | None
     ) -> None:
-        self._socket, theirs = socket_pair(socket.SOCK_SEQPACKET)
-        guard, self._guard_end = pipe()
-        wake_fd = duplicate(wake[0].fd) if wake else -1
-        place = (wake_fd, wake[0].nbytes, wake[1]) if wake else None
-        arguments = (theirs.fileno(), guard, os.getpid(), context, entry, place)
-        with contextlib.ExitStack() as stack:
-            on_error = contextlib.ExitStack()
-            stack.callback(theirs.close)
-            for fd in (guard, *(place[:1] if place else ())):
-                stack.callback(os.close, fd)
-            stack.enter_context(on_error)
+        with contextlib.ExitStack() as in_any_case, contextlib.ExitStack() as on_error:
+            self._socket, theirs = socket_pair(socket.SOCK_SEQPACKET)
+            on_error.callback(self._socket.close)
+            in_any_case.callback(theirs.close)
+            guard, self._guard_end = pipe()
             on_error.callback(os.close, self._guard_end)
-            on_error.enter_context(self._socket)
-            self._process: subprocess.Popen[bytes] | _Fork
+            in_any_case.callback(os.close, guard)
+            place = None
+            if wake is not None:
+                place = duplicate(wake[0].fd), wake[0].nbytes, wake[1]
+                in_any_case.callback(os.close, place[0])
+            arguments = theirs.fileno(), guard, os.getpid(), context, entry, place
             if context == "fork":
                 importlib.import_module(entry)  # once, rather than in each worker
-                self._process = _Fork(lambda: self._serve_in_fork(theirs.detach(), arguments, threads))
+
+                def run() -> None:
+                    os.setsid()
+                    self._socket.close()
+                    os.close(self._guard_end)
+                    theirs.detach()
+                    server.reset_signals()
+                    if threads == 1:
+                        interpreter.limit_loaded_libraries(1)  # once, rather than in each worker
+                    server.serve(*arguments)
+
+                self._process: subprocess.Popen[bytes] = _Fork(run)
             else:
-                self._process = _started(context, token, arguments, (theirs.fileno(), guard, wake_fd))
+                fds = [theirs.fileno(), guard, *(place[:1] if place else ())]
+                self._process = _started(context, token, _SERVER.format(arguments=arguments), fds)
             on_error.pop_all()
 
-    def _serve_in_fork(self, connection: int, arguments: tuple[object, ...], threads: int | None) -> None:
-        """Be the server, in a fork of the parent."""
-        os.setsid()
-        self._socket.close()
-        os.close(self._guard_end)
-        child.reset_signals()
-        if threads == 1:
-            interpreter.limit_loaded_libraries(1)  # once, rather than in each worker
-        server.serve(connection, *arguments[1:])  # type: ignore[arg-type]
-
     def ended(self) -> bool:
-        """Whether the server's process has ended."""
         return self._process.poll() is not None
 
     def continue_if_stopped(self) -> None:
-        """Continue the server's process, with a warning, if a signal has stopped it."""
         pid = self._process.pid
         if descendants.state_of(pid) in ("T", "t"):
             logger.warning("The fork server (process %d) was stopped by a signal, as SIGSTOP; it is continued.", pid)
@@ -369,7 +331,6 @@ class _Server:
                 os.kill(pid, signal.SIGCONT)
 
     def silence(self) -> str:
-        """A sentence on a server that does not answer."""
         pid = self._process.pid
         return (
             f"The fork server (process {pid}, state {descendants.state_of(pid) or 'gone'}) did not answer a request "
@@ -377,21 +338,18 @@ class _Server:
             f"machine may be overloaded: see /proc/{pid}/status, and start again."
         )
 
-    def request(self, number: int, setting: child.Setting, crash: int, fds: Sequence[int]) -> None:
-        """Ask for a worker; replies on it have the same number."""
-        with contextlib.ExitStack() as stack:
-            payload = stack.enter_context(setting.written())
-            null = lifted(os.open(os.devnull, os.O_WRONLY))
-            stack.callback(os.close, null)
-            out, err = interpreter.output(sys.stdout, 1, null), interpreter.output(sys.stderr, 2, null)
-            socket.send_fds(self._socket, [REQUEST.pack(number)], [payload, crash, out, err, *fds])
+    def request(self, number: int, setting: Setting, crash: int, fds: Sequence[int]) -> None:
+        # The setting goes through a file, since a large environment does not fit a message.
+        with open(anonymous_file("marl_parallel-setting"), "w+b") as file:
+            pickle.dump(tuple(setting), file)
+            file.seek(0)  # which writes all out
+            with open(lifted(os.open(os.devnull, os.O_WRONLY)), "wb") as null:
+                out = interpreter.output(sys.stdout, 1, null.fileno())
+                err = interpreter.output(sys.stderr, 2, null.fileno())
+                socket.send_fds(self._socket, [REQUEST.pack(number)], [file.fileno(), crash, out, err, *fds])
 
     def reply(self, timeout: float) -> tuple[Reply, int, int] | None:
-        """The next reply; None if there is none within `timeout` seconds.
-
-        Raises:
-            EOFError: The server and its keepers have gone, or another thread has closed this.
-        """
+        """The next reply, if any; `EOFError` if server and keepers have gone, or another thread has closed this."""
         poll = select.poll()
         if (fd := self._socket.fileno()) < 0:
             raise EOFError
@@ -405,14 +363,7 @@ class _Server:
         return Reply(kind), number, result
 
     def close(self, note: Callable[[Reply, int, int], object]) -> int:
-        """End the server and its workers, and wait until their keepers have ended as well.
-
-        Args:
-            note: Called with each reply that still comes.
-
-        Returns:
-            The server's exit code, which is 0 if it has cleaned up after its workers.
-        """
+        """End server, workers and keepers, and pass replies on to `note`; exit code 0 if the server has cleaned up."""
         with contextlib.suppress(OSError):  # the other end may be gone
             self._socket.shutdown(socket.SHUT_WR)
         os.close(self._guard_end)
@@ -437,91 +388,63 @@ class _Server:
         self._process.returncode = 0  # else it would be waited for when this object goes
 
 
-def _started(context: str, token: str, arguments: tuple[object, ...], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start a server as a fresh interpreter."""
-    text = _SERVER.format(arguments=arguments)
+def _started(context: str, token: str, text: str, fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a server as a fresh interpreter that inherits these descriptors."""
     if context == "spawn":
         parts = __name__.split(".")[:-1]
         names = [".".join(parts[: end + 1]) for end in range(len(parts))]
         packages = [(name, list(sys.modules[name].__path__)) for name in names]
         text = _WITHOUT_INIT.format(packages=ascii(packages)) + text
-    with interpreter.started_with(text) as (command, program):
-        # With a single thread, because more than one does not go with forking.
-        variables = {**interpreter.thread_variables(1), descendants.MARKER: token}
+    command, program = interpreter.program(text, sys.path)
+    # With a single thread, because more than one does not go with forking.
+    variables = {**interpreter.thread_variables(1), descendants.MARKER: token}
+    try:
         return subprocess.Popen(
             command,
             env={**os.environ, **variables},
-            pass_fds=(program, *(fd for fd in fds if fd >= 0)),
+            pass_fds=(program, *fds),
             cwd=interpreter.working_directory(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=interpreter.output(None, 2),
             start_new_session=True,
         )
+    finally:
+        os.close(program)
 
 
-class _Fork:
-    """A fork of this process that runs a function and ends: what is used here of `subprocess.Popen`.
-
-    Signals are blocked in the fork until the function unblocks them.
-    """
+class _Fork(subprocess.Popen[bytes]):
+    """A fork of this process that runs a function, with all signals blocked, instead of a program."""
 
     def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+        super().__init__(["fork"])
+
+    def _execute_child(self, *_: object) -> None:
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             with contextlib.suppress(AttributeError, ValueError):  # None, or closed
                 stream.flush()  # type: ignore[union-attr]  # what is buffered would be written by both
-        self.returncode: int | None = None
         mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-        self.pid = 0
+        pid = 0
         try:
-            self.pid = os.fork()
-            if not self.pid:
-                self._run(run)
+            if not (pid := os.fork()):
+                self._run_and_exit()
+            self.pid, self._child_created = pid, True
         finally:
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             except BaseException:  # Ctrl-C has waited for this: nobody would know of the fork
-                if self.pid:
+                if pid:
                     self.kill()
                     self.wait()
                 raise
 
-    @staticmethod
-    def _run(run: Callable[[], object]) -> NoReturn:
+    def _run_and_exit(self) -> NoReturn:
         exitcode = 1
         try:
-            run()
+            self._run()
             exitcode = 0
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(exitcode)
-
-    def poll(self) -> int | None:
-        """The exit code once it has ended, else None; 0 if somebody else has reaped it."""
-        if self.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # where SIGCHLD is ignored
-                self.returncode = 0
-            else:
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout: float = float("inf")) -> int:
-        """Wait for its end and return the exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: It has not ended in time.
-        """
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired("the fork server", timeout)
-            time.sleep(0.001)
-        return code
-
-    def kill(self) -> None:
-        """Kill it, if it has not ended."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)

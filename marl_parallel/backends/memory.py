@@ -1,45 +1,53 @@
-"""Shared memory without a name, and file descriptors that never take the numbers of the standard streams.
+"""Shared memory without a name, semaphores inside it, and descriptors that never take a standard stream's number.
 
-Memory without a name is freed with the last process that uses it, however that ends. The layout of a block is decided
-in `marl_parallel.core.columns`.
+Memory without a name is freed with the last process that uses it, however that process ends. What lies in a block is
+decided in `core/columns.py` (records) and `channel.py` (queues).
 
 A program whose descriptors 0 to 2 are closed (`python train.py <&- >&- 2>&-`) gets these numbers for whatever it opens
-next. What anybody prints would then be written into a socket or into shared memory of this package.
+next. Whatever is printed would then go into a socket or into shared memory of this package. So each descriptor that
+this package opens is moved above 2 (`lifted`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import functools
 import mmap
 import os
 import socket
 import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_FIRST_FREE = 3
-"""The lowest number that a descriptor of this package may have."""
+_LOWEST_FD = 3
+
+# -- descriptors -------------------------------------------------------------------------------------------------------
 
 
 def lifted(fd: int) -> int:
     """Move a descriptor above the numbers of the standard streams; if it has to move, the old one is closed."""
-    if fd >= _FIRST_FREE or fcntl is None:
+    if fd >= _LOWEST_FD or fcntl is None:
         return fd
     try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE)
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _LOWEST_FD)
     finally:
         os.close(fd)
 
 
 def duplicate(fd: int) -> int:
-    """Copy a descriptor; the copy is not inherited by other programs."""
+    """Copy a descriptor; other programs do not inherit the copy."""
     return lifted(os.dup(fd))
 
 
 def pipe() -> tuple[int, int]:
-    """Open a pipe and return its read end and its write end."""
+    """Open a pipe: its read end and its write end."""
     read_end, write_end = os.pipe()
     return lifted(read_end), lifted(write_end)
 
@@ -47,7 +55,7 @@ def pipe() -> tuple[int, int]:
 def socket_pair(kind: int = socket.SOCK_STREAM) -> tuple[socket.socket, socket.socket]:
     """Open two connected Unix sockets."""
     ours, theirs = (
-        one if one.fileno() >= _FIRST_FREE else socket.socket(fileno=lifted(one.detach()))
+        one if one.fileno() >= _LOWEST_FD else socket.socket(fileno=lifted(one.detach()))
         for one in socket.socketpair(socket.AF_UNIX, kind)
     )
     return ours, theirs
@@ -55,7 +63,7 @@ def socket_pair(kind: int = socket.SOCK_STREAM) -> tuple[socket.socket, socket.s
 
 def fill_standard() -> None:
     """Open the null device at those descriptors of 0 to 2 that are closed."""
-    for fd in range(_FIRST_FREE):
+    for fd in range(_LOWEST_FD):
         try:
             os.fstat(fd)
         except OSError:
@@ -66,51 +74,33 @@ def fill_standard() -> None:
 
 
 def anonymous_file(name: str) -> int:
-    """Open a new, empty file that is deleted when its last descriptor is closed.
-
-    Args:
-        name: The name that `/proc` shows for it.
-
-    Returns:
-        A descriptor that the caller owns, not inherited by other programs.
-    """
+    """Open a new, empty file that is deleted when its last descriptor is closed; `/proc` shows it by `name`."""
     if hasattr(os, "memfd_create"):
         return lifted(os.memfd_create(name, os.MFD_CLOEXEC))
     with tempfile.TemporaryFile(prefix=name) as file:
         return duplicate(file.fileno())
 
 
-def append_only(fd: int) -> int:
-    """Have all writes to a file go to its end, whatever the position; returns the descriptor."""
+def append_only(fd: int) -> None:
+    """Have all writes to a file go to its end, whatever the position."""
     if fcntl is not None:
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
-    return fd
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 class Block:
-    """A piece of shared memory and, until `close_fd`, the descriptor by which other processes map it.
+    """Shared memory, its `buffer`, and, until `close_fd`, the descriptor `fd` by which other processes map it.
 
-    The mapping itself is never closed here: views of it (arrays, semaphores) stay readable, and it is freed with the
-    last of them. It does not need the descriptor to stay open.
-
-    Args:
-        fd: A file of at least `nbytes`; owned by this object from now on.
-        nbytes: Size in bytes.
-
-    Attributes:
-        fd: The descriptor; -1 once closed.
-        nbytes: Size in bytes.
-        buffer: The memory, shared by all processes that map the file.
-
-    Raises:
-        ValueError: The file behind `fd` is smaller than `nbytes`.
+    The file `fd` is owned by this object from now on. The mapping is never closed here: views of it (arrays,
+    semaphores) stay readable without the descriptor, and the memory is freed with the last of them.
     """
 
     __slots__ = ("buffer", "fd", "nbytes")
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        self.fd = fd
-        self.nbytes = nbytes
+        self.fd, self.nbytes = fd, nbytes
         fill_standard()  # the mapping keeps a descriptor of its own, which cannot be moved
         try:
             self.buffer = mmap.mmap(fd, nbytes)
@@ -120,11 +110,7 @@ class Block:
 
     @classmethod
     def create(cls, nbytes: int) -> Block:
-        """Create a block filled with zeros.
-
-        Raises:
-            ValueError: `nbytes` is not positive.
-        """
+        """Create a block filled with zeros."""
         if nbytes <= 0:
             raise ValueError(f"a block has at least one byte, not {nbytes}")
         fd = anonymous_file("marl_parallel")
@@ -135,13 +121,7 @@ class Block:
             raise
         return cls(fd, nbytes)
 
-    @classmethod
-    def attach(cls, fd: int, nbytes: int) -> Block:
-        """Map a block that another process has created; the same as `Block(fd, nbytes)`."""
-        return cls(fd, nbytes)
-
     def close_fd(self) -> None:
-        """Close the descriptor, if it is still open; the memory stays."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -149,3 +129,100 @@ class Block:
     def __del__(self) -> None:
         if getattr(self, "fd", -1) >= 0:
             self.close_fd()
+
+
+# -- semaphores --------------------------------------------------------------------------------------------------------
+
+# A signal that arrives just before the call into C has nothing to interrupt. So no single wait is longer than this:
+# Ctrl-C is late by a second at worst, and never lost.
+_LONGEST_WAIT_S = 1.0
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_clock_arguments: tuple[Any, ...] = ()
+_clock: Callable[[], float] = time.time
+try:
+    _with_gil, _without_gil = ctypes.PyDLL(None), ctypes.CDLL(None, use_errno=True)
+    _init, _post, _try_wait = _with_gil.sem_init, _with_gil.sem_post, _with_gil.sem_trywait
+    _wait_until = _without_gil.sem_timedwait
+    _available = True
+    if hasattr(_without_gil, "sem_clockwait"):
+        _wait_until, _clock = _without_gil.sem_clockwait, time.monotonic
+        _clock_arguments = (ctypes.c_int(time.CLOCK_MONOTONIC),)
+except (AttributeError, OSError, TypeError):  # macOS and Windows
+    _available = False
+
+
+def has_semaphores() -> bool:
+    """Whether this platform has process-shared semaphores: Linux has them, macOS and Windows have not."""
+    return _available
+
+
+class Semaphore:
+    """A POSIX semaphore at a fixed place in a shared block: the cheapest way for two processes to wake each other.
+
+    Every process that maps the block makes an object of its own at the same offset, a multiple of 8; one of them calls
+    `init` before any other touches it. Nothing needs to be freed: the semaphore is gone with the memory.
+
+    Attributes:
+        post: Add one; wakes one process that waits.
+        try_wait: Take one if there is one, as the C function: returns 0 if it did. Never blocks.
+        init: Set the value; nobody may be waiting.
+    """
+
+    SIZE: ClassVar[int] = 64
+    """Bytes that a semaphore occupies: a `sem_t` (32 in glibc), alone on its cache line."""
+
+    __slots__ = ("_nap_ends", "_wait_until", "init", "post", "try_wait")
+
+    post: Callable[[], int]
+    try_wait: Callable[[], int]
+    init: Callable[[int], int]
+
+    def __init__(self, buffer: mmap.mmap, offset: int) -> None:
+        if not _available:
+            raise NotImplementedError("this platform has no process-shared semaphores (sem_init)")
+        if offset % 8 or not 0 <= offset <= len(buffer) - self.SIZE:
+            raise ValueError(f"no room for a semaphore at offset {offset} of {len(buffer)} bytes")
+        semaphore = ctypes.byref((ctypes.c_char * self.SIZE).from_buffer(buffer, offset))
+        # Bound in C: a method of our own would cost as much as the call.
+        self.post = functools.partial(_post, semaphore)
+        self.try_wait = functools.partial(_try_wait, semaphore)
+        self.init = functools.partial(_init, semaphore, 1)
+        self._wait_until = functools.partial(_wait_until, semaphore, *_clock_arguments)
+        self._nap_ends = _deadline(0.0)
+
+    def try_take(self) -> bool:
+        return self.try_wait() == 0
+
+    def nap(self, tick: float) -> bool:
+        """Take one, waiting for at most `tick` seconds and often less: cheaper than `take`, for use in a loop."""
+        if self._wait_until(self._nap_ends) == 0:  # serves until it has passed: making it costs as much as the call
+            return True
+        _check_errno()
+        self._nap_ends = _deadline(tick)
+        return False
+
+    def take(self, timeout: float | None = None) -> bool:
+        """Take one, waiting at most `timeout` seconds for it, while signal handlers run; returns whether it did."""
+        if self.try_take():
+            return True
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while (patience := min(_LONGEST_WAIT_S, deadline - time.monotonic())) > 0:
+            if self._wait_until(_deadline(patience)) == 0:
+                return True
+            _check_errno()
+        return False
+
+
+def _check_errno() -> None:
+    if (error := ctypes.get_errno()) not in (errno.EINTR, errno.ETIMEDOUT):
+        raise OSError(error, os.strerror(error))
+
+
+def _deadline(seconds: float) -> Any:
+    whole, fraction = divmod(_clock() + seconds, 1)
+    return ctypes.byref(_Timespec(int(whole), int(fraction * 1e9)))

@@ -62,43 +62,29 @@ _BECAUSE = re.compile(r"\bbecause (.+?)[.](?:\s|$)")
 
 
 class Pending(NamedTuple):
-    """An order on its way: its number, its request, whether that ends with it, and the reference to its result."""
+    """An order on its way: a request, or a part of one."""
 
     number: int
     request: Request
-    last: bool
-    ref: Any
+    last: bool  # whether the request ends with it
+    ref: Any  # of its result
 
 
 @dataclass
 class Actor:
-    """The driver's state of one worker.
-
-    Attributes:
-        handle: The actor's.
-        arriving: References to its greeting, then to the answer of its node monitor; None once both have come.
-        key: What its node monitor knows it by.
-        monitor: The handle of its node monitor; None before it has greeted, and if none watches it.
-        waiting: Requests to send once it has arrived.
-        pending: Orders sent and not yet answered.
-        sent: How many orders were sent.
-        status: The worker status, as of the last result or look.
-        ahead: Seconds that this machine's clock is ahead of its own, at most.
-        since: When it was requested, or what it replaces if that has never arrived.
-        closed: Whether it has closed its environments.
-    """
+    """The driver's state of one worker."""
 
     handle: Any
-    arriving: Any
-    key: int = field(default_factory=lambda: secrets.randbits(48))
-    monitor: Any = None
-    waiting: list[Request] = field(default_factory=list)
-    pending: deque[Pending] = field(default_factory=deque)
-    sent: int = 0
-    status: Ledger = field(default_factory=lambda: Ledger(bytearray(Ledger.NBYTES)))
-    ahead: float = 0.0
-    since: float = field(default_factory=time.monotonic)
-    closed: bool = False
+    arriving: Any  # references to its greeting, then to the answer of its node monitor; None once both have come
+    key: int = field(default_factory=lambda: secrets.randbits(48))  # what its node monitor knows it by
+    monitor: Any = None  # the handle of its node monitor; None before it has greeted, and if none watches it
+    waiting: list[Request] = field(default_factory=list)  # requests to send once it has arrived
+    pending: deque[Pending] = field(default_factory=deque)  # orders sent and not yet answered
+    sent: int = 0  # how many orders were sent
+    status: Ledger = field(default_factory=lambda: Ledger(bytearray(Ledger.NBYTES)))  # of the last result or look
+    ahead: float = 0.0  # seconds that this machine's clock is ahead of its own, at most
+    since: float = field(default_factory=time.monotonic)  # when it, or what it replaces before arrival, was requested
+    closed: bool = False  # whether it has closed its environments
 
     @property
     def next(self) -> Any:
@@ -108,7 +94,6 @@ class Actor:
         return self.pending[0].ref if self.pending else None
 
     def update(self, status: bytes, moment: float) -> None:
-        """Take over its status as of a moment of its clock."""
         self.ahead = min(self.ahead, time.monotonic() - moment)
         self.status.mirror(status, self.ahead)
 
@@ -214,11 +199,11 @@ class RayBackend(Backend):
             raise
 
     def _new_actor(self, worker: int) -> Actor:
-        resources = self._resources
+        resources = dict(self._resources)
         actor = ray.remote(RayWorker).options(
-            num_cpus=resources.get("CPU", 0),
-            num_gpus=resources.get("GPU", 0),
-            resources={name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")},
+            num_cpus=resources.pop("CPU", 0),
+            num_gpus=resources.pop("GPU", 0),
+            resources=resources,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=worker),
             runtime_env=self._runtime_env,
             max_restarts=0,
@@ -366,11 +351,7 @@ class RayBackend(Backend):
         return self._salvage(worker, kill=True)[0]
 
     def _salvage(self, worker: int, *, kill: bool) -> tuple[list[Reply], Lost]:
-        """Take over the records of a worker that is dead, dying or to be killed.
-
-        Returns:
-            Its replies that have not come, and how it died.
-        """
+        """Take over the records of a dead worker; returns its replies that have not come, and how it died."""
         actor, parcels, share = self._actors[worker], self._parcels, self._shares[worker]
         span = (0, 0) if parcels is None else parcels.places(share)
         remains: Remains | None = None
@@ -430,22 +411,21 @@ def _results(refs: list[Any], count: int, timeout: float) -> list[tuple[Any, Any
     try:
         return [*zip(ready, ray.get(ready))]
     except RayError:
-        return [(ref, _result(ref)) for ref in ready]
+        return [(ref, _get(ref)) for ref in ready]
 
 
-def _result(ref: Any) -> Any:
+def _get(ref: Any, timeout: float | None = None) -> Any:
+    """A result, or Ray's error in its place."""
     try:
-        return ray.get(ref)
+        return ray.get(ref, timeout=timeout)
     except RayError as error:
         return error
 
 
 def _answer(ref: Any) -> Any:
     """What a node monitor returns; None if it is dead."""
-    try:
-        return ray.get(ref, timeout=_MONITOR_TIMEOUT_S)
-    except RayError:
-        return None
+    answer = _get(ref, _MONITOR_TIMEOUT_S)
+    return None if isinstance(answer, RayError) else answer
 
 
 def _end(actors: Sequence[Actor]) -> None:
@@ -504,10 +484,6 @@ def connect(address: str | None, *, start: bool = False) -> bool:
 
     Returns:
         Whether this process is connected; False only if `address` is None and none is found.
-
-    Raises:
-        ValueError: This process is connected to another cluster, or the address is that of a Ray Client.
-        ConnectionError: No cluster can be reached.
     """
     with _lock:
         if ray.is_initialized():
@@ -588,11 +564,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _reserve(resources: Mapping[str, float], count: int, placement: str, timeout: float) -> PlacementGroup:
-    """A bundle of resources for each worker.
-
-    Raises:
-        ParallelEnvError: The cluster has no room for them within `timeout` seconds.
-    """
+    """A bundle of resources for each worker; `ParallelEnvError` if there is no room within `timeout` seconds."""
     group = placement_group([dict(resources)] * count, strategy=placement)
     try:
         quietly = min(_WARN_AFTER_S, timeout)
@@ -610,7 +582,6 @@ def _reserve(resources: Mapping[str, float], count: int, placement: str, timeout
 
 
 def _shortage(resources: Mapping[str, float], count: int) -> str:
-    """What so many workers want, and what there is."""
     total, free = ray.cluster_resources(), ray.available_resources()
     each = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
     there = ", ".join(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in resources)

@@ -30,9 +30,8 @@ from typing import Any, NamedTuple, TypeAlias
 from numpy.typing import NDArray
 
 from marl_parallel.backends import descendants, interpreter
-from marl_parallel.backends.interpreter import output, started_with
+from marl_parallel.backends.descendants import CrashFile
 from marl_parallel.backends.memory import anonymous_file
-from marl_parallel.backends.stacks import CrashFile, report_to
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost, Reply
@@ -59,7 +58,7 @@ class Files(NamedTuple):
 
 
 class Greeting(NamedTuple):
-    """A worker's node, `time.monotonic` there, process id, marker and files."""
+    """Where a worker is, and what its monitor opens; `now` is `time.monotonic` on its node."""
 
     node: str
     now: float
@@ -121,9 +120,9 @@ class RayWorker:
         self._parcels: Parcels | None = None
         self._worker = Worker(Ledger(self._status), self._attach, own_process=True)
         self._marker = os.environ[descendants.MARKER] = descendants.marker_value(token, os.getpid())
-        report_to(self._files.crash)
+        descendants.report_to(self._files.crash)
+        os.environ.update(interpreter.thread_variables(num_threads))
         if num_threads is not None:
-            os.environ.update(interpreter.thread_variables(num_threads))
             interpreter.limit_loaded_libraries(num_threads)
 
     def greet(self) -> Greeting:
@@ -133,11 +132,9 @@ class RayWorker:
         return Greeting(node, time.monotonic(), os.getpid(), self._marker, self._files)
 
     def execute(self, order: bytes) -> Packed:
-        """Execute a request.
+        """Execute an order: its number, a request, `Parcels.actions` or None, whether it is the request's first part.
 
-        Args:
-            order: The order's number, the request, `Parcels.actions` or None, and whether no other part of the request
-                came before; pickled, since Ray itself takes several times as long over it.
+        The order is pickled, since Ray itself takes several times as long over it.
         """
         number, request, actions, first = pickle.loads(order)
         env_ids = self._share if request.env_ids is None else request.env_ids
@@ -273,17 +270,10 @@ class RayNodeMonitor:
         Ledger(mmap.mmap(self._watched[key].files.status, Ledger.NBYTES)).discard()
 
     def stack(self, key: int) -> str:
-        """The Python stack of a worker, empty if it cannot be had."""
         return self._watched[key].crash.stack(self._watched[key].pid, _STACK_TIMEOUT_S)
 
     def remains(self, key: int, span: tuple[int, int], *, kill: bool) -> Remains:
-        """What a worker leaves that is dead, dying or to be killed.
-
-        Args:
-            key: The worker.
-            span: Where its records begin and end in the block.
-            kill: Whether to kill it.
-        """
+        """What a worker leaves that is dead, dying or to be killed; `span` is the place of its records in the block."""
         worker, (start, stop) = self._watched[key], span
         if kill:
             worker.kill()
@@ -297,7 +287,6 @@ class RayNodeMonitor:
         )
 
     def end(self, keys: Iterable[int]) -> None:
-        """Kill workers and all that they have started, and forget them."""
         for worker in [self._watched.pop(key) for key in keys if key in self._watched]:
             worker.kill()
             descendants.kill_left_behind(worker.pid, worker.marker)
@@ -318,20 +307,23 @@ _MOST_NBYTES = 1024
 def start_child_reaper() -> socket.socket:
     """Start the process that ends what workers leave running when they die, even if the driver was killed. Linux only.
 
-    Returns:
-        Where to send the process id and marker of each worker, with its pidfd. The reaper ends when this is closed and
-        all these workers are dead.
+    The process id and marker of each worker are sent to it, with a pidfd. It ends when the socket that is returned is
+    closed and all these workers are dead.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs, started_with(_CHILD_REAPER) as (command, program):
+    command, program = interpreter.program(_CHILD_REAPER, sys.path)
+    try:
         subprocess.run(
-            [*command, "marl_parallel-child-reaper"],  # so that it can be told in a list of processes
+            [*command, "marl_parallel-child-reaper"],  # a name in lists of processes
             check=True,
             pass_fds=[program],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
-            stderr=output(sys.stderr, 2),
+            stderr=interpreter.output(sys.stderr, 2),
         )
+    finally:
+        theirs.close()
+        os.close(program)
     return ours
 
 

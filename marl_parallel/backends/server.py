@@ -1,14 +1,13 @@
-"""The fork server: a small process with one thread that forks workers, and the keepers between it and them.
+"""What runs in the processes of the fork server: the server, the keepers, and the start of each worker (Linux).
 
     parent --- requests: socket ---> fork server --- forks ---> keepers --- fork ---> workers ---> simulators' processes
        ^                                                           |            ^
        +---- launches and deaths: the socket, a semaphore ---------+            |
        +---- guard pipes of parent, server and keeper: the kernel kills a worker when one of these three goes
 
-A keeper adopts what its worker's simulators start, however often that forks or changes its session or environment
-(`PR_SET_CHILD_SUBREAPER`). When the worker dies, for whatever reason, the keeper kills the rest, reports the death and
-exits. The parent's end is `marl_parallel.backends.launching`; what a worker does first is in
-`marl_parallel.backends.child`. Linux only.
+The server is a small process with one thread. A keeper adopts what its worker's simulators start, however often that
+forks or changes its session or environment (`PR_SET_CHILD_SUBREAPER`). When the worker dies, for whatever reason, the
+keeper kills the rest, reports the death and exits. The parent's end is `launching.py`.
 """
 
 from __future__ import annotations
@@ -16,25 +15,27 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import fcntl
 import gc
 import importlib
 import itertools
 import os
+import pickle
 import select
 import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
+import types
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from marl_parallel.backends import child, descendants, interpreter
-from marl_parallel.backends.memory import Block, fill_standard, lifted, pipe
-from marl_parallel.backends.semaphores import Semaphore
-from marl_parallel.backends.stacks import STACK_SIGNAL
+from marl_parallel.backends import descendants, interpreter
+from marl_parallel.backends.memory import Block, Semaphore, fill_standard, lifted, pipe
 
 MOST_FDS = 240
 """The number of descriptors that a worker can be given; the kernel takes 253 in one message."""
@@ -48,27 +49,31 @@ _REPORTED = 0
 
 
 class Reply(IntEnum):
-    """What server and keepers report; each reply has three numbers, the second is that of the request."""
+    """What server and keepers report. With it go the request's number, and a result."""
 
-    LAUNCHED = 1
-    """Third number: the worker's process id."""
-    FAILED = 2
-    """Third number: the errno of the fork."""
-    DIED = 3
-    """Third number: the worker's exit code (negative: the signal)."""
+    LAUNCHED = 1  # result: the worker's process id
+    FAILED = 2  # result: the errno of the fork
+    DIED = 3  # result: the worker's exit code (negative: the signal)
 
 
 REPLY = struct.Struct("3q")
 REQUEST = struct.Struct("q")
+"""A request's number. With it come descriptors: the pickled `Setting`, the crash file, stdout, stderr, the worker's."""
 
-# A fresh interpreter is started with all signals blocked. It must be able to write its stack before it loads anything.
-_FRESH_WORKER = """import faulthandler, signal
-faulthandler.enable({crash})
-faulthandler.register({stack_signal}, {crash})
-signal.pthread_sigmask(signal.SIG_SETMASK, ())
-from marl_parallel.backends.child import become_worker
-become_worker({payload}, {fds}, crash={crash}, guards={guards})
-"""
+
+class Setting(NamedTuple):
+    """What a worker takes over from its parent as it is at the moment of the start."""
+
+    worker: int
+    entry: str  # the module whose `main(worker, fds)` it runs
+    loaded_threads: int | None  # for the numerical libraries that it finds loaded; None leaves them alone
+    path: list[str]
+    argv: list[str]
+    environ: dict[str, str]
+    cwd: str
+
+
+# -- the server and the keepers ----------------------------------------------------------------------------------------
 
 
 def serve(
@@ -80,11 +85,11 @@ def serve(
         connection: Descriptor of the socket to the parent.
         guard: Read end of a pipe of which the parent has the write end.
         parent: Its process id.
-        context: "forkserver", "spawn" or "fork", as in `marl_parallel.backends.launching`.
+        context: "forkserver", "spawn" or "fork".
         entry: The workers' module, loaded here so that they find it loaded.
         wake: Descriptor and size of a block and the offset of a semaphore in it, which is posted at each death.
     """
-    # The program that started the parent may have had signals blocked, of which SIGCHLD tells of deaths.
+    # The program that started the parent may have had signals blocked, of which SIGCHLD announces deaths.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     fill_standard()
     collects = gc.isenabled()
@@ -106,13 +111,7 @@ def serve(
 
 class _Server:
     def __init__(
-        self,
-        connection: int,
-        guard: int,
-        parent: int,
-        context: str,
-        wake: tuple[int, int, int] | None,
-        collects: bool,
+        self, connection: int, guard: int, parent: int, context: str, wake: tuple[int, int, int] | None, collects: bool
     ) -> None:
         self.context, self.collects = context, collects
         self.keepers: dict[int, int] = {}  # requests by process id
@@ -120,7 +119,7 @@ class _Server:
         # A second guard, for the case that this process is killed while the parent lives.
         self.own_guard, self.own_guard_end = pipe()
         self.socket = socket.socket(fileno=connection)
-        self.block = Block.attach(*wake[:2]) if wake else None
+        self.block = Block(*wake[:2]) if wake else None
         self.wake = Semaphore(self.block.buffer, wake[2]) if self.block and wake else None
         descendants.adopt_orphans()
         self.child_died, child_died_end = pipe()
@@ -185,7 +184,8 @@ class _Server:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 request = self.keepers.pop(ended[0], None)
-                if request is not None and os.waitstatus_to_exitcode(ended[1]) != _REPORTED:
+                killed = os.waitstatus_to_exitcode(ended[1]) != _REPORTED
+                if request is not None and killed and self.socket.fileno() >= 0:
                     # The kernel kills its worker, and this process inherits what that has started.
                     descendants.kill_children(_REPORTS_WITHIN_S, spare=self.keepers.keys())
                     self.reply(Reply.DIED, request, -signal.SIGKILL)
@@ -194,9 +194,7 @@ class _Server:
         """Give keepers the time to kill what their workers have left."""
         deadline = time.monotonic() + timeout
         while self.keepers and time.monotonic() < deadline:
-            with contextlib.suppress(ChildProcessError):
-                while ended := os.waitpid(-1, os.WNOHANG)[0]:
-                    self.keepers.pop(ended, None)
+            self.reap_keepers()
             time.sleep(0.001)
 
     def keep(self, request: int, fds: Sequence[int]) -> NoReturn:
@@ -211,8 +209,7 @@ class _Server:
                 worker = os.fork()
             except OSError as error:
                 self.reply(Reply.FAILED, request, error.errno or errno.EPERM)
-                exitcode = _REPORTED
-                return  # type: ignore[misc]  # by way of os._exit
+                os._exit(_REPORTED)
             if not worker:
                 os.close(guard_end)
                 self.work(fds, guard)
@@ -230,35 +227,30 @@ class _Server:
             os._exit(exitcode)
 
     def work(self, fds: Sequence[int], guard: int) -> NoReturn:
-        """Be a worker."""
+        """Be a worker: let go of what is the server's, and take over the parent's output."""
         try:
-            payload, crash, out, err, *own = fds
+            setting, crash, out, err, *own = fds
+            for fd in self.inherited:
+                os.close(fd)
+            self.socket.close()
+            self.wake = self.block = None
+            # Not the caller's stdin: a worker that reads from it takes away what was typed for the parent.
+            null = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((null, 0), (out, 1), (err, 2)):
+                os.dup2(source, target)
+                os.close(source)
             guards = [self.guard, self.own_guard, guard]
-            self._let_go(out, err)
             if self.context == "spawn":
-                _execute(payload, crash, guards, own)
+                _execute(setting, own, crash, guards)
             if self.context == "fork":
                 _forget_cleanup_of_parent()
             if self.collects:
                 gc.enable()
-            child.become_worker(payload, own, crash=crash, guards=guards)
+            become_worker(setting, own, crash, guards)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
-
-    def _let_go(self, out: int, err: int) -> None:
-        """Close what is the server's, and take over the parent's output."""
-        for fd in self.inherited:
-            os.close(fd)
-        self.socket.close()
-        self.wake = self.block = None
-        # Not the caller's stdin: a worker that reads from it takes away what was typed for the parent.
-        null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (out, 1), (err, 2)):
-            os.dup2(source, target)
-        for fd in (null, out, err):
-            os.close(fd)
 
 
 def _wait_for(worker: int) -> int:
@@ -267,7 +259,7 @@ def _wait_for(worker: int) -> int:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         if ended.si_pid == worker:
-            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            return descendants.exitcode_of(ended)
         os.waitpid(ended.si_pid, 0)
 
 
@@ -290,21 +282,143 @@ def _forget_cleanup_of_parent() -> None:
         atexit.register(util._exit_function)
 
 
-def _execute(payload: int, crash: int, guards: Sequence[int], fds: Sequence[int]) -> None:
+# -- the start of a worker ---------------------------------------------------------------------------------------------
+
+# A fresh interpreter is started with all signals blocked. It must be able to write its stack before it loads anything.
+_FRESH_WORKER = """import faulthandler, signal
+faulthandler.enable({crash})
+faulthandler.register({stack_signal}, {crash})
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+from marl_parallel.backends.server import become_worker
+become_worker({file}, {fds}, {crash}, {guards})
+"""
+
+
+def _execute(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -> None:
     """Become a fresh interpreter that becomes a worker; the arguments are those of `become_worker`."""
     os.setsid()
-    setting = child.Setting.read(os.dup(payload))
-    os.lseek(payload, 0, os.SEEK_SET)
+    setting = _read(os.dup(file))
+    os.lseek(file, 0, os.SEEK_SET)
     text = _FRESH_WORKER.format(
-        stack_signal=STACK_SIGNAL, crash=crash, payload=payload, fds=list(fds), guards=list(guards)
+        stack_signal=descendants.STACK_SIGNAL, crash=crash, file=file, fds=[*fds], guards=[*guards]
     )
-    program = interpreter.program_file(text, setting.path)
-    for fd in (program, payload, crash, *guards, *fds):
+    command, program = interpreter.program(text, setting.path)
+    for fd in (program, file, crash, *guards, *fds):
         os.set_inheritable(fd, True)
-    command = interpreter.command(interpreter.run_file(program))
     # A folder that was removed would keep the interpreter from importing some libraries.
     os.chdir(setting.cwd)
     # Python ignores these signals in itself, not in programs that it executes.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.execve(command[0], command, setting.environ)
+
+
+def _read(file: int) -> Setting:
+    with open(file, "rb") as stream:
+        return Setting(*pickle.load(stream))
+
+
+def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -> NoReturn:
+    """Turn the process just started into a worker, run its main function, exit. Nothing returns or escapes from here.
+
+    Args:
+        file: Descriptor of the pickled `Setting`.
+        fds: Descriptors that the worker's main function gets.
+        crash: Descriptor that `faulthandler` writes to.
+        guards: Read ends of pipes nobody writes to; the worker is killed when the last write end of one is closed.
+    """
+    exitcode = 1
+    try:
+        if os.getsid(0) != os.getpid():  # a fresh interpreter has a session of its own already
+            os.setsid()
+        descendants.report_to(crash)
+        reset_signals()  # all were blocked until this process can handle them
+        for fd in (crash, *fds):  # a fresh interpreter has inherited them
+            os.set_inheritable(fd, False)
+        _open_output()
+        setting = _read(file)
+        _adopt(setting)
+        for guard in guards:
+            _arm(guard)
+        # The caller's script is not part of a worker. A simulator that starts processes by multiprocessing's spawn
+        # would run the file that `__main__` came from again.
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            importlib.import_module(setting.entry).main(setting.worker, [*fds])
+            exitcode = 0
+        except SystemExit as exit_:
+            if exit_.code is None or isinstance(exit_.code, int):
+                exitcode = exit_.code or 0
+            else:
+                print(exit_.code, file=sys.stderr)
+        except BaseException:
+            traceback.print_exc()
+        # What the interpreter does at its end, short of taking itself apart; simulators rely on it.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except BaseException:
+        exitcode = 1
+        traceback.print_exc()
+    finally:
+        try:
+            for stream in (sys.stdout, sys.stderr):
+                # The reader of a pipe may be gone, and the simulator may have closed or replaced the stream.
+                with contextlib.suppress(AttributeError, OSError, ValueError):
+                    stream.flush()
+        finally:
+            os._exit(exitcode)
+
+
+def reset_signals() -> None:
+    """Undo what the parent's Python code has installed, then unblock all signals."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    # A program started in the background ignores these; a simulator and its children must not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Libraries install handlers in C, of which Python knows nothing: SDL, say, makes an event of this one.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _open_output() -> None:
+    """Have `sys.stdout` and `sys.stderr` write to descriptors 1 and 2, whatever they are in a parent that forked."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, f"__{name}__")
+        if stream is None or stream.closed:
+            stream = open(fd, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        stream.reconfigure(line_buffering=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _adopt(setting: Setting) -> None:
+    os.chdir(setting.cwd)
+    sys.path[:] = setting.path
+    sys.argv[:] = setting.argv
+    for name in os.environ.keys() - setting.environ.keys():
+        del os.environ[name]
+    for name, value in setting.environ.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    if setting.loaded_threads is not None:
+        interpreter.limit_loaded_libraries(setting.loaded_threads)
+
+
+def _arm(guard: int) -> None:
+    """Have the kernel kill this process's group when the last write end of the pipe is closed.
+
+    A thread that watches would not run while the GIL is held or the process is stopped.
+    """
+    # Owner and signal belong to the open file, which all workers share; opened anew it is this one's own.
+    own = os.open(f"/proc/self/fd/{guard}", os.O_RDONLY | os.O_NONBLOCK)
+    os.close(guard)
+    fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+    poll = select.poll()  # unlike `select.select`, it takes any number of descriptors
+    poll.register(own, select.POLLIN)
+    if poll.poll(0):  # the other end was closed before
+        os.killpg(0, signal.SIGKILL)

@@ -31,20 +31,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from marl_parallel.backends import descendants, interpreter
+from marl_parallel.backends.descendants import CrashFile
 from marl_parallel.backends.memory import Block, anonymous_file, duplicate, fill_standard
-from marl_parallel.backends.stacks import CrashFile, report_to
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost, Message, Reply, Request
-from marl_parallel.core.reports import logger
 from marl_parallel.core.worker import Worker
 
 if TYPE_CHECKING:
@@ -55,10 +53,11 @@ _GLANCE_S = 0.002
 _STARTED_WITHIN_S = 60.0
 _TERMINATED_WITHIN_S = 0.5
 _KILLED_WITHIN_S = 5.0
-_BURIED_WITHIN_S = 0.5
+_DIES_WITHIN_S = 0.5
 _STARTED = "started"
 """The first message of a worker."""
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
+_UNKNOWN = Lost(None, "")
 
 # The path comes first: what the folder that it runs in holds must not take the place of the standard library.
 _PROGRAM = """import sys
@@ -86,30 +85,31 @@ class PortableProcessBackend(Backend):
         self._workers: list[_WorkerProcess] = []
         self._status: Block | None = None
         self._records_fd = -1
-        self._pending: list[deque[Message]] = []
-        self._lost: dict[int, Lost] = {}
+        self._open = True
         self._looked = 0.0  # when deaths were last looked for
         self._events: SimpleQueue[bool] = SimpleQueue()
         """An entry for each reply that has come, False, and for each interruption, True."""
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self._shares = shares
-        self._pending = [deque() for _ in shares]
-        self._lost = dict.fromkeys(range(len(shares)), Lost(None, ""))  # until they have started
         try:
             self._status = Block.create(len(shares) * Ledger.NBYTES)
             self._records_fd = anonymous_file("marl_parallel-records")
-            status = memoryview(self._status.buffer)
-            self.ledgers = [Ledger(status[worker * Ledger.NBYTES :]) for worker in range(len(shares))]
+            self.ledgers = [self._new_ledger(worker) for worker in range(len(shares))]
             for worker in range(len(shares)):
                 self._workers.append(self._launched(worker))
             deadline = time.monotonic() + _STARTED_WITHIN_S
-            for worker, process in enumerate(self._workers):
+            for process in self._workers:
                 process.wait_started(deadline)
-                del self._lost[worker]
         except BaseException:
             self.stop(0.0)
             raise
+
+    def _new_ledger(self, worker: int) -> Ledger:
+        assert self._status is not None
+        status = memoryview(self._status.buffer)[worker * Ledger.NBYTES :][: Ledger.NBYTES]
+        status[:] = bytes(Ledger.NBYTES)
+        return Ledger(status)
 
     def _launched(self, worker: int) -> _WorkerProcess:
         assert self._status is not None
@@ -117,31 +117,22 @@ class PortableProcessBackend(Backend):
         return _WorkerProcess(worker, self._status.fd, self._records_fd, self._threads, self._events)
 
     def end(self, worker: int) -> list[Reply]:
-        if not self._workers:
+        if not self._open:
             return []  # closed meanwhile by a signal handler
         process = self._workers[worker]
-        _signal([process], _KILL, _KILLED_WITHIN_S)
+        _end([process], _KILL, _KILLED_WITHIN_S)
         process.hang_up()
-        return [reply for _, reply in self._received_from(worker) if type(reply) is Reply]
+        return [reply for reply in process.received() if type(reply) is Reply]
 
     def replace(self, worker: int) -> None:
-        if not self._workers:
+        if not self._open:
             return
-        old = self._workers[worker]
-        _signal([old], _KILL, _KILLED_WITHIN_S)
-        old.close()
-        self._pending[worker].clear()
-        assert self._status is not None
-        status = memoryview(self._status.buffer)[worker * Ledger.NBYTES :]
-        status[: Ledger.NBYTES] = bytes(Ledger.NBYTES)
-        self.ledgers[worker] = Ledger(status)
-        self._lost[worker] = Lost(None, "")  # until it has started
+        _end([self._workers[worker]], _KILL, _KILLED_WITHIN_S)
+        self._workers[worker].close()
+        self.ledgers[worker] = self._new_ledger(worker)
         self._workers[worker] = process = self._launched(worker)
-        try:
+        with contextlib.suppress(RuntimeError):  # it has died already, as the one before
             process.wait_started(time.monotonic() + _STARTED_WITHIN_S)
-            del self._lost[worker]
-        except RuntimeError:  # it has died already, as the one before
-            self._lost[worker] = process.buried()
 
     def allocate(self, layout: Layout) -> Any:
         os.ftruncate(self._records_fd, layout.nbytes)
@@ -149,74 +140,50 @@ class PortableProcessBackend(Backend):
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         for worker, request in requests.items():
-            self._pending[worker].append(request.message)
-            if worker not in self._lost:
-                self._workers[worker].requests.put(request)
+            self._workers[worker].post(request)
 
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
         deadline = None if timeout is None else time.monotonic() + timeout
         replies: list[tuple[int, Reply | Lost]] = []
         interrupted = False
         while True:
-            if time.monotonic() - self._looked >= _TICK_S:  # also while others reply all the time
-                self._look_for_deaths()
-            for worker in range(len(self._pending)):
-                replies += self._received_from(worker)
+            look = self._open and time.monotonic() - self._looked >= _TICK_S  # also while others reply all the time
+            if look:
+                self._looked = time.monotonic()
+            for worker, process in enumerate(self._workers):
+                # A connection may be held open by what its worker has forked: hanging up loses no reply.
+                if look and process.expected and process.exitcode() is not None:
+                    process.hang_up()
+                replies += [(worker, reply) for reply in process.received()]
             if len(replies) >= at_least or interrupted or any(type(reply) is Lost for _, reply in replies):
                 return replies
             patience = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
-            if patience <= 0 or not self._workers:  # a signal handler may have closed meanwhile
+            if patience <= 0 or not self._open:  # a signal handler may have closed meanwhile
                 return replies
             with contextlib.suppress(Empty):
                 interrupted = self._events.get(timeout=patience)
-
-    def _received_from(self, worker: int) -> list[tuple[int, Reply | Lost]]:
-        """Take the replies of one worker that have come; its loss is the last of them."""
-        replies: list[tuple[int, Reply | Lost]] = []
-        pending = self._pending[worker]
-        while pending and worker not in self._lost:
-            try:
-                reply = self._workers[worker].replies.get_nowait()
-            except Empty:
-                break
-            if reply is None:
-                self._lost[worker] = self._workers[worker].buried()
-                break
-            replies.append((worker, reply))
-            if reply.last:
-                pending.popleft()
-        if pending and worker in self._lost:
-            pending.clear()
-            replies.append((worker, self._lost[worker]))
-        return replies
-
-    def _look_for_deaths(self) -> None:
-        """A connection may be held open by what its worker has forked: hang up, which loses no reply that was sent."""
-        self._looked = time.monotonic()
-        for pending, process in zip(self._pending, self._workers):
-            if pending and process.exitcode() is not None:
-                process.hang_up()
 
     def interrupt(self) -> None:
         self._events.put(True)
 
     def stack(self, worker: int) -> str:
-        return self._workers[worker].stack() if worker not in self._lost else ""
+        return self._workers[worker].stack()
 
     def stop(self, timeout: float) -> list[int]:
-        workers, self._workers = self._workers, []
-        self._lost = dict.fromkeys(range(len(self._pending)), Lost(None, ""))
+        self._open = False
+        workers = self._workers
+        for worker in workers:
+            worker.lost = _UNKNOWN
         self._events.put(False)
         try:
             with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
-                at_last.callback(_signal, workers, _KILL, _KILLED_WITHIN_S)
+                at_last.callback(_end, workers, _KILL, _KILLED_WITHIN_S)
                 _wait_for_ends(workers, timeout)
-                if timeout >= reports.WARNS_AFTER_S:
-                    for index, worker in enumerate(workers):
-                        if worker.exitcode() is None:
-                            text = reports.still_running(index, self._shares[index], timeout, worker.stack())
-                            logger.warning("%s", text)
-                _signal(workers, signal.SIGTERM, _TERMINATED_WITHIN_S)
+                for index, worker in enumerate(workers):
+                    if timeout >= reports.WARNS_AFTER_S and worker.exitcode() is None:
+                        text = reports.still_running(index, self._shares[index], timeout, worker.stack())
+                        reports.logger.warning("%s", text)
+                _end(workers, signal.SIGTERM, _TERMINATED_WITHIN_S)
             return [index for index, worker in enumerate(workers) if worker.exitcode() is None]
         finally:
             for worker in workers:
@@ -225,51 +192,40 @@ class PortableProcessBackend(Backend):
 
     def abandon(self) -> None:
         # A worker takes the end of its connection for the parent's end: the copies in this process must go.
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.abandon()
+        self._open = False
+        for worker in self._workers:
+            worker.free()
         self._close_memory()
 
     def _close_memory(self) -> None:
         if self._status is not None:
             self._status.close_fd()
-        records_fd, self._records_fd = self._records_fd, -1
-        if records_fd >= 0:
-            os.close(records_fd)
+        if self._records_fd >= 0:
+            os.close(self._records_fd)
+            self._records_fd = -1
 
 
 class _WorkerProcess:
-    """One worker, as its parent sees it. Its process is started at once.
-
-    Args:
-        worker: Its number.
-        status_fd: The memory with the status of all workers.
-        records_fd: The file that the block of records will be in.
-        threads: BLAS, OpenMP and torch threads in it; None leaves them alone.
-        events: Gets an entry for each reply.
-
-    Attributes:
-        requests: What is to be sent; None ends the sending thread.
-        replies: What has been received; None, once, when the worker has hung up.
-    """
+    """One worker, as its parent sees it. Its process is started at once; `events` gets an entry for each reply."""
 
     def __init__(
         self, worker: int, status_fd: int, records_fd: int, threads: int | None, events: SimpleQueue[bool]
     ) -> None:
         self._worker, self._events = worker, events
-        self.requests: SimpleQueue[Any] = SimpleQueue()
-        self.replies: SimpleQueue[Any] = SimpleQueue()
-        self._crash_file = CrashFile.create()
+        self.expected = 0  # how many requests it has not replied to
+        self.lost: Lost | None = _UNKNOWN  # how it died; None while it lives and has started
+        self._requests: SimpleQueue[Any] = SimpleQueue()  # None ends the sending thread
+        self._replies: SimpleQueue[Any] = SimpleQueue()  # None: the worker has hung up
+        self._crash_file = CrashFile()
         self._connection, theirs = multiprocessing.Pipe()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._send, self._receive)]
         with contextlib.ExitStack() as on_error, theirs:
             on_error.callback(self._crash_file.close)
             on_error.callback(self._connection.close)
-            fds = [status_fd, records_fd, self._crash_file.fd]
-            handles, inheriting = _inheritable(theirs.fileno(), fds)
+            handles, inheriting = _inheritable(theirs.fileno(), [status_fd, records_fd, self._crash_file.fd])
             self._process = subprocess.Popen(
                 interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=theirs.fileno())),
-                env={**os.environ, **({} if threads is None else interpreter.thread_variables(threads))},
+                env={**os.environ, **interpreter.thread_variables(threads)},
                 stdin=subprocess.DEVNULL,
                 stdout=interpreter.output(sys.stdout, 1),
                 stderr=interpreter.output(sys.stderr, 2),
@@ -279,44 +235,62 @@ class _WorkerProcess:
                 **inheriting,
             )
             on_error.pop_all()
-        self.requests.put((sys.path, (worker, handles, list(getattr(sys, "argv", [])))))
+        self._requests.put((sys.path, (worker, handles, list(getattr(sys, "argv", [])))))
         for thread in self._threads:
             thread.start()
 
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # the receiving thread finds out that the worker has died
-            while (message := self.requests.get()) is not None:
+            while (message := self._requests.get()) is not None:
                 self._connection.send(message)
 
     def _receive(self) -> None:
         try:
             with contextlib.suppress(EOFError, OSError):
                 while True:
-                    self.replies.put(self._connection.recv())
+                    self._replies.put(self._connection.recv())
                     self._events.put(False)
         finally:
-            self.replies.put(None)
+            self._replies.put(None)
             self._events.put(False)
 
     def wait_started(self, deadline: float) -> None:
-        """Wait until it can be talked to.
-
-        Raises:
-            RuntimeError: It has ended instead.
-            TimeoutError: It has not started by `deadline`.
-        """
+        """Wait until it receives requests; `RuntimeError` if it has ended, `TimeoutError` after `deadline`."""
         while True:
-            try:
-                if self.replies.get(timeout=_TICK_S) == _STARTED:
+            with contextlib.suppress(Empty):
+                if self._replies.get(timeout=_TICK_S) == _STARTED:
+                    self.lost = None
                     return
-                _wait_for_ends([self], _BURIED_WITHIN_S)
-            except Empty:
-                pass
+                _wait_for_ends([self], _DIES_WITHIN_S)
             if (exitcode := self.exitcode()) is not None:
+                self.lost = self._bury()
                 died = f"worker {self._worker} ended with exit code {exitcode} while it started"
                 raise RuntimeError(f"{died}; its stderr says why")
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"worker {self._worker} did not start in time")
+
+    def post(self, request: Request) -> None:
+        self.expected += 1
+        if self.lost is None:
+            self._requests.put(request)
+
+    def received(self) -> list[Reply | Lost]:
+        """Take the replies that have come; its loss is the last of them."""
+        replies: list[Reply | Lost] = []
+        while self.expected and self.lost is None:
+            try:
+                reply = self._replies.get_nowait()
+            except Empty:
+                break
+            if reply is None:
+                self.lost = self._bury()
+                break
+            replies.append(reply)
+            self.expected -= reply.last
+        if self.expected and self.lost is not None:
+            self.expected = 0
+            replies.append(self.lost)
+        return replies
 
     def exitcode(self) -> int | None:
         """How it ended, and with it, its process group; None while it lives."""
@@ -338,21 +312,20 @@ class _WorkerProcess:
         else:
             descendants.send(self._process.pid, number)
 
-    def buried(self) -> Lost:
+    def _bury(self) -> Lost:
         """It has hung up: give it a moment to die, make sure that it does, and return how it was."""
-        _wait_for_ends([self], _BURIED_WITHIN_S)
-        _signal([self], _KILL, _BURIED_WITHIN_S)
+        _wait_for_ends([self], _DIES_WITHIN_S)
+        _end([self], _KILL, _DIES_WITHIN_S)
         # Where the kernel reaps the children of this process, nobody can tell how they ended.
         ignored = sys.platform != "win32" and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
         return Lost(None if ignored else self.exitcode(), self._crash_file.text())
 
     def stack(self) -> str:
-        """Where it is right now."""
         return self._crash_file.stack(self._process.pid, 1.0) if self.exitcode() is None else ""
 
     def hang_up(self) -> None:
         """End both threads; replies that have been sent are still received."""
-        self.requests.put(None)
+        self._requests.put(None)
         if sys.platform == "win32":
             self._connection.close()
         elif not self._connection.closed:
@@ -362,11 +335,10 @@ class _WorkerProcess:
             thread.join(_KILLED_WITHIN_S)
 
     def close(self) -> None:
-        """Hang up and free everything."""
         self.hang_up()
-        self.abandon()
+        self.free()
 
-    def abandon(self) -> None:
+    def free(self) -> None:
         """Close all that leads to it; all that is to be done in a forked child."""
         self._connection.close()
         self._crash_file.close()
@@ -374,15 +346,13 @@ class _WorkerProcess:
             self._process.returncode = 0  # in a forked child; else it would be waited for when this object goes
 
 
-def _signal(workers: Sequence[_WorkerProcess], number: int, patience: float) -> None:
-    """Send all of them a signal, and give them time to end."""
+def _end(workers: Sequence[_WorkerProcess], number: int, patience: float) -> None:
     for worker in workers:
         worker.signal(number)
     _wait_for_ends(workers, patience)
 
 
 def _wait_for_ends(workers: Sequence[_WorkerProcess], timeout: float) -> None:
-    """Wait until all have ended, or the time is over."""
     deadline = time.monotonic() + timeout
     while any(worker.exitcode() is None for worker in workers) and time.monotonic() < deadline:
         time.sleep(_GLANCE_S)
@@ -400,17 +370,13 @@ def _inheritable(handle: int, fds: Sequence[int]) -> tuple[list[int], dict[str, 
     return handles, {"startupinfo": subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle, *handles]})}
 
 
-# In the worker process
+# -- in the worker process ---------------------------------------------------------------------------------------------
 
 
 def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]) -> None:
-    """Serve until told to close, or until the parent is gone.
+    """Serve until a request is to close, or until the parent is gone.
 
-    Args:
-        link: The connection to the parent.
-        worker: This worker's number.
-        handles: The memory with the status of all workers, the file of the records, the file for stacks.
-        argv: The parent's `sys.argv`.
+    `handles` are those of the memory with the status of all workers, the file of the records, the file for stacks.
     """
     fds = [*handles]
     if sys.platform == "win32":
@@ -425,15 +391,15 @@ def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]
     for fd in fds:
         os.set_inheritable(fd, False)
     status_fd, records_fd, crash_fd = fds
-    report_to(crash_fd)
+    descendants.report_to(crash_fd)
     requests: SimpleQueue[Request] = SimpleQueue()
     threading.Thread(target=_receive, args=(link, requests), daemon=True).start()
     sys.argv[:] = argv
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    status = Block.attach(status_fd, os.fstat(status_fd).st_size)
+    status = Block(status_fd, os.fstat(status_fd).st_size)
     ledger = Ledger(memoryview(status.buffer)[worker * Ledger.NBYTES :])
-    executor = Worker(ledger, lambda layout: Block.attach(records_fd, layout.nbytes).buffer, own_process=True)
+    executor = Worker(ledger, lambda layout: Block(records_fd, layout.nbytes).buffer, own_process=True)
     link.send(_STARTED)
     while True:
         request = requests.get()

@@ -149,9 +149,9 @@ import sys
 sys.path.insert(0, {tests!r})
 from unittest import mock
 from marl_parallel import ParallelEnv
-assert not any(name.startswith("marl_parallel.backends.semaphores") for name in sys.modules)
+assert not any(name.startswith("marl_parallel.backends.memory") for name in sys.modules)
 from simulators.deterministic import Hunt
-with mock.patch("marl_parallel.backends.semaphores.available", return_value=False):
+with mock.patch("marl_parallel.backends.memory.has_semaphores", return_value=False):
     for context in (None, "spawn"):
         with ParallelEnv([Hunt] * 2, num_workers=2, context=context) as env:
             observations, _ = env.reset()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 from helpers import SIMULATORS
@@ -21,7 +22,6 @@ from simulators.failing import LockedError, PickyError
 from typer.testing import CliRunner
 
 from marl_parallel.adapters import adapt
-from marl_parallel.backends import descendants
 from marl_parallel.cli.app import app
 from marl_parallel.cli.check import (
     Actor,
@@ -128,7 +128,7 @@ def test_what_steps_and_resets_cost(alone):
 def test_nothing_is_left_of_what_was_checked(alone):
     """Not even what the simulator itself left."""
     assert "LeavesAProcess" in alone
-    mine = [pid for pid in descendants.below(1) if b"sleep(611)" in _command(pid)]
+    mine = [pid for pid in psutil.pids() if b"sleep(611)" in _command(pid)]
     assert gone(mine)
 
 

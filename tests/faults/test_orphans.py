@@ -49,9 +49,9 @@ def test_children_die_with_their_worker(stage: Stage, end: str) -> None:
 PARENT = """
 import json, os, sys, time
 sys.path.insert(0, {tests!r})
-from marl_parallel.backends.launching import open_launcher
+from marl_parallel.backends.launching import Launcher
 read_end, write_end = os.pipe()
-launcher = open_launcher({context!r}, entry="helpers.launch_targets", wake=None, threads=1)
+launcher = Launcher({context!r}, entry="helpers.launch_targets", wake=None, threads=1)
 pids = []
 for target in {targets!r}:
     os.environ["TARGET"] = target

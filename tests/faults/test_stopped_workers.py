@@ -166,10 +166,13 @@ def test_large_messages_arrive_whole(way):
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
-def test_a_channel_takes_a_message_byte_by_byte(size):
-    """However much has come, `receive_now` returns; the message is there with its last byte, and so is the next."""
-    ours, middle = socket.socketpair()
-    sender, theirs = socket.socketpair()
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_channel_takes_a_message_packet_by_packet(size, inline, monkeypatch):
+    """However much has come, `receive_now` returns; the message is there with its last packet, and so is the next."""
+    if inline:  # no descriptor is left for a file
+        monkeypatch.setattr("marl_parallel.backends.channel._file_of", lambda body: -1)
+    ours, middle = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sender, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ends = Channel(ours), Channel(sender)
     messages = [{"sent": os.urandom(size)}, "next"]
     for message in messages:
@@ -177,9 +180,9 @@ def test_a_channel_takes_a_message_byte_by_byte(size):
         taken = []
         theirs.setblocking(False)
         while not taken:
-            data, fds, _, _ = socket.recv_fds(theirs, 1, 4)
+            data, fds, _, _ = socket.recv_fds(theirs, 1 << 16, 4)
             assert data
-            socket.send_fds(middle, [data], fds) if fds else middle.sendall(data)
+            socket.send_fds(middle, [data], fds)
             for fd in fds:
                 os.close(fd)
             taken = [one for one in [ends[0].receive_now()] if one is not None]

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from helpers.processes import wait_for
-from marl_parallel.backends.launching import Launcher, open_launcher
-from marl_parallel.backends.memory import Block
-from marl_parallel.backends.semaphores import Semaphore
+from marl_parallel.backends.launching import Launcher
+from marl_parallel.backends.memory import Block, Semaphore
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="these launchers are Linux's")
 
@@ -27,7 +26,7 @@ class Stage:
         block = Block.create(4096)
         self.wake = Semaphore(block.buffer, 64)
         self.wake.init(0)
-        self.launcher = open_launcher(context, entry="helpers.launch_targets", wake=(block, 64), threads=limit)
+        self.launcher = Launcher(context, entry="helpers.launch_targets", wake=(block, 64), threads=limit)
         self.block = block
         read_end, self.write_end = os.pipe()
         self.said = os.fdopen(read_end)

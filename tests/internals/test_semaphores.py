@@ -11,12 +11,11 @@ import time
 import numpy as np
 import pytest
 
-from marl_parallel.backends.memory import Block
-from marl_parallel.backends.semaphores import Semaphore, available
+from marl_parallel.backends.memory import Block, Semaphore, has_semaphores
 
 pytestmark = [
     pytest.mark.release_independent,
-    pytest.mark.skipif(not available(), reason="no process-shared semaphores here"),
+    pytest.mark.skipif(not has_semaphores(), reason="no process-shared semaphores here"),
 ]
 
 
@@ -145,7 +144,7 @@ def test_keeps_its_memory(block: Block) -> None:
 
 
 def test_block_is_shared_through_its_descriptor(block: Block) -> None:
-    other = Block.attach(os.dup(block.fd), block.nbytes)
+    other = Block(os.dup(block.fd), block.nbytes)
     make(block, 64)
     Semaphore(block.buffer, 64).post()
     assert Semaphore(other.buffer, 64).try_take()
@@ -171,7 +170,7 @@ def test_blocks_leave_nothing_open() -> None:
     for _ in range(50):
         make(Block.create(1 << 20))
     with pytest.raises(ValueError, match="greater than file size"):
-        Block.attach(os.memfd_create("small"), 4096)
+        Block(os.memfd_create("small"), 4096)
     with pytest.raises(ValueError, match="at least one byte"):
         Block.create(0)
     assert leftovers() == before

@@ -16,8 +16,7 @@ from mpe2 import simple_spread_v3
 from simulators.deterministic import Skirmish
 
 from marl_parallel import EnvError, ParallelEnv, make
-from marl_parallel.backends.serial import SerialBackend
-from marl_parallel.backends.thread import ThreadBackend
+from marl_parallel.backends.local import SerialBackend, ThreadBackend
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from helpers.processes import wait_for
 from simulators.paced import acts, fleet, hold, note, release, seen, trace
 
 from marl_parallel import ParallelEnv, StepBatch
-from marl_parallel.backends.serial import SerialBackend
+from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core.messages import Lost, Reply
 
 pytestmark = pytest.mark.release_independent

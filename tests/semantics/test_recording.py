@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, ClassVar
 import gymnasium
 import imageio.v3 as iio
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 from helpers.processes import gone
@@ -19,7 +19,6 @@ from mpe2 import simple_spread_v3
 from PIL import Image
 
 from marl_parallel import AutoresetMode, EnvError, ParallelEnv, record_video
-from marl_parallel.backends import descendants
 from marl_parallel.recording import _LABEL_LEAST
 
 HEIGHT, WIDTH = 40, 61
@@ -243,12 +242,12 @@ def test_what_does_not_render_is_refused(tmp_path):
 def test_a_fault_leaves_what_was_there(suffix, tmp_path):
     path = tmp_path / f"lamp{suffix}"
     path.write_bytes(b"the last one")
-    others = {*descendants.below(os.getpid())}
+    others = {child.pid for child in psutil.Process().children(recursive=True)}
     with lamps(breaks=True) as env, pytest.raises(EnvError, match="the bulb is gone") as held:
         record_video(env, path, 5)
     assert held.tb is not None  # nothing is freed by chance
     assert [one.read_bytes() for one in tmp_path.iterdir()] == [b"the last one"]
-    assert gone({*descendants.below(os.getpid())} - others)
+    assert gone({child.pid for child in psutil.Process().children(recursive=True)} - others)
 
 
 class Resized(Lamp):

@@ -1,0 +1,147 @@
+"""Workers in this process: in the caller's own thread, or in a thread each.
+
+    SerialBackend   post() executes each request at once; wait() returns the replies
+    ThreadBackend   post() --- a queue per worker ---> thread --- one queue ---> wait()
+
+The serial backend is the one to debug with: breakpoints work, and a Ctrl-C is the caller's. Threads are worth it for
+simulators that release the interpreter's lock. A thread cannot be killed: one that hangs is left behind, as a daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from marl_parallel.core.backend import Backend
+from marl_parallel.core.columns import Layout
+from marl_parallel.core.ledger import Ledger
+from marl_parallel.core.messages import Lost, Message, Reply, Request
+from marl_parallel.core.worker import Worker
+
+_FOR_EVER_S = 1e8  # more than the system's clocks may take
+_ENDS_WITHIN_S = 0.1  # a thread that has nothing to do
+
+
+class _LocalBackend(Backend):
+    """What both have in common: memory of this process, and workers that cannot be killed."""
+
+    can_kill = False
+    in_line = False
+    """Whether workers run in the caller's own thread."""
+
+    def start(self, shares: Sequence[range], most_requests: int) -> None:
+        self.ledgers = [Ledger(bytearray(Ledger.NBYTES)) for _ in shares]
+        self.workers = [Worker(ledger, lambda _: self.block, in_line=self.in_line) for ledger in self.ledgers]
+
+    def allocate(self, layout: Layout) -> Any:
+        self.block = mmap.mmap(-1, layout.nbytes)
+        return self.block
+
+    def end(self, worker: int) -> Sequence[Reply]:
+        raise NotImplementedError("a worker in the caller's process cannot be killed")
+
+    def replace(self, worker: int) -> None:
+        raise NotImplementedError("a worker in the caller's process cannot be killed")
+
+    def abandon(self) -> None:
+        self.workers = []
+
+
+class SerialBackend(_LocalBackend):
+    """No parallelism at all, with the same meaning as all other backends."""
+
+    enforces_timeouts = False
+    side_by_side = False
+    in_line = True
+
+    def start(self, shares: Sequence[range], most_requests: int) -> None:
+        super().start(shares, most_requests)
+        self._replies: list[tuple[int, Reply | Lost]] = []
+
+    def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
+        workers, replies = self.workers, self._replies  # a signal handler may close in the middle of it
+        for worker, request in requests.items():
+
+            def send(reply: Reply, worker: int = worker) -> None:
+                replies.append((worker, reply))
+
+            workers[worker].execute(request, send)
+
+    def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def interrupt(self) -> None:
+        """Nothing ever waits."""
+
+    def stack(self, worker: int) -> str:
+        return ""
+
+    def stop(self, timeout: float) -> list[int]:
+        self.workers = []
+        return []
+
+
+class ThreadBackend(_LocalBackend):
+    """One thread for each worker, a queue to each and one queue back."""
+
+    def start(self, shares: Sequence[range], most_requests: int) -> None:
+        super().start(shares, most_requests)
+        self._requests: list[SimpleQueue[Request | None]] = [SimpleQueue() for _ in shares]
+        self._replies: SimpleQueue[tuple[int, Reply | Lost] | None] = SimpleQueue()  # None: an interrupt
+        self._threads = [
+            threading.Thread(target=self._run, args=(index, worker), name=f"marl_parallel-{index}", daemon=True)
+            for index, worker in enumerate(self.workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, index: int, worker: Worker) -> None:
+        while (request := self._requests[index].get()) is not None:
+            worker.execute(request, lambda reply: self._replies.put((index, reply)))
+            if request.message is Message.CLOSE:
+                return
+
+    def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
+        for worker, request in requests.items():
+            self._requests[worker].put(request)
+
+    def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        replies: list[tuple[int, Reply | Lost]] = []
+        with contextlib.suppress(Empty):  # the time is over, or everything that was there has been taken
+            while True:
+                left = None if deadline is None else min(max(deadline - time.monotonic(), 0.0), _FOR_EVER_S)
+                reply = self._replies.get(block=len(replies) < at_least, timeout=left)
+                if reply is None:
+                    break
+                replies.append(reply)
+        return replies
+
+    def interrupt(self) -> None:
+        self._replies.put(None)
+
+    def stack(self, worker: int) -> str:
+        frame = sys._current_frames().get(self._threads[worker].ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+    def stop(self, timeout: float) -> list[int]:
+        deadline = time.monotonic() + timeout
+        self.workers = []
+        for requests in self._requests:
+            requests.put(None)
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), _ENDS_WITHIN_S))
+        return [index for index, thread in enumerate(self._threads) if thread.is_alive()]
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._threads = []
