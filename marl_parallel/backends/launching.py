@@ -314,7 +314,7 @@ class _Server:
                         interpreter.limit_loaded_libraries(1)  # once, rather than in each worker
                     server.serve(*arguments)
 
-                self._process: subprocess.Popen[bytes] = _Fork(run)
+                self._process: subprocess.Popen[bytes] | _Fork = _Fork(run)
             else:
                 fds = [theirs.fileno(), guard, *(place[:1] if place else ())]
                 self._process = _started(context, token, _SERVER.format(arguments=arguments), fds)
@@ -413,38 +413,68 @@ def _started(context: str, token: str, text: str, fds: Sequence[int]) -> subproc
         os.close(program)
 
 
-class _Fork(subprocess.Popen[bytes]):
-    """A fork of this process that runs a function, with all signals blocked, instead of a program."""
+class _Fork:
+    """A fork of this process that runs a function and ends: what is used here of `subprocess.Popen`.
+
+    Signals are blocked in the fork until the function unblocks them.
+    """
 
     def __init__(self, run: Callable[[], object]) -> None:
-        self._run = run
-        super().__init__(["fork"])
-
-    def _execute_child(self, *_: object) -> None:
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             with contextlib.suppress(AttributeError, ValueError):  # None, or closed
                 stream.flush()  # type: ignore[union-attr]  # what is buffered would be written by both
+        self.returncode: int | None = None
         mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-        pid = 0
+        self.pid = 0
         try:
-            if not (pid := os.fork()):
-                self._run_and_exit()
-            self.pid, self._child_created = pid, True
+            self.pid = os.fork()
+            if not self.pid:
+                self._run(run)
         finally:
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             except BaseException:  # Ctrl-C has waited for this: nobody would know of the fork
-                if pid:
+                if self.pid:
                     self.kill()
                     self.wait()
                 raise
 
-    def _run_and_exit(self) -> NoReturn:
+    @staticmethod
+    def _run(run: Callable[[], object]) -> NoReturn:
         exitcode = 1
         try:
-            self._run()
+            run()
             exitcode = 0
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(exitcode)
+
+    def poll(self) -> int | None:
+        """The exit code once it has ended, else None; 0 if somebody else has reaped it."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # where SIGCHLD is ignored
+                self.returncode = 0
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float = float("inf")) -> int:
+        """Wait for its end and return the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: It has not ended in time.
+        """
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired("the fork server", timeout)
+            time.sleep(0.001)
+        return code
+
+    def kill(self) -> None:
+        """Kill it, if it has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
