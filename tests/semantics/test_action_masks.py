@@ -15,6 +15,7 @@ from simulators.native_arena import Arena
 
 from marl_parallel import ParallelEnv
 from marl_parallel.action_masks import for_sample, mask_of
+from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.cli.check import Actor
 from marl_parallel.cli.measure import adapted_for_loop
 from marl_parallel.core.native import Received
@@ -215,7 +216,9 @@ def test_a_mask_that_allows_nothing_is_no_first_action():
 
 
 def test_a_continuous_action_beside_a_mask_is_measured():
-    assert adapted_for_loop(BoxWithMask()).action_spaces
+    adapted = adapted_for_loop(BoxWithMask())
+    assert adapted.action_spaces
+    assert not isinstance(adapted, GymnasiumEnv)
 
 
 class MaskedArena(Arena):
