@@ -62,7 +62,7 @@ class Results(NamedTuple):
 
 
 class Pool:
-    """The workers of one `ParallelEnv`, with a slot for each environment; as `Engine`.
+    """The workers of one `ParallelEnv`, with a slot for each environment.
 
     Args:
         backend: Started by the caller before the first request; closed here.
