@@ -229,8 +229,9 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
         silent = np.zeros(arrays.rewards.shape, np.bool_)
         silent[:, self._rows.places] = dead
         arrays.rewards[silent] = 0.0
+        column_of = {agent: column for column, agent in enumerate(self._stepper.view.agents)} if arrays.vectors else {}
         for agent, vectors in arrays.vectors.items():
-            vectors[silent[:, self._stepper.view.agents.index(agent)]] = 0
+            vectors[silent[:, column_of[agent]]] = 0
         if self._same_step:  # where the next episode has begun, they are there again
             silent &= ~(arrays.terminated | arrays.truncated)[:, None]
         arrays.present[silent] = False
@@ -253,12 +254,12 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
         for env_id, infos in arrays.infos.items():
             rows |= enumerate(agent_infos(env_id, infos, agents, everybody), env_id * len(agents))
         over = arrays.terminated | arrays.truncated
+        of_envs = {int(i): env_infos(arrays.infos.get(int(i), {}), everybody) for i in np.flatnonzero(over)}
         for row in [] if done is None else np.flatnonzero(done).tolist():
             own, env_id = rows.get(row, {}), row // len(agents)
             if over[env_id]:
-                of_env = env_infos(arrays.infos.get(env_id, {}), everybody)
                 final = own[FINAL_OBS] if FINAL_OBS in own else self._zeros()
-                rows[row] = {**next_episode_info(own, of_env), FINAL_OBS: final}
+                rows[row] = {**next_episode_info(own, of_envs[env_id]), FINAL_OBS: final}
             else:  # the environment goes on without this agent
                 last = without_reset(own)
                 rows[row] = {**last, "final_info": last, FINAL_OBS: self._rows.observation(arrays, row)}

@@ -153,11 +153,12 @@ class SB3VecEnv(VecEnv):
         over, were_dead = arrays.terminated | arrays.truncated, self._rows.dead
         terminations, truncations = self._rows.flags(arrays)
         dones, cut_off = terminations | truncations, truncations & ~terminations & ~were_dead
+        of_envs = {int(i): env_infos(arrays.infos.get(int(i), {}), self.agents) for i in np.flatnonzero(over)}
         for row in np.flatnonzero(dones).tolist():
             place, info, last = divmod(row, self._per_env), infos[row], None
             if over[place[0]]:
                 last = info.pop(FINAL_OBS, None)
-                self.reset_infos[row] = reset_info(info, env_infos(arrays.infos.get(place[0], {}), self.agents))
+                self.reset_infos[row] = reset_info(info, of_envs[place[0]])
                 info.pop(RESET_INFO, None)
             elif arrays.observed[place]:
                 last = self._rows.observation(arrays, row)

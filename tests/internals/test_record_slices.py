@@ -114,4 +114,4 @@ def test_a_ledger_of_another_machine():
     theirs.end_request()
     ours.mirror(bytes(theirs._view), 100.0)
     assert (ours.stats.steps, ours.running, ours.settled) == (1, None, 3)
-    assert ours.simulator_s == theirs.simulator_s
+    assert ours.stats.simulator_s == theirs.stats.simulator_s

@@ -89,7 +89,7 @@ class OnlyOne(Skirmish):
 def test_one_simulation_per_process():
     with pytest.raises(EnvError, match="already running"):
         ParallelEnv([OnlyOne] * 3, num_workers=1)
-    with make("test_arguments:OnlyOne", 3, envs_per_worker=1) as env:
+    with make(f"{__name__}:OnlyOne", 3, envs_per_worker=1) as env:
         env.reset()
         assert env.num_workers == 3
 

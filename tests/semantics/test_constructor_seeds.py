@@ -68,7 +68,7 @@ def test_the_seed_goes_through_known_makers(constructor, received):
 
 def test_a_module_is_imported_for_its_registrations():
     """The usual way to make SMARTS: `module:id`."""
-    constructor = functools.partial(make_scenario, "registered:registered/Scenario-v0")
+    constructor = functools.partial(make_scenario, "simulators.registered:registered/Scenario-v0")
     assert construct_one(constructor, seed=43, env_id=1).unwrapped.received["seed"] == 43
 
 
@@ -279,7 +279,7 @@ def test_an_argument_that_is_not_ours_is_refused(backend, constructor, says):
 
 def test_make_says_how_to_pass_the_argument():
     with pytest.raises(TypeError, match=r"requires 'name', 'level'.*env_kwargs=dict\(name=..., level=...\)"):
-        make("test_constructor_seeds:OfMap", 2)
+        make(f"{__name__}:OfMap", 2)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def player_script(folder: Path) -> str:
     """The path of an executable that is a player; it notes its port and process in `<folder>/<port>`."""
     script = folder / "player"
     script.write_text(
-        f"#!{sys.executable}\nimport sys\nsys.path[:0] = {[*sys.path]!r}\nimport unity_player\n"
+        f"#!{sys.executable}\nimport sys\nsys.path[:0] = {[*sys.path]!r}\nfrom simulators import unity_player\n"
         f"unity_player.play({str(folder)!r})\n"
     )
     script.chmod(0o755)
