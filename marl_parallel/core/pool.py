@@ -107,6 +107,7 @@ class Pool:
         with self._lock:
             if self.closed:
                 self.check_open()
+            self._deadlines.looked = None  # the time of the caller counts
             try:
                 if not self._plain:
                     return self._run(Message.STEP, range(len(self.slots)), None)
@@ -196,6 +197,7 @@ class Pool:
         """Call a method of this object alone; close everything if it raises."""
         with self._lock:
             self.check_open()
+            self._deadlines.looked = None  # the time of the caller counts
             try:
                 return function(*arguments)
             except BaseException as error:
@@ -326,6 +328,7 @@ class Pool:
     def _look_for_late(self) -> None:
         for worker in self._deadlines.late():
             self._late(worker)
+        self._deadlines.looked = time.monotonic()
 
     def _apply(self, replies: Sequence[tuple[int, Reply | Lost]]) -> None:
         """Apply replies to slots. Failures come after results, in the order of environments, deaths come last."""

@@ -168,6 +168,7 @@ class Deadlines:
         self._backend, self._queues = backend, queues
         self._limits = limits if backend.enforces_timeouts else Limits()
         self.shortest = {message: self._limits.shortest(message) for message in Message}  # by kind of request
+        self.looked: float | None = None  # when `late` was last called, in the present call of the pool
         self._wait_ends: float | None = None  # when the present wait ends at the latest
         self._frozen: list[tuple[float, float]] = []
 
@@ -177,9 +178,12 @@ class Deadlines:
         if not limits:
             self._wait_ends = None
             return None
+        now = time.monotonic()
+        if self.looked is not None and now - self.looked > _FROZEN_S:
+            self._note_frozen(self.looked, now)
         suspected = any(queue.suspect is not None for queue in self._queues)
         seconds = min(_UNCHANGED_S if suspected else _POLL_S, *limits)
-        self._wait_ends = time.monotonic() + seconds
+        self._wait_ends = now + seconds
         return seconds
 
     def late(self) -> list[int]:
@@ -193,11 +197,8 @@ class Deadlines:
             return []
         now = time.monotonic()
         expected = {worker: queue for worker, queue in enumerate(self._queues) if queue.limited is not None}
-        if expected and now - wait_ends > _FROZEN_S:
-            first = min(queue.since for queue in expected.values())
-            self._frozen = [*(span for span in self._frozen if span[1] > first), (wait_ends, now)]
-            for queue in self._queues:
-                queue.suspect = None  # the workers have not had the time to change it
+        if now - wait_ends > _FROZEN_S:
+            self._note_frozen(wait_ends, now)
         late = []
         for worker, queue in expected.items():
             state, limit = self._backend.ledgers[worker].state, self.overrun(worker)[2]
@@ -209,6 +210,12 @@ class Deadlines:
             elif now - queue.suspect[1] >= _UNCHANGED_S:
                 late.append(worker)
         return late
+
+    def _note_frozen(self, begin: float, end: float) -> None:
+        first = min((queue.since for queue in self._queues if queue.limited is not None), default=end)
+        self._frozen = [*(span for span in self._frozen if span[1] > first), (begin, end)]
+        for queue in self._queues:
+            queue.suspect = None  # the workers have not had the time to change it
 
     def changed(self, worker: int) -> bool:
         """Whether a worker that `late` has returned has begun or ended something since."""

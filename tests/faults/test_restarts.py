@@ -5,6 +5,8 @@ For simulators with fates (`crashing`), `restart_reference` works out what the d
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
@@ -36,24 +38,25 @@ def test_simulators_that_raise(name, setup, mode, build):
 
 
 @each_mode
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize(
+    "setup", [Setup("process", *how) for how in itertools.product([True, False], [1, 2, 4])], ids=str
+)
 @pytest.mark.parametrize("name", ["skirmish", "hunt"])
-def test_simulators_that_die(name, num_workers, shared_memory, mode, build):
+def test_simulators_that_die(name, setup, mode, build):
     """Where they share a worker, they die together."""
-    going = play(build, Setup("process", shared_memory, num_workers), name, mode, many("os._exit", "SIGSEGV"))
-    assert all(number > 0 for number in going.world.restarts) or num_workers == 4
-    assert going.world.restarts[0] == 0 or num_workers < 4
+    going = play(build, setup, name, mode, many("os._exit", "SIGSEGV"))
+    assert all(number > 0 for number in going.world.restarts) or setup.num_workers == 4
+    assert going.world.restarts[0] == 0 or setup.num_workers < 4
 
 
 @each_mode
 @pytest.mark.parametrize("way", [*RAISED, *DEADLY])
 @pytest.mark.parametrize("place", ["step", "reset", "constructor"])
-@pytest.mark.parametrize("num_workers", [1, 4])
-def test_every_way_in_every_place(num_workers, place, way, mode, build):
+@pytest.mark.parametrize("setup", [Setup("process", True, 1), Setup("process", True, 4)], ids=str)
+def test_every_way_in_every_place(setup, place, way, mode, build):
     """All in one worker, and one in each."""
     fates = {(1, 0): Fate("raise", "step", 2), (1, 1): Fate(way, place, 0), (2, 0): Fate(way, "reset", 1)}
-    play(build, Setup("process", True, num_workers), "hunt", mode, fates, steps=14)
+    play(build, setup, "hunt", mode, fates, steps=14)
 
 
 @each_mode
