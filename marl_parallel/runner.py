@@ -163,9 +163,9 @@ class BatchRunner:
     def check_has_reset(self, env_ids: Sequence[int], name: str) -> None:
         """Raise `ResetNeeded` if one of these environments has never been reset."""
         if not self._all_have_reset:
-            begun = self.batch.begun
-            self._all_have_reset = all(begun)
-            never = [env_id for env_id in env_ids if not begun[env_id]]
+            has_reset = self.batch.has_reset
+            self._all_have_reset = all(has_reset)
+            never = [env_id for env_id in env_ids if not has_reset[env_id]]
             if never:
                 raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
 
@@ -237,7 +237,7 @@ class BatchRunner:
             more = extras.get(env_id)
             snapshot = more if isinstance(more, Snapshot) else batch.snapshot(env_id, more)
             check.note(env_id, snapshot.dicts[0])
-        if not all(self.batch.begun) or self.pool.in_flight:
+        if not all(self.batch.has_reset) or self.pool.in_flight:
             return
         self._seed_check = None
         declared = self.pool.execute_in(Message.SEED, self.env_ids) if check.asks_again else None
@@ -261,7 +261,7 @@ class BatchRunner:
             )
             seed = None
         base, seeds = self._seeds_for(seed, env_ids)
-        recovery, begun = self.pool.recovery, self.batch.begun
+        recovery, has_reset = self.pool.recovery, self.batch.has_reset
         for_each = checked_options(options, len(env_ids))
         for own_options in for_each:
             if own_options is not None:
@@ -270,7 +270,7 @@ class BatchRunner:
         new_seeds = [*self.seeds]
         for env_id, own, own_options in zip(env_ids, seeds, for_each, strict=True):
             passed: dict[str, Any] = {}
-            if own is None and not begun[env_id] and (recovery is None or not recovery.slots[env_id].restarts):
+            if own is None and not has_reset[env_id] and (recovery is None or not recovery.slots[env_id].restarts):
                 own = base + env_id
             if own is not None:
                 passed["seed"] = new_seeds[env_id] = own

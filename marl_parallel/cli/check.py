@@ -450,14 +450,14 @@ class Probe:
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Call the simulator, and end this process if it is a forked copy that the simulator lets return."""
-        begun, raised = time.perf_counter(), None
+        started, raised = time.perf_counter(), None
         try:
             return function()
         except BaseException as error:
             raised = error
             raise
         finally:
-            self.took_s = time.perf_counter() - begun
+            self.took_s = time.perf_counter() - started
             if os.getpid() != self._pid:
                 end_forked_copy(raised)
 
@@ -537,9 +537,9 @@ class Solo:
         return self._timed("step", actions)
 
     def _timed(self, method: str, *args: Any, **keywords: Any) -> Any:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         returned = getattr(self.env, method)(*args, **keywords)
-        self.took[method].append(time.perf_counter() - begun)
+        self.took[method].append(time.perf_counter() - started)
         if self.look is not None:
             self.look(returned)
         return returned
@@ -734,10 +734,10 @@ def _check_two_in_one_process(probe: Probe, first: Solo, constructor: Constructo
     try:
         make = functools.partial(construct_one, constructor, seed=SEED + 2, env_id=2)
         both = [Solo(first.env), Solo(adapt((yield from calling("the constructor", make))))]
-        begun = []
+        started = []
         for solo in both:
-            begun.append((yield from calling("reset", functools.partial(solo.begin, SEED))))
-        for solo, now in zip(both, begun):
+            started.append((yield from calling("reset", functools.partial(solo.begin, SEED))))
+        for solo, now in zip(both, started):
             actions = Actor(solo.env.action_spaces, SEED).act(now)
             yield from calling("step", functools.partial(solo.episode.step, actions))
         yield from calling("close", both[1].env.close)

@@ -275,10 +275,10 @@ def repeatedly(step_all: StepAll, batches: Sequence[Any], num_envs: int) -> Run:
 
 def rate(run: Run, seconds: float) -> float:
     """Environment steps per second, over at least so many seconds and at least one batch."""
-    begun = time.perf_counter()
-    deadline = begun + seconds
+    started = time.perf_counter()
+    deadline = started + seconds
     steps = run(lambda: time.perf_counter() < deadline)
-    return steps / (time.perf_counter() - begun)
+    return steps / (time.perf_counter() - started)
 
 
 def warm(run: Run, seconds: float) -> Run:

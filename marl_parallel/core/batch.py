@@ -255,7 +255,7 @@ class Batch:
                 masks[agent] = mask
         return masks
 
-    # -- where each environment stands, as described in `BatchView`; nobody may change the lists -----------------------
+    # -- where each environment stands; callers must not change the lists ----------------------------------------------
 
     @property
     def acting(self) -> list[list[AgentID]]:
@@ -270,7 +270,7 @@ class Batch:
         return [slot.over for slot in self._slots]
 
     @property
-    def begun(self) -> list[bool]:
+    def has_reset(self) -> list[bool]:
         return [slot.has_reset for slot in self._slots]
 
     def begin(self, env_ids: Iterable[int]) -> None:

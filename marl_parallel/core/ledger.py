@@ -61,9 +61,9 @@ class Running(NamedTuple):
 
 
 # Numbers of 8 bytes: what is running and since when; whether requests are discarded; then what `_SUMS` packs: seconds
-# in simulators, at work and waiting, the number of parts of requests begun, and how often each activity has ended.
+# in simulators, at work and waiting, the number of parts of requests started, and how often each activity has ended.
 # `_ENV` is an environment's number plus one while its simulator runs, minus that from when it returns until the next
-# one's runs, that plus `_SETTLED` when the request has been carried out, and 0 before anything has begun.
+# one's runs, that plus `_SETTLED` when the request has been carried out, and 0 before anything has started.
 _ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _BUSY, _WAITING, _PARTS, _ENDED = range(9)
 _RUNNING = struct.Struct("=qqd")
 _SUMS = struct.Struct(f"=3dq{len(Activity)}q")
@@ -155,7 +155,7 @@ class Ledger:
 
     @property
     def latest(self) -> Activity:
-        """What was begun last in the present request, whether it has ended or not; `START` if nothing was."""
+        """What was started last in the present request, whether it has ended or not; `START` if nothing was."""
         return Activity(self._ints[_ACTIVITY])
 
     @property
@@ -179,7 +179,7 @@ class Ledger:
 
     @property
     def parts(self) -> int:
-        """How many parts of requests the worker has begun; each reply is for one part."""
+        """How many parts of requests the worker has started; each reply is for one part."""
         return int(self._ints[_PARTS])
 
     @property
@@ -235,9 +235,9 @@ class TracedLedger(Ledger):
         self._keep(-self._ints[_ENV] - 1, self._ints[_ACTIVITY], self._entered, time.monotonic())
 
     def end_request(self) -> float:
-        begun = self._changed
+        started = self._changed
         moment = super().end_request()
-        self._keep(-1, _REQUEST, begun, moment)
+        self._keep(-1, _REQUEST, started, moment)
         return moment
 
     def _keep(self, *slice_: float) -> None:
@@ -290,13 +290,13 @@ class Tracer:
             if slice_ in self._open:
                 return inner(*args, **kwargs)
             self._open.add(slice_)
-            begun = time.monotonic()
+            started = time.monotonic()
             try:
                 return inner(*args, **kwargs)
             finally:
                 self._open.discard(slice_)
                 if len(self._own) < MOST_SLICES:
-                    self._own.append((slice_, begun, time.monotonic()))
+                    self._own.append((slice_, started, time.monotonic()))
 
         self._replace(owner, method, watched)
 
@@ -328,15 +328,15 @@ class Tracer:
         """Add the slices of a worker, whose clock this one is `ahead` of by so many seconds."""
         rows = sorted(zip(*[iter(slices)] * _FIELDS), key=lambda row: (row[2], -row[3]))
         inside = [row for row in rows if row[1] != _REQUEST]
-        busy = [(begun, ended) for _, activity, begun, ended in rows if activity == _REQUEST]
-        for env_id, activity, begun, ended in inside:
+        busy = [(started, ended) for _, activity, started, ended in rows if activity == _REQUEST]
+        for env_id, activity, started, ended in inside:
             name = Activity(int(activity)).method
-            self._slice(worker + 1, name, "simulator", begun + ahead, ended + ahead, env_id=int(env_id))
-        transport = _without(busy, [(begun, ended) for _, _, begun, ended in inside])
-        waiting = [(ended, begun) for (_, ended), (begun, _) in pairwise(busy)]
+            self._slice(worker + 1, name, "simulator", started + ahead, ended + ahead, env_id=int(env_id))
+        transport = _without(busy, [(started, ended) for _, _, started, ended in inside])
+        waiting = [(ended, started) for (_, ended), (started, _) in pairwise(busy)]
         for name, spans in (("transport", transport), ("waiting", waiting)):
-            for begun, ended in spans:
-                self._slice(worker + 1, name, "worker", begun + ahead, ended + ahead)
+            for started, ended in spans:
+                self._slice(worker + 1, name, "worker", started + ahead, ended + ahead)
 
     def mark(self, worker: int, text: str) -> None:
         """Mark this moment in a worker's lane."""
@@ -348,8 +348,8 @@ class Tracer:
         for owner, method in self._watched:
             delattr(owner, method)  # the class's own method is found again
         self._watched.clear()
-        for name, begun, ended in self._own:
-            self._slice(0, name, "parent", begun, ended)
+        for name, started, ended in self._own:
+            self._slice(0, name, "parent", started, ended)
         target = self.path.resolve()
         special = self.path.exists() and not self.path.is_file()  # such as a pipe
         file = target.with_name(f".{target.name}-{os.getpid()}")
@@ -364,8 +364,8 @@ class Tracer:
             if file is not target:
                 file.unlink(missing_ok=True)
 
-    def _slice(self, lane: int, name: str, category: str, begun: float, ended: float, **arguments: Any) -> None:
-        span = {"ts": self._microseconds(begun), "dur": round(1e6 * (ended - begun), 3)}
+    def _slice(self, lane: int, name: str, category: str, started: float, ended: float, **arguments: Any) -> None:
+        span = {"ts": self._microseconds(started), "dur": round(1e6 * (ended - started), 3)}
         self._events.append(
             {"ph": "X", "name": name, "cat": category, "pid": 1, "tid": lane, **span, "args": arguments}
         )
@@ -385,11 +385,11 @@ def _without(
     """
     rest = iter([*parts, (float("inf"), float("inf"))])
     part = next(rest)
-    for begun, ended in spans:
+    for started, ended in spans:
         while part[0] < ended:
-            if part[0] > begun:
-                yield begun, part[0]
-            begun = max(begun, part[1])
+            if part[0] > started:
+                yield started, part[0]
+            started = max(started, part[1])
             part = next(rest)
-        if begun < ended:
-            yield begun, ended
+        if started < ended:
+            yield started, ended

@@ -49,7 +49,7 @@ class Failure(NamedTuple):
     summary: str  # the exception in one line
     traceback: str
     exception: bytes | None  # pickled; None if it does not pickle
-    torn: bool = False  # whether its record may be partially written
+    partially_written: bool = False  # whether its record may be partially written
     to_do: str = ""  # what to do about it where a restart cannot help, as with a wrong `adapter=`
 
 
@@ -128,9 +128,9 @@ class Rebuild(NamedTuple):
 
 
 class Rebuilt(NamedTuple):
-    """The reply to `REBUILD`; `told` is what does not fit the block, pickled."""
+    """The reply to `REBUILD`; `extras` is what does not fit the block, pickled."""
 
-    told: bytes | None
+    extras: bytes | None
 
 
 class Built(NamedTuple):

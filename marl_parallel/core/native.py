@@ -229,7 +229,7 @@ class NativePool:
         observed = alike(self.schema.observation_spaces, agents)
         rows = {place: (group, row) for group, (_, of) in enumerate(observed) for row, place in enumerate(of)}
         self._group_of = {agent: rows[place] for place, agent in enumerate(agents)}
-        self.begun = [False] * simulator.num_envs
+        self.has_reset = [False] * simulator.num_envs
         nobody = np.zeros((simulator.num_envs, len(agents)), np.bool_)
         self.marks = {"acting": nobody, "alive": nobody, "flagged": nobody, "over": np.zeros(len(nobody), np.bool_)}
         self._lists: dict[str, list[Any]] = {}  # marks as lists
@@ -396,7 +396,7 @@ class NativePool:
 
     def begin(self, env_ids: Iterable[int]) -> None:
         for env_id in env_ids:
-            self.begun[env_id] = True
+            self.has_reset[env_id] = True
 
     def note_received(self, received: Received) -> bool:
         """Note where these transitions leave their environments; returns whether they are all, in order."""
@@ -562,26 +562,26 @@ class NativeArrays(ArrayView):
         groups = self._pool.grouped(column)
         return groups if ids is self._pool.env_ids else tree_map(lambda array: array[[*ids]], groups)
 
-    def read(self, told: Received) -> Arrays:
-        if not self._pool.note_received(told):
-            told = told.at(np.argsort(told.env_ids))
-        self._latest = self._arrays(told)
+    def read(self, received: Received) -> Arrays:
+        if not self._pool.note_received(received):
+            received = received.at(np.argsort(received.env_ids))
+        self._latest = self._arrays(received)
         return self._latest
 
     def last(self) -> Arrays:
         """The arrays handed out last, with what the caller has written into them since: a copy would cost each step."""
         return self._latest
 
-    def read_some(self, env_ids: Sequence[int], told: Received, last: Arrays) -> Arrays:
-        self._pool.note_received(told)
+    def read_some(self, env_ids: Sequence[int], received: Received, last: Arrays) -> Arrays:
+        self._pool.note_received(received)
 
         def placed(whole: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
-            return stacking.placed(whole, told.env_ids, rows)
+            return stacking.placed(whole, received.env_ids, rows)
 
         def alone(whole: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
             return placed(np.zeros_like(whole), rows)
 
-        new = self._arrays(told)
+        new = self._arrays(received)
         parts = {name: tree_map(placed, getattr(last, name), getattr(new, name)) for name in _KEPT}
         parts |= {name: alone(getattr(last, name), getattr(new, name)) for name in _OF_THE_STEP}
         self._latest = new._replace(**parts, together=False)
@@ -590,18 +590,19 @@ class NativeArrays(ArrayView):
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
         """Ignore: nobody steps environments that reset by themselves one at a time."""
 
-    def _arrays(self, told: Received) -> Arrays:
+    def _arrays(self, received: Received) -> Arrays:
         """The received rows alone, but `acting` of all environments."""
-        rows = len(told.env_ids)
-        present = np.ones((rows, len(self.agents)), np.bool_) if told.present is None else told.present.copy()
+        rows = len(received.env_ids)
+        present = np.ones((rows, len(self.agents)), np.bool_) if received.present is None else received.present.copy()
         observations = [
             stacking.conform(space, own, (rows, len(places))) if cast else own
-            for (space, places), own, cast in zip(self.groups, told.observations, self._to_cast)
+            for (space, places), own, cast in zip(self.groups, received.observations, self._to_cast)
         ]
         return Arrays(
-            observations, told.rewards.astype(np.float64), told.terminations, told.truncations, told.terminated,
-            told.truncated, present, self._pool.marks["acting"].copy(), InfoColumns(told, self.agents), present,
-            present, present, together=len(self.agents) == 1 and told.present is None,
+            observations, received.rewards.astype(np.float64), received.terminations, received.truncations,
+            received.terminated, received.truncated, present, self._pool.marks["acting"].copy(),
+            InfoColumns(received, self.agents), present,
+            present, present, together=len(self.agents) == 1 and received.present is None,
         )  # fmt: skip
 
 

@@ -402,7 +402,7 @@ class Pool:
     def _failed(self, slot: Slot, failure: Failure) -> None:
         """An environment has raised."""
         activity = Activity.RESET if failure.method == Activity.RESET.method else Activity.STEP
-        running = Running(slot.env_id, activity, 0.0, inside=not failure.torn)
+        running = Running(slot.env_id, activity, 0.0, inside=not failure.partially_written)
         self._rebuild_or_raise([slot], reports.env_error(slot.env_id, slot.worker, failure, self._advice), running)
 
     def _lost(self, worker: int, lost: Lost) -> None:
@@ -507,7 +507,7 @@ class Pool:
             if isinstance(result, Refusal):
                 failures[env_id] = Failure("constructor", result.text, result.text, None)
                 continue
-            snapshot = self.recovery.finish(slot, result.told)
+            snapshot = self.recovery.finish(slot, result.extras)
             if slot.waiting_reset is not None:
                 keywords = slot.reset_keywords = slot.waiting_reset
                 slot.waiting_reset = None

@@ -202,8 +202,8 @@ class Deadlines:
         late = []
         for worker, queue in expected.items():
             state, limit = self._backend.ledgers[worker].state, self.overrun(worker)[2]
-            begun = max(queue.since, state[1])
-            if limit is None or now - begun <= limit or self._elapsed(begun, now) <= limit:
+            started = max(queue.since, state[1])
+            if limit is None or now - started <= limit or self._elapsed(started, now) <= limit:
                 queue.suspect = None
             elif queue.suspect is None or queue.suspect[0] != state:
                 queue.suspect = state, now

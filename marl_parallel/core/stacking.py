@@ -15,8 +15,6 @@ from marl_parallel.core.spaces import copied as copied
 
 _WHOLE_NUMBERS = np.dtype(np.int64)
 
-each = together = tree_map
-
 
 def zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
     """Zeros with these leading axes; what has no fixed form is an array of objects, of None."""

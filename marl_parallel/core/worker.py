@@ -113,7 +113,7 @@ class Worker:
                 if self._in_line and isinstance(error, KeyboardInterrupt):
                     raise
                 doing = self._ledger.latest or message
-                failures[env_id] = _failure(error, doing, torn=env_id in self._partially_written)
+                failures[env_id] = _failure(error, doing, partially_written=env_id in self._partially_written)
                 self._partially_written.discard(env_id)
                 if (saved := self._saved.pop(env_id, None)) is not None:
                     results[env_id] = saved
@@ -353,7 +353,7 @@ def _unpickled(payload: bytes) -> Any:
         return Refusal(TypeError, f"what was sent pickles, but cannot be made again from that: {text}")
 
 
-def _failure(error: BaseException, doing: Activity | Message, *, torn: bool) -> Failure:
+def _failure(error: BaseException, doing: Activity | Message, *, partially_written: bool) -> Failure:
     method, to_do = doing.name.lower(), ""
     if isinstance(error, Misfit):
         to_do = "see which adapter= fits the simulator, or change the simulator; a restart would not help"
@@ -372,4 +372,4 @@ def _failure(error: BaseException, doing: Activity | Message, *, torn: bool) -> 
     except Exception:
         exception = None
     summary = "".join(traceback.format_exception_only(error)).strip()
-    return Failure(method, summary, "".join(lines), exception, torn, to_do)
+    return Failure(method, summary, "".join(lines), exception, partially_written, to_do)
