@@ -186,7 +186,7 @@ def checked_trace(path: Any) -> Path:
     return file.absolute()
 
 
-def survives(on_error: Any, restart_policy: Any) -> bool:
+def restarts(on_error: Any, restart_policy: Any) -> bool:
     """Whether environments that fail are rebuilt."""
     if on_error not in ("raise", "restart"):
         raise ValueError(f'on_error must be "raise" or "restart", got {on_error!r}')

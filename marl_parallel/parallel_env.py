@@ -50,15 +50,15 @@ from marl_parallel.core.batch import Batch, Dicts
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import SeedCheck, construct
 from marl_parallel.core.exclusive import CALL, CallGuard, exclusive
-from marl_parallel.core.ledger import Tracer
 from marl_parallel.core.messages import Answer, Message, Refusal, Request
 from marl_parallel.core.native import NativePool, NativeSimulator
-from marl_parallel.core.pickling import loads, sendable, take_along
+from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers, loads
 from marl_parallel.core.pool import Pool
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema
 from marl_parallel.core.slots import Limits
+from marl_parallel.core.worker_status import Tracer
 from marl_parallel.runner import BatchRunner
 from marl_parallel.types import EnvError, ParallelEnvError, RestartPolicy, Stats, StepBatch
 
@@ -167,7 +167,7 @@ class ParallelEnv:
         mode = arguments.autoreset_mode(auto_reset)
         timeouts = {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "start_timeout": start_timeout}
         limits = Limits(*(arguments.checked_timeout(seconds, name) for name, seconds in timeouts.items()))
-        survive = arguments.survives(on_error, restart_policy)
+        restarts = arguments.restarts(on_error, restart_policy)
         if worker_threads is not None:
             worker_threads = arguments.at_least_one(worker_threads, "worker_threads")
         if trace is not None:
@@ -190,8 +190,8 @@ class ParallelEnv:
         try:
             opened.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
             started = True
-            only_here: list[ModuleType] = []
-            described, plan, built = construct(pool, constructors, seeds, mode, adapter, survive, only_here)
+            local_modules: list[ModuleType] = []
+            described, plan, built = construct(pool, constructors, seeds, mode, adapter, restarts, local_modules)
             schema = common_schema(described)
             layout = Layout(schema, len(seeds), arrays=shared_memory)
             block = opened.allocate(layout)
@@ -199,12 +199,13 @@ class ParallelEnv:
             pool.execute(dict.fromkeys(range(len(shares)), attach))
             batch = Batch(
                 pool.slots, layout, block, schema.rules, mode,
-                copy=copy, check_actions=check_actions, needs_all_actions=schema.needs_all_actions, only_here=only_here,
+                copy=copy, check_actions=check_actions, needs_all_actions=schema.needs_all_actions,
+                local_modules=local_modules,
             )  # fmt: skip
-            if survive:
+            if restarts:
                 policy, options_last = restart_policy, schema.options_last
-                pool.survive(Recovery(pool.slots, policy, plan, attach.payload, batch, base, options_last))
-            self.runner = BatchRunner(pool, batch, schema, seeds, only_here)
+                pool.restart_on_faults(Recovery(pool.slots, policy, plan, attach.payload, batch, base, options_last))
+            self.runner = BatchRunner(pool, batch, schema, seeds, local_modules)
             self.runner.begin_seed_check(SeedCheck(built, "seed" in schema.reset_keywords))
             if trace is not None:
                 self.start_trace(trace)
@@ -531,7 +532,9 @@ class ParallelEnv:
             raise TypeError(f"name must be that of a method or attribute, or a function, got {name!r}")
         ids = runner.checked_ids(env_ids)
         results = self._execute_pickled(
-            Message.CALL, ids, lambda: sendable((name, args, kwargs), f"the arguments of {name!r}", runner.only_here)
+            Message.CALL,
+            ids,
+            lambda: dumps_for_workers((name, args, kwargs), f"the arguments of {name!r}", runner.local_modules),
         )
         return tuple(results[env_id] for env_id in ids)
 
@@ -559,7 +562,7 @@ class ParallelEnv:
             Message.ASSIGN,
             ids,
             lambda: {
-                env_id: sendable((name, value), f"the value for environment {env_id}", runner.only_here)
+                env_id: dumps_for_workers((name, value), f"the value for environment {env_id}", runner.local_modules)
                 for env_id, value in zip(ids, values)
             },
         )
@@ -575,7 +578,7 @@ class ParallelEnv:
             for env_id, result in results.items()
             if isinstance(result, Refusal) and result.kind is ModuleNotFoundError
         }:
-            take_along(runner.only_here, missing, "what is sent to")
+            add_missing_modules(runner.local_modules, missing, "what is sent to")
             done = {env_id: result for env_id, result in results.items() if env_id not in missing}
             results = done | runner.pool.execute_in(message, tuple(missing), pickled())
         for env_id in sorted(results):

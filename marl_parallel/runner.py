@@ -30,7 +30,7 @@ from marl_parallel.core.construction import SeedCheck
 from marl_parallel.core.exclusive import CallGuard
 from marl_parallel.core.messages import Message
 from marl_parallel.core.native import NativePool
-from marl_parallel.core.pickling import sendable
+from marl_parallel.core.pickling import dumps_for_workers
 from marl_parallel.core.pool import Pool, Results
 from marl_parallel.core.slots import Snapshot
 
@@ -59,7 +59,7 @@ class BatchRunner:
         batch: Batch | NativePool,
         schema: Schema,
         seeds: Sequence[int],
-        only_here: list[ModuleType] | None = None,
+        local_modules: list[ModuleType] | None = None,
     ) -> None:
         self.pool, self.batch, self.schema = pool, batch, schema
         self.mode, self.env_ids, self.num_envs = batch.mode, batch.env_ids, len(batch.env_ids)
@@ -68,7 +68,7 @@ class BatchRunner:
         self.takes_options = "options" in schema.reset_keywords  # whether `reset` takes options
         self.restarts = pool.recovery is not None  # whether environments that fail are rebuilt
         self.guard = CallGuard(pool.check_open)  # the call in progress; one call at a time
-        self.only_here = [] if only_here is None else only_here  # modules that workers cannot import
+        self.local_modules = [] if local_modules is None else local_modules  # modules that workers cannot import
         self._base_seed = self.seeds[0]
         self._all_have_reset = False  # whether every environment is known to have been reset
         self._seed_check: SeedCheck | None = None
@@ -276,7 +276,7 @@ class BatchRunner:
                 passed["seed"] = new_seeds[env_id] = own
             if own_options is not None:
                 passed["options"] = recovery.reset_options(env_id, own_options) if recovery else own_options
-            keywords[env_id] = sendable(passed, "options", self.only_here)
+            keywords[env_id] = dumps_for_workers(passed, "options", self.local_modules)
         # Before the reset: an environment that fails in it is rebuilt with a seed of the new base.
         self._base_seed, self.seeds, self.pool.seeds_stale = base, tuple(new_seeds), True
         if recovery is not None:

@@ -24,7 +24,7 @@ from collections import deque
 from typing import Any
 
 from marl_parallel.backends.memory import Semaphore, anonymous_file, lifted
-from marl_parallel.core.ledger import Ledger
+from marl_parallel.core.worker_status import WorkerStatus
 
 # -- queues in shared memory -------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class QueuePair:
     def __init__(self, buffer: mmap.mmap, worker: int, capacity: int, *, new: bool = False) -> None:
         start = _SEMAPHORES + worker * _pair_nbytes(capacity)
         status = start + _SEMAPHORES
-        rings = status + Ledger.NBYTES
+        rings = status + WorkerStatus.NBYTES
         if new:
             buffer[start:rings] = bytes(rings - start)
         self.requests = Queue(buffer, start, rings, capacity)
@@ -116,7 +116,7 @@ class QueuePair:
         if new:
             self.requests.ready.init(0)
             self.replies.ready.init(0)
-        self.ledger = Ledger(memoryview(buffer)[status:rings])
+        self.status = WorkerStatus(memoryview(buffer)[status:rings])
 
 
 class Doorbell:
@@ -149,7 +149,7 @@ def control_nbytes(num_workers: int, capacity: int) -> int:
 
 
 def _pair_nbytes(capacity: int) -> int:
-    return _SEMAPHORES + Ledger.NBYTES + 2 * _ring_nbytes(capacity)
+    return _SEMAPHORES + WorkerStatus.NBYTES + 2 * _ring_nbytes(capacity)
 
 
 def _ring_nbytes(capacity: int) -> int:

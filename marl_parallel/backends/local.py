@@ -21,9 +21,9 @@ from typing import Any
 
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
+from marl_parallel.core.worker_status import WorkerStatus
 
 _FOR_EVER_S = 1e8  # more than the system's clocks may take
 _ENDS_WITHIN_S = 0.1  # a thread that has nothing to do
@@ -37,8 +37,8 @@ class _LocalBackend(Backend):
     """Whether workers run in the caller's own thread."""
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self.ledgers = [Ledger(bytearray(Ledger.NBYTES)) for _ in shares]
-        self.workers = [Worker(ledger, lambda _: self.block, in_line=self.in_line) for ledger in self.ledgers]
+        self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in shares]
+        self.workers = [Worker(status, lambda _: self.block, in_line=self.in_line) for status in self.statuses]
 
     def allocate(self, layout: Layout) -> Any:
         self.block = mmap.mmap(-1, layout.nbytes)

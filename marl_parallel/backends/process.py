@@ -83,7 +83,7 @@ class ProcessBackend(Backend):
         wake = self._control, Doorbell.WAKE
         self._launcher = Launcher(self._context, entry=__name__, wake=wake, threads=self._threads)
         queues = [self._new_queues(worker) for worker in range(len(shares))]
-        self.ledgers = [pair.ledger for pair in queues]
+        self.statuses = [pair.status for pair in queues]
         for worker, pair in enumerate(queues):
             self._processes.append(self._launched(self._launcher, worker, pair))
 
@@ -117,7 +117,7 @@ class ProcessBackend(Backend):
         old.channel.close()
         self._partial.pop(worker, None)
         self._processes[worker] = new = self._launched(self._launcher, worker, self._new_queues(worker))
-        self.ledgers[worker] = new.queues.ledger
+        self.statuses[worker] = new.queues.status
 
     def allocate(self, layout: Layout) -> Any:
         os.ftruncate(self._records_fd, layout.nbytes)
@@ -338,7 +338,7 @@ def main(index: int, fds: Sequence[int]) -> None:
     channel = Channel(socket.socket(fileno=connection))
     spin, capacity = channel.receive()
     queues, doorbell = QueuePair(control.buffer, index, capacity), Doorbell(control.buffer)
-    worker = Worker(queues.ledger, lambda layout: Block(records_fd, layout.nbytes).buffer, own_process=True)
+    worker = Worker(queues.status, lambda layout: Block(records_fd, layout.nbytes).buffer, own_process=True)
     send, spin_s = _sender(queues, doorbell, channel), _SPIN_S if spin else 0.0
     while True:
         _await(queues.requests.ready, spin_s)

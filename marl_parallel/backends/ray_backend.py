@@ -41,10 +41,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from marl_parallel.backends.ray_worker import Greeting, RayNodeMonitor, RayWorker, Remains, unpack
 from marl_parallel.core.backend import Backend, usable_cpus
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.records import WITH_ACTIONS, Parcels
 from marl_parallel.core.reports import logger
+from marl_parallel.core.worker_status import WorkerStatus
 from marl_parallel.types import ParallelEnvError
 
 __doctest_requires__ = ["ray"]
@@ -81,7 +81,9 @@ class Actor:
     waiting: list[Request] = field(default_factory=list)  # requests to send once it has arrived
     pending: deque[Pending] = field(default_factory=deque)  # orders sent and not yet answered
     sent: int = 0  # how many orders were sent
-    status: Ledger = field(default_factory=lambda: Ledger(bytearray(Ledger.NBYTES)))  # of the last result or look
+    status: WorkerStatus = field(
+        default_factory=lambda: WorkerStatus(bytearray(WorkerStatus.NBYTES))
+    )  # of the last result or look
     ahead: float = 0.0  # seconds that this machine's clock is ahead of its own, at most
     since: float = field(default_factory=time.monotonic)  # when it, or what it replaces before arrival, was requested
     closed: bool = False  # whether it has closed its environments
@@ -189,7 +191,7 @@ class RayBackend(Backend):
             for node in {*placement_group_table(self._group)["bundles_to_node_id"].values()} - {None, ""}:
                 _monitor_of(node, self._runtime_env)  # it starts beside the workers
             self._actors = [self._new_actor(worker) for worker in range(len(shares))]
-            self.ledgers = [actor.status for actor in self._actors]
+            self.statuses = [actor.status for actor in self._actors]
             # All workers are up before the first request, so that no constructor's time runs before it can begin.
             for worker, lost in self.wait():
                 assert isinstance(lost, Lost)
@@ -220,7 +222,7 @@ class RayBackend(Backend):
         self._actors[worker] = new = self._new_actor(worker)
         if old.arriving is not None:
             new.since = old.since
-        self.ledgers[worker] = new.status
+        self.statuses[worker] = new.status
 
     def allocate(self, layout: Layout) -> Any:
         block = mmap.mmap(-1, layout.nbytes)

@@ -33,10 +33,10 @@ from marl_parallel.backends import descendants, interpreter
 from marl_parallel.backends.descendants import CrashFile
 from marl_parallel.backends.memory import anonymous_file
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost, Reply
 from marl_parallel.core.records import WITH_RESULTS, Parcels
 from marl_parallel.core.worker import Worker
+from marl_parallel.core.worker_status import WorkerStatus
 
 _LARGE_NBYTES = 1 << 20
 _STACK_TIMEOUT_S = 1.0
@@ -116,9 +116,9 @@ class RayWorker:
         sys.path += [folder for folder in path if folder not in sys.path and os.path.exists(folder)]
         self._share = share
         self._files = Files(*(anonymous_file(f"marl_parallel-{name}") for name in Files._fields))
-        self._status = _mapped(self._files.status, Ledger.NBYTES)
+        self._status = _mapped(self._files.status, WorkerStatus.NBYTES)
         self._parcels: Parcels | None = None
-        self._worker = Worker(Ledger(self._status), self._attach, own_process=True)
+        self._worker = Worker(WorkerStatus(self._status), self._attach, own_process=True)
         self._marker = os.environ[descendants.MARKER] = descendants.marker_value(token, os.getpid())
         descendants.report_to(self._files.crash)
         os.environ.update(interpreter.thread_variables(num_threads))
@@ -198,7 +198,7 @@ class _Watched:
         self.crash = CrashFile(self.files.crash)
 
     def status(self) -> bytes:
-        return os.pread(self.files.status, Ledger.NBYTES, 0)
+        return os.pread(self.files.status, WorkerStatus.NBYTES, 0)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -267,7 +267,7 @@ class RayNodeMonitor:
 
     def discard(self, key: int) -> None:
         """Have a worker leave out what it has not begun yet."""
-        Ledger(mmap.mmap(self._watched[key].files.status, Ledger.NBYTES)).discard()
+        WorkerStatus(mmap.mmap(self._watched[key].files.status, WorkerStatus.NBYTES)).discard()
 
     def stack(self, key: int) -> str:
         return self._watched[key].crash.stack(self._watched[key].pid, _STACK_TIMEOUT_S)

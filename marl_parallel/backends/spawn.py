@@ -41,9 +41,9 @@ from marl_parallel.backends.memory import Block, anonymous_file, duplicate, fill
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
+from marl_parallel.core.worker_status import WorkerStatus
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -93,9 +93,9 @@ class PortableProcessBackend(Backend):
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self._shares = shares
         try:
-            self._status = Block.create(len(shares) * Ledger.NBYTES)
+            self._status = Block.create(len(shares) * WorkerStatus.NBYTES)
             self._records_fd = anonymous_file("marl_parallel-records")
-            self.ledgers = [self._new_ledger(worker) for worker in range(len(shares))]
+            self.statuses = [self._new_status(worker) for worker in range(len(shares))]
             for worker in range(len(shares)):
                 self._workers.append(self._launched(worker))
             deadline = time.monotonic() + _STARTED_WITHIN_S
@@ -105,11 +105,11 @@ class PortableProcessBackend(Backend):
             self.stop(0.0)
             raise
 
-    def _new_ledger(self, worker: int) -> Ledger:
+    def _new_status(self, worker: int) -> WorkerStatus:
         assert self._status is not None
-        status = memoryview(self._status.buffer)[worker * Ledger.NBYTES :][: Ledger.NBYTES]
-        status[:] = bytes(Ledger.NBYTES)
-        return Ledger(status)
+        status = memoryview(self._status.buffer)[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
+        status[:] = bytes(WorkerStatus.NBYTES)
+        return WorkerStatus(status)
 
     def _launched(self, worker: int) -> _WorkerProcess:
         assert self._status is not None
@@ -129,7 +129,7 @@ class PortableProcessBackend(Backend):
             return
         _end([self._workers[worker]], _KILL, _KILLED_WITHIN_S)
         self._workers[worker].close()
-        self.ledgers[worker] = self._new_ledger(worker)
+        self.statuses[worker] = self._new_status(worker)
         self._workers[worker] = process = self._launched(worker)
         with contextlib.suppress(RuntimeError):  # it has died already, as the one before
             process.wait_started(time.monotonic() + _STARTED_WITHIN_S)
@@ -397,9 +397,9 @@ def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]
     sys.argv[:] = argv
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    status = Block(status_fd, os.fstat(status_fd).st_size)
-    ledger = Ledger(memoryview(status.buffer)[worker * Ledger.NBYTES :])
-    executor = Worker(ledger, lambda layout: Block(records_fd, layout.nbytes).buffer, own_process=True)
+    statuses = Block(status_fd, os.fstat(status_fd).st_size)
+    status = WorkerStatus(memoryview(statuses.buffer)[worker * WorkerStatus.NBYTES :])
+    executor = Worker(status, lambda layout: Block(records_fd, layout.nbytes).buffer, own_process=True)
     link.send(_STARTED)
     while True:
         request = requests.get()

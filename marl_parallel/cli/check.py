@@ -60,12 +60,12 @@ from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.construction import construct_one
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
-from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost
 from marl_parallel.core.pickling import dumps
 from marl_parallel.core.reports import first_line, manner_of_death, place
 from marl_parallel.core.spaces import ARRAY_SPACES, is_vector
 from marl_parallel.core.transition import ALL, Transition, is_empty_info
+from marl_parallel.core.worker_status import WorkerStatus
 from marl_parallel.parallel_env import START_TIMEOUT_S, ParallelEnv
 from marl_parallel.types import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout
 
@@ -525,7 +525,7 @@ class Solo:
     def __init__(self, env: MultiAgentEnv) -> None:
         self.env, as_env = env, cast(MultiAgentEnv, self)
         self.took: dict[str, list[float]] = {"reset": [], "step": []}  # seconds of each call
-        self.episode = Episode(as_env, 0, AutoresetMode.DISABLED, Ledger(bytearray(Ledger.NBYTES)))
+        self.episode = Episode(as_env, 0, AutoresetMode.DISABLED, WorkerStatus(bytearray(WorkerStatus.NBYTES)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)

@@ -218,7 +218,7 @@ class ArrayBatch(ArrayView):
                 if self._places is not None:
                     for (agents, values), (group, rows) in zip(actions, self._places):
                         group.write_stacked(rows, values, agents)
-                    batch.actions.mark_all(wanted)
+                    batch.actions.mark_present(wanted)
                     return {}
                 actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
             self._check_known(actions)
@@ -249,7 +249,7 @@ class ArrayBatch(ArrayView):
             if wanted is None:
                 raise
             return False  # it may be those that nobody looks at
-        self._batch.actions.mark_all(wanted)
+        self._batch.actions.mark_present(wanted)
         return True
 
     def _one_by_one(self, actions: Mapping[AgentID, Any], ids: Sequence[int]) -> list[dict[AgentID, Any]]:

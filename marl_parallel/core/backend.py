@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Lost, Reply, Request
+from marl_parallel.core.worker_status import WorkerStatus
 
 
 def usable_cpus() -> int:
@@ -38,7 +38,7 @@ class Backend(ABC):
     """Workers, numbered from 0. Used by one `ParallelEnv`, once.
 
     Attributes:
-        ledgers: The status of each worker; readable at any time, and current after `look`.
+        statuses: The status of each worker; readable at any time, and current after `look`.
         enforces_timeouts: Whether `wait` returns while a worker is busy, so that timeouts can be enforced.
         can_kill: Whether `stop` ends workers, and the processes they have started, whatever they are doing.
         side_by_side: Whether each worker needs a CPU of its own.
@@ -47,7 +47,7 @@ class Backend(ABC):
     enforces_timeouts: ClassVar[bool] = True
     can_kill: ClassVar[bool] = True
     side_by_side: ClassVar[bool] = True
-    ledgers: list[Ledger]
+    statuses: list[WorkerStatus]
     _claimed = False
 
     def claim(self) -> None:
@@ -118,7 +118,7 @@ class Backend(ABC):
         """
 
     def look(self) -> None:
-        """Bring `ledgers` up to date; there is nothing to do if they are in shared memory."""
+        """Bring `statuses` up to date; there is nothing to do if they are in shared memory."""
         return
 
     def ahead(self, worker: int) -> float:

@@ -22,7 +22,7 @@ from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.core.arrays import ArrayBatch
 from marl_parallel.core.columns import Layout, span_of
 from marl_parallel.core.episode import needs_actions
-from marl_parallel.core.pickling import sendable
+from marl_parallel.core.pickling import dumps_for_workers
 from marl_parallel.core.records import ActionRecords, Columns, TransitionRecords
 from marl_parallel.core.slots import Slot, Snapshot
 from marl_parallel.core.spaces import Mismatch, conform, zeros
@@ -46,7 +46,7 @@ class Batch:
         copy: Whether observations are handed out as arrays of the caller's own (attribute `copies`).
         check_actions: Whether every action must be contained in its space (attribute `checks`).
         needs_all_actions: Whether an agent that acts and is given no action is an error under dict rules too.
-        only_here: Modules that workers cannot import.
+        local_modules: Modules that workers cannot import.
     """
 
     mode_is_fixed: ClassVar[bool] = False
@@ -62,7 +62,7 @@ class Batch:
         copy: bool,
         check_actions: bool,
         needs_all_actions: bool,
-        only_here: Sequence[ModuleType],
+        local_modules: Sequence[ModuleType],
     ) -> None:
         layout.bind(buffer)
         self.layout = layout
@@ -75,7 +75,7 @@ class Batch:
         self._everywhere = range(layout.num_records)
         self._pettingzoo = rules is Rules.PETTINGZOO
         self._needs_all = self._pettingzoo or needs_all_actions
-        self._only_here = only_here
+        self._local_modules = local_modules
         self.views: WeakSet[ArrayBatch] = WeakSet()
         self._all_act = False  # whether every slot is known to be as `note_usual` leaves it
 
@@ -104,7 +104,9 @@ class Batch:
             try:
                 extras = self.actions.write(env_id, given)
                 if extras is not None:
-                    outside[env_id] = sendable(extras, f"environment {env_id}: its actions", self._only_here)
+                    outside[env_id] = dumps_for_workers(
+                        extras, f"environment {env_id}: its actions", self._local_modules
+                    )
             except Mismatch as error:
                 raise ValueError(f"environment {env_id}: {error}") from None
         return outside

@@ -25,7 +25,14 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import Schema
 from marl_parallel.core.messages import Built, Message, Plan, Refusal, Request
-from marl_parallel.core.pickling import by_value, dump_registrations, dumps, dumps_by_value, sendable, take_along
+from marl_parallel.core.pickling import (
+    add_missing_modules,
+    by_value,
+    dump_registrations,
+    dumps,
+    dumps_by_value,
+    dumps_for_workers,
+)
 
 if TYPE_CHECKING:  # workers need no pool
     from marl_parallel.core.pool import Pool
@@ -171,22 +178,22 @@ def construct(
     mode: AutoresetMode,
     adapter: str | Constructor | None,
     restarts: bool,
-    only_here: list[ModuleType],
+    local_modules: list[ModuleType],
 ) -> tuple[list[Schema], Plan, dict[int, Built]]:
     """Build all environments in their workers; errors as of `ParallelEnv`.
 
-    Modules that workers cannot import are added to `only_here`, and the environments that need them are built again.
+    Modules that workers cannot import are added to `local_modules`, and what needs them is built again.
 
     Returns:
         The description of each environment; what workers were told; and their replies by environment.
     """
-    pickled = _pickle(constructors, range(len(constructors)), only_here)
+    pickled = _pickle(constructors, range(len(constructors)), local_modules)
     described: dict[int, Schema] = {}
     replies: dict[int, Built] = {}
     registrations = dump_registrations()
     first, first_id = b"", 0
     while len(described) < len(constructors):
-        how = sendable(adapter, f"adapter={adapter!r}", only_here)
+        how = dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules)
         requests = {}
         for worker, share in enumerate(pool.shares):
             waiting = {env_id: pickled[env_id] for env_id in share if env_id not in described}
@@ -207,17 +214,19 @@ def construct(
                 raise result.kind(f"environment {env_id}: {result.text}")
             else:
                 unknown[env_id] = result.text
-        take_along(only_here, unknown, "the constructor of" if adapter is None else "the constructor or adapter of")
-        pickled.update(_pickle(constructors, unknown, only_here))
+        add_missing_modules(
+            local_modules, unknown, "the constructor of" if adapter is None else "the constructor or adapter of"
+        )
+        pickled.update(_pickle(constructors, unknown, local_modules))
     plan = Plan(pickled, dict(enumerate(seeds)), mode, how, restarts, described=first, registrations=registrations)
     return [described[env_id] for env_id in range(len(constructors))], plan, dict(sorted(replies.items()))
 
 
 def _pickle(
-    constructors: Sequence[Constructor], env_ids: Collection[int], only_here: Sequence[ModuleType]
+    constructors: Sequence[Constructor], env_ids: Collection[int], local_modules: Sequence[ModuleType]
 ) -> dict[int, bytes]:
     by_id: dict[int, bytes] = {}  # n times one constructor is the usual case
-    with by_value(only_here):
+    with by_value(local_modules):
         for env_id in env_ids:
             constructor = constructors[env_id]
             try:

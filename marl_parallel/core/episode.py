@@ -20,7 +20,6 @@ from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules, refuse_reserved
-from marl_parallel.core.ledger import Activity, Ledger
 from marl_parallel.core.spaces import zeros
 from marl_parallel.core.transition import (
     ALL,
@@ -34,6 +33,7 @@ from marl_parallel.core.transition import (
     is_empty_info,
     kept,
 )
+from marl_parallel.core.worker_status import Activity, WorkerStatus
 
 _RESET, _STEP = int(Activity.RESET), int(Activity.STEP)  # quicker than a member of an Enum
 _NOT_ENDED = (False, False)
@@ -46,9 +46,9 @@ class Episode:
         ended_for_now: Whether the last step ended an episode and `begin_next` is due.
     """
 
-    def __init__(self, env: MultiAgentEnv, env_id: int, mode: AutoresetMode, ledger: Ledger) -> None:
+    def __init__(self, env: MultiAgentEnv, env_id: int, mode: AutoresetMode, status: WorkerStatus) -> None:
         self.env, self.env_id = env, env_id
-        self._mode, self._ledger = mode, ledger
+        self._mode, self._status = mode, status
         self._dict_rules = env.rules is Rules.DICT
         self._alive: list[AgentID] = []
         self._acting: list[AgentID] = []
@@ -69,11 +69,11 @@ class Episode:
         """
         if self._postponed is not None:
             keywords, self._postponed, self._early = {**self._postponed, **keywords}, None, None
-        self._ledger.enter(self.env_id, _RESET)
+        self._status.enter(self.env_id, _RESET)
         try:
             observations, infos = self.env.reset(**keywords)
         finally:
-            self._ledger.leave()
+            self._status.leave()
         if ALL in observations or COMMON in observations:
             refuse_reserved("reset", observations, {})
         check_infos(infos, observations)
@@ -105,11 +105,11 @@ class Episode:
             if not self._dict_rules or self._postponed is not None:
                 terminated, truncated = self._over
                 return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {}, (), ())
-        self._ledger.enter(self.env_id, _STEP)
+        self._status.enter(self.env_id, _STEP)
         try:
             observations, rewards, terminateds, truncateds, infos = self.env.step(actions)
         finally:
-            self._ledger.leave()
+            self._status.leave()
         if self._all_act:
             usual = self._usual.code(observations, rewards, terminateds, truncateds, infos)
             # No agent's state changes, and the episode is over only if the simulator says that no agent is left.

@@ -36,7 +36,6 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Actions, Arrays, ArrayView
 from marl_parallel.core.batch import of_acting
-from marl_parallel.core.ledger import Tracer
 from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool import Results
@@ -44,6 +43,7 @@ from marl_parallel.core.records import Columns
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, check_form, leaves, tree_map, zeros
 from marl_parallel.core.transition import ALL, COMMON
+from marl_parallel.core.worker_status import Tracer
 from marl_parallel.types import EnvError, Stats, WorkerStats
 
 EnvIds = NDArray[np.int32]

@@ -95,13 +95,13 @@ def _set_state_of_new(kind: type, state: tuple[Callable[[type, Any], object], An
         _incomplete.discard(kind)
 
 
-def sendable(value: Any, what: str, only_here: Sequence[ModuleType]) -> bytes:
-    """Pickle a value of the caller's for workers that cannot import the modules `only_here`; errors name `what`."""
+def dumps_for_workers(value: Any, what: str, local_modules: Sequence[ModuleType]) -> bytes:
+    """Pickle a value of the caller's for workers that cannot import the modules `local_modules`; errors name `what`."""
     try:
         pickled = dumps(value)
         # Plain pickle refers to the caller's script, of which workers know only what came with the constructors.
-        if any(name.encode() in pickled for name in ("__main__", *(module.__name__ for module in only_here))):
-            with by_value(only_here):
+        if any(name.encode() in pickled for name in ("__main__", *(module.__name__ for module in local_modules))):
+            with by_value(local_modules):
                 return dumps_by_value(value)
         return pickled
     except Exception as error:
@@ -121,9 +121,9 @@ def by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def take_along(only_here: list[ModuleType], missing: Mapping[int, str], what: str) -> None:
-    """Add to `only_here` the module that the worker of each environment misses, unless that is no help."""
-    tried = [*only_here]
+def add_missing_modules(local_modules: list[ModuleType], missing: Mapping[int, str], what: str) -> None:
+    """Add to `local_modules` the module that the worker of each environment misses, unless that is no help."""
+    tried = [*local_modules]
     for env_id, name in missing.items():
         module = sys.modules.get(name)
         if module is None or module in tried:
@@ -131,8 +131,8 @@ def take_along(only_here: list[ModuleType], missing: Mapping[int, str], what: st
                 f"{what} environment {env_id} needs the module {name!r}, which cannot be imported in the worker",
                 name=name,
             )
-        if module not in only_here:
-            only_here.append(module)
+        if module not in local_modules:
+            local_modules.append(module)
 
 
 def dump_extras(extras: Extras) -> bytes:

@@ -31,7 +31,6 @@ from gymnasium.error import ClosedEnvironmentError
 
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.ledger import SLICES, Activity, Running, Tracer
 from marl_parallel.core.messages import (
     STEP_ALL,
     STEP_ALL_PROMPTLY,
@@ -47,6 +46,7 @@ from marl_parallel.core.pickling import loads
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.reports import logger
 from marl_parallel.core.slots import Deadlines, Limits, Slot, State, WorkerQueue
+from marl_parallel.core.worker_status import SLICES, Activity, Running, Tracer
 from marl_parallel.types import EnvError, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
 _ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
@@ -92,7 +92,7 @@ class Pool:
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
         self._lock = threading.RLock()
 
-    def survive(self, recovery: Recovery) -> None:
+    def restart_on_faults(self, recovery: Recovery) -> None:
         """From now on, rebuild environments that fail."""
         self.recovery = recovery
         self._step_all = dict.fromkeys(self._step_all, STEP_ALL_PROMPTLY)
@@ -407,7 +407,7 @@ class Pool:
 
     def _lost(self, worker: int, lost: Lost) -> None:
         """A worker has died."""
-        share, running = self.shares[worker], self.backend.ledgers[worker].running
+        share, running = self.shares[worker], self.backend.statuses[worker].running
         slots, advice = self.slots[share.start : share.stop], self._advice
         self._rebuild_or_raise(slots, reports.crashed(worker, share, lost, running, advice), running, replaces=True)
 
@@ -447,7 +447,7 @@ class Pool:
                     failures.pop(slot.env_id, None)
                 replies.append((worker, reply._replace(results=results, failures=failures)))
         self._apply(replies)
-        self._rebuild_or_raise(slots, error, backend.ledgers[worker].running, replaces=True)
+        self._rebuild_or_raise(slots, error, backend.statuses[worker].running, replaces=True)
 
     def _rebuild_or_raise(
         self, slots: Sequence[Slot], error: ParallelEnvError, running: Running | None, *, replaces: bool = False
@@ -489,7 +489,7 @@ class Pool:
 
     def _finished_before(self, worker: int, running: Running | None) -> Sequence[int]:
         """Of environments that a worker was stepping one after the other, those that had finished."""
-        queue, status = self._queues[worker], self.backend.ledgers[worker]
+        queue, status = self._queues[worker], self.backend.statuses[worker]
         if not queue.together or status.parts < queue.requests[0][1]:  # it had not begun
             return ()
         env_ids = queue.requests[0][0].env_ids
@@ -549,7 +549,7 @@ class Pool:
         return Stats.of(map(self._stats_of, range(len(self.shares))))
 
     def _stats_of(self, worker: int) -> WorkerStats:
-        done = Stats.of([self._queues[worker].past, self.backend.ledgers[worker].stats])
+        done = Stats.of([self._queues[worker].past, self.backend.statuses[worker].stats])
         restarts = sum(self.slots[env_id].restarts for env_id in self.shares[worker])
         return WorkerStats(done.steps, done.resets, restarts, done.simulator_s, done.transport_s, done.waiting_s)
 
@@ -569,7 +569,7 @@ class Pool:
         if self.closed:
             return None
         self.closed = True
-        for status in getattr(self.backend, "ledgers", ()):  # there are none if it did not start
+        for status in getattr(self.backend, "statuses", ()):  # there are none if it did not start
             status.discard()
         self.backend.interrupt()
         with self._lock:

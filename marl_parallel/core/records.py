@@ -99,7 +99,7 @@ class ActionRecords:
         self._forms[record] = _SOME
         return others or None
 
-    def mark_all(self, wanted: NDArray[np.bool_] | None) -> None:
+    def mark_present(self, wanted: NDArray[np.bool_] | None) -> None:
         """Say which actions count in records that were written by columns: `(records, agents)`; None for all."""
         if wanted is not None:
             self._present[...] = wanted

@@ -20,11 +20,11 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.adapters.protocol import Dicts
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.episode import interrupted, marked, renewed
-from marl_parallel.core.ledger import Activity, Running
 from marl_parallel.core.messages import Message, Plan, Rebuild
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.reports import first_line
 from marl_parallel.core.slots import Fault, Interrupted, Slot, Snapshot
+from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import ParallelEnvError, RestartLimitExceeded, RestartPolicy
 
 

@@ -15,10 +15,10 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from marl_parallel.core.ledger import BEFORE_OR_AFTER, Activity, Running
 from marl_parallel.core.messages import Failure, Lost
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.slots import limited_by
+from marl_parallel.core.worker_status import BEFORE_OR_AFTER, Activity, Running
 from marl_parallel.types import EnvError, WorkerCrashed, WorkerTimeout
 
 logger = logging.getLogger("marl_parallel")

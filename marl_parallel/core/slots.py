@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.ledger import BEFORE_OR_AFTER, Activity, Running
 from marl_parallel.core.messages import Message, Request
+from marl_parallel.core.worker_status import BEFORE_OR_AFTER, Activity, Running
 from marl_parallel.types import WorkerStats
 
 
@@ -103,7 +103,7 @@ class WorkerQueue:
     """The requests before one worker, seen from the parent."""
 
     share: Sequence[int]  # its environments
-    # Requests without a last reply, oldest first; each with the number of its first part, counted as in `Ledger.parts`,
+    # Requests without a last reply, oldest first; each with the number of its first part (see `WorkerStatus.parts`),
     # and the shortest timeout that may apply to it, in seconds.
     requests: deque[tuple[Request, int, float | None]] = field(default_factory=deque)
     posted: int = 0  # how many parts of requests have been posted to this process
@@ -201,7 +201,7 @@ class Deadlines:
             self._note_frozen(wait_ends, now)
         late = []
         for worker, queue in expected.items():
-            state, limit = self._backend.ledgers[worker].state, self.overrun(worker)[2]
+            state, limit = self._backend.statuses[worker].state, self.overrun(worker)[2]
             started = max(queue.since, state[1])
             if limit is None or now - started <= limit or self._elapsed(started, now) <= limit:
                 queue.suspect = None
@@ -220,11 +220,11 @@ class Deadlines:
     def changed(self, worker: int) -> bool:
         """Whether a worker that `late` has returned has begun or ended something since."""
         suspect = self._queues[worker].suspect
-        return suspect is None or self._backend.ledgers[worker].state != suspect[0]
+        return suspect is None or self._backend.statuses[worker].state != suspect[0]
 
     def overrun(self, worker: int) -> tuple[Running | None, Activity, float | None]:
         """What a worker is doing, as far as its status says; the activity that has a limit, and the limit."""
-        running = self._backend.ledgers[worker].running
+        running = self._backend.statuses[worker].running
         if running is not None:
             activity = running.activity
         else:

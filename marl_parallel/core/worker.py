@@ -10,8 +10,8 @@ How a step goes::
                                               TransitionRecords.write; returns what does not fit, pickled
 
 `_carry_out` catches whatever a simulator raises and sends it as a `Failure`; the other environments go on. A crash
-ends the process: the parent sees in the `Ledger`, which `Episode` writes, what was running. A worker knows nothing of
-how requests come and replies go, nor what a transition means (`episode.py`).
+ends the process: the parent sees in the `WorkerStatus`, which `Episode` writes, what was running. A worker knows
+nothing of how requests come and replies go, nor what a transition means (`episode.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from marl_parallel.core.columns import Layout, span_of
 from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
-from marl_parallel.core.ledger import SLICES, Activity, Ledger, begin_slices, end_slices
 from marl_parallel.core.messages import (
     STEPPED,
     Answer,
@@ -53,22 +52,23 @@ from marl_parallel.core.records import ActionRecords, TransitionRecords
 from marl_parallel.core.schema import common_schema, dumps_compactly
 from marl_parallel.core.spaces import DoesNotFit, as_array
 from marl_parallel.core.transition import Transition
+from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, begin_slices, end_slices
 
 
 class Worker:
     """Carries out requests, one after the other.
 
     Args:
-        ledger: The status that it writes.
+        status: The status that it writes.
         attach: Gives the memory of the block for a layout.
         own_process: Whether it may seed the process-wide generators before each constructor.
         in_line: Whether it runs in the caller's own thread, where a KeyboardInterrupt is the caller's.
     """
 
     def __init__(
-        self, ledger: Ledger, attach: Callable[[Layout], Any], *, own_process: bool = False, in_line: bool = False
+        self, status: WorkerStatus, attach: Callable[[Layout], Any], *, own_process: bool = False, in_line: bool = False
     ) -> None:
-        self._ledger, self._attach = ledger, attach
+        self._status, self._attach = status, attach
         self._own_process, self._in_line = own_process, in_line
         self._pid = os.getpid()
         self._episodes: dict[int, Episode] = {}
@@ -88,7 +88,7 @@ class Worker:
         self._send, env_ids = send, request.env_ids
         in_turn = [(env_id,) for env_id in env_ids] if request.each and env_ids is not None else (env_ids,)
         for place, ids in enumerate(in_turn, 1):
-            if request.message is not Message.CLOSE and self._ledger.discarded:
+            if request.message is not Message.CLOSE and self._status.discarded:
                 return  # nobody waits for it any more
             self._carry_out(request, ids, send, last=place == len(in_turn))
 
@@ -96,7 +96,7 @@ class Worker:
         self, request: Request, env_ids: Sequence[int] | None, send: Callable[[Reply], None], *, last: bool
     ) -> None:
         message, _, payload, _, prompt = request
-        self._ledger.begin_request()
+        self._status.begin_request()
         handler: Callable[[Worker, int, Any], Any] = _HANDLERS[message]
         payloads: Iterable[Any] = repeat(payload)
         if message is Message.STEP and payload is None:  # all actions are in the block
@@ -112,7 +112,7 @@ class Worker:
                 self._check_not_forked(error)
                 if self._in_line and isinstance(error, KeyboardInterrupt):
                     raise
-                doing = self._ledger.latest or message
+                doing = self._status.latest or message
                 failures[env_id] = _failure(error, doing, partially_written=env_id in self._partially_written)
                 self._partially_written.discard(env_id)
                 if (saved := self._saved.pop(env_id, None)) is not None:
@@ -121,9 +121,9 @@ class Worker:
                 self._check_not_forked()
                 send(Reply(_kind(failures), message, (env_id,), results, failures, time.monotonic(), last=False))
                 results, failures = {}, {}
-        moment = self._ledger.end_request()
+        moment = self._status.end_request()
         self._check_not_forked()
-        if message is Message.CLOSE and (slices := end_slices(self._ledger)) is not None:
+        if message is Message.CLOSE and (slices := end_slices(self._status)) is not None:
             results[SLICES] = slices
         if env_ids is None and message is Message.STEP and not results and not failures:
             send(STEPPED)
@@ -139,7 +139,7 @@ class Worker:
 
     def _build(self, env_id: int, plan: Plan) -> Built | Refusal:
         seed = self._seeds[env_id] = plan.seeds[env_id]
-        with self._ledger.during(env_id, Activity.CONSTRUCTOR):
+        with self._status.during(env_id, Activity.CONSTRUCTOR):
             if self._own_process:
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
@@ -164,8 +164,8 @@ class Worker:
                     return Refusal(ValueError, str(error))
                 raise
         if plan.traced:
-            begin_slices(self._ledger)
-        self._episodes[env_id] = Episode(env, env_id, plan.mode, self._ledger)
+            begin_slices(self._status)
+        self._episodes[env_id] = Episode(env, env_id, plan.mode, self._status)
         self._share = span_of([*self._seeds])
         self._restarts = plan.restarts
         return Built(dumps_compactly(Schema.of(env)), seeded, is_open, lookup.declared_seed(env.source))
@@ -261,7 +261,7 @@ class Worker:
 
     def _state(self, env_id: int, _: Any) -> bytes | None:
         self._episodes[env_id].reset_early()
-        with self._ledger.during(env_id, Activity.STATE):
+        with self._status.during(env_id, Activity.STATE):
             state = self._episodes[env_id].env.state()
         assert self._layout is not None
         column, space = self._layout.state, self._layout.schema.state_space
@@ -277,7 +277,7 @@ class Worker:
 
     def _render(self, env_id: int, _: Any) -> bytes:
         self._episodes[env_id].reset_early()
-        with self._ledger.during(env_id, Activity.RENDER):
+        with self._status.during(env_id, Activity.RENDER):
             return dumps(self._episodes[env_id].env.render())
 
     def _call(self, env_id: int, payload: bytes) -> Answer | Refusal:
@@ -286,7 +286,7 @@ class Worker:
             return request
         name, args, kwargs = request
         source = self._episodes[env_id].env.source
-        with self._ledger.during(env_id, Activity.CALL):
+        with self._status.during(env_id, Activity.CALL):
             try:
                 member = functools.partial(name, source) if callable(name) else lookup.find(source, name)
             except AttributeError as error:
@@ -306,7 +306,7 @@ class Worker:
         request = _unpickled(payload[env_id])
         if isinstance(request, Refusal):
             return request
-        with self._ledger.during(env_id, Activity.CALL):
+        with self._status.during(env_id, Activity.CALL):
             try:
                 lookup.assign(self._episodes[env_id].env.source, *request)
             except AttributeError as error:
@@ -314,11 +314,11 @@ class Worker:
         return None
 
     def _trace(self, _: int, on: bool) -> Any:
-        return begin_slices(self._ledger) if on else end_slices(self._ledger)
+        return begin_slices(self._status) if on else end_slices(self._status)
 
     def _close(self, env_id: int, _: Any) -> None:
         if (episode := self._episodes.get(env_id)) is not None:
-            with self._ledger.during(env_id, Activity.CLOSE):
+            with self._status.during(env_id, Activity.CLOSE):
                 episode.env.close()
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from marl_parallel.backends import ray_worker
 from marl_parallel.backends.ray_worker import Result, pack, saved_replies, unpack
-from marl_parallel.core.ledger import Ledger
 from marl_parallel.core.messages import Message, Reply
+from marl_parallel.core.worker_status import WorkerStatus
 
 REPLIES = [
     Reply(Message.RESULT, Message.STEP, (number,), {number: b"more"}, {}, 1.5, number == 2) for number in range(3)
@@ -30,7 +30,7 @@ def test_small_results_are_bytes(records):
 def test_large_records_travel_beside_the_rest():
     """As an array, which Ray does not copy."""
     records = np.zeros((4, 1 << 19), np.uint8)
-    packed = pack(Result(REPLIES, bytes(Ledger.NBYTES), records))
+    packed = pack(Result(REPLIES, bytes(WorkerStatus.NBYTES), records))
     assert type(packed) is tuple
     assert packed[1] is records
     assert len(packed[0]) < 10_000

@@ -202,14 +202,14 @@ class Elsewhere:
     """What it is made of cannot be had without its module, not even by value."""
 
     def __reduce__(self) -> Any:
-        return importlib.import_module, ("only_here",)
+        return importlib.import_module, ("local_modules",)
 
 
 def test_a_module_that_workers_cannot_have(each, build, monkeypatch):
-    monkeypatch.setitem(sys.modules, "only_here", types.ModuleType("only_here"))
+    monkeypatch.setitem(sys.modules, "local_modules", types.ModuleType("local_modules"))
     constructor = functools.partial(lambda _: Hunt(), Elsewhere())
     if each.backend in ("serial", "thread"):
         build([constructor] * 2, each).reset()
         return
-    with pytest.raises(ModuleNotFoundError, match=r"environment 0 needs the module 'only_here'"):
+    with pytest.raises(ModuleNotFoundError, match=r"environment 0 needs the module 'local_modules'"):
         build([constructor] * 2, each)

@@ -11,8 +11,8 @@ import pytest
 
 import marl_parallel
 from marl_parallel.core import reports
-from marl_parallel.core.ledger import Activity, Running
 from marl_parallel.core.messages import Failure, Lost
+from marl_parallel.core.worker_status import Activity, Running
 
 OURS = f"{Path(marl_parallel.__file__).parent}/core/worker.py"
 ADVICE = ', or pass on_error="restart"'

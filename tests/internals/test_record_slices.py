@@ -8,10 +8,10 @@ from gymnasium import spaces
 
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.ledger import Activity, Ledger
 from marl_parallel.core.messages import Message
 from marl_parallel.core.records import ActionRecords, Parcels, TransitionRecords
 from marl_parallel.core.transition import Transition
+from marl_parallel.core.worker_status import Activity, WorkerStatus
 
 AGENTS = ["a", "b"]
 BOX = spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -100,9 +100,9 @@ def test_whole_records_arrive_but_for_their_actions():
     assert there.transitions.read(3, None)[0][0] == {}  # nothing has ever been written there
 
 
-def test_a_ledger_of_another_machine():
+def test_a_status_of_another_machine():
     """All of it, by this machine's clock; but not what is the parent's to write."""
-    theirs, ours = Ledger(bytearray(Ledger.NBYTES)), Ledger(bytearray(Ledger.NBYTES))
+    theirs, ours = WorkerStatus(bytearray(WorkerStatus.NBYTES)), WorkerStatus(bytearray(WorkerStatus.NBYTES))
     theirs.begin_request()
     theirs.enter(3, Activity.STEP)
     ours.discard()

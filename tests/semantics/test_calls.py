@@ -64,11 +64,11 @@ def test_what_cannot_be_read_where_environments_are_closes_nothing(tell, each, b
 
 @pytest.mark.parametrize("tell", TELLINGS.values(), ids=TELLINGS)
 def test_a_module_that_workers_cannot_have_closes_nothing(tell, build, monkeypatch):
-    monkeypatch.setitem(sys.modules, "only_here", types.ModuleType("only_here"))
+    monkeypatch.setitem(sys.modules, "local_modules", types.ModuleType("local_modules"))
     env = build([Hunt] * 2, Setup("process", True, 2))
-    with pytest.raises(ModuleNotFoundError, match="sent to environment 0 needs the module 'only_here'") as caught:
-        tell(env, Unreadable("only_here"))
-    assert caught.value.name == "only_here"
+    with pytest.raises(ModuleNotFoundError, match="sent to environment 0 needs the module 'local_modules'") as caught:
+        tell(env, Unreadable("local_modules"))
+    assert caught.value.name == "local_modules"
     env.reset()
     assert_same(env.get_attr("gravity"), (1.0, 1.0))
 

@@ -21,7 +21,7 @@ from helpers.processes import gone
 from simulators.failing import Fragile, hard_exit
 
 from marl_parallel import ParallelEnv, WorkerCrashed
-from marl_parallel.core import ledger as tracing
+from marl_parallel.core import worker_status as tracing
 from marl_parallel.vector import PettingZooVecEnv
 
 ACTIONS = {"a": 0, "b": 0}
@@ -95,7 +95,7 @@ def test_begun_and_ended_in_the_middle(each, build, tmp_path):
 
 
 def test_nothing_of_it_stays(each, build, tmp_path):
-    """What was watched is as it was, and the ledger is a plain one."""
+    """What was watched is as it was, and the status is a plain one."""
     env = build(fragile(tmp_path), each)
     before = vars(env.runner.pool).keys() | vars(env.runner.batch).keys()
     env.start_trace(tmp_path / "a.json")

@@ -1,11 +1,11 @@
 """What a worker is doing now and has done so far, as numbers in shared memory; and the timeline of a trace.
 
-The worker writes its `Ledger`, and the parent reads it at any time without asking: that is how the parent knows which
-environment was running when a process died, how long one has been running, and what `stats()` returns. Each number is
-written whole. There is no lock, so two numbers may be read a moment apart. One number is written by the parent: that
-no more work may begin.
+The worker writes its `WorkerStatus`, and the parent reads it at any time without asking: that is how the parent knows
+which environment was running when a process died, how long one has been running, and what `stats()` returns. Each
+number is written whole. There is no lock, so two numbers may be read a moment apart. One number is written by the
+parent: that no more work may begin.
 
-While a trace is kept, a ledger also stores slices of time. The parent's `Tracer` collects them, stores slices of its
+While a trace is kept, a status also stores slices of time. The parent's `Tracer` collects them, stores slices of its
 own, and writes the file that Perfetto and Chrome's `chrome://tracing` read. Without a trace, none of this runs.
 """
 
@@ -70,7 +70,7 @@ _SUMS = struct.Struct(f"=3dq{len(Activity)}q")
 _SETTLED = 1 << 40
 
 
-class Ledger:
+class WorkerStatus:
     """A worker's status, over a buffer of `NBYTES` zeroed bytes aligned to 8 that worker and parent share."""
 
     NBYTES = 128
@@ -137,7 +137,7 @@ class Ledger:
         self._ints[_DISCARDED] = 1
 
     def mirror(self, others: bytes, ahead: float) -> None:
-        """Become a copy of another machine's ledger, except for the number that the parent writes.
+        """Become a copy of another machine's status, except for the number that the parent writes.
 
         This machine's clock is `ahead` of that one's by so many seconds.
         """
@@ -195,17 +195,17 @@ class Ledger:
         )
 
 
-_of_this_process: WeakSet[Ledger] = WeakSet()
+_of_this_process: WeakSet[WorkerStatus] = WeakSet()
 
 
 def _guard_in_forked_child() -> None:
     """In a forked child: end it as soon as it comes back from a simulator to a worker of its parent.
 
-    A worker writes to its ledger whenever a method of a simulator is entered or left, and nobody else does. Replacing
+    A worker writes to its status whenever a method of a simulator is entered or left, and nobody else does. Replacing
     these methods here costs nothing in a step.
     """
-    for ledger in list(_of_this_process):
-        vars(ledger).update(dict.fromkeys(("enter", "leave", "begin_request", "end_request"), end_returning_copy))
+    for status in list(_of_this_process):
+        vars(status).update(dict.fromkeys(("enter", "leave", "begin_request", "end_request"), end_returning_copy))
     _of_this_process.clear()
 
 
@@ -225,8 +225,8 @@ _FIELDS = 4  # of a slice: environment, activity, begin, end; both in seconds of
 _REQUEST = -1.0  # in place of an activity: the worker carried out a request
 
 
-class TracedLedger(Ledger):
-    """A ledger that keeps slices, `_FIELDS` numbers each."""
+class TracedStatus(WorkerStatus):
+    """A status that keeps slices, `_FIELDS` numbers each."""
 
     slices: array[float]
 
@@ -245,19 +245,19 @@ class TracedLedger(Ledger):
             self.slices.extend(slice_)
 
 
-def begin_slices(ledger: Ledger) -> None:
-    """Have a ledger keep slices from now on."""
-    if not isinstance(ledger, TracedLedger):
-        ledger.__class__ = TracedLedger
-        ledger.slices = array("d")  # type: ignore[attr-defined]
+def begin_slices(status: WorkerStatus) -> None:
+    """Have a status keep slices from now on."""
+    if not isinstance(status, TracedStatus):
+        status.__class__ = TracedStatus
+        status.slices = array("d")  # type: ignore[attr-defined]
 
 
-def end_slices(ledger: Ledger) -> array[float] | None:
+def end_slices(status: WorkerStatus) -> array[float] | None:
     """Have it keep no more; returns its slices, None if it kept none."""
-    if not isinstance(ledger, TracedLedger):
+    if not isinstance(status, TracedStatus):
         return None
-    slices, ledger.slices = ledger.slices, array("d")
-    ledger.__class__ = Ledger  # type: ignore[assignment]
+    slices, status.slices = status.slices, array("d")
+    status.__class__ = WorkerStatus  # type: ignore[assignment]
     return slices
 
 
