@@ -46,7 +46,7 @@ def make_env():
 
 # In parallel: lists of dicts in, tuples of dicts out, one dict for each environment.
 with ParallelEnv([make_env] * args.num_envs, seed=args.seed, num_workers=args.num_workers, backend=args.backend) as env:
-    print(f"{env.num_envs} copies on {env.num_workers} {args.backend} workers, seeds {env.seed()}")
+    print(f"{env.num_envs} environments on {env.num_workers} {args.backend} workers, seeds {env.seed()}")
     for agent, space in env.action_space.items():
         space.seed(args.seed)
         print(f"  {agent}: {space}, {env.observation_space[agent]}")

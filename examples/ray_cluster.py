@@ -23,7 +23,7 @@ from marl_parallel import ParallelEnv, RayBackend
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 parser.add_argument("--address", help="address of the cluster's head; default: the running cluster, else a new one")
 parser.add_argument("--actors", type=int, default=4)
-parser.add_argument("--copies", type=int, default=32, help="number of environments in all actors together")
+parser.add_argument("--envs", type=int, default=32, help="number of environments in all actors together")
 parser.add_argument("--steps", type=int, default=500, help="steps of each environment")
 args = parser.parse_args()
 
@@ -31,8 +31,8 @@ args = parser.parse_args()
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
 
 
-def where(_):
-    """The node and process of a simulator; called in its worker."""
+def node_and_pid(_):
+    """The node and process of an environment; called in its worker."""
     return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
@@ -51,9 +51,9 @@ def kill(place):
 # Half a CPU per actor: Ray counts the requested CPUs and does not measure their use.
 backend = RayBackend(args.address, num_cpus=0.5, placement="SPREAD")
 with ParallelEnv(
-    [simple_spread_v3.parallel_env] * args.copies, backend=backend, num_workers=args.actors, on_error="restart"
+    [simple_spread_v3.parallel_env] * args.envs, backend=backend, num_workers=args.actors, on_error="restart"
 ) as env:
-    places = env.call(where)
+    places = env.call(node_and_pid)
     for (node, pid), num_envs in Counter(places).items():
         print(f"node {node[:8]}, process {pid}: {num_envs} environments")
 
@@ -67,5 +67,5 @@ with ParallelEnv(
         interrupted += sum(info.get("__common__", {}).get("restarted", False) for info in infos)
     took = time.perf_counter() - started
 
-    print(f"{args.steps * args.copies / took:,.0f} environment steps/s, the restart included")
-    print(f"{interrupted} copies were interrupted, all others lost nothing; {env.stats().restarts} restarts")
+    print(f"{args.steps * args.envs / took:,.0f} environment steps/s, the restart included")
+    print(f"{interrupted} environments were interrupted, the others lost nothing; {env.stats().restarts} restarts")

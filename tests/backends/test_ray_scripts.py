@@ -87,10 +87,10 @@ def test_the_readme_and_the_example(grounds):
     (block,) = (block for block in blocks if "RayBackend" in block)
     address = ray.get_runtime_context().gcs_address
     environ = {**os.environ, "RAY_ADDRESS": address}
-    example = [str(ROOT / "examples" / "ray_cluster.py"), "--steps", "20", "--copies", "8", "--actors", "2"]
+    example = [str(ROOT / "examples" / "ray_cluster.py"), "--steps", "20", "--envs", "8", "--actors", "2"]
     benchmark = [str(ROOT / "benchmarks" / "ray_scaling.py"), "--quick"]
     for arguments in (["-c", block], benchmark, example):
         done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100, env=environ)
         assert done.returncode == 0, done.stderr
-    assert "4 copies were interrupted" in done.stdout
+    assert "4 environments were interrupted" in done.stdout
     assert "4 restarts" in done.stdout

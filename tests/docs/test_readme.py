@@ -58,7 +58,7 @@ def test_the_simulator_of_the_readme_passes_check(tmp_path):
 
 def test_the_example_shows_its_throughput():
     said = run("examples/quickstart.py", "--steps", "60")
-    assert "8 copies on" in said
+    assert "8 environments on" in said
     assert "16 episodes" in said
     assert len(re.findall(r"[1-9][\d,]* environment steps per second", said)) == 2
 
