@@ -122,26 +122,32 @@ def _accepted(call: functools.partial[Any], names: set[str]) -> set[str]:
 
 
 def _called_by_maker(call: functools.partial[Any]) -> functools.partial[Any] | None:
-    """The function that a known maker calls with its keywords; None for other functions."""
+    """The function that a known maker calls, with all keywords bound that it passes; None for other functions."""
     function = inspect.unwrap(call.func)
     arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.keywords}
     if getattr(function, "__module__", None) == "pettingzoo.utils.conversions":
         # The functions of `parallel_wrapper_fn` and `aec_wrapper_fn` call another one, which is only in their closure.
         cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
         return _flattened(cells[0]) if len(cells) == 1 and callable(cells[0]) else None
-    owner = getattr(function, "__self__", None)
+    owner, spec = getattr(function, "__self__", None), None
     try:
         if function is gymnasium.make:
-            return _entry_point(_gymnasium_spec(arguments.get(0, arguments.get("id"))), call)
-        if isinstance(owner, registration.EnvSpec) and getattr(function, "__name__", "") == "make":
-            return _entry_point(owner, call)
-        if function is getattr(pettingzoo, "make", None):  # from 1.26 on
+            spec = _gymnasium_spec(arguments.get(0, arguments.get("id")))
+        elif isinstance(owner, registration.EnvSpec) and getattr(function, "__name__", "") == "make":
+            spec = owner
+        elif function is getattr(pettingzoo, "make", None):  # from 1.26 on
             kind, spec = arguments.get(0, arguments.get("env_type")), arguments.get(1, arguments.get("id"))
-            return _entry_point(pettingzoo.spec(kind, spec) if isinstance(spec, str) else spec, call)
+            spec = pettingzoo.spec(kind, spec) if isinstance(spec, str) else spec
+        entry_point = getattr(spec, "entry_point", None)
+        if isinstance(entry_point, str):
+            entry_point = registration.load_env_creator(entry_point)
     except Exception:
         # An unknown id, or a module that cannot be imported: the maker raises the same when it is called.
         return None
-    return None
+    if not callable(entry_point):
+        return None
+    bound = {name: value for name, value in getattr(spec, "kwargs", {}).items() if (name, value) != ("seed", None)}
+    return _flattened(functools.partial(entry_point, **{**bound, **call.keywords}))
 
 
 def _gymnasium_spec(env_id: Any) -> Any:
@@ -154,17 +160,6 @@ def _gymnasium_spec(env_id: Any) -> Any:
     namespace, stem, version = registration.parse_env_id(name)
     latest = registration.find_highest_version(namespace, stem) if version is None else None
     return registration.registry.get(name if latest is None else registration.get_env_id(namespace, stem, latest))
-
-
-def _entry_point(spec: Any, call: functools.partial[Any]) -> functools.partial[Any] | None:
-    """The entry point of a spec, with the keywords of the spec and of the call bound."""
-    entry_point = getattr(spec, "entry_point", None)
-    if isinstance(entry_point, str):
-        entry_point = registration.load_env_creator(entry_point)
-    if not callable(entry_point):
-        return None
-    bound = {name: value for name, value in spec.kwargs.items() if (name, value) != ("seed", None)}
-    return _flattened(functools.partial(entry_point, **{**bound, **call.keywords}))
 
 
 # -- building in workers -----------------------------------------------------------------------------------------------

@@ -411,10 +411,7 @@ class Pool:
         ids = {slot.env_id for slot, _ in cut_off}
         replies = []
         for reply in backend.end(worker):
-            if reply.message is Message.REBUILD:
-                applies = ids.isdisjoint(reply.env_ids or ())
-            else:
-                applies = self.in_flight > 0
+            applies = ids.isdisjoint(reply.env_ids or ()) if reply.message is Message.REBUILD else self.in_flight > 0
             if applies:
                 results = {env_id: result for env_id, result in reply.results.items() if env_id not in ids}
                 failures = {env_id: failure for env_id, failure in reply.failures.items() if env_id not in ids}
@@ -585,9 +582,10 @@ class Pool:
                 " and ".join(map(str, sorted(pending))),
                 ", ".join(reports.environments(self.shares[worker]) for worker in sorted(pending)),
             )
-        for env_id in sorted(failures):
-            return reports.env_error(env_id, self.slots[env_id].worker, failures[env_id])
-        return None
+        if not failures:
+            return None
+        first = min(failures)
+        return reports.env_error(first, self.slots[first].worker, failures[first])
 
     def _close_after(self, error: BaseException) -> None:
         """Close everything after an error, unless another thread has done so."""
