@@ -50,15 +50,14 @@ def construct_one(constructor: Constructor, *, seed: int, env_id: int, restarts:
         >>> construct_one(lambda seed, *, restarts: (seed, restarts), seed=42, env_id=0)
         (42, 0)
     """
-    return call_constructor(constructor, seed=seed, env_id=env_id, restarts=restarts)[0]
+    return call_constructor(constructor, {"seed": seed, "env_id": env_id, "restarts": restarts})[0]
 
 
-def call_constructor(constructor: Constructor, *, seed: int, env_id: int, restarts: int = 0) -> tuple[Any, bool, bool]:
+def call_constructor(constructor: Constructor, keywords: Mapping[str, int]) -> tuple[Any, bool, bool]:
     """As `construct_one`; also returns whether a seed was passed or bound, and whether there is a bare `**kwargs`."""
     call = _flattened(constructor)
     accepted = _accepted(call, KEYWORDS)
-    values = {"seed": seed, "env_id": env_id, "restarts": restarts}
-    env = constructor(**{name: value for name, value in values.items() if name in accepted})
+    env = constructor(**{name: value for name, value in keywords.items() if name in accepted})
     free, all_of_them = (_parameters(one, follow_wrapped=True) for one in (call, functools.partial(call.func)))
     bound = call.keywords.keys() | ({one.name for one in all_of_them} - {one.name for one in free})
     return env, "seed" in accepted or "seed" in bound, _is_open(free)
@@ -233,23 +232,16 @@ def _pickle(
 class SeedCheck:
     """Warns of environments that should differ by their seed and are alike, though their constructors got none.
 
-    There are two signs:
-
-    - Environments declare the same seed (`env.unwrapped.seed` is an integer). If `reset` takes a seed, they must still
-      do so after the first reset, or their first observations must be equal.
-    - The first observations of all environments are equal. This counts only if the seed reached no environment: the
-      constructor has a bare `**kwargs`, so it may take a seed that it does not name, and `reset` takes none. Games such
-      as chess begin alike with any seed; their `reset` takes one.
-
+    `docs/seeding.md` has the two signs of it. First observations that are equal count only if the seed reached no
+    environment: games such as chess begin alike with any seed, but their `reset` takes one.
     """
 
     def __init__(self, built: Mapping[int, Built], reset_takes_seed: bool) -> None:
         declared = {env_id: one.declared_seed for env_id, one in built.items() if not one.seeded}
         self._declared = {env_id: seed for env_id, seed in declared.items() if seed is not None}
         self._alike = _alike(self._declared)
-        self._everyone = range(len(built))
-        self._unreached = len(built) > 1 and all(one.open and not one.seeded for one in built.values())
-        self._unreached = self._unreached and not reset_takes_seed
+        open_and_unseeded = all(one.open and not one.seeded for one in built.values())
+        self._unreached = open_and_unseeded and len(built) > 1 and not reset_takes_seed
         self._first_observations: dict[int, bytes] = {}
         # Whether `warning` needs the seeds that are declared after the first reset.
         self.asks_again = bool(self._alike) and reset_takes_seed
@@ -270,9 +262,9 @@ class SeedCheck:
                 return _same_seed(now)
             if self._begin_alike(self._alike, seeds):
                 return _same_seed(self._declared, " when they were made")
-        if self._unreached and self._begin_alike(self._everyone, seeds):
+        if self._unreached and self._begin_alike(range(len(seeds)), seeds):
             return (
-                f"the first observations of all {len(self._everyone)} environments are equal, and their seeds reached "
+                f"the first observations of all {len(seeds)} environments are equal, and their seeds reached "
                 f"neither their constructors nor `reset`, which takes no seed. {_WHAT_TO_DO} If the simulator is "
                 "deterministic, ignore this warning."
             )

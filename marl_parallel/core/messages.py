@@ -90,7 +90,7 @@ class Plan(NamedTuple):
     adapter: bytes  # pickled by value: None, a name, or a function that makes a `MultiAgentEnv` of a simulator
     restarts: bool = False  # whether failed environments are rebuilt, so that their earlier results must not be lost
     traced: bool = False  # whether the worker begins to trace, if it does not do so yet
-    counts: Mapping[int, int] | None = None  # by environment, how often it has been rebuilt; None for never
+    rebuilds: int = 0  # how often these environments have been rebuilt
     described: bytes = b""  # the pickled `Schema` of all environments, for those that are rebuilt
     registrations: bytes = b""  # of `dump_registrations` in the caller's process; workers in that process ignore it
 

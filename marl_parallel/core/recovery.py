@@ -116,7 +116,7 @@ class Recovery:
             traced=self.traced,
             constructors={slot.env_id: self.plan.constructors[slot.env_id]},
             seeds={slot.env_id: int(source.generate_state(1)[0] >> 1)},
-            counts={slot.env_id: slot.restarts},
+            rebuilds=slot.restarts,
         )
         keywords = slot.reset_keywords
         if slot.options:

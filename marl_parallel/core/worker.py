@@ -140,8 +140,8 @@ class Worker:
                 constructor, how_adapted = loads(plan.constructors[env_id]), loads(plan.adapter)
             except ModuleNotFoundError as error:
                 raise Refusal(ModuleNotFoundError, error.name or str(error)) from None
-            restarts = (plan.counts or {}).get(env_id, 0)
-            simulator, seeded, is_open = call_constructor(constructor, seed=seed, env_id=env_id, restarts=restarts)
+            keywords = {"seed": seed, "env_id": env_id, "restarts": plan.rebuilds}
+            simulator, seeded, is_open = call_constructor(constructor, keywords)
             try:
                 env = adapt(simulator, how_adapted)
             except BaseException as error:

@@ -136,10 +136,13 @@ class WorkerStatus:
         """From now on the worker begins nothing but a CLOSE: no caller receives other results."""
         self._ints[_DISCARDED] = 1
 
-    def mirror(self, status: bytes, ahead: float) -> None:
-        """Copy another machine's status, without the number that the parent writes; our clock is `ahead` by seconds."""
+    def mirror(self, others: bytes, ahead: float) -> None:
+        """Become a copy of another machine's status, except for the number that the parent writes.
+
+        This machine's clock is `ahead` of that one's by so many seconds.
+        """
         discarded = self._ints[_DISCARDED]
-        self._view[:] = status
+        self._view[:] = others
         self._floats[_SINCE] += ahead
         self._ints[_DISCARDED] = discarded
 
