@@ -23,7 +23,7 @@ from marl_parallel.core.episode import interrupted, renewed, with_report
 from marl_parallel.core.messages import Message, Plan, Rebuild
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.reports import first_line
-from marl_parallel.core.slots import Fault, Interrupted, Slot, Snapshot
+from marl_parallel.core.slots import Fault, Slot, Snapshot
 from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import ParallelEnvError, RestartLimitExceeded, RestartPolicy
 
@@ -83,20 +83,19 @@ class Recovery:
         activity, partially_written = None, False
         if running is not None and running.env_id == slot.env_id:
             activity, partially_written = running.activity, not running.inside
-        resets = slot.request is Message.RESET or activity is Activity.RESET
-        if resets and not idle and (slot.request is Message.RESET or not self._same_step):
-            return Fault(Interrupted.RESET, ({}, {}, {}, {}, {}))
-        if resets and not idle:
+        auto_reset = not idle and activity is Activity.RESET and slot.request is Message.STEP
+        if not idle and (slot.request is Message.RESET or (auto_reset and not self._same_step)):
+            return Fault(Message.RESET, ({}, {}, {}, {}, {}))
+        if auto_reset:
             slot.latest = slot.saved
-            extras = _unpickled(slot.latest)
+        extras = _unpickled(slot.latest)
+        observations, alive = self.batch.last_known(slot, extras, partially_written=partially_written)
+        if auto_reset:  # the step had ended
             dicts = self.batch.snapshot(slot.env_id, extras).dicts
-            if partially_written:
-                dicts = (self.batch.last_known(slot, extras, partially_written=True)[0], *dicts[1:])
-            return Fault(Interrupted.AUTO_RESET, dicts)
-        known = self.batch.last_known(slot, _unpickled(slot.latest), partially_written=partially_written)
-        observations, alive = known[0], [] if slot.needs_reset else known[1]
-        dicts = interrupted(observations, alive, self.batch.layout.schema.reward_spaces)
-        return Fault(Interrupted.NOTHING if idle else Interrupted.STEP, dicts)
+            return Fault(Message.STEP, (observations, *dicts[1:]) if partially_written else dicts)
+        spaces = self.batch.layout.schema.reward_spaces
+        dicts = interrupted(observations, [] if slot.needs_reset else alive, spaces)
+        return Fault(None if idle else Message.STEP, dicts)
 
     def begin(self, slot: Slot, fault: Fault, error: ParallelEnvError) -> None:
         """Mark an environment as failed: the result of `cut_off`, and the error."""
@@ -104,7 +103,7 @@ class Recovery:
             slot.fault = fault._replace(next_result=None)
             return
         report = str(error)
-        if fault.interrupted is not Interrupted.RESET:
+        if fault.interrupted is not Message.RESET:
             fault = fault._replace(dicts=with_report(fault.dicts, report))
         slot.fault = fault._replace(report=report)
 
@@ -134,14 +133,14 @@ class Recovery:
         if self._resets_at_once(slot):
             self.note_result(slot, extras)
             fresh = self.batch.snapshot(slot.env_id, _unpickled(extras))
-            if fault.interrupted is Interrupted.RESET:
+            if fault.interrupted is Message.RESET:
                 result = fresh._replace(dicts=with_report(fresh.dicts, fault.report))
             else:
                 result = fresh._replace(dicts=renewed(fault.dicts, fresh.dicts), over=False)
         else:
             result = Snapshot(fault.dicts, [], [], over=True)
             slot.needs_reset = True
-        if fault.interrupted is Interrupted.NOTHING:
+        if fault.interrupted is None:
             slot.fault = fault._replace(next_result=result)
             return None
         slot.fault = None
@@ -174,10 +173,9 @@ class Recovery:
     def _resets_at_once(self, slot: Slot) -> bool:
         """Whether the fresh environment's first observation is part of the result."""
         assert slot.fault is not None
-        what = slot.fault.interrupted
-        if what is Interrupted.NOTHING and not slot.has_reset:
+        if slot.fault.interrupted is None and not slot.has_reset:
             return False
-        return what is Interrupted.RESET or self._same_step
+        return slot.fault.interrupted is Message.RESET or self._same_step
 
 
 def _unpickled(extras: bytes | None) -> Any:

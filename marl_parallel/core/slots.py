@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
@@ -19,15 +18,6 @@ from marl_parallel.core.backend import Backend
 from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import WorkerStats
-
-
-class Interrupted(Enum):
-    """What a fault interrupts."""
-
-    STEP = "step"
-    AUTO_RESET = "auto-reset"  # the reset within the step that ended an episode
-    RESET = "reset"  # a reset that the caller sent, or that was due
-    NOTHING = "nothing"  # the environment was idle: its next result reports the restart
 
 
 class Snapshot(NamedTuple):
@@ -43,7 +33,7 @@ class Snapshot(NamedTuple):
 class Fault(NamedTuple):
     """Why an environment is rebuilt, until a result reports it."""
 
-    interrupted: Interrupted
+    interrupted: Message | None  # STEP, RESET (also one that was due); None for an idle environment
     dicts: Dicts  # that the caller receives, without what the fresh environment adds
     report: str = ""  # the text of the error
     next_result: Snapshot | None = None  # of an environment that was idle, once it has been rebuilt
