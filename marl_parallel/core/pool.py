@@ -7,8 +7,7 @@ neither a step nor a reset::
       idle --------> busy ----------------------> done ----------------> idle
        |              |                             ^
        |  fault       |  fault                      |
-       +-----------> rebuilding --------------------+        (an environment that was idle becomes idle again; its next
-                                                              result reports the restart)
+       +-----------> rebuilding --------------------+        (or idle again: the next result reports the restart)
 
 There is one loop: each call of `_wait_once` waits for replies, applies them to slots, and looks for workers that died
 or are past their timeout. Without `on_error="restart"` every fault is raised, and everything is closed. A crash::

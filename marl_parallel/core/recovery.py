@@ -125,8 +125,7 @@ class Recovery:
     def finish(self, slot: Slot, extras: bytes | None) -> Snapshot | None:
         """Note that an environment has been rebuilt; `extras` came with its reset.
 
-        Returns:
-            The result of the interrupted step or reset; None if it was idle: its next result reports the fault.
+        Returns the result of the interrupted request; None if the environment was idle: its next result reports it.
         """
         fault = slot.fault
         assert fault is not None

@@ -133,8 +133,7 @@ class Limits(NamedTuple):
     start: float | None = None  # for constructors
 
     def of(self, activity: Activity) -> float | None:
-        seconds: float | None = getattr(self, activity.timeout)
-        return seconds
+        return {"step": self.step, "reset": self.reset, "start": self.start}[activity.timeout]
 
 
 class Deadlines:
