@@ -5,7 +5,7 @@ A step::
     ParallelEnv.step(actions)
       |  Batch.write_actions      checks actions, writes them into shared memory                core/batch.py
       |  BatchRunner.step         one call at a time, env ids, seeds and options of resets      runner.py
-      |    Pool.step_all          one slot per environment, one wait loop                       core/pool.py
+      |    Pool.run               one slot per environment, one wait loop                       core/pool.py
       |      Backend.post         wakes the workers                                             backends/
       |        Worker.execute     in each process or thread                                     core/worker.py
       |          Episode.step     steps the simulator, resets where the episode is over         core/episode.py
@@ -573,14 +573,10 @@ class ParallelEnv:
         """The results of a request with values of the caller's; modules that workers cannot import are pickled too."""
         runner = self.runner
         results: dict[int, Any] = runner.pool.execute_in(message, env_ids, pickled())
-        while missing := {
-            env_id: result.text
-            for env_id, result in results.items()
-            if isinstance(result, Refusal) and result.kind is ModuleNotFoundError
-        }:
-            add_missing_modules(runner.local_modules, missing, "what is sent to")
-            done = {env_id: result for env_id, result in results.items() if env_id not in missing}
-            results = done | runner.pool.execute_in(message, tuple(missing), pickled())
+        while again := add_missing_modules(runner.local_modules, results, "what is sent to"):
+            for env_id in again:
+                del results[env_id]
+            results.update(runner.pool.execute_in(message, again, pickled()))
         for env_id in sorted(results):
             result = results[env_id]
             if isinstance(result, Refusal):
@@ -644,7 +640,6 @@ class ParallelEnv:
             self._trace_workers(False)
             raise fault
         pool.tracer = tracer
-        tracer.watch(pool, "step_all", lambda: "wait for step")
         tracer.watch(pool, "run", lambda message, *_: f"wait for {message.name.lower()}")
         tracer.watch(pool, "execute", lambda sent: f"wait for {next(iter(sent.values())).message.name.lower()}")
         tracer.watch(pool, "send", lambda message, *_: f"send {message.name.lower()}")

@@ -113,9 +113,7 @@ class BatchRunner:
             env_ids: As `ids_to_step` returned them.
             written: What the batch returned when the actions were written.
         """
-        if written or env_ids is not self.env_ids:
-            return self.pool.run(Message.STEP, env_ids, written or None)
-        return self.pool.step_all()
+        return self.pool.run(Message.STEP, env_ids, written or None)
 
     def send(self, env_ids: Sequence[int], written: Any, *, together: bool = False) -> None:
         """Begin to carry out actions of environments that are not in flight, and return; arguments as of `step`.

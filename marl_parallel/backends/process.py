@@ -227,7 +227,7 @@ class ProcessBackend(Backend):
                 replies.append((worker, STEPPED))
             elif code & _KIND == _DONE:
                 last = bool(code & _LAST)
-                replies.append((worker, Reply(*_DONE_STEP, Code.env_ids(code), {}, {}, queue.moment, last)))
+                replies.append((worker, Reply(Message.STEP, Code.env_ids(code), {}, {}, queue.moment, last)))
             else:
                 try:
                     reply = process.channel.receive_now()
@@ -312,9 +312,6 @@ class ProcessBackend(Backend):
         self._release()
 
 
-_DONE_STEP = Message.RESULT, Message.STEP
-
-
 def _code_of_request(request: Request) -> int:
     message, env_ids, payload, each, prompt = request
     span = None if env_ids is None else span_of(env_ids)
@@ -351,9 +348,9 @@ def main(index: int, fds: Sequence[int]) -> None:
 
 def _sender(queues: QueuePair, doorbell: Doorbell, channel: Channel) -> Callable[[Reply], None]:
     def send(reply: Reply) -> None:
-        _, answers, env_ids, results, failures, completed, last = reply
+        message, env_ids, results, failures, completed, last = reply
         flags = _LAST if last else 0
-        if answers is not Message.STEP or results or failures:
+        if message is not Message.STEP or results or failures:
             # The code comes after the message, so that the parent is not woken for one that is not complete. A message
             # that the socket has no room for is the exception: the parent must read so that the rest can be sent.
             channel.put(reply)

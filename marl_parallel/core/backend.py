@@ -23,7 +23,7 @@ def usable_cpus() -> int:
 
 
 def share_out(num_envs: int, num_workers: int) -> list[range]:
-    """Which environments each worker has: neighbours, as evenly as can be.
+    """The environments of each worker: neighbours, shared out evenly.
 
     Example:
         >>> share_out(5, 2)
@@ -53,7 +53,7 @@ class Backend(ABC):
     def claim(self) -> None:
         """Take it into use; raises `ValueError` the second time."""
         if self._claimed:
-            raise ValueError("a backend serves one ParallelEnv, once; make a new one for each")
+            raise ValueError("a backend serves one ParallelEnv, once; create a new one for each")
         self._claimed = True
 
     def capacity(self) -> int:
@@ -117,9 +117,8 @@ class Backend(ABC):
         Requests to the old one are dropped. Only if the backend `can_kill`.
         """
 
-    def look(self) -> None:
+    def look(self) -> None:  # noqa: B027
         """Bring `statuses` up to date; there is nothing to do if they are in shared memory."""
-        return
 
     def ahead(self, worker: int) -> float:
         """Seconds that this clock is ahead of a worker's; 0 if they are the same."""

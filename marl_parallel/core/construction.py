@@ -2,8 +2,8 @@
 
 A constructor gets those of the keywords `seed`, `env_id` and `restarts` that its signature names. Known makers
 (`gymnasium.make`, `pettingzoo.make`, PettingZoo's `parallel_wrapper_fn` and `aec_wrapper_fn`) pass `**kwargs` on, so
-they get `seed` too if the signature of what they call names it, but no `env_id` and `restarts`: in other projects'
-signatures these names can mean something else.
+they get `seed` too if the signature of the function they call names it, but no `env_id` and `restarts`: in other
+projects' signatures these names can mean something else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from inspect import Parameter
-from operator import itemgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from gymnasium.envs import registration
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import Schema
-from marl_parallel.core.messages import Built, Message, Plan, Refusal, Request
+from marl_parallel.core.messages import Built, Message, Plan, Request
 from marl_parallel.core.pickling import (
     add_missing_modules,
     by_value,
@@ -45,28 +44,27 @@ _NEVER_REQUIRED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def construct_one(constructor: Constructor, *, seed: int, env_id: int, restarts: int = 0) -> Any:
-    """Call a constructor with those of the keywords that it takes, and return the environment.
+    """Call a constructor with the keywords that it accepts, and return the environment.
 
     Example:
         >>> construct_one(lambda seed, *, restarts: (seed, restarts), seed=42, env_id=0)
         (42, 0)
     """
-    return call_constructor(constructor, seed=seed, env_id=env_id, restarts=restarts)[0]
+    return call_constructor(constructor, {"seed": seed, "env_id": env_id, "restarts": restarts})[0]
 
 
-def call_constructor(constructor: Constructor, *, seed: int, env_id: int, restarts: int = 0) -> tuple[Any, bool, bool]:
-    """As `construct_one`; also returns whether a seed was given or bound, and whether there is a bare `**kwargs`."""
+def call_constructor(constructor: Constructor, keywords: Mapping[str, int]) -> tuple[Any, bool, bool]:
+    """As `construct_one`; also returns whether a seed was passed or bound, and whether there is a bare `**kwargs`."""
     call = _flattened(constructor)
-    taken = _taken(call, KEYWORDS)
-    offered = {"seed": seed, "env_id": env_id, "restarts": restarts}
-    env = constructor(**{name: value for name, value in offered.items() if name in taken})
+    accepted = _accepted(call, KEYWORDS)
+    env = constructor(**{name: value for name, value in keywords.items() if name in accepted})
     free, all_of_them = (_parameters(one, follow_wrapped=True) for one in (call, functools.partial(call.func)))
     bound = call.keywords.keys() | ({one.name for one in all_of_them} - {one.name for one in free})
-    return env, "seed" in taken or "seed" in bound, _is_open(free)
+    return env, "seed" in accepted or "seed" in bound, _is_open(free)
 
 
 def missing_arguments(constructor: Constructor) -> list[Parameter]:
-    """The parameters that a constructor requires and does not get.
+    """The required parameters for which a constructor gets no argument.
 
     Example:
         >>> missing_arguments(lambda config, seed: None)
@@ -109,40 +107,46 @@ def _is_open(parameters: Iterable[Parameter]) -> bool:
     return any(one.kind is Parameter.VAR_KEYWORD for one in parameters)
 
 
-def _taken(call: functools.partial[Any], names: set[str]) -> set[str]:
-    """Those of the names that can be passed as keywords and are not bound."""
+def _accepted(call: functools.partial[Any], names: set[str]) -> set[str]:
+    """The names that can be passed as keywords and are not bound."""
     parameters = _parameters(call, follow_wrapped=False)
     inner: set[str] = set()
     if _is_open(parameters):
         wrapped = _parameters(call, follow_wrapped=True)
         parameters += wrapped
         if _is_open(wrapped) and (maker_calls := _called_by_maker(call)) is not None:
-            inner = _taken(maker_calls, {"seed"})
+            inner = _accepted(maker_calls, {"seed"})
     named = {one.name for one in parameters if one.kind in _BY_KEYWORD}
     return ((named | inner) & names) - call.keywords.keys()
 
 
 def _called_by_maker(call: functools.partial[Any]) -> functools.partial[Any] | None:
-    """What a known maker calls with its keywords; None for other functions."""
+    """The function that a known maker calls, with all keywords bound that it passes; None for other functions."""
     function = inspect.unwrap(call.func)
     arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.keywords}
     if getattr(function, "__module__", None) == "pettingzoo.utils.conversions":
-        # What the products of `parallel_wrapper_fn` and `aec_wrapper_fn` call; only their closure holds it.
-        held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        return _flattened(held[0]) if len(held) == 1 and callable(held[0]) else None
-    owner = getattr(function, "__self__", None)
+        # The functions of `parallel_wrapper_fn` and `aec_wrapper_fn` call another one, which is only in their closure.
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        return _flattened(cells[0]) if len(cells) == 1 and callable(cells[0]) else None
+    owner, spec = getattr(function, "__self__", None), None
     try:
         if function is gymnasium.make:
-            return _entry_point(_gymnasium_spec(arguments.get(0, arguments.get("id"))), call)
-        if isinstance(owner, registration.EnvSpec) and getattr(function, "__name__", "") == "make":
-            return _entry_point(owner, call)
-        if function is getattr(pettingzoo, "make", None):  # from 1.26 on
+            spec = _gymnasium_spec(arguments.get(0, arguments.get("id")))
+        elif isinstance(owner, registration.EnvSpec) and getattr(function, "__name__", "") == "make":
+            spec = owner
+        elif function is getattr(pettingzoo, "make", None):  # from 1.26 on
             kind, spec = arguments.get(0, arguments.get("env_type")), arguments.get(1, arguments.get("id"))
-            return _entry_point(pettingzoo.spec(kind, spec) if isinstance(spec, str) else spec, call)
+            spec = pettingzoo.spec(kind, spec) if isinstance(spec, str) else spec
+        entry_point = getattr(spec, "entry_point", None)
+        if isinstance(entry_point, str):
+            entry_point = registration.load_env_creator(entry_point)
     except Exception:
         # An unknown id, or a module that cannot be imported: the maker raises the same when it is called.
         return None
-    return None
+    if not callable(entry_point):
+        return None
+    bound = {name: value for name, value in getattr(spec, "kwargs", {}).items() if (name, value) != ("seed", None)}
+    return _flattened(functools.partial(entry_point, **{**bound, **call.keywords}))
 
 
 def _gymnasium_spec(env_id: Any) -> Any:
@@ -155,17 +159,6 @@ def _gymnasium_spec(env_id: Any) -> Any:
     namespace, stem, version = registration.parse_env_id(name)
     latest = registration.find_highest_version(namespace, stem) if version is None else None
     return registration.registry.get(name if latest is None else registration.get_env_id(namespace, stem, latest))
-
-
-def _entry_point(spec: Any, call: functools.partial[Any]) -> functools.partial[Any] | None:
-    """The entry point of a spec, with the keywords of the spec and of the call bound."""
-    entry_point = getattr(spec, "entry_point", None)
-    if isinstance(entry_point, str):
-        entry_point = registration.load_env_creator(entry_point)
-    if not callable(entry_point):
-        return None
-    bound = {name: value for name, value in spec.kwargs.items() if (name, value) != ("seed", None)}
-    return _flattened(functools.partial(entry_point, **{**bound, **call.keywords}))
 
 
 # -- building in workers -----------------------------------------------------------------------------------------------
@@ -182,50 +175,44 @@ def construct(
 ) -> tuple[list[Schema], Plan, dict[int, Built]]:
     """Build all environments in their workers; errors as of `ParallelEnv`.
 
-    Modules that workers cannot import are added to `local_modules`, and what needs them is built again.
+    Modules that workers cannot import are added to `local_modules`, and the environments that need them built again.
 
     Returns:
-        The description of each environment; what workers were told; and their replies by environment.
+        The description of each environment, the plan of all of them, and the results by environment.
     """
-    pickled = _pickle(constructors, range(len(constructors)), local_modules)
-    described: dict[int, Schema] = {}
-    replies: dict[int, Built] = {}
-    registrations = dump_registrations()
-    first, first_id = b"", 0
-    while len(described) < len(constructors):
-        how = dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules)
+    pickled: dict[int, bytes] = {}
+    plan = Plan(pickled, dict(enumerate(seeds)), mode, b"", restarts, registrations=dump_registrations())
+    schemas: dict[bytes, Schema] = {}  # equal descriptions are unpickled once: their spaces may be large
+    built: dict[int, Built] = {}
+    to_pickle: Collection[int] = range(len(constructors))
+    what = "the constructor of" if adapter is None else "the constructor or adapter of"
+    while to_pickle:
+        pickled.update(_pickle(constructors, to_pickle, local_modules))
+        plan = plan._replace(adapter=dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules))
         requests = {}
         for worker, share in enumerate(pool.shares):
-            waiting = {env_id: pickled[env_id] for env_id in share if env_id not in described}
-            if waiting:
-                own_seeds = {env_id: seeds[env_id] for env_id in waiting}
-                plan = Plan(waiting, own_seeds, mode, how, restarts, registrations=registrations)
-                requests[worker] = Request(Message.ACCESS, tuple(waiting), plan)
-        unknown: dict[int, str] = {}
-        for env_id, result in sorted(pool.execute(requests).items(), key=itemgetter(0)):
-            if not isinstance(result, Refusal):
-                replies[env_id] = result
-                if not first:
-                    first, first_id = result.description, env_id
-                # Equal descriptions are read once: large spaces are neither made again nor compared.
-                known = result.description == first and described.get(first_id)
-                described[env_id] = known or pool.read(env_id, result.description)
-            elif result.kind is TypeError or result.kind is ValueError:
+            ids = [env_id for env_id in share if env_id not in built]
+            if ids:
+                part = {env_id: pickled[env_id] for env_id in ids}
+                own = plan._replace(constructors=part, seeds={env_id: seeds[env_id] for env_id in ids})
+                requests[worker] = Request(Message.ACCESS, tuple(ids), own)
+        results = dict(sorted(pool.execute(requests).items()))
+        for env_id, result in results.items():
+            if isinstance(result, Built):
+                built[env_id] = result
+                if result.description not in schemas:
+                    schemas[result.description] = pool.read(env_id, result.description)
+            elif result.kind is not ModuleNotFoundError:
                 raise result.kind(f"environment {env_id}: {result.text}")
-            else:
-                unknown[env_id] = result.text
-        add_missing_modules(
-            local_modules, unknown, "the constructor of" if adapter is None else "the constructor or adapter of"
-        )
-        pickled.update(_pickle(constructors, unknown, local_modules))
-    plan = Plan(pickled, dict(enumerate(seeds)), mode, how, restarts, described=first, registrations=registrations)
-    return [described[env_id] for env_id in range(len(constructors))], plan, dict(sorted(replies.items()))
+        to_pickle = add_missing_modules(local_modules, results, what)
+    described = [schemas[built[env_id].description] for env_id in range(len(constructors))]
+    return described, plan._replace(described=built[0].description), dict(sorted(built.items()))
 
 
 def _pickle(
     constructors: Sequence[Constructor], env_ids: Collection[int], local_modules: Sequence[ModuleType]
 ) -> dict[int, bytes]:
-    by_id: dict[int, bytes] = {}  # n times one constructor is the usual case
+    by_id: dict[int, bytes] = {}  # most often, all environments have the same constructor
     with by_value(local_modules):
         for env_id in env_ids:
             constructor = constructors[env_id]
@@ -245,64 +232,52 @@ def _pickle(
 class SeedCheck:
     """Warns of environments that should differ by their seed and are alike, though their constructors got none.
 
-    There are two signs:
-
-    - Environments declare the same seed (`env.unwrapped.seed` is an integer). If `reset` takes a seed, they must still
-      do so after the first reset, or their first observations must be equal.
-    - The first observations of all environments are equal. This counts only if the seed reached no environment: the
-      constructor has a bare `**kwargs`, so it may take a seed that it does not name, and `reset` takes none. Games such
-      as chess begin alike with any seed; their `reset` takes one.
-
-    Attributes:
-        first_warning: The warning after construction; None for none.
-        asks_again: Whether to ask for the declared seeds after the first reset, which may have changed them.
+    `docs/seeding.md` has the two signs of it. First observations that are equal count only if the seed reached no
+    environment: games such as chess begin alike with any seed, but their `reset` takes one.
     """
 
     def __init__(self, built: Mapping[int, Built], reset_takes_seed: bool) -> None:
         declared = {env_id: one.declared_seed for env_id, one in built.items() if not one.seeded}
         self._declared = {env_id: seed for env_id, seed in declared.items() if seed is not None}
         self._alike = _alike(self._declared)
+        open_and_unseeded = all(one.open and not one.seeded for one in built.values())
+        self._unreached = open_and_unseeded and len(built) > 1 and not reset_takes_seed
+        self._first_observations: dict[int, bytes] = {}
+        # Whether `warning` needs the seeds that are declared after the first reset.
         self.asks_again = bool(self._alike) and reset_takes_seed
+        # The warning after construction, and whether there is no other one.
         self.first_warning = _same_seed(self._declared) if self._alike and not reset_takes_seed else None
-        self._everyone = range(len(built))
-        self._unreached = (
-            len(built) > 1 and not reset_takes_seed and all(one.open and not one.seeded for one in built.values())
-        )
-        self._first: dict[int, bytes] = {}
-
-    @property
-    def is_done(self) -> bool:
-        return not (self.asks_again or self._unreached) or self.first_warning is not None
+        self.is_done = self.first_warning is not None or not (self.asks_again or self._unreached)
 
     def note(self, env_id: int, observations: Mapping[Any, Any]) -> None:
-        """Keep the first observations of an environment."""
-        if env_id not in self._first:
-            self._first[env_id] = dumps(observations) if observations else b""
+        """Store the first observations of an environment."""
+        if env_id not in self._first_observations:
+            self._first_observations[env_id] = dumps(observations) if observations else b""
 
-    def warning(self, given: Sequence[int], declared: Mapping[int, int] | None) -> str | None:
-        """The warning after the first reset, from the seeds given and, if environments were asked, declared now."""
+    def warning(self, seeds: Sequence[int], declared: Mapping[int, int] | None) -> str | None:
+        """The warning after the first reset, from our seeds and, with `asks_again`, those declared now."""
         if declared is not None:
             now = {env_id: declared[env_id] for env_id in self._declared}
-            if len({given[env_id] for env_id in _alike(now)}) > 1:
+            if len({seeds[env_id] for env_id in _alike(now)}) > 1:
                 return _same_seed(now)
-            if self._begin_alike(self._alike, given):
+            if self._begin_alike(self._alike, seeds):
                 return _same_seed(self._declared, " when they were made")
-        if self._unreached and self._begin_alike(self._everyone, given):
+        if self._unreached and self._begin_alike(range(len(seeds)), seeds):
             return (
-                f"the first observations of all {len(self._everyone)} environments are equal, and their seeds reached "
+                f"the first observations of all {len(seeds)} environments are equal, and their seeds reached "
                 f"neither their constructors nor `reset`, which takes no seed. {_WHAT_TO_DO} If the simulator is "
                 "deterministic, ignore this warning."
             )
         return None
 
-    def _begin_alike(self, env_ids: Sequence[int], given: Sequence[int]) -> bool:
-        """Whether these environments were given different seeds and have equal first observations."""
-        seeds, first = {given[env_id] for env_id in env_ids}, {self._first.get(env_id, b"") for env_id in env_ids}
-        return len(seeds) > 1 and len(first) == 1 and b"" not in first
+    def _begin_alike(self, env_ids: Sequence[int], seeds: Sequence[int]) -> bool:
+        """Whether these environments have different seeds and equal first observations."""
+        first = {self._first_observations.get(env_id, b"") for env_id in env_ids}
+        return len({seeds[env_id] for env_id in env_ids}) > 1 and len(first) == 1 and b"" not in first
 
 
 _WHAT_TO_DO = (
-    "A constructor gets the seed only where its signature names it. What to do: name it and pass it on, such as "
+    "A constructor gets the seed only if its signature names it. What to do: name it and pass it on, such as "
     "`lambda seed: make_env(seed=seed)`."
 )
 
@@ -317,6 +292,6 @@ def _same_seed(declared: Mapping[int, int], when: str = "") -> str:
     alike = _alike(declared)
     seeds = sorted({declared[env_id] for env_id in alike})
     return (
-        f"environments {alike} declare the same seed{when}, {', '.join(map(str, seeds))}, although they were "
-        f"given different ones; their constructors got none, so they may be identical. {_WHAT_TO_DO}"
+        f"environments {alike} declare the same seed{when}, {', '.join(map(str, seeds))}, although "
+        f"ParallelEnv chose different ones; their constructors got none, so they may be identical. {_WHAT_TO_DO}"
     )

@@ -55,18 +55,14 @@ class Episode:
         self._flagged: set[AgentID] = set()
         vectors = all(agent in env.reward_spaces for agent in env.possible_agents)
         self._usual = UsualForm(env.possible_agents, vectors=vectors)
-        self._all_act = False  # whether every possible agent is alive and acting, and nobody has been flagged
+        self._all_act = False  # whether every possible agent is alive and acting, and no agent has been flagged
         self._over: tuple[Any, Any] | None = None
         self._postponed: Mapping[str, Any] | None = None
         self._early: Transition | None = None
         self.ended_for_now = False
 
     def reset(self, keywords: Mapping[str, Any]) -> Transition:
-        """Begin a new episode, with keywords for the simulator's `reset`.
-
-        Returns:
-            The first observations and infos; the agents in them have flags False and rewards of zero.
-        """
+        """Begin a new episode, with keywords for the simulator's `reset`; rewards are zero, and flags False."""
         if self._postponed is not None:
             keywords, self._postponed, self._early = {**self._postponed, **keywords}, None, None
         self._status.enter(self.env_id, _RESET)
@@ -87,21 +83,17 @@ class Episode:
         return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting, usual)
 
     def step(self, actions: dict[Any, Any]) -> Transition:
-        """Step once, or begin the next episode if that is due.
+        """Step once, or begin the next episode if that is due; if `ended_for_now`, `begin_next` needs the transition.
 
-        Args:
-            actions: For the simulator, without those of agents that do not act.
-
-        Returns:
-            The transition; if `ended_for_now`, for `begin_next`.
+        `actions` are for the simulator, without those of agents that do not act.
         """
         if self._over is not None:
             if self._mode is AutoresetMode.NEXT_STEP:
-                ahead = self._early
-                if ahead is None:
+                early = self._early
+                if early is None:
                     return self.reset({})
                 self._over = self._postponed = self._early = None
-                return ahead
+                return early
             if not self._dict_rules or self._postponed is not None:
                 terminated, truncated = self._over
                 return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {}, (), ())
@@ -148,17 +140,10 @@ class Episode:
             return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, acting)
         self.ended_for_now = True
         # Simulators that use the same arrays and dicts again would overwrite them with the next episode's.
-        observations, rewards, terminateds, truncateds, infos = kept(
-            (observations, rewards, terminateds, truncateds, infos)
-        )
-        return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, ())
+        return Transition(*kept((observations, rewards, terminateds, truncateds, infos)), self._alive, ())
 
     def begin_next(self, last: Transition) -> Transition:
-        """Begin the next episode in the step whose transition is `last`.
-
-        Returns:
-            The old episode's last rewards, flags and infos with the new one's first observations.
-        """
+        """Begin the next episode in a step: the rewards, flags and infos of `last` with the first observations."""
         first = self.reset({})
         return Transition(
             first.observations, last.rewards, last.terminateds, last.truncateds, last.infos, first.alive, first.acting,
@@ -170,9 +155,9 @@ class Episode:
         self._postponed, self._over = keywords, (False, True)
 
     def reset_early(self) -> None:
-        """Do a reset that was put off, for a look at the simulator before it.
+        """Do a postponed reset before the simulator is called or rendered.
 
-        Its transition is kept for the step that begins the episode; a reset by the caller replaces it.
+        The step that begins the episode returns its transition; a reset by the caller replaces it.
         """
         if self._postponed is not None and self._early is None:
             keywords, over = self._postponed, self._over
@@ -189,11 +174,10 @@ class Episode:
         turn = self.env.turn()
         if turn is not None:
             return [turn] if turn in self._alive else []
-        acting = [*observations]
+        acting, possible = [*observations], self.env.possible_agents
         if acting != self._alive:
             alive = {*self._alive}
             acting = [agent for agent in acting if agent in alive]
-        possible = self.env.possible_agents
         if acting != possible:
             rank = {agent: place for place, agent in enumerate(possible)}
             acting.sort(key=lambda agent: rank.get(agent, len(rank)))
@@ -205,9 +189,9 @@ class Episode:
         remaining = self._alive if left is None else left
         if remaining and (not self._flagged or any(agent not in self._flagged for agent in remaining)):
             return _NOT_ENDED
-        # Who was alive; if no agent had been seen yet, those that have flags now.
-        judged = before or [agent for agent in terminateds if agent != ALL]
-        terminated = all(terminateds.get(agent, False) for agent in judged)
+        # If no agent had been seen yet, those that have flags now count.
+        agents = before or [agent for agent in terminateds if agent != ALL]
+        terminated = all(terminateds.get(agent, False) for agent in agents)
         return terminated, not terminated
 
 
@@ -219,19 +203,16 @@ def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:
 def with_final(
     infos: dict[Any, Any], final_observations: Mapping[AgentID, Any], reset_infos: Mapping[Any, Any]
 ) -> None:
-    """Add the results of an automatic reset to the infos of the step before it, in place.
+    """Add the final observations and the infos of an automatic reset to the infos of the step before it, in place.
 
-    Args:
-        infos: The parent's own copy; mappings that are no dicts become dicts.
-        final_observations: Go under `final_obs` of each agent.
-        reset_infos: Those that are not empty go under `reset_info` of each key.
+    `infos` are the parent's own copy; mappings that are no dicts become dicts. Empty `reset_infos` are left out.
     """
     not_empty = {key: info for key, info in reset_infos.items() if info is not None and not is_empty_info(info)}
     for name, additions in ((FINAL_OBS, final_observations), (RESET_INFO, not_empty)):
         for key, value in additions.items():
             info = infos.get(key)
             if info is None or isinstance(info, Mapping):
-                # Simulators give one dict to several agents.
+                # Simulators return one dict for several agents.
                 infos[key] = copy.copy(info) if isinstance(info, dict) else dict(info or {})
                 infos[key].setdefault(name, value)
 
@@ -257,11 +238,11 @@ def interrupted(
     )
 
 
-def marked(dicts: Dicts, report: str) -> Dicts:
-    """The same dicts with the mark of a restart in their infos."""
+def with_report(dicts: Dicts, report: str) -> Dicts:
+    """The same dicts with the report of a restart in their infos."""
     common = dicts[4].get(COMMON)
-    mark = {"restarted": True, "error": report, **(common if isinstance(common, dict) else {})}
-    return (*dicts[:4], {**dicts[4], COMMON: mark})
+    restart = {"restarted": True, "error": report, **(common if isinstance(common, dict) else {})}
+    return (*dicts[:4], {**dicts[4], COMMON: restart})
 
 
 def renewed(interrupted: Dicts, fresh: Dicts) -> Dicts:

@@ -90,7 +90,7 @@ def end_forked_copy(error: BaseException | None) -> NoReturn:
     """End this process, which a simulator's method forked and then left with this error, or by returning.
 
     If a simulator forks to execute a program and fails, the child returns from its method as the parent does. Two
-    processes would read one queue and write to one block. So the child says why on stderr, and ends without cleanup.
+    processes would read one queue and write to one block. So the child writes why to stderr, and ends without cleanup.
     """
     code, text = 1, ""
     if isinstance(error, SystemExit):

@@ -1,4 +1,4 @@
-"""What the parent and its workers send each other: kinds of messages, requests, replies.
+"""Requests of the parent, and replies of its workers.
 
 Everything here pickles with plain `pickle`: what comes from a simulator (constructors, infos, results, exceptions)
 travels inside as bytes, so that a backend never has to look into it.
@@ -14,11 +14,11 @@ from gymnasium.vector import AutoresetMode
 
 
 class Message(Enum):
-    """The kinds of messages: requests, and the last two, replies."""
+    """The kinds of requests."""
 
     ACCESS = 1  # construct the environments, and describe them
     ATTACH = 2  # lay out the block of shared memory in which actions and transitions travel
-    SEED = 3  # which seeds do the environments use?
+    SEED = 3  # return the seeds that the environments use
     RESET = 4  # begin new episodes
     STEP = 5  # read the actions in the block, step, and reset where the episode is over and the mode says so
     STATE = 6  # write the global state into the block
@@ -27,9 +27,7 @@ class Message(Enum):
     ASSIGN = 9  # set an attribute, looked for through wrappers
     CLOSE = 10  # close the environments; the last request a worker gets
     REBUILD = 11  # close the environment, if it is still there, and construct it again
-    TRACE = 12  # keep slices of time from now on, or return them
-    RESULT = 13  # the request was carried out in every environment it names
-    EXCEPTION = 14  # the request failed in at least one environment
+    TRACE = 12  # store slices of time from now on, or return them
 
 
 class Request(NamedTuple):
@@ -43,21 +41,20 @@ class Request(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What went wrong in one environment, in a form that survives pickling."""
+    """An exception in one environment, in a form that survives pickling."""
 
     method: str  # what the environment was doing
     summary: str  # the exception in one line
     traceback: str
     exception: bytes | None  # pickled; None if it does not pickle
     partially_written: bool = False  # whether its record may be partially written
-    to_do: str = ""  # what to do about it where a restart cannot help, as with a wrong `adapter=`
+    to_do: str = ""  # what to do about it if a restart cannot help, as with a wrong `adapter=`
 
 
 class Reply(NamedTuple):
     """The outcome of a request."""
 
-    message: Message  # RESULT or EXCEPTION
-    answers: Message  # the request's message
+    message: Message  # of the request
     env_ids: Sequence[int] | None  # the environments it was about; None for all of the worker's
     results: Mapping[int, Any]  # by environment, for those with a result beyond what is in the block
     failures: Mapping[int, Failure]  # by environment, for those that failed
@@ -68,16 +65,16 @@ class Reply(NamedTuple):
 class Lost(NamedTuple):
     """In place of a reply: the worker is gone."""
 
-    exitcode: int | None  # minus the signal's number where a signal ended it; None where unknown
+    exitcode: int | None  # minus the signal's number if a signal ended it; None if unknown
     stack: str  # at a native crash; empty if there is none
-    reason: str = ""  # why it is gone, where that is known better than by the exit code
+    reason: str = ""  # why it is gone, if more is known than the exit code
 
 
 STEP_ALL = Request(Message.STEP)
 """Step all environments of a worker with the actions in the block."""
 STEP_ALL_PROMPTLY = Request(Message.STEP, prompt=True)
 """The same; extras and failures are sent at once."""
-STEPPED = Reply(Message.RESULT, Message.STEP, None, {}, {}, 0.0)
+STEPPED = Reply(Message.STEP, None, {}, {}, 0.0)
 """The reply to these two when everything is in the block."""
 
 
@@ -85,68 +82,35 @@ STEPPED = Reply(Message.RESULT, Message.STEP, None, {}, {}, 0.0)
 
 
 class Plan(NamedTuple):
-    """The payload of `ACCESS`: what a worker builds.
+    """The payload of `ACCESS`: what a worker builds."""
 
-    Attributes:
-        constructors: By environment, pickled by value.
-        seeds: By environment.
-        mode: When episodes begin anew.
-        adapter: Pickled by value: None, a name, or what makes a `MultiAgentEnv` of a simulator.
-        restarts: Whether failed environments are rebuilt, so that what they said before must not be lost.
-        traced: Whether the worker is to keep a trace, where it does not do so yet.
-        counts: By environment, how often it has been rebuilt; None for never.
-        described: The pickled `Schema` of all environments, for those that are rebuilt.
-        registrations: What is registered with Gymnasium and PettingZoo in the caller's process, as of
-            `dump_registrations`; workers in that process ignore it.
-    """
-
-    constructors: Mapping[int, bytes]
-    seeds: Mapping[int, int]
+    constructors: Mapping[int, bytes]  # by environment, pickled by value
+    seeds: Mapping[int, int]  # by environment
     mode: AutoresetMode
-    adapter: bytes
-    restarts: bool = False
-    traced: bool = False
-    counts: Mapping[int, int] | None = None
-    described: bytes = b""
-    registrations: bytes = b""
+    adapter: bytes  # pickled by value: None, a name, or a function that makes a `MultiAgentEnv` of a simulator
+    restarts: bool = False  # whether failed environments are rebuilt, so that their earlier results must not be lost
+    traced: bool = False  # whether the worker begins to trace, if it does not do so yet
+    rebuilds: int = 0  # how often these environments have been rebuilt
+    described: bytes = b""  # the pickled `Schema` of all environments, for those that are rebuilt
+    registrations: bytes = b""  # of `dump_registrations` in the caller's process; workers in that process ignore it
 
 
 class Rebuild(NamedTuple):
-    """The payload of `REBUILD`, by environment; the reply is `Rebuilt`, or a `Refusal` where it has become another.
+    """The payload of `REBUILD`, by environment; the result is as of a reset, or a `Refusal` if its spaces differ."""
 
-    Attributes:
-        plan: For this environment.
-        block: The payload of `ATTACH`, for a worker that is new itself.
-        reset: Whether its first episode is to begin at once; else with whatever resets it next.
-        keywords: Pickled keywords of the caller's reset that failed, if one did; its seed is not used again.
-    """
-
-    plan: Plan
-    block: tuple[int, bool]
-    reset: bool
-    keywords: bytes | None = None
-
-
-class Rebuilt(NamedTuple):
-    """The reply to `REBUILD`; `extras` is what does not fit the block, pickled."""
-
-    extras: bytes | None
+    plan: Plan  # for this environment
+    block: tuple[int, bool]  # the payload of `ATTACH`, for a worker that is new itself
+    reset: bool  # whether its first episode begins at once; else with whatever resets it next
+    keywords: bytes | None = None  # pickled, of the caller's reset that failed, if one did; its seed is not used again
 
 
 class Built(NamedTuple):
-    """The reply to `ACCESS`.
+    """The result of `ACCESS`."""
 
-    Attributes:
-        description: A `Schema`, pickled.
-        seeded: Whether its constructor got the seed, or had one bound.
-        open: Whether its constructor has a bare `**kwargs`.
-        declared_seed: The seed that the environment says it uses; None where it says none.
-    """
-
-    description: bytes
-    seeded: bool = False
-    open: bool = False
-    declared_seed: int | None = None
+    description: bytes  # a `Schema`, pickled
+    seeded: bool = False  # whether its constructor got the seed, or had one bound
+    open: bool = False  # whether its constructor has a bare `**kwargs`
+    declared_seed: int | None = None  # the seed that the environment declares; None if it declares none
 
 
 class Answer(NamedTuple):
@@ -155,13 +119,10 @@ class Answer(NamedTuple):
     pickled: bytes
 
 
-class Refusal(NamedTuple):
-    """In place of a result: the request is impossible, and nothing has happened to the environment.
+class Refusal(Exception):
+    """Raised in a worker, and sent in place of a result: the request is impossible, and has changed nothing."""
 
-    Attributes:
-        kind: The type of the error that the caller gets.
-        text: What is missing, or in the way; of a missing module, its name.
-    """
-
-    kind: type[Exception]
-    text: str
+    def __init__(self, kind: type[Exception], text: str) -> None:
+        super().__init__(kind, text)
+        self.kind = kind  # of the error that the caller gets
+        self.text = text  # its message; of a missing module, the module's name

@@ -321,9 +321,6 @@ class NativePool:
     def execute(self, requests: Mapping[int, Request]) -> NoReturn:
         raise NotImplementedError(f"{self._simulator.name} keeps no timeline: it has no workers")  # none other comes
 
-    def step_all(self) -> NoReturn:
-        raise NotImplementedError  # a step always has a payload, so it comes to `run`
-
     @contextlib.contextmanager
     def _in_simulator(self, message: Message, env_ids: Sequence[int], *, closes: bool = True) -> Iterator[None]:
         """Measure the time in the simulator. If it raises, close: which results are still to come is not known."""

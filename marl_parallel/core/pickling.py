@@ -1,11 +1,11 @@
 """Pickling for messages between processes: values, definitions that only the caller has, and registered environments.
 
 Some modules exist in the caller's process only: a script, a notebook, a test that was loaded from its file. Their
-definitions travel by value. A worker that cannot import a module says which, and the caller sends it by value too. A
-class that travels by value is created where it is unknown, and left as it is where it is known.
+definitions travel by value. A worker that cannot import a module names it in a `Refusal`, and the caller sends it by
+value too. A class that travels by value is created in a process that does not know it, and unchanged in one that does.
 
-A constructor may call `gymnasium.make` or `pettingzoo.make` with an id that the caller's script registered, which no
-worker has executed. So the registries travel as well.
+A constructor may call `gymnasium.make` or `pettingzoo.make` with an id that only the caller's script registers. So the
+registries travel as well.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ import pettingzoo  # type: ignore[import-untyped]
 from gymnasium.envs.registration import EnvSpec, parse_env_id
 
 from marl_parallel.adapters.protocol import AgentID
+from marl_parallel.core.messages import Refusal
 
 Extras: TypeAlias = dict[str, Any]
-"""What does not fit into a record, by the name of the dict it belongs to."""
+"""Values that do not fit into a record, by the name of their dict."""
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle anything that pickles at all, classes and functions of a script included."""
+    """Pickle any value that can be pickled, classes and functions of a script included."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
@@ -43,19 +44,19 @@ def dumps(value: Any) -> bytes:
 
 
 def dumps_by_value(value: Any) -> bytes:
-    """Pickle with cloudpickle, which sends definitions by value that no other process can import."""
+    """Pickle with cloudpickle: by value, where no other process can import a definition."""
     with io.BytesIO() as file:
         ByValuePickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
         return file.getvalue()
 
 
 def loads(pickled: bytes) -> Any:
-    """Unpickle what a function of this module has pickled."""
+    """Unpickle the bytes of a function of this module."""
     return pickle.loads(pickled)
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's pickler, but classes that the reader knows keep their attributes: cloudpickle would reset them."""
+    """cloudpickle's pickler, except that it never resets the attributes of classes that the reader knows."""
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
@@ -105,7 +106,7 @@ def dumps_for_workers(value: Any, what: str, local_modules: Sequence[ModuleType]
                 return dumps_by_value(value)
         return pickled
     except Exception as error:
-        raise TypeError(f"{what} cannot be pickled, so the workers cannot be told: {error}") from error
+        raise TypeError(f"{what} cannot be pickled, so it cannot be sent to the workers: {error}") from error
 
 
 @contextlib.contextmanager
@@ -121,18 +122,25 @@ def by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def add_missing_modules(local_modules: list[ModuleType], missing: Mapping[int, str], what: str) -> None:
-    """Add to `local_modules` the module that the worker of each environment misses, unless that is no help."""
-    tried = [*local_modules]
-    for env_id, name in missing.items():
-        module = sys.modules.get(name)
-        if module is None or module in tried:
-            raise ModuleNotFoundError(
-                f"{what} environment {env_id} needs the module {name!r}, which cannot be imported in the worker",
-                name=name,
-            )
-        if module not in local_modules:
-            local_modules.append(module)
+def add_missing_modules(local_modules: list[ModuleType], results: Mapping[int, Any], what: str) -> list[int]:
+    """Add to `local_modules` the modules that workers could not import; returns the environments to try again.
+
+    Raises `ModuleNotFoundError` for a module that is not here either, or has been sent without success.
+    """
+    tried, again = [*local_modules], []
+    for env_id, result in results.items():
+        if isinstance(result, Refusal) and result.kind is ModuleNotFoundError:
+            module = sys.modules.get(result.text)
+            if module is None or module in tried:
+                raise ModuleNotFoundError(
+                    f"{what} environment {env_id} needs the module {result.text!r}, which cannot be imported in the "
+                    "worker",
+                    name=result.text,
+                )
+            if module not in local_modules:
+                local_modules.append(module)
+            again.append(env_id)
+    return again
 
 
 def dump_extras(extras: Extras) -> bytes:
@@ -140,10 +148,10 @@ def dump_extras(extras: Extras) -> bytes:
     try:
         return dumps(extras)
     except Exception as error:
-        raise TypeError(f"{_culprit(extras)} cannot be pickled: {error}") from error
+        raise TypeError(f"{_not_picklable(extras)} cannot be pickled: {error}") from error
 
 
-def _culprit(extras: Extras) -> str:
+def _not_picklable(extras: Extras) -> str:
     for part, values in extras.items():
         for key, value in values.items() if isinstance(values, Mapping) else [(part, values)]:
             try:
@@ -163,16 +171,16 @@ def in_order(values: dict[Any, Any], possible_agents: Sequence[AgentID]) -> dict
 
 
 def dump_registrations() -> bytes:
-    """Pickle the registries of Gymnasium and PettingZoo; specs that do not pickle are left out."""
+    """Pickle the registries of Gymnasium and PettingZoo, without specs that cannot be pickled."""
     return pickle.dumps({name: dict(_pickled(specs)) for name, specs in _registries()}, pickle.HIGHEST_PROTOCOL)
 
 
 def install_registrations(pickled: bytes) -> None:
-    """Register in this process what `dump_registrations` found in another.
+    """Register in this process the specs that `dump_registrations` pickled in another.
 
     A spec of Gymnasium is unpickled when it is first used, as that may import its simulator.
     """
-    # A simulator that is imported here registers its environments again: a warning for each.
+    # A simulator that is imported later registers its environments again, with a warning for each.
     warnings.filterwarnings("ignore", r".*Overriding environment .* in (the \w+ )?registry", UserWarning)
     received: Mapping[str, Mapping[str, bytes]] = pickle.loads(pickled)
     for name, registry in _registries():
@@ -187,8 +195,7 @@ def install_registrations(pickled: bytes) -> None:
 def _registries() -> Iterator[tuple[str, MutableMapping[str, Any]]]:
     yield "gymnasium", gymnasium.registry
     for name in ("aec_registry", "parallel_registry"):  # older releases of PettingZoo have none
-        registry = getattr(pettingzoo, name, None)
-        if isinstance(registry, dict):
+        if isinstance(registry := getattr(pettingzoo, name, None), dict):
             yield name, registry
 
 
@@ -219,8 +226,7 @@ def _is_importable(module: str) -> bool:
         return True  # cloudpickle sends what a script defines by value
     top = module.partition(".")[0]
     for finder in sys.meta_path:
-        # A finder of another project may fail on names that are not its own; the next one is asked then.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # a finder of another project may fail on names that are not its own
             if finder.find_spec(top, None) is not None:
                 return True
     return False

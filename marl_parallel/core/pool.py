@@ -1,23 +1,23 @@
-"""The worker pool of one `ParallelEnv`: requests go out, results come back, and what fails is raised or rebuilt.
+"""The worker pool of one `ParallelEnv`: requests go out, results come back, and faults are raised or lead to rebuilds.
 
-`send` and `recv` move a slot through its states; `step_all` is both in one call, and `execute` carries out everything
-that is neither a step nor a reset::
+`send` and `recv` change the state of a slot; `run` is both in one call, and `execute` carries out everything that is
+neither a step nor a reset::
 
              send                    reply                    recv
-      IDLE --------> BUSY ----------------------> DONE ----------------> IDLE
+      idle --------> busy ----------------------> done ----------------> idle
        |              |                             ^
        |  fault       |  fault                      |
-       +-----------> REBUILDING --------------------+        (an environment that was idle becomes IDLE with a mark)
+       +-----------> rebuilding --------------------+        (or idle again: the next result reports the restart)
 
 There is one loop: each call of `_wait_once` waits for replies, applies them to slots, and looks for workers that died
 or are past their timeout. Without `on_error="restart"` every fault is raised, and everything is closed. A crash::
 
-      Backend.wait returns Lost -> _lost -> _replace -> Recovery.cut_off, begin    keep what the callers receive
-                                                     -> Backend.replace            a new worker
-                                                     -> _rebuild                   REBUILD requests; replies: _rebuilt
+      Backend.wait returns Lost -> _apply -> _handle_fault -> Recovery.cut_off, begin    save what the callers receive
+                                                           -> Backend.replace            a new worker
+                                                           -> REBUILD requests; replies: _rebuilt
 
 `recovery.py` says how often an environment may be rebuilt and what its caller receives, `slots.py` which workers are
-late, `reports.py` what an error says.
+late, `reports.py` writes the texts of errors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from marl_parallel.core.messages import (
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.reports import logger
-from marl_parallel.core.slots import Deadlines, Limits, Slot, State, WorkerQueue
+from marl_parallel.core.slots import Deadlines, Limits, Slot, WorkerQueue
 from marl_parallel.core.worker_status import SLICES, Activity, Running, Tracer
 from marl_parallel.types import EnvError, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
@@ -57,8 +57,8 @@ class Results(NamedTuple):
     """Results that the caller receives."""
 
     env_ids: tuple[int, ...]  # in order of completion
-    resets: list[int]  # those of them whose result is of a reset
-    extras: Any  # by environment, what is not in its record: the unpickled extras, or a `Snapshot`
+    resets: list[int]  # the environments that were reset
+    extras: Any  # by environment, the values that are not in its record: the unpickled extras, or a `Snapshot`
 
 
 class Pool:
@@ -80,76 +80,30 @@ class Pool:
         self.recovery: Recovery | None = None  # set if environments that fail are rebuilt
         self.in_flight = 0  # how many environments have been sent to and not received
         self.closed = False
-        self.tracer: Tracer | None = None  # of the trace that is being kept
+        self.tracer: Tracer | None = None  # of the present trace
         self.seeds_stale = True  # whether environments may use other seeds than those they declared last
         self._queues = [WorkerQueue(share) for share in shares]
         self._deadlines = Deadlines(backend, limits, self._queues)
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
-        self._plain = False  # whether every slot is idle, with nothing kept for a restart
+        self._advice = _ADVICE
+        self._all_idle = False  # whether every slot is idle, with nothing saved for a restart
         self._done = 0  # how many slots are done
-        self._answers: dict[int, Any] = {}  # of `execute`, by environment
+        self._results: dict[int, Any] = {}  # of `execute`, by environment
         self._errors: list[ParallelEnvError] | None = None  # of environments rebuilt in the present `execute`
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
         self._lock = threading.RLock()
 
     def restart_on_faults(self, recovery: Recovery) -> None:
         """From now on, rebuild environments that fail."""
-        self.recovery = recovery
+        self.recovery, self._advice = recovery, ""
         self._step_all = dict.fromkeys(self._step_all, STEP_ALL_PROMPTLY)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def step_all(self) -> Mapping[int, Any]:
-        """Step every environment with the actions in the block, and wait; as `run`, with less work.
-
-        If nothing fails and no result is kept for restarts, no slot is touched.
-        """
-        with self._lock:
-            if self.closed:
-                self.check_open()
-            self._deadlines.looked = None  # the time of the caller counts
-            try:
-                if not self._plain:
-                    return self._run(Message.STEP, range(len(self.slots)), None)
-                self._plain = False
-                request, limit = self._step_all[0], self._deadlines.shortest[Message.STEP]
-                now = time.monotonic()
-                for queue in self._queues:
-                    queue.posted += 1
-                    queue.requests.append((request, queue.posted, limit))
-                    queue.since = now
-                self.backend.post(self._step_all, together=True)
-                replies = self.backend.wait(self._deadlines.patience() if limit else None, len(self._step_all))
-                plain = 0
-                for _, reply in replies:
-                    plain += reply is STEPPED
-                extras: dict[int, Any] | None
-                if plain == len(replies) == len(self._step_all) and not self.closed:
-                    extras = {}
-                else:
-                    extras = self._plain_extras(replies)
-                if extras is not None:
-                    for queue in self._queues:
-                        queue.requests.clear()
-                        queue.suspect = None
-                    self._plain = True
-                    return extras
-                self._mark_sent(Message.STEP, range(len(self.slots)))
-                self._apply(replies)
-                self._look_for_late()
-                return self._recv_all(len(self.slots))
-            except BaseException as error:
-                self._close_after(error)
-                raise
-
     def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
         """Send `STEP` or `RESET` to environments that are not in flight, and return.
 
-        Args:
-            message: What to send.
-            env_ids: Which environments.
-            payloads: By environment, pickled; None for nothing.
-            together: Whether all are received at once, which is faster.
+        `payloads` are pickled, by environment. With `together`, all are received at once, which is faster.
         """
         self._call(self._send, message, env_ids, payloads, together)
 
@@ -170,28 +124,71 @@ class Pool:
         return results
 
     def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Mapping[int, Any]:
-        """`send` and `recv` in one call, while nothing is in flight; returns the extras of the results."""
-        extras: Mapping[int, Any] = self._call(self._run, message, env_ids, payloads)
-        return extras
+        """`send` and `recv` in one call, while nothing is in flight; returns the extras of the results.
+
+        When every environment steps with the actions in the block, no slot is touched, unless something fails or a
+        result is saved for restarts.
+        """
+        with self._lock:
+            if self.closed:
+                self.check_open()
+            self._deadlines.looked = None  # the time of the caller counts
+            try:
+                step_all = message is Message.STEP and payloads is None and len(env_ids) == len(self.slots)
+                if not step_all or not self._all_idle:
+                    self._send(message, env_ids, payloads, together=True)
+                else:
+                    self._all_idle = False
+                    request, limit = self._step_all[0], self._deadlines.shortest[Message.STEP]
+                    now = time.monotonic()
+                    for queue in self._queues:
+                        queue.posted += 1
+                        queue.requests.append((request, queue.posted, limit))
+                        queue.since = now
+                    self.backend.post(self._step_all, together=True)
+                    replies = self.backend.wait(self._deadlines.patience() if limit else None, len(self._step_all))
+                    extras: dict[int, Any] = {}
+                    complete = 0
+                    for _, reply in replies:
+                        if reply is STEPPED:
+                            complete += 1
+                        elif self.recovery is None and not isinstance(reply, Lost) and not reply.failures:
+                            complete += 1
+                            extras.update(reply.results)
+                    if complete == len(replies) == len(self._step_all) and not self.closed:
+                        if extras:
+                            extras = {env_id: self.read(env_id, result) for env_id, result in extras.items()}
+                        for queue in self._queues:
+                            queue.requests.clear()
+                            queue.suspect = None
+                        self._all_idle = True
+                        return extras
+                    self._note_sent(message, env_ids)
+                    self._apply(replies)
+                    self._look_for_late()
+                results = self._recv(len(env_ids), None)
+                assert results is not None  # there is no timeout
+                more: Mapping[int, Any] = results.extras
+                return more
+            except BaseException as error:
+                self._close_after(error)
+                raise
 
     def execute(self, requests: Mapping[int, Request]) -> dict[int, Any]:
         """Carry out requests, by worker, other than steps and resets, while nothing is in flight.
 
-        Returns:
-            The results, by environment, of those that have one.
-
-        Raises:
-            ParallelEnvError: A fault. Everything has been closed, or the environments have been rebuilt.
+        Returns the results by environment. After a `ParallelEnvError` everything has been closed, or the environments
+        that failed have been rebuilt.
         """
-        answers: dict[int, Any]
-        answers, errors = self._call(self._execute, requests)
+        results: dict[int, Any]
+        results, errors = self._call(self._execute, requests)
         if errors:
             raise errors[0]  # its environments have been rebuilt
-        return answers
+        return results
 
     def execute_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
         """As `execute`: one request to environments; `payload` is the same for all, or a dict by environment."""
-        return self.execute(self._shared_out(message, env_ids, payload))
+        return self.execute(self._requests(message, env_ids, payload))
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of this object alone; close everything if it raises."""
@@ -206,89 +203,34 @@ class Pool:
 
     # -- sending and receiving -------------------------------------------------------------------------------------
 
-    def _run(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Mapping[int, Any]:
-        self._send(message, env_ids, payloads, together=True)
-        return self._recv_all(len(env_ids))
-
-    def _recv_all(self, count: int) -> Mapping[int, Any]:
-        results = self._recv(count, None)
-        assert results is not None
-        extras: Mapping[int, Any] = results.extras
-        return extras
-
-    def _execute(self, requests: Mapping[int, Request]) -> tuple[dict[int, Any], list[ParallelEnvError]]:
-        while self._rebuilding():
-            self._wait_once(None, 1)
-        errors: list[ParallelEnvError] = []
-        self._answers, self._errors = {}, errors
-        self._post(requests, together=True)
-        while (busy := sum(bool(queue.requests) for queue in self._queues)) or self._rebuilding():
-            self._wait_once(None, busy or 1)
-        answers, self._answers, self._errors = self._answers, {}, None
-        return {} if errors else {env_id: self.read(env_id, result) for env_id, result in answers.items()}, errors
-
-    def _plain_extras(self, replies: Sequence[tuple[int, Reply | Lost]]) -> dict[int, Any] | None:
-        """The extras of a step of all environments; None if slots are needed to apply the replies."""
-        if self.recovery is not None or len(replies) != len(self._step_all) or self.closed:
-            return None
-        extras: dict[int, Any] = {}
-        for _, reply in replies:
-            if isinstance(reply, Lost) or reply.failures:
-                return None
-            extras.update(reply.results)
-        return {env_id: self.read(env_id, result) for env_id, result in extras.items()}
-
     def _send(self, message: Message, env_ids: Sequence[int], payloads: Any, together: bool) -> None:
-        self._plain = False
-        self._mark_sent(message, env_ids)
+        self._all_idle = False
+        self._note_sent(message, env_ids)
         if self.recovery is not None:
-            env_ids = [env_id for env_id in env_ids if self._is_sent_now(self.slots[env_id], message, payloads)]
+            env_ids = [env_id for env_id in env_ids if self._goes_out(self.slots[env_id], message, payloads)]
         prompt = together and self.recovery is not None
-        self._post(self._shared_out(message, env_ids, payloads, each=not together, prompt=prompt), together=together)
+        self._post(self._requests(message, env_ids, payloads, each=not together, prompt=prompt), together=together)
 
-    def _mark_sent(self, message: Message, env_ids: Sequence[int]) -> None:
+    def _note_sent(self, message: Message, env_ids: Sequence[int]) -> None:
         for env_id in env_ids:
             self.slots[env_id].request = message
         self.in_flight += len(env_ids)
 
-    def _is_sent_now(self, slot: Slot, message: Message, payloads: Any) -> bool:
-        """Whether the worker gets the request; else a mark is the result, or the environment's rebuild comes first."""
+    def _goes_out(self, slot: Slot, message: Message, payloads: Any) -> bool:
+        """Whether the worker gets a request; else the result is the report of a restart, or a rebuild comes first."""
+        fault, rebuilding = slot.fault, slot.rebuilding
         if message is Message.RESET:
-            if slot.fault is None:
+            if rebuilding:
+                slot.waiting_reset = payloads[slot.env_id]
+            else:
                 slot.reset_keywords = payloads[slot.env_id]
-                return True
-            slot.waiting_reset = payloads[slot.env_id]
-            return False
-        if slot.mark is not None:
-            (_, snapshot), slot.mark = slot.mark, None
-            self._finish(slot, time.monotonic(), snapshot)
-            return False
-        return slot.fault is None
+            return not rebuilding
+        if fault is not None and not rebuilding:
+            slot.fault = None
+            self._finish(slot, time.monotonic(), fault.next_result)
+        return fault is None
 
-    def _recv(self, at_least: int, timeout: float | None) -> Results | None:
-        """The results, or None after the timeout."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            missing = at_least - self._done
-            patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            together = sum([queue.together for queue in self._queues])
-            self._wait_once(patience if missing > 0 or together else 0.0, max(min(missing, together or missing), 1))
-            if self._done >= at_least and not sum([queue.together for queue in self._queues]):
-                break
-            if patience == 0.0:
-                return None
-        done = [slot for slot in self.slots if slot.done]
-        done.sort(key=lambda slot: slot.completed)  # ties by number
-        resets = [slot.env_id for slot in done if slot.request is Message.RESET]
-        extras = {slot.env_id: slot.result for slot in done if slot.result is not None}
-        for slot in done:
-            slot.request, slot.done, slot.result = None, False, None
-        self.in_flight -= len(done)
-        self._done = 0
-        self._plain = len(done) == len(self.slots) and not (extras or resets or self._rebuilding())
-        return Results(tuple([slot.env_id for slot in done]), resets, extras)
-
-    def _shared_out(
+    def _requests(
         self, message: Message, env_ids: Iterable[int], payload: Any, *, each: bool = False, prompt: bool = False
     ) -> dict[int, Request]:
         """One request for each worker that has some of the environments."""
@@ -297,10 +239,10 @@ class Pool:
             shares.setdefault(self.slots[env_id].worker, []).append(env_id)
         requests = {}
         for worker, ids in shares.items():
-            own = payload
+            part = payload
             if isinstance(payload, dict):
-                own = {env_id: payload[env_id] for env_id in ids if env_id in payload} or None
-            requests[worker] = Request(message, tuple(ids), own, each, prompt)
+                part = {env_id: payload[env_id] for env_id in ids if env_id in payload} or None
+            requests[worker] = Request(message, tuple(ids), part, each, prompt)
         return requests
 
     def _post(self, requests: Mapping[int, Request], *, together: bool) -> None:
@@ -315,10 +257,48 @@ class Pool:
             queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1
         self.backend.post(requests, together=together)
 
+    def _recv(self, at_least: int, timeout: float | None) -> Results | None:
+        """The results, or None after the timeout."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            missing = at_least - self._done
+            patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            batches = sum([queue.one_reply for queue in self._queues])
+            self._wait_once(patience if missing > 0 or batches else 0.0, max(min(missing, batches or missing), 1))
+            if self._done >= at_least and not sum([queue.one_reply for queue in self._queues]):
+                break
+            if patience == 0.0:
+                return None
+        done = [slot for slot in self.slots if slot.done]
+        done.sort(key=lambda slot: slot.completed)  # ties by number
+        resets = [slot.env_id for slot in done if slot.request is Message.RESET]
+        extras = {slot.env_id: slot.result for slot in done if slot.result is not None}
+        for slot in done:
+            slot.request, slot.done, slot.result = None, False, None
+        self.in_flight -= len(done)
+        self._done = 0
+        self._all_idle = len(done) == len(self.slots) and (
+            self.recovery is None or not (extras or resets or self._rebuilding())
+        )
+        return Results(tuple([slot.env_id for slot in done]), resets, extras)
+
+    def _execute(self, requests: Mapping[int, Request]) -> tuple[dict[int, Any], list[ParallelEnvError]]:
+        while self._rebuilding():
+            self._wait_once(None, 1)
+        errors: list[ParallelEnvError] = []
+        self._results, self._errors = {}, errors
+        self._post(requests, together=True)
+        while (busy := sum(bool(queue.requests) for queue in self._queues)) or self._rebuilding():
+            self._wait_once(None, busy or 1)
+        results, self._results, self._errors = self._results, {}, None
+        return {} if errors else {env_id: self.read(env_id, result) for env_id, result in results.items()}, errors
+
+    def _rebuilding(self) -> bool:
+        return self.recovery is not None and any(slot.rebuilding for slot in self.slots)
+
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def _wait_once(self, patience: float | None, at_least: int) -> None:
-        """Wait for replies, apply what has come, and look for workers that are late."""
         limit = self._deadlines.patience()
         if limit is not None and (patience is None or limit < patience):
             patience = limit
@@ -327,34 +307,36 @@ class Pool:
 
     def _look_for_late(self) -> None:
         for worker in self._deadlines.late():
-            self._late(worker)
+            self._handle_late(worker)
         self._deadlines.looked = time.monotonic()
 
     def _apply(self, replies: Sequence[tuple[int, Reply | Lost]]) -> None:
         """Apply replies to slots. Failures come after results, in the order of environments, deaths come last."""
         failures: dict[int, Failure] = {}
         for worker, reply in replies:
-            if not isinstance(reply, Lost):
-                self._apply_reply(worker, reply, failures)
+            if isinstance(reply, Lost):
+                continue
+            queue = self._queues[worker]
+            failures.update(reply.failures)
+            if reply.message is Message.STEP or reply.message is Message.RESET:
+                self._apply_results(queue, reply, failures)
+            elif reply.message is Message.REBUILD:
+                self._rebuilt(reply, failures)
+            else:
+                self._results.update(reply.results)
+            if reply.last and queue.requests and queue.requests.popleft()[2] is not None:
+                queue.since, queue.suspect = time.monotonic(), None
         if self.closed:
             raise ClosedEnvironmentError("the environments were closed by another thread")
         for env_id in sorted(failures):
-            self._failed(self.slots[env_id], failures[env_id])
+            failure, worker = failures[env_id], self.slots[env_id].worker
+            activity = Activity.RESET if failure.method == Activity.RESET.method else Activity.STEP
+            running = Running(env_id, activity, 0.0, inside=not failure.partially_written)
+            self._handle_fault(worker, env_id, reports.env_error(env_id, worker, failure, self._advice), running)
         for worker, reply in replies:
             if isinstance(reply, Lost):
-                self._lost(worker, reply)
-
-    def _apply_reply(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
-        queue = self._queues[worker]
-        failures.update(reply.failures)
-        if reply.answers is Message.REBUILD:
-            self._rebuilt(reply, failures)
-        elif reply.answers is Message.STEP or reply.answers is Message.RESET:
-            self._apply_results(queue, reply, failures)
-        else:
-            self._answers.update(reply.results)
-        if reply.last and queue.requests and queue.requests.popleft()[2] is not None:
-            queue.since, queue.suspect = time.monotonic(), None
+                share, last = self.shares[worker], self.backend.statuses[worker].running
+                self._handle_fault(worker, None, reports.crashed(worker, share, reply, last, self._advice), last)
 
     def _apply_results(self, queue: WorkerQueue, reply: Reply, failures: Mapping[int, Failure]) -> None:
         results = reply.results
@@ -367,7 +349,7 @@ class Pool:
             env_ids = queue.requests[0][0].env_ids
         for env_id in queue.share if env_ids is None else env_ids:
             slot = self.slots[env_id]
-            if slot.state is State.BUSY and env_id not in failures:
+            if slot.busy and env_id not in failures:
                 self._apply_result(slot, reply.completed, results.get(env_id))
 
     def _apply_result(self, slot: Slot, completed: float, result: Any) -> None:
@@ -376,7 +358,7 @@ class Pool:
             try:
                 extras = self.read(slot.env_id, result)
             except EnvError as error:
-                self._rebuild_or_raise([slot], error, None)
+                self._handle_fault(slot.worker, slot.env_id, error, None)
                 return
         if self.recovery is not None:
             self.recovery.note_result(slot, result)
@@ -399,30 +381,18 @@ class Pool:
 
     # -- faults ----------------------------------------------------------------------------------------------------
 
-    def _failed(self, slot: Slot, failure: Failure) -> None:
-        """An environment has raised."""
-        activity = Activity.RESET if failure.method == Activity.RESET.method else Activity.STEP
-        running = Running(slot.env_id, activity, 0.0, inside=not failure.partially_written)
-        self._rebuild_or_raise([slot], reports.env_error(slot.env_id, slot.worker, failure, self._advice), running)
-
-    def _lost(self, worker: int, lost: Lost) -> None:
-        """A worker has died."""
-        share, running = self.shares[worker], self.backend.statuses[worker].running
-        slots, advice = self.slots[share.start : share.stop], self._advice
-        self._rebuild_or_raise(slots, reports.crashed(worker, share, lost, running, advice), running, replaces=True)
-
-    def _late(self, worker: int) -> None:
-        """A worker is past its timeout."""
+    def _handle_late(self, worker: int) -> None:
+        """Replace a worker that is past its timeout, or raise."""
         running, activity, limit = self._deadlines.overrun(worker)
         assert limit is not None
         share, backend = self.shares[worker], self.backend
-        slots, advice = self.slots[share.start : share.stop], self._advice if backend.can_kill else _THREAD_ADVICE
+        advice = self._advice if backend.can_kill else _THREAD_ADVICE
 
         def error_here() -> WorkerTimeout:
             return reports.timed_out(worker, share, running, activity, limit, backend.stack(worker), advice)
 
         if self.recovery is None or not backend.can_kill:
-            self._rebuild_or_raise(slots, error_here(), running, replaces=True)
+            self._handle_fault(worker, None, error_here(), running)
             return
         # Taking the stack continues a worker that was stopped, and it may finish what it was doing. That is late all
         # the same: what its caller receives is read from the block before.
@@ -430,35 +400,31 @@ class Pool:
             late = [self.slots[running.env_id]]
         else:
             finished = self._finished_before(worker, running)
-            late = [slot for slot in slots if slot.request is not None and slot.env_id not in finished]
-        late = [slot for slot in late if not slot.done]
-        cut_off = [(slot, *self.recovery.cut_off(slot, running)) for slot in late]
+            late = [slot for slot in self._slots_of(worker) if slot.request is not None and slot.env_id not in finished]
+        cut_off = [(slot, self.recovery.cut_off(slot, running)) for slot in late if not slot.done]
         if self._deadlines.changed(worker):
             return
         error = error_here()
-        for slot, interrupted, dicts in cut_off:
-            self.recovery.begin(slot, interrupted, dicts, error)
+        for slot, fault in cut_off:
+            self.recovery.begin(slot, fault, error)
+        ids = {slot.env_id for slot, _ in cut_off}
         replies = []
         for reply in backend.end(worker):
-            if self.in_flight or reply.answers is Message.REBUILD:
-                results, failures = {**reply.results}, {**reply.failures}
-                for slot in late:
-                    results.pop(slot.env_id, None)
-                    failures.pop(slot.env_id, None)
+            applies = ids.isdisjoint(reply.env_ids or ()) if reply.message is Message.REBUILD else self.in_flight > 0
+            if applies:
+                results = {env_id: result for env_id, result in reply.results.items() if env_id not in ids}
+                failures = {env_id: failure for env_id, failure in reply.failures.items() if env_id not in ids}
                 replies.append((worker, reply._replace(results=results, failures=failures)))
         self._apply(replies)
-        self._rebuild_or_raise(slots, error, backend.statuses[worker].running, replaces=True)
+        self._handle_fault(worker, None, error, backend.statuses[worker].running)
 
-    def _rebuild_or_raise(
-        self, slots: Sequence[Slot], error: ParallelEnvError, running: Running | None, *, replaces: bool = False
-    ) -> None:
-        """Rebuild environments of one worker, or raise the error.
+    def _handle_fault(self, worker: int, env_id: int | None, error: ParallelEnvError, running: Running | None) -> None:
+        """Rebuild an environment of a worker, or for None all of them in a new worker; or raise the error.
 
-        `running` is what the worker is doing, or was doing when it died. With `replaces`, the environments are all of
-        the worker's, and are rebuilt in a new one. The caller keeps the error in no variable: its traceback would
-        refer to the caller's frame, and the cycle would keep everything from being freed.
+        `running` is what the worker is doing, or was doing when it died. No caller may hold the error in a variable:
+        its traceback would refer to the caller's frame, and the cycle would keep everything from being freed.
         """
-        recovery, worker = self.recovery, slots[0].worker
+        recovery, replaces = self.recovery, env_id is None
         if recovery is None or (replaces and not self.backend.can_kill):
             try:
                 raise error
@@ -467,14 +433,15 @@ class Pool:
         recovery.count_fault([self.slots[env_id] for env_id in error.env_ids], error)
         where = f"restarted: environments {[*self.shares[worker]]}" if replaces else "it is restarted"
         logger.warning("%s; %s", reports.first_line(error), where)
-        for env_id in self._finished_before(worker, running) if replaces else ():
-            if self.slots[env_id].state is State.BUSY:
-                self._apply_result(self.slots[env_id], time.monotonic(), None)
+        for finished in self._finished_before(worker, running) if replaces else ():
+            if self.slots[finished].busy:
+                self._apply_result(self.slots[finished], time.monotonic(), None)
+        slots = self._slots_of(worker) if env_id is None else [self.slots[env_id]]
         for slot in slots:
             if slot.done:
-                recovery.keep_result(slot)
-            recovery.begin(slot, *recovery.cut_off(slot, running), error)
-        self._plain, self.seeds_stale = False, True
+                recovery.save_result(slot)
+            recovery.begin(slot, recovery.cut_off(slot, running), error)
+        self._all_idle, self.seeds_stale = False, True
         if self._errors is not None:
             self._errors.append(error)
         if replaces:
@@ -483,14 +450,17 @@ class Pool:
             queue.past, queue.posted, queue.suspect = self._stats_of(worker), 0, None
             self.backend.replace(worker)
             if self.tracer is not None:
-                self.tracer.mark(worker, "replaced")
+                self.tracer.note_replaced(worker)
         payload = {slot.env_id: recovery.rebuild_request(slot) for slot in slots}
         self._post({worker: Request(Message.REBUILD, tuple(payload), payload, each=True)}, together=False)
 
+    def _slots_of(self, worker: int) -> list[Slot]:
+        return [self.slots[env_id] for env_id in self.shares[worker]]
+
     def _finished_before(self, worker: int, running: Running | None) -> Sequence[int]:
-        """Of environments that a worker was stepping one after the other, those that had finished."""
+        """The environments of a batch that a worker had finished when it failed."""
         queue, status = self._queues[worker], self.backend.statuses[worker]
-        if not queue.together or status.parts < queue.requests[0][1]:  # it had not begun
+        if not queue.one_reply or status.parts < queue.requests[0][1]:  # it had not begun
             return ()
         env_ids = queue.requests[0][0].env_ids
         env_ids = queue.share if env_ids is None else env_ids
@@ -500,31 +470,26 @@ class Pool:
         return env_ids[: env_ids.index(last) + (running is None)]
 
     def _rebuilt(self, reply: Reply, failures: dict[int, Failure]) -> None:
-        """Environments have been rebuilt, or have become others, which is a failure."""
+        """Environments have been rebuilt; one whose spaces differ now is a failure."""
         assert self.recovery is not None
-        for env_id, result in reply.results.items():
-            slot = self.slots[env_id]
+        assert reply.env_ids is not None
+        for env_id in reply.env_ids:
+            slot, result = self.slots[env_id], reply.results.get(env_id)
             if isinstance(result, Refusal):
                 failures[env_id] = Failure("constructor", result.text, result.text, None)
+            if env_id in failures:
                 continue
-            snapshot = self.recovery.finish(slot, result.extras)
+            snapshot = self.recovery.finish(slot, result)
             if slot.waiting_reset is not None:
                 keywords = slot.reset_keywords = slot.waiting_reset
                 slot.waiting_reset = None
                 request = Request(Message.RESET, (env_id,), {env_id: keywords}, each=True)
                 self._post({slot.worker: request}, together=False)
             elif snapshot is None and not slot.done and slot.request is Message.STEP:  # sent to meanwhile
-                assert slot.mark is not None
-                (_, snapshot), slot.mark = slot.mark, None
+                assert slot.fault is not None
+                snapshot, slot.fault = slot.fault.next_result, None
             if snapshot is not None and slot.request is not None:
                 self._finish(slot, reply.completed, snapshot)
-
-    def _rebuilding(self) -> bool:
-        return self.recovery is not None and any(slot.state is State.REBUILDING for slot in self.slots)
-
-    @property
-    def _advice(self) -> str:
-        return _ADVICE if self.recovery is None else ""
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
@@ -534,16 +499,16 @@ class Pool:
         return tuple([slot.env_id for slot in self.slots if slot.request is not None])
 
     def acts_next(self, env_id: int) -> bool:
-        """Whether the next action of an environment counts: it is not in flight, and not to report a restart."""
+        """Whether the next action of an environment counts: it is not in flight, and has no restart to report."""
         slot = self.slots[env_id]
-        return slot.state is State.IDLE and slot.mark is None
+        return slot.request is None and slot.fault is None
 
     def ahead(self, worker: int) -> float:
         """Seconds that this clock is ahead of a worker's."""
         return self.backend.ahead(worker)
 
     def stats(self) -> Stats:
-        """What has been done so far, also by workers that have been replaced."""
+        """Counts and times so far, with those of workers that have been replaced."""
         if not self.closed:
             self.backend.look()
         return Stats.of(map(self._stats_of, range(len(self.shares))))
@@ -563,8 +528,8 @@ class Pool:
     def close(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
         """Close all environments, end all workers and free everything. Idempotent.
 
-        With `ask`, the environments close themselves first, and have `timeout` seconds for it. Returns the error of one
-        that failed to close; everything has been freed all the same.
+        With `ask`, workers close their environments first, within `timeout` seconds. Returns the error of one that
+        failed to close; everything has been freed all the same.
         """
         if self.closed:
             return None
@@ -574,17 +539,22 @@ class Pool:
         self.backend.interrupt()
         with self._lock:
             deadline = time.monotonic() + timeout
-            error, patience = None, 0.0  # a worker that was not asked has no reason to end by itself
+            error, patience = None, 0.0  # a worker without a request to close does not end by itself
             try:
                 if ask:
-                    error = self._ask_to_close(deadline)
+                    error = self._close_environments(deadline)
                     patience = max(deadline - time.monotonic(), 0.0)
             finally:
-                # Also after a second Ctrl-C: nobody would come back for what is left.
+                # Also after a second Ctrl-C: nothing else would free the rest.
                 left = self.backend.stop(patience)
                 # A signal handler may have closed in the middle of a call: its `wait` must not go on for ever.
                 self.backend.interrupt()
-                self._finish_trace()
+                if (tracer := self.tracer) is not None:
+                    self.tracer = None
+                    try:
+                        tracer.finish()
+                    except OSError as unwritten:  # closing goes on
+                        logger.warning("the trace could not be written to %s: %s", tracer.path, unwritten)
             for worker in left:
                 logger.warning(
                     "worker %d could not be ended, it is left behind: a thread cannot be killed. It runs\n%s",
@@ -592,7 +562,7 @@ class Pool:
                 )  # fmt: skip
             return error
 
-    def _ask_to_close(self, deadline: float) -> EnvError | None:
+    def _close_environments(self, deadline: float) -> EnvError | None:
         pending = set(range(len(self.shares)))
         failures: dict[int, Failure] = {}
         self.backend.post({worker: Request(Message.CLOSE) for worker in pending})
@@ -600,16 +570,16 @@ class Pool:
             for worker, reply in self.backend.wait(left):
                 if isinstance(reply, Lost):
                     pending.discard(worker)
-                elif reply.answers is Message.CLOSE:  # others were in flight: discarded
+                elif reply.message is Message.CLOSE:  # others were in flight: discarded
                     pending.discard(worker)
                     failures.update(reply.failures)
                     if self.tracer is not None and SLICES in reply.results:
                         self.tracer.add(worker, reply.results[SLICES], self.backend.ahead(worker))
         if pending:
             logger.warning(
-                "worker %s did not close within the time given, and is ended: %s",
+                "worker %s did not close in time, and is ended: %s",
                 " and ".join(map(str, sorted(pending))),
-                ", ".join(f"environments {reports.listed(self.shares[worker])}" for worker in sorted(pending)),
+                ", ".join(reports.environments(self.shares[worker]) for worker in sorted(pending)),
             )
         if not failures:
             return None
@@ -621,22 +591,14 @@ class Pool:
         if isinstance(error, ClosedEnvironmentError):
             return
         if isinstance(error, WorkerTimeout):
-            also = self.close(ask=False, timeout=0.0)
+            while_closing = self.close(ask=False, timeout=0.0)
         elif isinstance(error, ParallelEnvError):
-            also = self.close()
+            while_closing = self.close()
         else:
-            # Interrupted half-way (Ctrl-C): which replies are still to come is not known any more.
-            also = self.close(ask=not self.backend.can_kill, timeout=1.0)
-        if also is not None:
-            logger.warning("while closing after another error: %s", also)
-
-    def _finish_trace(self) -> None:
-        if self.tracer is not None:
-            tracer, self.tracer = self.tracer, None
-            try:
-                tracer.finish()
-            except OSError as error:  # closing goes on
-                logger.warning("the trace could not be written to %s: %s", tracer.path, error)
+            # Interrupted (Ctrl-C): it is not known which replies are still to come.
+            while_closing = self.close(ask=not self.backend.can_kill, timeout=1.0)
+        if while_closing is not None:
+            logger.warning("while closing after another error: %s", while_closing)
 
     def abandon(self) -> None:
         """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""

@@ -2,9 +2,10 @@
 
 `pool.py` decides when an environment is rebuilt and posts the requests::
 
-    fault -> count_fault -> cut_off -> begin -> rebuild_request -> (the worker rebuilds) -> finish -> result, or a mark
+    fault -> count_fault -> cut_off -> begin -> rebuild_request -> (the worker rebuilds) -> finish -> result
+                                                                          or, if it was idle, Slot.fault.next_result
 
-`episode.py` says what the dicts of an interrupted step contain.
+`episode.py` decides about the dicts of an interrupted step.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.adapters.protocol import Dicts
 from marl_parallel.core.batch import Batch
-from marl_parallel.core.episode import interrupted, marked, renewed
+from marl_parallel.core.episode import interrupted, renewed, with_report
 from marl_parallel.core.messages import Message, Plan, Rebuild
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.reports import first_line
-from marl_parallel.core.slots import Fault, Interrupted, Slot, Snapshot
+from marl_parallel.core.slots import Fault, Slot, Snapshot
 from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import ParallelEnvError, RestartLimitExceeded, RestartPolicy
 
@@ -38,30 +38,25 @@ class Recovery:
     block: tuple[int, bool]  # the payload of ATTACH
     batch: Batch
     base_seed: int  # seeds are derived from it; changes with `reset(seed=)`
-    options_last: bool  # whether environments keep the options of a reset
-    traced: bool = False  # whether workers keep a trace
+    options_last: bool  # whether environments remember the options of a reset
+    traced: bool = False  # whether workers trace
 
     def reset_options(self, env_id: int, options: dict[Any, Any]) -> dict[Any, Any]:
-        """The options of a reset, with earlier ones where the environment keeps them: it may have been rebuilt."""
-        if not self.options_last:
-            return options
-        kept = self.slots[env_id].options
-        kept.update(options)
-        return kept
+        """The options of a reset, with earlier ones if the environment remembers them: it may have been rebuilt."""
+        if self.options_last:
+            slot = self.slots[env_id]
+            slot.options = options = {**slot.options, **options}
+        return options
 
     def count_fault(self, slots: Iterable[Slot], error: ParallelEnvError) -> None:
-        """Count a fault against environments.
-
-        Raises:
-            RestartLimitExceeded: One of them has failed more often than the policy allows.
-        """
+        """Count a fault against environments; `RestartLimitExceeded` if the policy does not allow it for one."""
         now, policy = time.monotonic(), self.policy
         for slot in slots:
             recent = slot.recent_faults
             while recent and now - recent[0] > policy.rate_period_s:
                 recent.popleft()
             limit = None
-            if policy.max_restarts is not None and slot.blamed >= policy.max_restarts:
+            if policy.max_restarts is not None and slot.counted_faults >= policy.max_restarts:
                 limit = f"max_restarts={policy.max_restarts}"
             elif policy.rate_limit is not None and len(recent) >= policy.rate_limit:
                 limit = f"rate_limit={policy.rate_limit} within {policy.rate_period_s:g} s"
@@ -73,68 +68,54 @@ class Recovery:
                     env_ids=(slot.env_id,),
                     worker=error.worker,
                 ) from error
-            slot.blamed += 1
+            slot.counted_faults += 1
             recent.append(now)
 
-    def cut_off(self, slot: Slot, running: Running | None) -> tuple[Interrupted, Dicts]:
-        """What a fault interrupts, and the five dicts that the caller receives, without the mark.
+    def cut_off(self, slot: Slot, running: Running | None) -> Fault:
+        """What a fault interrupts, and the dicts that the caller receives, without the report.
 
-        Args:
-            slot: The environment; its record is not overwritten yet.
-            running: What its worker is doing, or was doing when it died. The record is partially written if that is
-                this environment and its simulator has returned; then its observations are zeros.
+        `running` is what the worker is doing, or was doing when it died. The environment's record, which is not
+        overwritten yet, is partially written if its simulator has returned; then its observations are zeros.
         """
-        if slot.fault is not None:  # its rebuild has failed: the first fault has interrupted it
-            return slot.fault.interrupted, slot.fault.dicts
-        if running is not None and running.env_id != slot.env_id:
-            running = None
-        partially_written = running is not None and not running.inside
-        what = Interrupted.STEP
-        if slot.request is None or slot.done:
-            what = Interrupted.NOTHING
-            if slot.mark is not None:
-                return what, slot.mark[0].dicts
-        elif slot.request is Message.RESET:
-            what = Interrupted.RESET
-        elif running is not None and running.activity is Activity.RESET:
-            what = Interrupted.AUTO_RESET if self._same_step else Interrupted.RESET
-        if what is Interrupted.RESET:
-            return what, ({}, {}, {}, {}, {})
-        if what is Interrupted.AUTO_RESET:
+        idle = slot.request is None or slot.done
+        if slot.fault is not None and (slot.rebuilding or idle):
+            return slot.fault  # the first fault has interrupted it, and is not reported yet
+        activity, partially_written = None, False
+        if running is not None and running.env_id == slot.env_id:
+            activity, partially_written = running.activity, not running.inside
+        auto_reset = not idle and activity is Activity.RESET and slot.request is Message.STEP
+        if not idle and (slot.request is Message.RESET or (auto_reset and not self._same_step)):
+            return Fault(Message.RESET, ({}, {}, {}, {}, {}))
+        if auto_reset:
             slot.latest = slot.saved
-        extras = _read(slot.latest)
-        if what is Interrupted.AUTO_RESET:
-            dicts = self.batch.snapshot(slot.env_id, extras).dicts
-            if partially_written:
-                dicts = (self.batch.last_known(slot, extras, partially_written=True)[0], *dicts[1:])
-            return what, dicts
+        extras = _unpickled(slot.latest)
         observations, alive = self.batch.last_known(slot, extras, partially_written=partially_written)
+        if auto_reset:  # the step had ended
+            dicts = self.batch.snapshot(slot.env_id, extras).dicts
+            return Fault(Message.STEP, (observations, *dicts[1:]) if partially_written else dicts)
         spaces = self.batch.layout.schema.reward_spaces
-        return what, interrupted(observations, [] if slot.needs_reset else alive, spaces)
+        dicts = interrupted(observations, [] if slot.needs_reset else alive, spaces)
+        return Fault(None if idle else Message.STEP, dicts)
 
-    def begin(self, slot: Slot, what: Interrupted, dicts: Dicts, error: ParallelEnvError) -> None:
-        """Mark an environment as failed: `what` and `dicts` from `cut_off`, and what happened."""
-        if slot.fault is not None:
-            return
-        if slot.mark is not None and what is Interrupted.NOTHING:
-            (slot.fault, _), slot.mark = slot.mark, None
+    def begin(self, slot: Slot, fault: Fault, error: ParallelEnvError) -> None:
+        """Mark an environment as failed: the result of `cut_off`, and the error."""
+        if fault is slot.fault:
+            slot.fault = fault._replace(next_result=None)
             return
         report = str(error)
-        if what is Interrupted.RESET:
-            slot.mark = None  # the episode that it would have ended is over
-        else:
-            dicts = marked(dicts, report)
-        slot.fault = Fault(what, dicts, report)
+        if fault.interrupted is not Message.RESET:
+            fault = fault._replace(dicts=with_report(fault.dicts, report))
+        slot.fault = fault._replace(report=report)
 
     def rebuild_request(self, slot: Slot) -> Rebuild:
-        """What the worker does to rebuild an environment; counts the restart."""
+        """The request to rebuild an environment; counts the restart."""
         slot.restarts += 1
         source = np.random.SeedSequence((self.base_seed, slot.env_id, slot.restarts))
         plan = self.plan._replace(
             traced=self.traced,
             constructors={slot.env_id: self.plan.constructors[slot.env_id]},
             seeds={slot.env_id: int(source.generate_state(1)[0] >> 1)},
-            counts={slot.env_id: slot.restarts},
+            rebuilds=slot.restarts,
         )
         keywords = slot.reset_keywords
         if slot.options:
@@ -144,41 +125,40 @@ class Recovery:
     def finish(self, slot: Slot, extras: bytes | None) -> Snapshot | None:
         """Note that an environment has been rebuilt; `extras` came with its reset.
 
-        Returns:
-            The result of what the fault interrupted; None if the environment was idle, which has a mark now.
+        Returns the result of the interrupted request; None if the environment was idle: its next result reports it.
         """
-        fault, at_once = slot.fault, self._resets_at_once(slot)
+        fault = slot.fault
         assert fault is not None
-        slot.fault = None
-        if at_once:
+        if self._resets_at_once(slot):
             self.note_result(slot, extras)
-            fresh = self.batch.snapshot(slot.env_id, _read(extras))
-            if fault.interrupted is Interrupted.RESET:
-                snapshot = fresh._replace(dicts=marked(fresh.dicts, fault.report))
+            fresh = self.batch.snapshot(slot.env_id, _unpickled(extras))
+            if fault.interrupted is Message.RESET:
+                result = fresh._replace(dicts=with_report(fresh.dicts, fault.report))
             else:
-                snapshot = fresh._replace(dicts=renewed(fault.dicts, fresh.dicts), over=False)
+                result = fresh._replace(dicts=renewed(fault.dicts, fresh.dicts), over=False)
         else:
-            snapshot = Snapshot(fault.dicts, [], [], over=True)
+            result = Snapshot(fault.dicts, [], [], over=True)
             slot.needs_reset = True
-        if fault.interrupted is Interrupted.NOTHING:
-            slot.mark = fault, snapshot
+        if fault.interrupted is None:
+            slot.fault = fault._replace(next_result=result)
             return None
-        return snapshot
+        slot.fault = None
+        return result
 
     def note_result(self, slot: Slot, extras: bytes | None) -> None:
-        """Keep the pickled extras of an environment's result: it may be needed to make the result again."""
+        """Store the pickled extras of an environment's result: a fault may need the result again."""
         slot.latest, slot.saved = extras, None
         slot.reset_keywords, slot.needs_reset = None, False
 
     def result_of_reset(self, slot: Slot, extras: Any) -> Any:
-        """The result of a reset; with the mark of an environment that was restarted while it was idle."""
-        if slot.mark is None:
+        """The result of a reset; it reports the restart of an environment that was idle."""
+        if slot.fault is None:
             return extras
-        (fault, _), slot.mark = slot.mark, None
+        report, slot.fault = slot.fault.report, None
         snapshot = self.batch.snapshot(slot.env_id, extras)
-        return snapshot._replace(dicts=marked(snapshot.dicts, fault.report))
+        return snapshot._replace(dicts=with_report(snapshot.dicts, report))
 
-    def keep_result(self, slot: Slot) -> None:
+    def save_result(self, slot: Slot) -> None:
         """Copy a result that the caller has not received out of the record, which is about to be overwritten."""
         if slot.request is Message.RESET:
             slot.has_reset = True
@@ -192,10 +172,10 @@ class Recovery:
     def _resets_at_once(self, slot: Slot) -> bool:
         """Whether the fresh environment's first observation is part of the result."""
         assert slot.fault is not None
-        if not slot.has_reset and slot.fault.interrupted is Interrupted.NOTHING:
+        if slot.fault.interrupted is None and not slot.has_reset:
             return False
-        return slot.fault.interrupted is Interrupted.RESET or self._same_step
+        return slot.fault.interrupted is Message.RESET or self._same_step
 
 
-def _read(extras: bytes | None) -> Any:
+def _unpickled(extras: bytes | None) -> Any:
     return None if extras is None else loads(extras)

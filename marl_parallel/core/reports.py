@@ -1,7 +1,7 @@
 """Error messages of failed workers and environments.
 
-The first line says which environment, in which worker, doing what, at which line of whose code; the log shows it too.
-What to do next follows, then the stack. `pool.py` decides whether the error is raised.
+The first line, which is in the log too, has the environment, the worker, the method and the line of the simulator's
+code. What to do next follows, then the stack. `pool.py` decides whether the error is raised.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from pathlib import Path
 
 from marl_parallel.core.messages import Failure, Lost
 from marl_parallel.core.pickling import loads
-from marl_parallel.core.slots import limited_by
-from marl_parallel.core.worker_status import BEFORE_OR_AFTER, Activity, Running
+from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import EnvError, WorkerCrashed, WorkerTimeout
 
 logger = logging.getLogger("marl_parallel")
 
 WARNS_AFTER_S = 1.0
-"""A process that ends more quickly than this after its environments were closed gives no warning."""
+"""A process that ends within this time after its environments were closed causes no warning."""
 
 
 def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> EnvError:
     """The error of an environment that raised; its cause is the original exception if that pickles."""
-    to_do = failure.to_do or f"fix the simulator, or what it was given{_restart(failure.method, advice)}"
+    method, stack = failure.method, failure.traceback
+    to_do = failure.to_do or f"fix the simulator, or its arguments{_restart(method, advice)}"
     error = EnvError(
-        f"environment {env_id} (worker {worker}) raised in {failure.method}{_at(failure.traceback)}: {failure.summary}"
-        f"\n\nWhat to do: {to_do}.\n\nWhere it happened:\n{failure.traceback}",
+        f"environment {env_id} (worker {worker}) raised in {method}{_at(stack)}: {failure.summary}"
+        f"\n\nWhat to do: {to_do}.\n\nWhere it happened:\n{stack}",
         env_ids=(env_id,),
         worker=worker,
-        method=failure.method,
-        remote_traceback=failure.traceback,
+        method=method,
+        remote_traceback=stack,
     )
     if failure.exception is not None:
         try:
             error.__cause__ = loads(failure.exception)
         except Exception as reason:
-            # It could be made again in the worker, but not here; its text is in the message in any case.
+            # It unpickles in the worker, but not here; its text is in the message in any case.
             logger.debug("the exception of environment %d does not unpickle: %s", env_id, reason)
     return error
 
 
 def unreadable(env_id: int, worker: int, error: Exception) -> EnvError:
-    """The error of an environment that sent something that cannot be unpickled here."""
+    """The error of an environment whose results cannot be unpickled here."""
     return EnvError(
         f"environment {env_id} (worker {worker}) sent something that pickles in the worker, but cannot be unpickled "
         f"here: {type(error).__name__}: {error}. Its infos, observations or results must do both.",
@@ -66,7 +66,7 @@ def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | No
         advice = _restart(running.activity.method, advice)
     manner, to_do = manner_of_death(lost)
     return WorkerCrashed(
-        f"worker {worker} ({_environments(share)}) died{during}{_at(lost.stack)}: {manner}\n\n"
+        f"worker {worker} ({environments(share)}) died{during}{_at(lost.stack)}: {manner}\n\n"
         f"What to do: {to_do}{advice}.{_section('Its stack', lost.stack)}",
         env_ids=env_ids,
         worker=worker,
@@ -85,14 +85,14 @@ def timed_out(
     advice: str = "",
 ) -> WorkerTimeout:
     """The error of an environment, or of the environments of a worker, past the timeout of `limit` seconds."""
-    env_ids, who = tuple(share), f"worker {worker} ({_environments(share)})"
+    env_ids, who = tuple(share), f"worker {worker} ({environments(share)})"
     if running is not None:
         env_ids, who = (running.env_id,), f"environment {running.env_id} (worker {worker})"
     where = place(stack)
     at, hangs = (f"; it is at {where}", "fix what hangs there") if where else ("", "see where it hangs")
     return WorkerTimeout(
         f"{who} has not finished its {doing.method} within {limit:g} s{at}\n\n"
-        f"What to do: if it needs longer, raise {limited_by(doing)}_timeout; else {hangs}"
+        f"What to do: if it needs longer, raise {doing.timeout}_timeout; else {hangs}"
         f"{_restart(doing.method, advice)}.{_section('It was here', stack)}",
         env_ids=env_ids,
         worker=worker,
@@ -104,7 +104,7 @@ def timed_out(
 def still_running(worker: int, share: Sequence[int], seconds: float, stack: str) -> str:
     """The warning about a worker whose environments are closed, but whose process does not end."""
     return (
-        f"worker {worker} ({_environments(share)}) has closed its environments, but its process did not end within "
+        f"worker {worker} ({environments(share)}) has closed its environments, but its process did not end within "
         f"{seconds:.1f} s and is killed: a simulator has left a thread or a child process running, and Python waits "
         "for threads that are no daemons and for children started by multiprocessing.\n\n"
         "What to do: stop and join it in the simulator's close(), or start it with daemon=True; until then every "
@@ -117,18 +117,14 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
-def listed(env_ids: Sequence[int]) -> str:
+def environments(env_ids: Sequence[int]) -> str:
     """Neighbouring env ids in words."""
-    return str(env_ids[0]) if len(env_ids) == 1 else f"{env_ids[0]} to {env_ids[-1]}"
-
-
-def _environments(env_ids: Sequence[int]) -> str:
-    return f"environment{'s' * (len(env_ids) > 1)} {listed(env_ids)}"
+    return f"environment {env_ids[0]}" if len(env_ids) == 1 else f"environments {env_ids[0]} to {env_ids[-1]}"
 
 
 def _restart(method: str, advice: str) -> str:
     """The advice to restart, unless this method is never restarted."""
-    return "" if method in [activity.method for activity in BEFORE_OR_AFTER] else advice
+    return "" if method in ("start", "constructor", "close") else advice
 
 
 def _at(stack: str) -> str:
@@ -140,29 +136,27 @@ def _section(heading: str, stack: str) -> str:
     return f"\n\n{heading}:\n{stack}" if stack else ""
 
 
+_ALONE = 'run that environment alone, with backend="serial"'
 _NATIVE = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"})
 
 
 def manner_of_death(lost: Lost) -> tuple[str, str]:
     """How a process died, and what to do about it."""
-    alone, exitcode = 'run that environment alone, with backend="serial"', lost.exitcode
     if lost.reason:
         return lost.reason, "see why, and whether it will happen again"
-    if exitcode is None:
-        return "how is not known", alone
-    if exitcode >= 0:
-        return f"exit code {exitcode}", f"see what in the simulator ends its process, as os._exit does; {alone}"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = "a signal"
-    manner = f"{name} (signal {-exitcode})"
+    if lost.exitcode is None:
+        return "how is not known", _ALONE
+    if lost.exitcode >= 0:
+        return f"exit code {lost.exitcode}", f"see what in the simulator ends its process, as os._exit does; {_ALONE}"
+    number = -lost.exitcode
+    name = signal.Signals(number).name if number in [*signal.Signals] else "a signal"
+    manner = f"{name} (signal {number})"
     if name == "SIGKILL":
-        to_do = "see whether memory ran out (`dmesg` tells), and run fewer environments, or who else killed it"
+        to_do = "see whether memory ran out (`dmesg` shows it), and run fewer environments, or who else killed it"
         return f"{manner}, as when memory runs out", to_do
     if name in _NATIVE:
-        return manner, f"fix the native code that broke, or tell its authors; to find it, {alone}"
-    return manner, f"see who sent that signal; {alone}"
+        return manner, f"fix the native code that broke, or report it to its authors; to find it, {_ALONE}"
+    return manner, f"see who sent that signal; {_ALONE}"
 
 
 _FRAME = re.compile(r'^ *File "(?P<path>.+)", line (?P<line>\d+)(?P<traceback>,?) in ', re.MULTILINE)
@@ -176,7 +170,7 @@ def place(stack: str) -> str:
     r"""The line of the simulator that a stack comes from, in words; empty if there is none.
 
     Args:
-        stack: A traceback, or what `faulthandler` writes of all threads.
+        stack: A traceback, or the output of `faulthandler` for all threads.
 
     Example:
         >>> place('  File "track.py", line 7, in reset\n  File "track.py", line 12, in _load')

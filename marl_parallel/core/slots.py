@@ -1,6 +1,6 @@
-"""What the parent knows: one `Slot` per environment, one `WorkerQueue` per worker, and which workers are late.
+"""The parent's view: one `Slot` per environment, one `WorkerQueue` per worker, and which workers are late.
 
-A timeout runs from the moment at which an environment begins something, which the worker's status says. While a worker
+A timeout runs from the moment at which an environment begins something, as the worker's status shows. While a worker
 has not begun a request, the request's own timeout runs from when the worker was free. `pool.py` decides what happens
 to a worker that is late.
 """
@@ -11,40 +11,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.messages import Message, Request
-from marl_parallel.core.worker_status import BEFORE_OR_AFTER, Activity, Running
+from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import WorkerStats
-
-
-class State(Enum):
-    """What an environment is doing, seen from the parent."""
-
-    IDLE = "idle"
-    BUSY = "busy"  # a step or reset has been sent, and its result is not here yet
-    DONE = "done"  # a result is here that the caller has not received yet
-    REBUILDING = "rebuilding"  # the environment has failed, and its worker constructs it again
-
-
-class Interrupted(Enum):
-    """What a fault interrupts."""
-
-    STEP = "step"
-    AUTO_RESET = "auto-reset"  # the reset within the step that ended an episode
-    RESET = "reset"  # a reset that the caller sent, or that was due
-    NOTHING = "nothing"  # the environment was idle: its next result carries the mark of the restart
-
-
-class Fault(NamedTuple):
-    """Why an environment is being rebuilt."""
-
-    interrupted: Interrupted
-    dicts: Dicts  # that the caller receives, without what the fresh environment adds
-    report: str  # the text of the error
 
 
 class Snapshot(NamedTuple):
@@ -54,7 +27,16 @@ class Snapshot(NamedTuple):
     acting: list[AgentID]
     alive: list[AgentID]
     over: bool
-    masks: dict[AgentID, Any] = {}  # noqa: RUF012  # of the agents that act; nobody writes into it
+    masks: dict[AgentID, Any] = {}  # noqa: RUF012  # of the agents that act; read-only
+
+
+class Fault(NamedTuple):
+    """Why an environment is rebuilt, until a result reports it."""
+
+    interrupted: Message | None  # STEP, RESET (also one that was due); None for an idle environment
+    dicts: Dicts  # that the caller receives, without what the fresh environment adds
+    report: str = ""  # the text of the error
+    next_result: Snapshot | None = None  # of an environment that was idle, once it has been rebuilt
 
 
 @dataclass(slots=True, eq=False)
@@ -67,18 +49,17 @@ class Slot:
 
     done: bool = False  # whether the result is here
     result: Any = None  # the unpickled extras, or a `Snapshot`; None if everything is in the record
-    completed: float = 0.0  # when the result was made, in seconds of `time.monotonic`
+    completed: float = 0.0  # when the worker had the result, in seconds of `time.monotonic`
 
-    acting: list[AgentID] = field(default_factory=list)  # who acts next; nobody may change the list
-    alive: list[AgentID] = field(default_factory=list)  # seen in this episode and not ended yet; likewise
+    acting: list[AgentID] = field(default_factory=list)  # who acts next; read-only
+    alive: list[AgentID] = field(default_factory=list)  # seen in this episode and not ended yet; read-only
     over: bool = False  # whether the episode has ended and no reset has followed
     has_reset: bool = False  # whether the environment has been reset at least once
     masks: dict[AgentID, Any] | None = None  # action masks that are not in the record
 
-    fault: Fault | None = None  # set while the environment is being rebuilt
-    mark: tuple[Fault, Snapshot] | None = None  # of the restart of an idle environment: the fault, and the next result
+    fault: Fault | None = None  # that is not reported yet
     restarts: int = 0  # how often the environment has been rebuilt
-    blamed: int = 0  # how often a fault has counted against it
+    counted_faults: int = 0  # those that count against it
     recent_faults: deque[float] = field(default_factory=deque)  # when the latest of these were
     needs_reset: bool = False  # whether it has been rebuilt and has returned nothing since, so that no agent is alive
 
@@ -86,16 +67,17 @@ class Slot:
     saved: bytes | None = None  # likewise of the last step of an episode whose automatic reset has not ended yet
     reset_keywords: bytes | None = None  # the pickled keywords of a reset in flight
     waiting_reset: bytes | None = None  # likewise of a reset that begins when the environment has been rebuilt
-    options: dict[Any, Any] = field(default_factory=dict)  # of earlier resets, for environments that keep them
+    options: dict[Any, Any] = field(default_factory=dict)  # of earlier resets, if the environment remembers them
 
     @property
-    def state(self) -> State:
-        """What the environment is doing; a result that waits for the caller survives a rebuild."""
-        if self.fault is not None:
-            return State.REBUILDING
-        if self.request is None:
-            return State.IDLE
-        return State.DONE if self.done else State.BUSY
+    def rebuilding(self) -> bool:
+        """Whether the environment has failed, and its worker constructs it again; a result may wait for the caller."""
+        return self.fault is not None and self.fault.next_result is None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step or reset has been sent, and its result is not here yet."""
+        return self.request is not None and not self.done and not self.rebuilding
 
 
 @dataclass(slots=True, eq=False)
@@ -112,8 +94,8 @@ class WorkerQueue:
     past: WorkerStats = WorkerStats()  # noqa: RUF009  # of the processes that this one has replaced
 
     @property
-    def together(self) -> bool:
-        """Whether the worker carries out a step or reset whose environments are received at once."""
+    def one_reply(self) -> bool:
+        """Whether the worker carries out a step or reset with one reply for all environments."""
         if not self.requests:
             return False
         request = self.requests[0][0]
@@ -131,15 +113,16 @@ _POLL_S = 0.05
 _UNCHANGED_S = 0.02
 _FROZEN_S = 0.25
 """A wait that ends so much later than it should means that this process, and likely all, did not run meanwhile."""
-_CONSTRUCTING = (Message.ACCESS, Message.ATTACH, Message.REBUILD)
-_MAY_RESET = (Message.STEP, Message.REBUILD, Message.STATE, Message.RENDER)
-
-
-def limited_by(activity: Activity) -> Literal["step", "reset", "start"]:
-    """The field of `Limits` for an activity; the argument of `ParallelEnv` is this name with `_timeout`."""
-    if activity is Activity.RESET:
-        return "reset"
-    return "start" if activity in BEFORE_OR_AFTER else "step"
+_LIMITED_BY = dict.fromkeys(Message, (Activity.STEP,)) | {
+    Message.ACCESS: (Activity.START,),
+    Message.ATTACH: (Activity.START,),
+    Message.REBUILD: (Activity.START, Activity.RESET),
+    Message.RESET: (Activity.RESET,),
+    Message.STEP: (Activity.STEP, Activity.RESET),
+    Message.STATE: (Activity.STEP, Activity.RESET),
+    Message.RENDER: (Activity.STEP, Activity.RESET),
+}
+"""The activities of a request whose timeouts apply; the first one before it has begun."""
 
 
 class Limits(NamedTuple):
@@ -149,12 +132,8 @@ class Limits(NamedTuple):
     reset: float | None = None  # for resets, automatic ones too
     start: float | None = None  # for constructors
 
-    def shortest(self, message: Message) -> float | None:
-        """The shortest of the limits that may apply while a request is carried out."""
-        if message is Message.RESET:
-            return self.reset
-        limits = [self.start if message in _CONSTRUCTING else self.step, self.reset if message in _MAY_RESET else None]
-        return min((limit for limit in limits if limit is not None), default=None)
+    def of(self, activity: Activity) -> float | None:
+        return {"step": self.step, "reset": self.reset, "start": self.start}[activity.timeout]
 
 
 class Deadlines:
@@ -167,7 +146,10 @@ class Deadlines:
     def __init__(self, backend: Backend, limits: Limits, queues: Sequence[WorkerQueue]) -> None:
         self._backend, self._queues = backend, queues
         self._limits = limits if backend.enforces_timeouts else Limits()
-        self.shortest = {message: self._limits.shortest(message) for message in Message}  # by kind of request
+        self.shortest = {  # by kind of request, the shortest timeout that may apply while it is carried out
+            message: min((limit for one in activities if (limit := self._limits.of(one)) is not None), default=None)
+            for message, activities in _LIMITED_BY.items()
+        }
         self.looked: float | None = None  # when `late` was last called, in the present call of the pool
         self._wait_ends: float | None = None  # when the present wait ends at the latest
         self._frozen: list[tuple[float, float]] = []
@@ -196,14 +178,16 @@ class Deadlines:
         if wait_ends is None:
             return []
         now = time.monotonic()
-        expected = {worker: queue for worker, queue in enumerate(self._queues) if queue.limited is not None}
         if now - wait_ends > _FROZEN_S:
             self._note_frozen(wait_ends, now)
         late = []
-        for worker, queue in expected.items():
+        for worker, queue in enumerate(self._queues):
+            if queue.limited is None:
+                continue
             state, limit = self._backend.statuses[worker].state, self.overrun(worker)[2]
             started = max(queue.since, state[1])
-            if limit is None or now - started <= limit or self._elapsed(started, now) <= limit:
+            frozen = sum(max(end - max(begin, started), 0.0) for begin, end in self._frozen)
+            if limit is None or now - started - frozen <= limit:
                 queue.suspect = None
             elif queue.suspect is None or queue.suspect[0] != state:
                 queue.suspect = state, now
@@ -223,16 +207,10 @@ class Deadlines:
         return suspect is None or self._backend.statuses[worker].state != suspect[0]
 
     def overrun(self, worker: int) -> tuple[Running | None, Activity, float | None]:
-        """What a worker is doing, as far as its status says; the activity that has a limit, and the limit."""
+        """What a worker is doing, if its status shows it; the activity that has a limit, and the limit."""
         running = self._backend.statuses[worker].running
         if running is not None:
             activity = running.activity
         else:
-            message = self._queues[worker].limited
-            activity = Activity.START if message in _CONSTRUCTING else Activity.STEP
-            activity = Activity.RESET if message is Message.RESET else activity
-        return running, activity, getattr(self._limits, limited_by(activity))
-
-    def _elapsed(self, since: float, now: float) -> float:
-        """Seconds since a moment, without those in which this process was frozen."""
-        return now - since - sum(max(end - max(begin, since), 0.0) for begin, end in self._frozen)
+            activity = _LIMITED_BY[self._queues[worker].limited or Message.STEP][0]
+        return running, activity, self._limits.of(activity)

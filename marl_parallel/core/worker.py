@@ -10,8 +10,8 @@ How a step goes::
                                               TransitionRecords.write; returns what does not fit, pickled
 
 `_carry_out` catches whatever a simulator raises and sends it as a `Failure`; the other environments go on. A crash
-ends the process: the parent sees in the `WorkerStatus`, which `Episode` writes, what was running. A worker knows
-nothing of how requests come and replies go, nor what a transition means (`episode.py`).
+ends the process: the parent sees in the `WorkerStatus`, which `Episode` writes, what was running. A worker does not
+know how requests and replies travel, nor what a transition means (`episode.py`).
 """
 
 from __future__ import annotations
@@ -34,25 +34,13 @@ from marl_parallel.core.columns import Layout, span_of
 from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
-from marl_parallel.core.messages import (
-    STEPPED,
-    Answer,
-    Built,
-    Failure,
-    Message,
-    Plan,
-    Rebuild,
-    Rebuilt,
-    Refusal,
-    Reply,
-    Request,
-)
+from marl_parallel.core.messages import STEPPED, Answer, Built, Failure, Message, Plan, Rebuild, Refusal, Reply, Request
 from marl_parallel.core.pickling import dump_extras, dumps, install_registrations, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
 from marl_parallel.core.schema import common_schema, dumps_compactly
 from marl_parallel.core.spaces import DoesNotFit, as_array
 from marl_parallel.core.transition import Transition
-from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, begin_slices, end_slices
+from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, trace
 
 
 class Worker:
@@ -60,7 +48,7 @@ class Worker:
 
     Args:
         status: The status that it writes.
-        attach: Gives the memory of the block for a layout.
+        attach: Returns the memory of the block for a layout.
         own_process: Whether it may seed the process-wide generators before each constructor.
         in_line: Whether it runs in the caller's own thread, where a KeyboardInterrupt is the caller's.
     """
@@ -68,7 +56,7 @@ class Worker:
     def __init__(
         self, status: WorkerStatus, attach: Callable[[Layout], Any], *, own_process: bool = False, in_line: bool = False
     ) -> None:
-        self._status, self._attach = status, attach
+        self._status, self._open_block = status, attach
         self._own_process, self._in_line = own_process, in_line
         self._pid = os.getpid()
         self._episodes: dict[int, Episode] = {}
@@ -78,7 +66,7 @@ class Worker:
         self._restarts = False
         self._registrations = b""  # those that have been installed
         self._saved: dict[int, bytes] = {}  # extras of an episode's last step, whose automatic reset has not ended yet
-        self._partially_written: set[int] = set()
+        self._partially_written: int | None = None  # the environment whose record may be
         self._send: Callable[[Reply], None]
         self._actions: ActionRecords
         self._transitions: TransitionRecords
@@ -86,58 +74,60 @@ class Worker:
     def execute(self, request: Request, send: Callable[[Reply], None]) -> None:
         """Carry out a request in each environment it names, and `send` the reply, or one for each environment."""
         self._send, env_ids = send, request.env_ids
-        in_turn = [(env_id,) for env_id in env_ids] if request.each and env_ids is not None else (env_ids,)
-        for place, ids in enumerate(in_turn, 1):
+        parts = [(env_id,) for env_id in env_ids] if request.each and env_ids is not None else (env_ids,)
+        for place, ids in enumerate(parts, 1):
             if request.message is not Message.CLOSE and self._status.discarded:
-                return  # nobody waits for it any more
-            self._carry_out(request, ids, send, last=place == len(in_turn))
+                return  # everything is being closed: no caller receives the results
+            self._carry_out(request, ids, last=place == len(parts))
 
-    def _carry_out(
-        self, request: Request, env_ids: Sequence[int] | None, send: Callable[[Reply], None], *, last: bool
-    ) -> None:
+    def _carry_out(self, request: Request, env_ids: Sequence[int] | None, *, last: bool) -> None:
         message, _, payload, _, prompt = request
         self._status.begin_request()
-        handler: Callable[[Worker, int, Any], Any] = _HANDLERS[message]
-        payloads: Iterable[Any] = repeat(payload)
+        handler: Callable[[int, Any], Any]
+        payloads: Iterable[Any]
         if message is Message.STEP and payload is None:  # all actions are in the block
-            handler, payloads = Worker._advance, self._all_actions(env_ids)
+            handler, payloads = self._advance, self._all_actions(env_ids)
+        else:
+            handler, payloads = getattr(self, f"_{message.name.lower()}"), repeat(payload)
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
-        for env_id, own in zip(self._seeds if env_ids is None else env_ids, payloads):
+        for env_id, arguments in zip(self._seeds if env_ids is None else env_ids, payloads):
             try:
-                result = handler(self, env_id, own)
+                result = handler(env_id, arguments)
                 if result is not None:
                     results[env_id] = result
+            except Refusal as refusal:
+                results[env_id] = refusal.with_traceback(None)
             except BaseException as error:  # SystemExit is a simulator's failure too, not the worker's end
                 self._check_not_forked(error)
                 if self._in_line and isinstance(error, KeyboardInterrupt):
                     raise
                 doing = self._status.latest or message
-                failures[env_id] = _failure(error, doing, partially_written=env_id in self._partially_written)
-                self._partially_written.discard(env_id)
-                if (saved := self._saved.pop(env_id, None)) is not None:
-                    results[env_id] = saved
+                failures[env_id] = _failure(error, doing, env_id == self._partially_written)
+                self._partially_written = None
+                if env_id in self._saved:
+                    results[env_id] = self._saved.pop(env_id)
             if prompt and (results or failures):
                 self._check_not_forked()
-                send(Reply(_kind(failures), message, (env_id,), results, failures, time.monotonic(), last=False))
+                self._send(Reply(message, (env_id,), results, failures, time.monotonic(), last=False))
                 results, failures = {}, {}
         moment = self._status.end_request()
         self._check_not_forked()
-        if message is Message.CLOSE and (slices := end_slices(self._status)) is not None:
+        if message is Message.CLOSE and (slices := trace(self._status, on=False)) is not None:
             results[SLICES] = slices
         if env_ids is None and message is Message.STEP and not results and not failures:
-            send(STEPPED)
+            self._send(STEPPED)
         else:
-            send(Reply(_kind(failures), message, env_ids, results, failures, moment, last))
+            self._send(Reply(message, env_ids, results, failures, moment, last))
 
     def _check_not_forked(self, error: BaseException | None = None) -> None:
         """End this process if it was forked from the worker while values were pickled, or by native code."""
         if os.getpid() != self._pid:
             end_forked_copy(error)
 
-    # -- one handler for each kind of request: environment id and payload in, result out -----------------------------
+    # -- a handler for each `Message`, by its name: environment id and payload in, result out ------------------------
 
-    def _build(self, env_id: int, plan: Plan) -> Built | Refusal:
+    def _access(self, env_id: int, plan: Plan) -> Built:
         seed = self._seeds[env_id] = plan.seeds[env_id]
         with self._status.during(env_id, Activity.CONSTRUCTOR):
             if self._own_process:
@@ -149,59 +139,54 @@ class Worker:
             try:
                 constructor, how_adapted = loads(plan.constructors[env_id]), loads(plan.adapter)
             except ModuleNotFoundError as error:
-                return Refusal(ModuleNotFoundError, error.name or str(error))
-            restarts = (plan.counts or {}).get(env_id, 0)
-            simulator, seeded, is_open = call_constructor(constructor, seed=seed, env_id=env_id, restarts=restarts)
+                raise Refusal(ModuleNotFoundError, error.name or str(error)) from None
+            keywords = {"seed": seed, "env_id": env_id, "restarts": plan.rebuilds}
+            simulator, seeded, is_open = call_constructor(constructor, keywords)
             try:
                 env = adapt(simulator, how_adapted)
             except BaseException as error:
                 if not isinstance(simulator, type):
                     with contextlib.suppress(Exception):  # it would hide why it could not be adapted
                         simulator.close()
-                if isinstance(error, NotAnEnvironment):
-                    return Refusal(TypeError, str(error))
-                if isinstance(error, InvalidAgents):
-                    return Refusal(ValueError, str(error))
+                if isinstance(error, NotAnEnvironment | InvalidAgents):
+                    raise Refusal(TypeError if isinstance(error, TypeError) else ValueError, str(error)) from None
                 raise
         if plan.traced:
-            begin_slices(self._status)
+            trace(self._status, on=True)
         self._episodes[env_id] = Episode(env, env_id, plan.mode, self._status)
         self._share = span_of([*self._seeds])
         self._restarts = plan.restarts
         return Built(dumps_compactly(Schema.of(env)), seeded, is_open, lookup.declared_seed(env.source))
 
-    def _lay_out(self, env_id: int, payload: tuple[int, bool]) -> None:
+    def _attach(self, env_id: int, payload: tuple[int, bool]) -> None:
         if self._layout is not None:
             return  # one block for all environments
         num_records, arrays = payload
         layout = Layout(Schema.of(self._episodes[env_id].env), num_records, arrays=arrays)
-        buffer = self._attach(layout)
+        buffer = self._open_block(layout)
         layout.bind(buffer)
         self._actions = ActionRecords(layout, buffer)
         self._transitions = TransitionRecords(layout, buffer)
         self._layout = layout
 
-    def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> Rebuilt | Refusal:
+    def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> bytes | None:
         plan, block, reset, pickled = payload[env_id]
         with contextlib.suppress(BaseException):  # errors of a broken simulator's close() would hide what broke it
             self._close(env_id, None)
         self._episodes.pop(env_id, None)
-        built = self._build(env_id, plan)
-        if isinstance(built, Refusal):
-            return built
+        built = self._access(env_id, plan)
         try:  # before the block is laid out for this one: the others' records are there, too
             if built.description != plan.described:
                 common_schema([loads(plan.described), loads(built.description)])
         except ValueError as error:
-            return Refusal(ValueError, f"the environment that was built anew is another: {error}")
-        self._lay_out(env_id, block)
-        episode = self._episodes[env_id]
+            raise Refusal(ValueError, f"the environment differs after its restart: {error}") from None
+        self._attach(env_id, block)
         keywords = {} if pickled is None else loads(pickled)
-        keywords = self._taken(env_id, {**keywords, "seed": plan.seeds[env_id]})
+        keywords = self._accepted(env_id, {**keywords, "seed": plan.seeds[env_id]})
         if not reset:
-            episode.postpone_reset(keywords)
-            return Rebuilt(None)
-        return Rebuilt(self._write(env_id, episode.reset(keywords)))
+            self._episodes[env_id].postpone_reset(keywords)
+            return None
+        return self._write(env_id, self._episodes[env_id].reset(keywords))
 
     def _seed(self, env_id: int, _: Any) -> int:
         declared = lookup.declared_seed(self._episodes[env_id].env.source)
@@ -211,17 +196,17 @@ class Worker:
         keywords = loads(payload[env_id])
         if keywords.get("seed") is not None:
             self._seeds[env_id] = keywords["seed"]
-        return self._write(env_id, self._episodes[env_id].reset(self._taken(env_id, keywords)))
+        return self._write(env_id, self._episodes[env_id].reset(self._accepted(env_id, keywords)))
 
     def _write(self, env_id: int, transition: Transition) -> bytes | None:
         """Write a transition into the block; returns what does not fit, pickled."""
         extras = self._transitions.write(env_id, transition)
         return None if extras is None else dump_extras(extras)
 
-    def _taken(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The keywords of a reset that the simulator takes."""
-        taken = self._episodes[env_id].env.reset_keywords
-        return {name: value for name, value in keywords.items() if name in taken}
+    def _accepted(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of a reset that the simulator accepts."""
+        accepted = self._episodes[env_id].env.reset_keywords
+        return {name: value for name, value in keywords.items() if name in accepted}
 
     def _step(self, env_id: int, payload: Mapping[int, bytes]) -> bytes | None:
         extras = loads(payload[env_id]) if env_id in payload else None
@@ -236,11 +221,11 @@ class Worker:
                     self._save(env_id, transition)
                     last = transition
                 transition = episode.begin_next(transition)
-            more = self._transitions.write(env_id, transition)
-            return None if more is None else dump_extras(more)
+            extras = self._transitions.write(env_id, transition)
+            return None if extras is None else dump_extras(extras)
         except BaseException:
             if last is None:
-                self._partially_written.add(env_id)
+                self._partially_written = env_id
             else:
                 self._transitions.write(env_id, last)
             raise
@@ -250,8 +235,8 @@ class Worker:
         self._saved.pop(env_id, None)
         if (extras := self._write(env_id, transition)) is not None:
             self._saved[env_id] = extras
-            if self._own_process:  # which may die in the reset; the reply names no environment: none is done yet
-                self._send(Reply(Message.RESULT, Message.STEP, (), {env_id: extras}, {}, time.monotonic(), last=False))
+            if self._own_process:  # which may die in the reset; the reply names no environment, since none is done yet
+                self._send(Reply(Message.STEP, (), {env_id: extras}, {}, time.monotonic(), last=False))
 
     def _all_actions(self, env_ids: Sequence[int] | None) -> list[dict[Any, Any]]:
         span = self._share if env_ids is None else span_of(env_ids)
@@ -263,58 +248,53 @@ class Worker:
         self._episodes[env_id].reset_early()
         with self._status.during(env_id, Activity.STATE):
             state = self._episodes[env_id].env.state()
-        assert self._layout is not None
-        column, space = self._layout.state, self._layout.schema.state_space
+        layout: Any = self._layout
+        column, space = layout.state, layout.schema.state_space
+        if column is None:
+            return dumps(as_array(state, np.dtype(space.dtype), space.shape))
         try:
-            if column is not None:
-                column.write(env_id, 0, state)
-                return None
+            column.write(env_id, 0, state)
         except DoesNotFit as error:
             raise TypeError(f"state() returned {state!r}") from error
-        assert space is not None
-        assert space.shape is not None
-        return dumps(as_array(state, np.dtype(space.dtype), space.shape))
+        return None
 
     def _render(self, env_id: int, _: Any) -> bytes:
         self._episodes[env_id].reset_early()
         with self._status.during(env_id, Activity.RENDER):
             return dumps(self._episodes[env_id].env.render())
 
-    def _call(self, env_id: int, payload: bytes) -> Answer | Refusal:
-        request = _unpickled(payload)
-        if isinstance(request, Refusal):
-            return request
-        name, args, kwargs = request
+    def _call(self, env_id: int, payload: bytes) -> Answer:
+        name, args, kwargs = _unpickled(payload)
         source = self._episodes[env_id].env.source
         with self._status.during(env_id, Activity.CALL):
             try:
                 member = functools.partial(name, source) if callable(name) else lookup.find(source, name)
             except AttributeError as error:
-                return Refusal(AttributeError, str(error))
-            if (args or kwargs) and not callable(member):
+                raise Refusal(AttributeError, str(error)) from None
+            if callable(member):
+                result = member(*args, **kwargs)
+            elif args or kwargs:
                 kind = type(member).__name__
-                return Refusal(TypeError, f"{name!r} takes no arguments: it is no method, its type is {kind}")
-            result = member(*args, **kwargs) if callable(member) else member
+                raise Refusal(TypeError, f"{name!r} takes no arguments: it is not a method, its type is {kind}")
+            else:
+                result = member
         try:
             pickled = dumps(result)
             loads(pickled)  # some things pickle, but do not unpickle
         except Exception as error:
-            return Refusal(TypeError, f"the result of {name!r} cannot be pickled: {error}")
+            raise Refusal(TypeError, f"the result of {name!r} cannot be pickled: {error}") from None
         return Answer(pickled)
 
-    def _assign(self, env_id: int, payload: Mapping[int, bytes]) -> Refusal | None:
-        request = _unpickled(payload[env_id])
-        if isinstance(request, Refusal):
-            return request
+    def _assign(self, env_id: int, payload: Mapping[int, bytes]) -> None:
+        name_and_value = _unpickled(payload[env_id])
         with self._status.during(env_id, Activity.CALL):
             try:
-                lookup.assign(self._episodes[env_id].env.source, *request)
+                lookup.assign(self._episodes[env_id].env.source, *name_and_value)
             except AttributeError as error:
-                return Refusal(AttributeError, str(error))
-        return None
+                raise Refusal(AttributeError, str(error)) from None
 
     def _trace(self, _: int, on: bool) -> Any:
-        return begin_slices(self._status) if on else end_slices(self._status)
+        return trace(self._status, on)
 
     def _close(self, env_id: int, _: Any) -> None:
         if (episode := self._episodes.get(env_id)) is not None:
@@ -322,44 +302,24 @@ class Worker:
                 episode.env.close()
 
 
-_HANDLERS: dict[Message, Callable[[Worker, int, Any], Any]] = {
-    Message.ACCESS: Worker._build,
-    Message.ATTACH: Worker._lay_out,
-    Message.SEED: Worker._seed,
-    Message.RESET: Worker._reset,
-    Message.STEP: Worker._step,
-    Message.STATE: Worker._state,
-    Message.RENDER: Worker._render,
-    Message.CALL: Worker._call,
-    Message.ASSIGN: Worker._assign,
-    Message.CLOSE: Worker._close,
-    Message.REBUILD: Worker._rebuild,
-    Message.TRACE: Worker._trace,
-}
-
-
-def _kind(failures: Mapping[int, Failure]) -> Message:
-    return Message.EXCEPTION if failures else Message.RESULT
-
-
 def _unpickled(payload: bytes) -> Any:
-    """The arguments of a call; a refusal if they cannot be unpickled here."""
+    """The arguments of a call; `Refusal` if they cannot be unpickled here."""
     try:
         return loads(payload)
     except ModuleNotFoundError as error:
-        return Refusal(ModuleNotFoundError, error.name or str(error))
+        raise Refusal(ModuleNotFoundError, error.name or str(error)) from None
     except Exception as error:
         text = "".join(traceback.format_exception_only(error)).strip()
-        return Refusal(TypeError, f"what was sent pickles, but cannot be made again from that: {text}")
+        raise Refusal(TypeError, f"the arguments can be pickled, but cannot be made again from that: {text}") from None
 
 
-def _failure(error: BaseException, doing: Activity | Message, *, partially_written: bool) -> Failure:
+def _failure(error: BaseException, doing: Activity | Message, partially_written: bool) -> Failure:
     method, to_do = doing.name.lower(), ""
     if isinstance(error, Misfit):
         to_do = "see which adapter= fits the simulator, or change the simulator; a restart would not help"
     if isinstance(error, LookupFailed) and error.__cause__ is not None:
         method, error = error.method, error.__cause__
-        to_do = f"let {method} give a space as soon as the simulator is constructed"
+        to_do = f"let {method} return a space as soon as the simulator is constructed"
     # Our own frames above the simulator's are left out; all of them stay if there are no others.
     below = error.__traceback__
     while below is not None and below.tb_frame.f_globals.get("__name__", "").startswith("marl_parallel."):

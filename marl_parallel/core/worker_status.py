@@ -1,12 +1,11 @@
 """What a worker is doing now and has done so far, as numbers in shared memory; and the timeline of a trace.
 
-The worker writes its `WorkerStatus`, and the parent reads it at any time without asking: that is how the parent knows
-which environment was running when a process died, how long one has been running, and what `stats()` returns. Each
-number is written whole. There is no lock, so two numbers may be read a moment apart. One number is written by the
-parent: that no more work may begin.
+The worker writes its `WorkerStatus`, and the parent reads it at any time without a request: which environment was
+running when a process died, how long one has been running, and what `stats()` returns. Each number is written whole.
+There is no lock, so two numbers may be read a moment apart. The parent writes one number: that no more work may begin.
 
-While a trace is kept, a status also stores slices of time. The parent's `Tracer` collects them, stores slices of its
-own, and writes the file that Perfetto and Chrome's `chrome://tracing` read. Without a trace, none of this runs.
+During a trace, a status also stores slices of time. The parent's `Tracer` collects them, stores slices of its own, and
+writes the file that Perfetto and Chrome's `chrome://tracing` read. Without a trace, none of this runs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -43,12 +41,14 @@ class Activity(IntEnum):
 
     @property
     def method(self) -> str:
-        """The name that errors use."""
         return self.name.lower()
 
-
-BEFORE_OR_AFTER = (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE)
-"""Activities outside of every episode."""
+    @property
+    def timeout(self) -> str:
+        """Which timeout applies; the argument of `ParallelEnv` is this name with `_timeout`."""
+        if self is Activity.RESET:
+            return "reset"
+        return "start" if self in (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE) else "step"
 
 
 class Running(NamedTuple):
@@ -92,7 +92,7 @@ class WorkerStatus:
         _RUNNING.pack_into(self._view, 0, env_id + 1, activity, now)
 
     def leave(self) -> None:
-        """Note that it has returned, or raised; sums and counts are written by `end_request`."""
+        """Note that the simulator has returned, or raised; `end_request` writes sums and counts."""
         self._inside += time.monotonic() - self._entered
         ints = self._ints
         ints[0] = -ints[0]
@@ -119,7 +119,7 @@ class WorkerStatus:
         self._changed = now
 
     def end_request(self) -> float:
-        """Note that the worker has carried it out; returns the moment."""
+        """Note that the worker has carried it out; returns the time."""
         now = time.monotonic()
         ints = self._ints
         if (env := ints[0]) < 0:
@@ -133,7 +133,7 @@ class WorkerStatus:
     # -- written by the parent ---------------------------------------------------------------------------------------
 
     def discard(self) -> None:
-        """From now on the worker begins nothing but a CLOSE: nobody waits for the results."""
+        """From now on the worker begins nothing but a CLOSE: no caller receives other results."""
         self._ints[_DISCARDED] = 1
 
     def mirror(self, others: bytes, ahead: float) -> None:
@@ -150,12 +150,11 @@ class WorkerStatus:
 
     @property
     def discarded(self) -> bool:
-        """Whether the parent has called `discard`."""
         return self._ints[_DISCARDED] != 0
 
     @property
     def latest(self) -> Activity:
-        """What was started last in the present request, whether it has ended or not; `START` if nothing was."""
+        """The activity that began last in the present request, also if it has ended; `START` for none."""
         return Activity(self._ints[_ACTIVITY])
 
     @property
@@ -184,7 +183,6 @@ class WorkerStatus:
 
     @property
     def stats(self) -> WorkerStats:
-        """What the worker has done so far."""
         ints, (inside, busy, waited) = self._ints, self._floats[_SIMULATOR:_PARTS]
         return WorkerStats(
             steps=ints[_ENDED + Activity.STEP],
@@ -199,10 +197,10 @@ _of_this_process: WeakSet[WorkerStatus] = WeakSet()
 
 
 def _guard_in_forked_child() -> None:
-    """In a forked child: end it as soon as it comes back from a simulator to a worker of its parent.
+    """End this forked child as soon as it returns from a simulator to a worker of its parent.
 
-    A worker writes to its status whenever a method of a simulator is entered or left, and nobody else does. Replacing
-    these methods here costs nothing in a step.
+    Only a worker writes to its status, whenever a method of a simulator is entered or left. Replacing these methods
+    here costs nothing in a step.
     """
     for status in list(_of_this_process):
         vars(status).update(dict.fromkeys(("enter", "leave", "begin_request", "end_request"), end_returning_copy))
@@ -216,48 +214,44 @@ if hasattr(os, "register_at_fork"):
 # -- traces ------------------------------------------------------------------------------------------------------------
 
 MOST_SLICES = 1_000_000
-"""The most slices kept for each lane; later ones are dropped, so that a forgotten trace does not fill the memory."""
+"""The most slices stored for each lane; later ones are dropped, so that a forgotten trace does not fill the memory."""
 
 SLICES = -1
-"""In place of an environment's number in the results of a CLOSE: the slices that the worker has kept."""
+"""In place of an environment's number in the results of a CLOSE: the slices that the worker has stored."""
 
 _FIELDS = 4  # of a slice: environment, activity, begin, end; both in seconds of `time.monotonic`
-_REQUEST = -1.0  # in place of an activity: the worker carried out a request
+_REQUEST = -1.0  # in place of an activity: the worker carried out a request, whose other slices come before this one
 
 
 class TracedStatus(WorkerStatus):
-    """A status that keeps slices, `_FIELDS` numbers each."""
+    """A status that stores slices, `_FIELDS` numbers each."""
 
     slices: array[float]
 
     def leave(self) -> None:
         super().leave()
-        self._keep(-self._ints[_ENV] - 1, self._ints[_ACTIVITY], self._entered, time.monotonic())
+        self._store(-self._ints[_ENV] - 1, self._ints[_ACTIVITY], self._entered, time.monotonic())
 
     def end_request(self) -> float:
-        started = self._changed
-        moment = super().end_request()
-        self._keep(-1, _REQUEST, started, moment)
-        return moment
+        began = self._changed
+        now = super().end_request()
+        self._store(-1, _REQUEST, began, now)
+        return now
 
-    def _keep(self, *slice_: float) -> None:
+    def _store(self, *slice_: float) -> None:
         if len(self.slices) < _FIELDS * MOST_SLICES:
             self.slices.extend(slice_)
 
 
-def begin_slices(status: WorkerStatus) -> None:
-    """Have a status keep slices from now on."""
-    if not isinstance(status, TracedStatus):
+def trace(status: WorkerStatus, on: bool) -> array[float] | None:
+    """Let a status store slices from now on, or no more; returns the slices when it ends."""
+    slices = None
+    if on and not isinstance(status, TracedStatus):
         status.__class__ = TracedStatus
         status.slices = array("d")  # type: ignore[attr-defined]
-
-
-def end_slices(status: WorkerStatus) -> array[float] | None:
-    """Have it keep no more; returns its slices, None if it kept none."""
-    if not isinstance(status, TracedStatus):
-        return None
-    slices, status.slices = status.slices, array("d")
-    status.__class__ = WorkerStatus  # type: ignore[assignment]
+    elif not on and isinstance(status, TracedStatus):
+        slices, status.slices = status.slices, array("d")
+        status.__class__ = WorkerStatus  # type: ignore[assignment]
     return slices
 
 
@@ -266,19 +260,18 @@ class Tracer:
 
     def __init__(self, path: Path, shares: Sequence[range]) -> None:
         self.path = path
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
         names = ["parent", *(f"worker {worker} (environments {[*share]})" for worker, share in enumerate(shares))]
-        self._events: list[dict[str, Any]] = [
-            {"ph": "M", "name": kind, "pid": 1, "tid": lane, "args": value}
-            for lane, name in enumerate(names)
-            for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": lane}))
-        ]
-        self._own: list[tuple[str, float, float]] = []
-        self._watched: list[tuple[Any, str]] = []
+        self._events: list[dict[str, Any]] = []
+        for lane, name in enumerate(names):
+            self._add(lane, "thread_name", ph="M", args={"name": name})
+            self._add(lane, "thread_sort_index", ph="M", args={"sort_index": lane})
+        self._parent_slices: list[tuple[str, float, float]] = []
+        self._replaced: list[tuple[Any, str]] = []  # methods: their objects and names
         self._open: set[str] = set()
 
     def watch(self, owner: Any, method: str, name: Callable[..., str]) -> None:
-        """Keep a slice of each call of an object's method, with a name made of its arguments.
+        """Store a slice for each call of an object's method, under a name computed from its arguments.
 
         There is none for a call inside another of the same name.
         """
@@ -290,66 +283,70 @@ class Tracer:
             if slice_ in self._open:
                 return inner(*args, **kwargs)
             self._open.add(slice_)
-            started = time.monotonic()
+            began = time.monotonic()
             try:
                 return inner(*args, **kwargs)
             finally:
                 self._open.discard(slice_)
-                if len(self._own) < MOST_SLICES:
-                    self._own.append((slice_, started, time.monotonic()))
+                if len(self._parent_slices) < MOST_SLICES:
+                    self._parent_slices.append((slice_, began, time.monotonic()))
 
         self._replace(owner, method, watched)
 
     def watch_batch(self, batch: Any) -> None:
-        """Keep a slice whenever actions are written to a batch or results read from it, also by its array views."""
-        make = batch.arrays
+        """Store a slice whenever actions are written to a batch or results read from it, also by its array views."""
+        create_view = batch.arrays
 
-        @functools.wraps(make)
         def arrays(**keywords: Any) -> Any:
-            view = make(**keywords)
-            self._watch_transport(view, "write", "read", "read_some")
+            view = create_view(**keywords)
+            self._watch_transport(view)
             return view
 
         self._replace(batch, "arrays", arrays)
-        self._watch_transport(batch, "write_actions", "read")
-        for view in [*batch.views]:
-            self._watch_transport(view, "write", "read", "read_some")
+        for owner in (batch, *batch.views):
+            self._watch_transport(owner)
 
-    def _watch_transport(self, owner: Any, write: str, *reads: str) -> None:
-        self.watch(owner, write, lambda *_: "write actions")
-        for method in reads:
-            self.watch(owner, method, lambda *_: "read results")
+    def _watch_transport(self, owner: Any) -> None:
+        for method in ("write_actions", "write", "read", "read_some"):
+            if hasattr(owner, method):
+                name = "read results" if method.startswith("read") else "write actions"
+                self.watch(owner, method, lambda *_, name=name: name)
 
     def _replace(self, owner: Any, method: str, by: Callable[..., Any]) -> None:
         setattr(owner, method, by)
-        self._watched.append((owner, method))
+        self._replaced.append((owner, method))
 
     def add(self, worker: int, slices: array[float], ahead: float) -> None:
         """Add the slices of a worker, whose clock this one is `ahead` of by so many seconds."""
-        rows = sorted(zip(*[iter(slices)] * _FIELDS), key=lambda row: (row[2], -row[3]))
-        inside = [row for row in rows if row[1] != _REQUEST]
-        busy = [(started, ended) for _, activity, started, ended in rows if activity == _REQUEST]
-        for env_id, activity, started, ended in inside:
-            name = Activity(int(activity)).method
-            self._slice(worker + 1, name, "simulator", started + ahead, ended + ahead, env_id=int(env_id))
-        transport = _without(busy, [(started, ended) for _, _, started, ended in inside])
-        waiting = [(ended, started) for (_, ended), (started, _) in pairwise(busy)]
-        for name, spans in (("transport", transport), ("waiting", waiting)):
-            for started, ended in spans:
-                self._slice(worker + 1, name, "worker", started + ahead, ended + ahead)
+        lane = worker + 1
+        simulators: list[tuple[float, float]] = []  # of the present request
+        waiting_since: float | None = None
+        for env_id, activity, began, ended in zip(*[iter(slices)] * _FIELDS):
+            began, ended = began + ahead, ended + ahead
+            if activity != _REQUEST:
+                simulators.append((began, ended))
+                self._add_slice(lane, Activity(int(activity)).method, "simulator", began, ended, env_id=int(env_id))
+                continue
+            if waiting_since is not None:
+                self._add_slice(lane, "waiting", "worker", waiting_since, began)
+            waiting_since = ended
+            for entered, left in [*simulators, (ended, ended)]:
+                if entered > began:
+                    self._add_slice(lane, "transport", "worker", began, entered)
+                began = max(began, left)
+            simulators.clear()
 
-    def mark(self, worker: int, text: str) -> None:
+    def note_replaced(self, worker: int) -> None:
         """Mark this moment in a worker's lane."""
-        moment = self._microseconds(time.monotonic())
-        self._events.append({"ph": "i", "s": "t", "name": text, "pid": 1, "tid": worker + 1, "ts": moment})
+        self._add(worker + 1, "replaced", ph="i", s="t", ts=self._microseconds(time.monotonic()))
 
     def finish(self) -> None:
         """End the watching, and write the file, whole or not at all; `OSError` if it cannot be written."""
-        for owner, method in self._watched:
+        for owner, method in self._replaced:
             delattr(owner, method)  # the class's own method is found again
-        self._watched.clear()
-        for name, started, ended in self._own:
-            self._slice(0, name, "parent", started, ended)
+        self._replaced.clear()
+        for name, began, ended in self._parent_slices:
+            self._add_slice(0, name, "parent", began, ended)
         target = self.path.resolve()
         special = self.path.exists() and not self.path.is_file()  # such as a pipe
         file = target.with_name(f".{target.name}-{os.getpid()}")
@@ -364,32 +361,12 @@ class Tracer:
             if file is not target:
                 file.unlink(missing_ok=True)
 
-    def _slice(self, lane: int, name: str, category: str, started: float, ended: float, **arguments: Any) -> None:
-        span = {"ts": self._microseconds(started), "dur": round(1e6 * (ended - started), 3)}
-        self._events.append(
-            {"ph": "X", "name": name, "cat": category, "pid": 1, "tid": lane, **span, "args": arguments}
-        )
+    def _add_slice(self, lane: int, name: str, category: str, began: float, ended: float, **arguments: Any) -> None:
+        begin, length = self._microseconds(began), round(1e6 * (ended - began), 3)
+        self._add(lane, name, ph="X", cat=category, ts=begin, dur=length, args=arguments)
+
+    def _add(self, lane: int, name: str, **fields: Any) -> None:
+        self._events.append({"name": name, "pid": 1, "tid": lane, **fields})
 
     def _microseconds(self, moment: float) -> float:
-        return round(1e6 * (moment - self._begun), 3)
-
-
-def _without(
-    spans: Sequence[tuple[float, float]], parts: Sequence[tuple[float, float]]
-) -> Iterator[tuple[float, float]]:
-    """What is left of spans of time without parts that lie within them; all in order.
-
-    Example:
-        >>> [*_without([(0, 5), (7, 9)], [(1, 2), (2, 3), (7, 9)])]
-        [(0, 1), (3, 5)]
-    """
-    rest = iter([*parts, (float("inf"), float("inf"))])
-    part = next(rest)
-    for started, ended in spans:
-        while part[0] < ended:
-            if part[0] > started:
-                yield started, part[0]
-            started = max(started, part[1])
-            part = next(rest)
-        if started < ended:
-            yield started, ended
+        return round(1e6 * (moment - self._started), 3)

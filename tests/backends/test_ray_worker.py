@@ -13,9 +13,7 @@ from marl_parallel.backends.ray_worker import Result, pack, saved_replies, unpac
 from marl_parallel.core.messages import Message, Reply
 from marl_parallel.core.worker_status import WorkerStatus
 
-REPLIES = [
-    Reply(Message.RESULT, Message.STEP, (number,), {number: b"more"}, {}, 1.5, number == 2) for number in range(3)
-]
+REPLIES = [Reply(Message.STEP, (number,), {number: b"more"}, {}, 1.5, number == 2) for number in range(3)]
 
 
 @pytest.mark.parametrize("records", [None, np.arange(12, dtype=np.uint8).reshape(3, 4)], ids=["none", "some"])

@@ -60,7 +60,7 @@ def test_the_dead_are_told_once(portable):
     assert "spawn.py" in portable.stack(0)
     portable.post({1: Request(Message.CLOSE)})
     ((worker, reply),) = heard(portable, 1)
-    assert (worker, reply.answers) == (1, Message.CLOSE)
+    assert (worker, reply.message) == (1, Message.CLOSE)
     portable.post(dict.fromkeys((0, 1), Request(Message.CLOSE)))
     replies = dict(heard(portable, 2))
     assert portable.stack(1) == ""
@@ -86,7 +86,7 @@ def test_a_replacement_that_dies_while_it_starts(portable, monkeypatch):
     portable.replace(1)
     portable.post({1: Request(Message.CLOSE)})
     ((worker, reply),) = heard(portable, 1)
-    assert (worker, reply.answers) == (1, Message.CLOSE)
+    assert (worker, reply.message) == (1, Message.CLOSE)
 
 
 def start_with(monkeypatch, program):

@@ -32,7 +32,7 @@ def test_an_attribute_is_looked_at_once(each, build):
 
 def test_arguments_for_what_is_no_method_close_nothing(each, build):
     env = build([Hunt] * 2, each)
-    with pytest.raises(TypeError, match="environment 0: 'metadata' takes no arguments: it is no method"):
+    with pytest.raises(TypeError, match="environment 0: 'metadata' takes no arguments: it is not a method"):
         env.call("metadata", 3)
     env.reset()
 

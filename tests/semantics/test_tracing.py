@@ -99,7 +99,7 @@ def test_nothing_of_it_stays(each, build, tmp_path):
     env = build(fragile(tmp_path), each)
     before = vars(env.runner.pool).keys() | vars(env.runner.batch).keys()
     env.start_trace(tmp_path / "a.json")
-    assert {"run", "step_all"} <= vars(env.runner.pool).keys()
+    assert {"run", "send"} <= vars(env.runner.pool).keys()
     env.stop_trace()
     assert vars(env.runner.pool).keys() | vars(env.runner.batch).keys() == before
     env.start_trace(tmp_path / "b.json")
