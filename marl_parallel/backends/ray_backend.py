@@ -402,7 +402,7 @@ class RayBackend(Backend):
 
 
 def _results(refs: list[Any], count: int, timeout: float) -> list[tuple[Any, Any]]:
-    """Wait for at most `count` results (0: all that are ready); returns them, or Ray's errors, with their references."""
+    """Wait for at most `count` results (0: all that are ready); returns references with results or Ray's errors."""
     if count >= len(refs):
         with contextlib.suppress(RayError):  # one is late or lost
             return [*zip(refs, ray.get(refs, timeout=timeout))]
