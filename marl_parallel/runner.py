@@ -181,18 +181,16 @@ class BatchRunner:
 
     def check_batch_size(self, facade: str, *, partial_resets: bool = False) -> None:
         """Raise `ValueError` unless a facade can receive all results at once, and reset some environments if needed."""
-        batch_size = self.pool.batch_size
-        if self.num_envs % batch_size:
-            raise ValueError(
-                f"{facade} steps all {self.num_envs} environments at a time, but these come {batch_size} at a "
-                "time: make them with a batch_size of which num_envs is a multiple"
-            )
+        batch_size, how, advice = self.pool.batch_size, "at a time", ""
         if partial_resets and not self.pool.partial:
-            raise ValueError(
-                f"{facade} steps all {self.num_envs} environments and resets some of them, but these come "
-                f"{batch_size} at a time"
-                + (f": make them with batch_size={self.num_envs}" if batch_size < self.num_envs else "")
-            )
+            how = "and resets some of them"
+            advice = f": make them with batch_size={self.num_envs}" if batch_size < self.num_envs else ""
+        elif self.num_envs % batch_size:
+            advice = ": make them with a batch_size of which num_envs is a multiple"
+        else:
+            return
+        text = f"{facade} steps all {self.num_envs} environments {how}, but these come {batch_size} at a time{advice}"
+        raise ValueError(text)
 
     # -- the one facade that steps ---------------------------------------------------------------------------------
 

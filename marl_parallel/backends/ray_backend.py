@@ -2,7 +2,7 @@
 
     RayBackend --- one call per worker and batch: the request, all actions in one array ---> RayWorker
                <-- the replies, the worker status, the results in the records ---------------
-               --- look, stack, remains of a dead worker, end ------------------------------> RayNodeMonitor
+               --- statuses, stack, remains of a dead worker, end --------------------------> RayNodeMonitor
 
 Each end has a block of its own with the same layout; record slices carry what one end has written to the other. The
 actors are in `ray_worker.py`.
@@ -51,7 +51,7 @@ __doctest_requires__ = ["ray"]
 
 PLACEMENTS = ("SPREAD", "PACK")
 _POLL_S = 0.1  # how often `wait` checks whether it is interrupted
-_LOOK_AGAIN_S = 0.01
+_STATUS_INTERVAL_S = 0.01
 _MONITOR_TIMEOUT_S = 5.0  # a monitor has nothing else to do
 _WARN_AFTER_S = 3.0
 _CONNECT_TIMEOUT_S = 10.0
@@ -83,7 +83,7 @@ class Actor:
         self.pending: deque[Pending] = deque()
         self.sent = 0  # how many orders were sent
         self.status = WorkerStatus(bytearray(WorkerStatus.NBYTES))  # as of the latest result or `look`
-        self.ahead = 0.0  # seconds that this machine's clock is ahead of its own, at most
+        self.clock_offset = 0.0  # this machine's clock minus its own, in seconds, at most
         self.closed = False  # whether it has closed its environments
 
     @property
@@ -95,12 +95,12 @@ class Actor:
 
     def update(self, status: bytes, now: float) -> None:
         """Copy the status, read at the time `now` of the other machine's clock."""
-        self.ahead = min(self.ahead, time.monotonic() - now)
-        self.status.mirror(status, self.ahead)
+        self.clock_offset = min(self.clock_offset, time.monotonic() - now)
+        self.status.copy_from(status, self.clock_offset)
 
     def localized(self, reply: Reply, pending: Pending) -> Reply:
         """A reply in this machine's time; it is the last one only if its order is."""
-        return reply._replace(completed=reply.completed + self.ahead, last=reply.last and pending.last)
+        return reply._replace(completed=reply.completed + self.clock_offset, last=reply.last and pending.last)
 
 
 class RayBackend(Backend):
@@ -165,7 +165,7 @@ class RayBackend(Backend):
         self._lost: list[tuple[int, Reply | Lost]] = []
         self._interrupted = False
         self._token = secrets.token_hex(8)
-        self._looked = 0.0
+        self._statuses_read = 0.0
 
     # -- starting --------------------------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class RayBackend(Backend):
         """Have a monitor watch a worker after its greeting; send requests after the monitor's reply."""
         actor = self._actors[worker]
         if isinstance(arrived, Greeting):
-            actor.ahead = time.monotonic() - arrived.now
+            actor.clock_offset = time.monotonic() - arrived.now
             actor.monitor = _monitor_of(arrived.node, self._runtime_env)
             actor.arriving = actor.monitor.watch.remote(actor.key, arrived)
             return
@@ -331,17 +331,17 @@ class RayBackend(Backend):
 
     def look(self) -> None:
         now = time.monotonic()
-        if now - self._looked < _LOOK_AGAIN_S:
+        if now - self._statuses_read < _STATUS_INTERVAL_S:
             return
-        self._looked = now
+        self._statuses_read = now
         busy = {actor.key: actor for actor in self._actors if actor.pending}
-        for ref in [monitor.look.remote(keys) for monitor, keys in _by_monitor(busy.values()).items()]:
+        for ref in [monitor.statuses.remote(keys) for monitor, keys in _by_monitor(busy.values()).items()]:
             moment, statuses = _monitor_result(ref) or (0.0, {})
             for key, status in statuses.items():
                 busy[key].update(status, moment)
 
     def ahead(self, worker: int) -> float:
-        return self._actors[worker].ahead
+        return self._actors[worker].clock_offset
 
     def stack(self, worker: int) -> str:
         actor = self._actors[worker]
@@ -360,7 +360,7 @@ class RayBackend(Backend):
         if remains is None:
             return [], Lost(None, "")
         status, records, saved, lost = remains
-        actor.status.mirror(status, actor.ahead)
+        actor.status.copy_from(status, actor.clock_offset)
         if slices is not None and records:
             slices.put_records(share, records)
         pending = {order.number: order for order in actor.pending}

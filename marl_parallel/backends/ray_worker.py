@@ -1,7 +1,7 @@
 """What runs on the nodes of a Ray cluster: workers, a monitor on each node, and the monitor's child reaper.
 
     driver (ray_backend.py) --- execute -----------------> RayWorker       an actor per worker, with its environments
-                            --- look, stack, remains ----> RayNodeMonitor  an actor per node
+                            --- statuses, stack, ... ----> RayNodeMonitor  an actor per node
                                                                 |
                                                            child reaper    a process per node, outlives both
 
@@ -253,7 +253,7 @@ class RayNodeMonitor:
             worker.reap_with(self._reaper)
         return True
 
-    def look(self, keys: Iterable[int]) -> tuple[float, dict[int, bytes]]:
+    def statuses(self, keys: Iterable[int]) -> tuple[float, dict[int, bytes]]:
         """`time.monotonic` on this machine, and the status of workers."""
         return time.monotonic(), {key: bytes(self._workers[key].status) for key in keys}
 

@@ -295,15 +295,13 @@ class NativePool:
 
     def execute_in(self, message: Message, env_ids: Sequence[int], payload: Any = None) -> dict[int, Any]:
         self.check_open()
+        if message is Message.RENDER:
+            with self._in_simulator(message, env_ids):
+                frames = self._simulator.render()
+            return {env_id: frames[env_id] for env_id in env_ids}
         if message is Message.ASSIGN:
             raise AttributeError(f"environments of {self.name} have no attributes of their own that could be set")
-        if message is Message.CALL:
-            return dict.fromkeys(env_ids, self._attribute(loads(payload)[0]))
-        with self._in_simulator(message, env_ids, closes=False):
-            frames = self._simulator.render()
-        return {env_id: frames[env_id] for env_id in env_ids}
-
-    def _attribute(self, name: Any) -> Any:
+        name = loads(payload)[0]
         if not isinstance(name, str):
             raise TypeError(f"environments of {self.name} are no objects that a function could be called with")
         try:
@@ -314,17 +312,17 @@ class NativePool:
             raise AttributeError(
                 f"environments of {self.name} have no methods of their own: {name!r} is a method for all of them"
             )
-        return value
+        return dict.fromkeys(env_ids, value)
 
     @contextlib.contextmanager
-    def _in_simulator(self, message: Message, env_ids: Sequence[int], *, closes: bool = True) -> Iterator[None]:
-        """Measure the time in the simulator. If it raises, close: which results are still to come is not known."""
+    def _in_simulator(self, message: Message, env_ids: Sequence[int]) -> Iterator[None]:
+        """Measure the time in the simulator. If it raises, close, except for frames: other results may be missing."""
         started = time.perf_counter()
         try:
             yield
         except BaseException as error:
-            self._check_not_closed_meanwhile()
-            if closes:
+            self.check_open("the environments were closed by another thread")
+            if message is not Message.RENDER:
                 self.close()
             if not isinstance(error, Exception):
                 raise
@@ -337,7 +335,7 @@ class NativePool:
                 remote_traceback="".join(traceback.format_exception(error)),
             ) from error
         self._simulator_s += time.perf_counter() - started
-        self._check_not_closed_meanwhile()
+        self.check_open("the environments were closed by another thread")
 
     def _check_whole_batches(self, count: int, what: str) -> None:
         if count % self.batch_size:
@@ -429,8 +427,9 @@ class NativePool:
 
     def masks(self, env_id: int) -> dict[AgentID, Any]:
         agents = () if env_id in self._pending else self.acting[env_id]
-        masks = {agent: self._masks[agent] for agent in agents if agent in self._masks}
-        return {agent: own_mask(tree_map(lambda array: array[env_id], mask)) for agent, mask in masks.items()}
+        all_masks = {agent: self._masks[agent] for agent in agents if agent in self._masks}
+        masks: dict[AgentID, Any] = own_mask(tree_map(lambda array: array[env_id], all_masks))
+        return masks
 
     # -- dicts -----------------------------------------------------------------------------------------------------
 
@@ -487,13 +486,9 @@ class NativePool:
     def stats(self) -> Stats:
         return Stats.of([WorkerStats(steps=self._steps, resets=self._resets, simulator_s=self._simulator_s)])
 
-    def check_open(self) -> None:
+    def check_open(self, error: str = "the environments have been closed; make a new ParallelEnv") -> None:
         if self.closed:
-            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
-
-    def _check_not_closed_meanwhile(self) -> None:
-        if self.closed:
-            raise ClosedEnvironmentError("the environments were closed by another thread")
+            raise ClosedEnvironmentError(error)
 
     def close(self, *, ask: bool = True, timeout: float = 5.0) -> None:
         if not self.closed:
