@@ -247,7 +247,7 @@ class BatchRunner:
             )
             seed = None
         base, seeds = self._seeds_for(seed, env_ids)
-        recovery, has_reset = pool.recovery, self.batch.has_reset
+        recovery = pool.recovery
         options_of = checked_options(options, len(env_ids))
         for env_options in options_of:
             if env_options is not None:
@@ -256,7 +256,8 @@ class BatchRunner:
         new_seeds = [*self.seeds]
         for env_id, env_seed, env_options in zip(env_ids, seeds, options_of, strict=True):
             passed: dict[str, Any] = {}
-            if env_seed is None and not has_reset[env_id] and not pool.slots[env_id].restarts:
+            slot = pool.slots[env_id]
+            if env_seed is None and not slot.has_reset and not slot.restarts:
                 env_seed = base + env_id
             if env_seed is not None:
                 passed["seed"] = new_seeds[env_id] = env_seed

@@ -49,7 +49,6 @@ from marl_parallel.types import ParallelEnvError
 
 __doctest_requires__ = ["ray"]
 
-PLACEMENTS = ("SPREAD", "PACK")
 _POLL_S = 0.1  # how often `wait` checks whether it is interrupted
 _STATUS_INTERVAL_S = 0.01
 _MONITOR_TIMEOUT_S = 5.0  # a monitor has nothing else to do
@@ -143,8 +142,8 @@ class RayBackend(Backend):
         placement_timeout: float = 60.0,
         num_threads: int | None = 1,
     ) -> None:
-        if placement not in PLACEMENTS:
-            raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
+        if placement not in ("SPREAD", "PACK"):
+            raise ValueError(f"placement must be one of SPREAD, PACK, got {placement!r}")
         self._resources = {"CPU": num_cpus, **(resources or {})}
         for name, amount in self._resources.items():
             if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount > 0:
@@ -528,18 +527,18 @@ def _connect(address: str) -> None:
         _check_reachable(address)
         ray.init(address=address)
     except (OSError, RuntimeError, RayError) as error:
-        first = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         raise ConnectionError(
-            f"no Ray cluster can be reached at {address}: {first}. Start one with `ray start --head`, or leave the "
+            f"no Ray cluster can be reached at {address}: {reason}. Start one with `ray start --head`, or leave the "
             "address, and RAY_ADDRESS, out"
         ) from error
 
 
 def _announced() -> str | None:
     """The address in RAY_ADDRESS, else of the cluster of `ray start` on this machine, not of another program's own."""
-    named = os.environ.get("RAY_ADDRESS", "")
-    if named not in ("", "auto"):
-        return None if named == "local" else named
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address not in ("", "auto"):
+        return None if address == "local" else address
     on_linux = os.environ.get("TMPDIR") if sys.platform == "linux" else None
     default = tempfile.gettempdir() if sys.platform == "win32" else "/tmp"
     file = Path(os.environ.get("RAY_TMPDIR") or on_linux or default, "ray", "ray_current_cluster")
@@ -552,7 +551,7 @@ def _announced() -> str | None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise an OSError if nobody listens: Ray itself tries again for a minute."""
+    """Raise an `OSError` if nothing listens at an address: Ray itself would retry for a minute."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal():
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S):
@@ -581,8 +580,8 @@ def _shortage(resources: Mapping[str, float], count: int) -> str:
     total, free = ray.cluster_resources(), ray.available_resources()
     each = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
     there = ", ".join(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in resources)
-    want = f"it wants {each}" if count == 1 else f"{count} workers want {each} each"
-    return f"{want}, the {sum(node['Alive'] for node in ray.nodes())} nodes have {there} together"
+    needed = f"it wants {each}" if count == 1 else f"{count} workers want {each} each"
+    return f"{needed}, the {sum(node['Alive'] for node in ray.nodes())} nodes have {there} together"
 
 
 def _monitor_of(node: str, runtime_env: dict[str, Any] | None) -> Any:

@@ -110,7 +110,7 @@ class RayWorker:
         self._share = share
         self._files = Files(*(anonymous_file(f"marl_parallel-{name}") for name in Files._fields))
         self._status = _mapped(self._files.status, WorkerStatus.NBYTES)
-        self._parcels: Parcels | None = None
+        self._slices: Parcels | None = None
         self._worker = Worker(WorkerStatus(self._status), self._attach, own_process=True)
         self._marker = os.environ[descendants.MARKER] = descendants.marker_value(token, os.getpid())
         descendants.report_to(self._files.crash)
@@ -131,8 +131,8 @@ class RayWorker:
         """
         number, request, actions, first = pickle.loads(order)
         env_ids = self._share if request.env_ids is None else request.env_ids
-        if actions is not None and self._parcels is not None:
-            self._parcels.put_actions(env_ids, actions)
+        if actions is not None and self._slices is not None:
+            self._slices.put_actions(env_ids, actions)
         replies: list[Reply] = []
 
         def send(reply: Reply) -> None:
@@ -142,13 +142,13 @@ class RayWorker:
 
         self._worker.execute(request, send)
         records = None
-        if replies and self._parcels is not None and request.message in WITH_RESULTS:
-            records = self._parcels.results(env_ids, request.message)
+        if replies and self._slices is not None and request.message in WITH_RESULTS:
+            records = self._slices.results(env_ids, request.message)
         return pack(Result(replies, bytes(self._status), records))
 
     def _attach(self, layout: Layout) -> Any:
         block = _mapped(self._files.block, layout.nbytes)
-        self._parcels = Parcels(layout, block)
+        self._slices = Parcels(layout, block)
         return block
 
 
