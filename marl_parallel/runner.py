@@ -151,7 +151,7 @@ class BatchRunner:
         self.pool.check_open()
         if not self.pool.in_flight:
             return
-        pending = self.pool.pending
+        pending = dict.fromkeys(self.pool.pending)
         busy = [*pending] if env_ids is None else [env_id for env_id in env_ids if env_id in pending]
         if busy:
             call = f"while environments {busy} are" if env_ids is None else f"to environments {busy}, which are"

@@ -2,7 +2,7 @@
 
     RayBackend --- one call per worker and batch: the request, all actions in one array ---> RayWorker
                <-- the replies, the worker status, the results in the records ---------------
-               --- statuses, stack, remains of a dead worker, end --------------------------> RayNodeMonitor
+               --- statuses, stack, last state of a dead worker, end -----------------------> RayNodeMonitor
 
 Each end has a block of its own with the same layout; record slices carry what one end has written to the other. The
 actors are in `ray_worker.py`.
@@ -38,7 +38,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from marl_parallel.backends.ray_worker import Greeting, RayNodeMonitor, RayWorker, unpack
+from marl_parallel.backends.ray_worker import ProcessInfo, RayNodeMonitor, RayWorker, unpack
 from marl_parallel.core.backend import Backend, usable_cpus
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Message, Reply, Request
@@ -54,7 +54,7 @@ _STATUS_INTERVAL_S = 0.01
 _MONITOR_TIMEOUT_S = 5.0  # a monitor has nothing else to do
 _WARN_AFTER_S = 3.0
 _CONNECT_TIMEOUT_S = 10.0
-_SEAT, _SEATS = "marl_parallel_worker", 10_000
+_SLOT, _SLOTS = "marl_parallel_worker", 10_000
 """In a cluster started for one program alone, each worker takes one of these resources instead of CPUs."""
 _PROCESS_DIED = "its worker process has died"  # Ray's reason if it has no better one
 _BECAUSE = re.compile(r"\bbecause (.+?)[.](?:\s|$)")
@@ -74,11 +74,12 @@ class Actor:
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
-        self.arriving = handle.greet.remote()  # its greeting, then the reply of its node monitor; None after both
-        self.since = time.monotonic()  # when it was requested, or the first one that it replaces and never arrived
+        # References to its `ProcessInfo`, then to its node monitor's reply; None once it has started.
+        self.starting = handle.process_info.remote()
+        self.since = time.monotonic()  # when it was requested, or the first one that it replaces and never started
         self.key = secrets.randbits(48)  # its number at its node monitor
-        self.monitor: Any = None  # the handle of its node monitor; None before the greeting, and if none watches it
-        self.waiting: list[Request] = []  # requests to send after its arrival
+        self.monitor: Any = None  # the handle of its node monitor; None if none watches it
+        self.waiting: list[Request] = []  # requests to send once it has started
         self.pending: deque[Pending] = deque()
         self.sent = 0  # how many orders were sent
         self.status = WorkerStatus(bytearray(WorkerStatus.NBYTES))  # as of the latest result or `look`
@@ -88,8 +89,8 @@ class Actor:
     @property
     def next(self) -> Any:
         """The reference to its next result, None if there is none."""
-        if self.arriving is not None:
-            return self.arriving
+        if self.starting is not None:
+            return self.starting
         return self.pending[0].ref if self.pending else None
 
     def update(self, status: bytes, now: float) -> None:
@@ -183,7 +184,7 @@ class RayBackend(Backend):
         self._shares = shares
         self._connect(start=True)
         if _connection.own_cluster:
-            self._resources = {_SEAT: 1, **{name: n for name, n in self._resources.items() if name != "CPU"}}
+            self._resources = {_SLOT: 1, **{name: n for name, n in self._resources.items() if name != "CPU"}}
         try:
             self._group = _reserve(self._resources, len(shares), self._placement, self._placement_timeout)
             for node in {*placement_group_table(self._group)["bundles_to_node_id"].values()} - {None, ""}:
@@ -217,7 +218,7 @@ class RayBackend(Backend):
         old = self._actors[worker]
         _end([old])
         self._actors[worker] = new = self._new_actor(worker)
-        if old.arriving is not None:
+        if old.starting is not None:
             new.since = old.since
         self.statuses[worker] = new.status
 
@@ -232,7 +233,7 @@ class RayBackend(Backend):
         for worker, request in requests.items():
             if not self._actors or not ray.is_initialized():
                 self._lost.append((worker, Lost(None, "", "Ray has been shut down")))
-            elif self._actors[worker].arriving is not None:
+            elif self._actors[worker].starting is not None:
                 self._actors[worker].waiting.append(request)
             else:
                 self._send(worker, request)
@@ -271,16 +272,16 @@ class RayBackend(Backend):
             if missing <= 0 or (left == 0.0 and not results):
                 break
             if not results:
-                self._check_arrivals()
+                self._check_starts()
         self._interrupted = False
         if timeout is not None and len(replies) < at_least:
             self.look()
         return replies
 
-    def _check_arrivals(self) -> None:
+    def _check_starts(self) -> None:
         """Raise if a worker takes too long to start: all others would wait for it for ever."""
         for worker, actor in enumerate(self._actors):
-            if actor.arriving is not None and time.monotonic() - actor.since > self._placement_timeout:
+            if actor.starting is not None and time.monotonic() - actor.since > self._placement_timeout:
                 raise ParallelEnvError(
                     f"worker {worker} could not be {'started' if self._slices is None else 'replaced'} within "
                     f"{self._placement_timeout:g} s: {_shortage(self._resources, 1)}. Add nodes, or raise "
@@ -292,12 +293,12 @@ class RayBackend(Backend):
     def _receive(self, worker: int, packed: Any) -> list[Reply | Lost]:
         """The replies of a worker, from its result or from Ray's error in its place."""
         actor = self._actors[worker]
-        if isinstance(packed, RayTaskError) and actor.arriving is None:
+        if isinstance(packed, RayTaskError) and actor.starting is None:
             raise packed
         if isinstance(packed, RayError):
-            return self._bury(worker, packed)
-        if actor.arriving is not None:
-            self._arrive(worker, packed)
+            return self._note_death(worker, packed)
+        if actor.starting is not None:
+            self._note_start(worker, packed)
             return []
         result, pending = unpack(packed), actor.pending.popleft()
         if not result.replies:
@@ -308,16 +309,16 @@ class RayBackend(Backend):
         actor.closed |= pending.request.message is Message.CLOSE
         return [actor.localized(reply, pending) for reply in result.replies]
 
-    def _arrive(self, worker: int, arrived: Greeting | bool) -> None:
-        """Have a monitor watch a worker after its greeting; send requests after the monitor's reply."""
+    def _note_start(self, worker: int, started: ProcessInfo | bool) -> None:
+        """Have a node monitor watch a worker that is up; send requests after the monitor's reply."""
         actor = self._actors[worker]
-        if isinstance(arrived, Greeting):
-            actor.clock_offset = time.monotonic() - arrived.now
-            actor.monitor = _monitor_of(arrived.node, self._runtime_env)
-            actor.arriving = actor.monitor.watch.remote(actor.key, arrived)
+        if isinstance(started, ProcessInfo):
+            actor.clock_offset = time.monotonic() - started.now
+            actor.monitor = _monitor_of(started.node, self._runtime_env)
+            actor.starting = actor.monitor.watch.remote(actor.key, started)
             return
-        actor.arriving = None
-        if not arrived:  # it is not watched: if it dies, the error has no exit code and no stack
+        actor.starting = None
+        if not started:  # it is not watched: if it dies, the error has no exit code and no stack
             actor.monitor = None
         waiting, actor.waiting = actor.waiting, []
         for request in waiting:
@@ -347,36 +348,36 @@ class RayBackend(Backend):
         return "" if actor.monitor is None else _monitor_result(actor.monitor.stack.remote(actor.key)) or ""
 
     def end(self, worker: int) -> list[Reply]:
-        return self._salvage(worker, kill=True)[0]
+        return self._fetch_last_state(worker, kill=True)[0]
 
-    def _salvage(self, worker: int, *, kill: bool) -> tuple[list[Reply], Lost]:
+    def _fetch_last_state(self, worker: int, *, kill: bool) -> tuple[list[Reply], Lost]:
         """Copy the records of a dead worker; returns its replies that have not arrived, and how it died."""
         actor, slices, share = self._actors[worker], self._slices, self._shares[worker]
         span = (0, 0) if slices is None else slices.places(share)
-        remains = None
+        last_state = None
         if actor.monitor is not None:
-            remains = _monitor_result(actor.monitor.remains.remote(actor.key, span, kill=kill))
-        if remains is None:
+            last_state = _monitor_result(actor.monitor.last_state.remote(actor.key, span, kill=kill))
+        if last_state is None:
             return [], Lost(None, "")
-        status, records, saved, lost = remains
+        status, records, saved, lost = last_state
         actor.status.copy_from(status, actor.clock_offset)
         if slices is not None and records:
             slices.put_records(share, records)
         pending = {order.number: order for order in actor.pending}
         return [actor.localized(reply, pending[number]) for number, reply in saved if number in pending], lost
 
-    def _bury(self, worker: int, error: RayError) -> list[Reply | Lost]:
+    def _note_death(self, worker: int, error: RayError) -> list[Reply | Lost]:
         """The last replies of a worker that is dead, or whose monitor is, by Ray's error."""
         actor, reason = self._actors[worker], _reason(error)
-        if actor.arriving is not None and actor.monitor is not None:
+        if actor.starting is not None and actor.monitor is not None:
             logger.warning("the node monitor of environments %s is dead: %s", [*self._shares[worker]], reason)
             _forget_monitor(actor.monitor)
-            self._arrive(worker, False)
+            self._note_start(worker, False)
             return []
-        replies, lost = self._salvage(worker, kill=False)
-        if actor.arriving is not None:
+        replies, lost = self._fetch_last_state(worker, kill=False)
+        if actor.starting is not None:
             reason = str(error).strip()
-        actor.arriving = None
+        actor.starting = None
         actor.pending.clear()
         actor.waiting.clear()
         return [*replies, lost._replace(reason="" if reason == _PROCESS_DIED else reason)]
@@ -494,7 +495,7 @@ def connect(address: str | None, *, start: bool = False) -> bool:
         elif address is not None:
             raise ConnectionError("no Ray cluster runs on this machine, and RAY_ADDRESS names none: `ray start --head`")
         elif start:
-            ray.init(address="local", resources={_SEAT: _SEATS}, include_dashboard=False)
+            ray.init(address="local", resources={_SLOT: _SLOTS}, include_dashboard=False)
             _connection.started_here = _connection.own_cluster = True
         else:
             return False

@@ -16,7 +16,6 @@ import io
 import mmap
 import os
 import pickle
-import select
 import signal
 import socket
 import struct
@@ -25,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
@@ -57,7 +57,7 @@ class Files(NamedTuple):
     replies: int
 
 
-class Greeting(NamedTuple):
+class ProcessInfo(NamedTuple):
     """Where a worker is, and the files for its monitor; `now` is `time.monotonic` on its node."""
 
     node: str
@@ -75,7 +75,7 @@ class Result(NamedTuple):
     records: NDArray[Any] | None
 
 
-Remains: TypeAlias = tuple[bytes, bytes, list[tuple[int, Reply]], Lost]
+LastState: TypeAlias = tuple[bytes, bytes, list[tuple[int, Reply]], Lost]
 """Of a dead worker: its status, whole records, saved replies with the numbers of their orders, and how it died."""
 
 Packed: TypeAlias = bytes | tuple[bytes, NDArray[Any]]
@@ -118,11 +118,11 @@ class RayWorker:
         if num_threads is not None:
             interpreter.limit_loaded_libraries(num_threads)
 
-    def greet(self) -> Greeting:
+    def process_info(self) -> ProcessInfo:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        return Greeting(node, time.monotonic(), os.getpid(), self._marker, self._files)
+        return ProcessInfo(node, time.monotonic(), os.getpid(), self._marker, self._files)
 
     def execute(self, order: bytes) -> Packed:
         """Execute an order: its number, a request, slices of actions or None, whether it is the request's first part.
@@ -181,13 +181,13 @@ def saved_replies(data: bytes) -> list[tuple[int, Reply]]:
 class _WatchedWorker:
     """A worker's process and files, opened by its monitor."""
 
-    def __init__(self, greeting: Greeting) -> None:
-        self.pid, self.marker = greeting.pid, greeting.marker
+    def __init__(self, process: ProcessInfo) -> None:
+        self.pid, self.marker = process.pid, process.marker
         files = []
         with contextlib.ExitStack() as stack:  # the worker may die half-way
             self.handle = os.pidfd_open(self.pid)
             stack.callback(os.close, self.handle)
-            for fd in greeting.files:
+            for fd in process.files:
                 files.append(os.open(f"/proc/{self.pid}/fd/{fd}", os.O_RDWR))
                 stack.callback(os.close, files[-1])
             self.files = Files(*files)
@@ -201,14 +201,7 @@ class _WatchedWorker:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
-        wait_for_death(self.handle, _DEATH_TIMEOUT_S)
-
-
-def wait_for_death(handle: int, timeout: float | None = None) -> None:
-    """Wait until the process of a pidfd has died."""
-    poll = select.poll()  # unlike `select.select`, it takes any number of descriptors
-    poll.register(handle, select.POLLIN)
-    poll.poll(None if timeout is None else timeout * 1e3)
+        wait([self.handle], _DEATH_TIMEOUT_S)
 
 
 def exitcode_of(handle: int) -> int | None:
@@ -238,10 +231,10 @@ class RayNodeMonitor:
         self._workers: dict[int, _WatchedWorker] = {}
         self._reaper: socket.socket | None = None
 
-    def watch(self, key: int, greeting: Greeting) -> bool:
+    def watch(self, key: int, process: ProcessInfo) -> bool:
         """Open a worker's process and files; False if it is dead already, or if this system cannot."""
         try:
-            new = self._workers[key] = _WatchedWorker(greeting)
+            new = self._workers[key] = _WatchedWorker(process)
         except (OSError, AttributeError):
             return False
         if self._reaper is not None:
@@ -264,12 +257,12 @@ class RayNodeMonitor:
     def stack(self, key: int) -> str:
         return self._workers[key].crash.stack(self._workers[key].pid, _STACK_TIMEOUT_S)
 
-    def remains(self, key: int, span: tuple[int, int], *, kill: bool) -> Remains:
-        """The `Remains` of a worker that is dead, dying or to be killed; its records lie at `span` in the block."""
+    def last_state(self, key: int, span: tuple[int, int], *, kill: bool) -> LastState:
+        """The `LastState` of a worker that is dead, dying or to be killed; its records lie at `span` in the block."""
         worker, (start, stop) = self._workers[key], span
         if kill:
             worker.kill()
-        wait_for_death(worker.handle, _DEATH_TIMEOUT_S)
+        wait([worker.handle], _DEATH_TIMEOUT_S)
         records = os.pread(worker.files.block, stop - start, start)
         replies = os.pread(worker.files.replies, os.fstat(worker.files.replies).st_size, 0)
         lost = Lost(exitcode_of(worker.handle), worker.crash.text())
@@ -328,6 +321,6 @@ def run_child_reaper() -> None:
 
 
 def _reap_after(handle: int, pid: int, marker: str) -> None:
-    wait_for_death(handle)
+    wait([handle])
     descendants.kill_left_behind(pid, marker)
     os.close(handle)

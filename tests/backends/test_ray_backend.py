@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from simulators.failing import Fragile, hard_exit, killed_by
 
 from marl_parallel import ParallelEnv, ParallelEnvError, RayBackend, WorkerCrashed
 from marl_parallel.backends import ray_backend
-from marl_parallel.backends.ray_worker import Result, exitcode_of, wait_for_death
+from marl_parallel.backends.ray_worker import Result, exitcode_of
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")]
 
@@ -376,7 +377,7 @@ def test_exit_code_of_a_process_that_is_reaped_late():
     """Ray, whose child a worker is, may be slow on a busy machine; until then the kernel does not tell."""
     process = subprocess.Popen([sys.executable, "-c", "import os; os._exit(7)"])
     handle = os.pidfd_open(process.pid)
-    wait_for_death(handle)
+    wait([handle])
     threading.Timer(0.3, process.wait).start()
     assert exitcode_of(handle) == 7
     os.close(handle)
