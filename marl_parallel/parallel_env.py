@@ -479,13 +479,14 @@ class ParallelEnv:
         """
         runner = self.runner
         runner.check_idle("state")
-        if runner.schema.state_space is None:
+        batch = runner.batch
+        if runner.schema.state_space is None or isinstance(batch, NativePool):
             raise NotImplementedError(
                 "this environment has no global state: it has no state() with a state_space of arrays or numbers"
             )
         ids = runner.checked_ids(env_ids)
         runner.check_has_reset(ids, "state")
-        return runner.batch.states(ids, runner.pool.execute_in(Message.STATE, ids))
+        return batch.states(ids, runner.pool.execute_in(Message.STATE, ids))
 
     def seed(self) -> tuple[int, ...]:
         """The seed that each environment uses: its own `unwrapped.seed` if that is an int, else the one it was given.

@@ -21,7 +21,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -477,9 +477,6 @@ class NativePool:
 
     def arrays(self, *, copy: bool) -> NativeArrays:
         return NativeArrays(self)
-
-    def states(self, env_ids: Sequence[int], outside: Mapping[int, Any]) -> NoReturn:
-        raise NotImplementedError("native simulators have no global state")
 
     # -- statistics and the end ------------------------------------------------------------------------------------
 
