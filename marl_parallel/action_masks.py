@@ -1,4 +1,4 @@
-"""Action masks by PettingZoo's convention: where environments report them, and what `Space.sample(mask)` takes.
+"""Action masks by PettingZoo's convention: where environments report them, and the form for `Space.sample(mask)`.
 
 Which info belongs to the running episode is decided in `core/batch.py`.
 """
@@ -21,7 +21,7 @@ _NUMBERS = frozenset("biuf")
 def mask_of(observation: Any, info: Any) -> Any:
     """The action mask of one agent, in new arrays; None if neither its info nor its observation has one.
 
-    If both have one, the info's is returned: the loop in PettingZoo's documentation asks in this order.
+    If both have one, the info's is returned, as in the loop of PettingZoo's documentation.
 
     Example:
         >>> mask_of({"action_mask": [1, 0]}, {"action_mask": np.array([0, 1], np.int8)})
@@ -57,9 +57,9 @@ def own_mask(mask: Any) -> Any:
 
 
 def for_sample(space: Space[Any], mask: Any) -> Any:
-    """A mask in the form that `space.sample(mask)` takes; None if it has another form, or allows nothing at all.
+    """A mask in the form for `space.sample(mask)`; None if it has another form, or allows no action.
 
-    Gymnasium returns the first action if a mask allows none, which looks like a valid choice; hence None.
+    For a mask that allows no action, Gymnasium would return the first one, which looks like a valid choice.
 
     Example:
         >>> for_sample(spaces.Discrete(2), np.array([True, False]))
@@ -67,21 +67,15 @@ def for_sample(space: Space[Any], mask: Any) -> Any:
         >>> for_sample(spaces.Discrete(3), np.array([True, False])) is None
         True
     """
-    if mask is None:
-        return None
     if isinstance(space, spaces.Discrete):
-        return _of_choice(space.n, mask)
+        return _of_choices(space.n, mask)
     if isinstance(space, spaces.MultiDiscrete):
         return _of_choices(space.nvec, mask)
     if isinstance(space, spaces.MultiBinary):
         return _numbers(mask, space.shape, (0, 1, 2))
-    if isinstance(space, spaces.Dict):
-        if not isinstance(mask, Mapping):
-            return None
+    if isinstance(space, spaces.Dict) and isinstance(mask, Mapping):
         return {key: for_sample(child, mask.get(key)) for key, child in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        if not isinstance(mask, tuple | list | np.ndarray) or len(mask) != len(space.spaces):
-            return None
+    if isinstance(space, spaces.Tuple) and _is_sequence(mask, len(space.spaces)):
         return tuple(for_sample(child, part) for child, part in zip(space.spaces, mask))
     return None
 
@@ -95,6 +89,10 @@ def allows_nothing(mask: Any) -> bool:
     return mask is None or not np.any(mask)
 
 
+def _is_sequence(mask: Any, length: int) -> bool:
+    return isinstance(mask, tuple | list | np.ndarray) and len(mask) == length
+
+
 def _numbers(mask: Any, shape: tuple[int, ...], values: tuple[int, ...]) -> NDArray[np.int8] | None:
     array = np.asarray(mask) if isinstance(mask, np.ndarray | list | tuple) else None
     if array is None or array.dtype.kind not in _NUMBERS or array.shape != shape or not np.isin(array, values).all():
@@ -102,18 +100,14 @@ def _numbers(mask: Any, shape: tuple[int, ...], values: tuple[int, ...]) -> NDAr
     return array.astype(np.int8)
 
 
-def _of_choice(count: Any, mask: Any) -> NDArray[np.int8] | None:
-    array = _numbers(mask, (int(count),), (0, 1))
-    return array if array is not None and array.any() else None
-
-
-def _of_choices(counts: NDArray[Any], mask: Any) -> Any:
+def _of_choices(counts: Any, mask: Any) -> Any:
     """Tuples of arrays, nested as `counts` is; one flat array of all choices, as MaskablePPO has them, is split."""
-    if counts.ndim == 0:
-        return _of_choice(counts, mask)
+    if np.ndim(counts) == 0:
+        array = _numbers(mask, (int(counts),), (0, 1))
+        return array if array is not None and array.any() else None
     if isinstance(mask, np.ndarray) and mask.ndim == counts.ndim == 1 and len(mask) == counts.sum():
         mask = np.split(mask, np.cumsum(counts)[:-1])
-    if not isinstance(mask, tuple | list | np.ndarray) or len(mask) != len(counts):
+    if not _is_sequence(mask, len(counts)):
         return None
-    parts = tuple(_of_choices(np.asarray(count), part) for count, part in zip(counts, mask))
+    parts = tuple(map(_of_choices, counts, mask))
     return None if any(part is None for part in parts) else parts

@@ -205,8 +205,8 @@ class ParallelEnv:
             if restarts:
                 policy, options_last = restart_policy, schema.options_last
                 pool.restart_on_faults(Recovery(pool.slots, policy, plan, attach.payload, batch, base, options_last))
-            self.runner = BatchRunner(pool, batch, schema, seeds, local_modules)
-            self.runner.begin_seed_check(SeedCheck(built, "seed" in schema.reset_keywords))
+            seed_check = SeedCheck(built, "seed" in schema.reset_keywords)
+            self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
             if trace is not None:
                 self.start_trace(trace)
         except BaseException:
@@ -306,8 +306,7 @@ class ParallelEnv:
         of zeros and ones become bool, True for an allowed action; dicts and tuples stay as they are. All arrays are the
         caller's own. The dict is empty for an environment whose next action does not count. See `docs/values.md`.
         """
-        runner = self.runner
-        return tuple(runner.batch.masks(i) if runner.pool.acts_next(i) else {} for i in runner.env_ids)
+        return tuple(map(self.runner.batch.masks, self.runner.env_ids))
 
     @property
     def observation_space(self) -> spaces.Dict | None:
@@ -427,7 +426,7 @@ class ParallelEnv:
         """
         runner = self.runner
         ids, rows = arguments.addressed(actions, env_ids, runner.num_envs)
-        runner.check_not_in_flight(ids, "send")
+        runner.check_idle("send", ids)
         runner.check_has_reset(ids, "send")
         runner.send(ids, runner.batch.write_actions(ids, rows))
 
@@ -480,13 +479,14 @@ class ParallelEnv:
         """
         runner = self.runner
         runner.check_idle("state")
-        if runner.schema.state_space is None:
+        batch = runner.batch
+        if runner.schema.state_space is None or isinstance(batch, NativePool):
             raise NotImplementedError(
                 "this environment has no global state: it has no state() with a state_space of arrays or numbers"
             )
         ids = runner.checked_ids(env_ids)
         runner.check_has_reset(ids, "state")
-        return runner.batch.states(ids, runner.pool.execute_in(Message.STATE, ids))
+        return batch.states(ids, runner.pool.execute_in(Message.STATE, ids))
 
     def seed(self) -> tuple[int, ...]:
         """The seed that each environment uses: its own `unwrapped.seed` if that is an int, else the one it was given.
@@ -632,12 +632,14 @@ class ParallelEnv:
         """
         self.runner.check_idle("start_trace")
         pool = self.runner.pool
+        if isinstance(pool, NativePool):
+            raise NotImplementedError(f"{pool.name} keeps no timeline: it has no workers")
         if pool.tracer is not None:
             raise RuntimeError(f"a trace is being kept already, for {pool.tracer.path}: call stop_trace first")
         tracer = Tracer(arguments.checked_trace(path), pool.shares)
-        _, fault = self._trace_workers(True)
+        _, fault = self._trace_workers(pool, True)
         if fault is not None:
-            self._trace_workers(False)
+            self._trace_workers(pool, False)
             raise fault
         pool.tracer = tracer
         tracer.watch(pool, "run", lambda message, *_: f"wait for {message.name.lower()}")
@@ -657,21 +659,21 @@ class ParallelEnv:
         """
         self.runner.check_idle("stop_trace")
         pool = self.runner.pool
-        if pool.tracer is None:
+        if isinstance(pool, NativePool) or pool.tracer is None:
             raise RuntimeError("no trace is being kept: call start_trace first, or pass trace=")
         tracer = pool.tracer
-        kept, fault = self._trace_workers(False)
+        kept, fault = self._trace_workers(pool, False)
         for worker, slices in kept.items():
-            tracer.add(worker, slices, pool.ahead(worker))
+            tracer.add(worker, slices, pool.backend.ahead(worker))
         if fault is not None:
             raise fault
         pool.tracer = None
         tracer.finish()
         return tracer.path
 
-    def _trace_workers(self, on: bool) -> tuple[dict[int, Any], ParallelEnvError | None]:
+    @staticmethod
+    def _trace_workers(pool: Pool, on: bool) -> tuple[dict[int, Any], ParallelEnvError | None]:
         """Begin or end traces in all workers; returns their slices, and the first error of one that was replaced."""
-        pool = self.runner.pool
         if pool.recovery is not None:
             pool.recovery.traced = on
         kept: dict[int, Any] = {}

@@ -1,7 +1,6 @@
 r"""`BatchRunner`: resets and steps a batch of environments, below the dicts of `ParallelEnv`.
 
-It decides about env ids, about the seeds and options of resets, and about the order of calls. How actions and results
-look is up to its user::
+It checks env ids and the order of calls, and decides about the seeds and options of resets::
 
     ParallelEnv (dicts)     vector.ArrayStepper (arrays)
                    \           /
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -46,9 +45,9 @@ _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False",
 class BatchRunner:
     """Resets and steps a batch of environments.
 
-    A step is three calls: actions are written by the batch (as dicts, or as arrays by `batch.arrays()`), `step` carries
-    them out, and the batch reads the results. All three belong under one entry of `guard`; `vector.ArrayStepper` does
-    this for facades. All methods raise `ClosedEnvironmentError` after `close`, and `ParallelEnvError` for a fault.
+    A step is three calls: the batch writes actions (dicts, or arrays with `batch.arrays()`), `step` carries them out,
+    and the batch reads the results. All three belong under one entry of `guard`; `vector.ArrayStepper` does this for
+    facades. All methods raise `ClosedEnvironmentError` after `close`, and `ParallelEnvError` for a fault.
 
     `docs/facades.md` lists its attributes for facades.
     """
@@ -60,19 +59,23 @@ class BatchRunner:
         schema: Schema,
         seeds: Sequence[int],
         local_modules: list[ModuleType] | None = None,
+        seed_check: SeedCheck | None = None,
     ) -> None:
         self.pool, self.batch, self.schema = pool, batch, schema
         self.mode, self.env_ids, self.num_envs = batch.mode, batch.env_ids, len(batch.env_ids)
         self.metadata, self.render_mode = {**schema.metadata, "autoreset_mode": batch.mode}, schema.render_mode
-        self.seeds = tuple(seeds)  # the seed that each environment was given, or declared last
-        self.takes_options = "options" in schema.reset_keywords  # whether `reset` takes options
-        self.restarts = pool.recovery is not None  # whether environments that fail are rebuilt
-        self.guard = CallGuard(pool.check_open)  # the call in progress; one call at a time
+        self.seeds = tuple(seeds)  # the seed that each environment got, or declared last
+        self.takes_options = "options" in schema.reset_keywords
+        self.restarts = isinstance(pool, Pool) and pool.recovery is not None  # whether failed environments are rebuilt
+        self.guard = CallGuard(pool.check_open)  # one call at a time
         self.local_modules = [] if local_modules is None else local_modules  # modules that workers cannot import
         self._base_seed = self.seeds[0]
         self._all_have_reset = False  # whether every environment is known to have been reset
-        self._seed_check: SeedCheck | None = None
-        self._stepped_by: weakref.ref[object] | None = None
+        self._stepped_by: Callable[[], object] = lambda: None
+        # Until all environments have been reset once: the check whether their seeds make a difference.
+        self._seed_check = None if seed_check is None or seed_check.is_done else seed_check
+        if seed_check is not None and seed_check.first_warning is not None:
+            warnings.warn(seed_check.first_warning, UserWarning, stacklevel=3)
 
     # -- resets and steps ------------------------------------------------------------------------------------------
 
@@ -86,19 +89,18 @@ class BatchRunner:
         """
         self.check_idle("reset")
         ids = self.checked_ids(env_ids)
-        keywords = self._reset_keywords(ids, seed, options)
-        extras = self.pool.run(Message.RESET, ids, keywords)
+        extras = self.pool.run(Message.RESET, ids, self._reset_keywords(ids, seed, options))
         self._note_resets(ids, extras)
         return ids, extras
 
     def send_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
         """Begin new episodes and return; `recv` has the results. Arguments and errors as of `reset`."""
         ids = self.checked_ids(env_ids)
-        self.check_not_in_flight(ids, "reset_async")
+        self.check_idle("reset_async", ids)
         self.pool.send(Message.RESET, ids, self._reset_keywords(ids, seed, options))
 
     def ids_to_step(self, env_ids: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The env ids of a step that may be taken now; errors as of `reset`, or `ResetNeeded`."""
+        """The env ids of a step that is allowed now; errors as of `reset`, or `ResetNeeded`."""
         if self.pool.closed or self.pool.in_flight:
             self.check_idle("step")
         ids = self.env_ids if env_ids is None else self.checked_ids(env_ids)
@@ -123,7 +125,7 @@ class BatchRunner:
         self.pool.send(Message.STEP, env_ids, written or None, together=together)
 
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> Results:
-        """Wait for results of `send` and `send_reset`, and take all that are here; as `ParallelEnv.recv`."""
+        """Wait for results of `send` and `send_reset`, and return all that are ready; as `ParallelEnv.recv`."""
         self.pool.check_open()
         in_flight = self.pool.in_flight
         if not in_flight:
@@ -142,21 +144,16 @@ class BatchRunner:
         """Raise `ClosedEnvironmentError` if everything has been closed."""
         self.pool.check_open()
 
-    def check_idle(self, name: str) -> None:
-        """Raise unless everything is open and nothing in flight."""
+    def check_idle(self, name: str, env_ids: Sequence[int] | None = None) -> None:
+        """Raise unless everything is open and nothing in flight, or none of these environments."""
         self.pool.check_open()
-        if self.pool.in_flight:
-            raise AlreadyPendingCallError(
-                f"{name}() while environments {[*self.pool.pending]} are in flight; recv() them first", name
-            )
-
-    def check_not_in_flight(self, env_ids: Sequence[int], name: str) -> None:
-        """Raise unless everything is open and none of these environments in flight."""
-        self.pool.check_open()
-        if self.pool.in_flight and (busy := [env_id for env_id in env_ids if env_id in {*self.pool.pending}]):
-            raise AlreadyPendingCallError(
-                f"{name}() to environments {busy}, which are in flight; recv() them first", name
-            )
+        if not self.pool.in_flight:
+            return
+        pending = dict.fromkeys(self.pool.pending)
+        busy = [*pending] if env_ids is None else [env_id for env_id in env_ids if env_id in pending]
+        if busy:
+            call = f"while environments {busy} are" if env_ids is None else f"to environments {busy}, which are"
+            raise AlreadyPendingCallError(f"{name}() {call} in flight; recv() them first", name)
 
     def check_has_reset(self, env_ids: Sequence[int], name: str) -> None:
         """Raise `ResetNeeded` if one of these environments has never been reset."""
@@ -168,35 +165,30 @@ class BatchRunner:
                 raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
 
     def check_seed(self, seed: Any) -> None:
-        """Raise `ValueError` for a seed if `reset` can take none."""
-        if seed is not None and self.pool.seeded_at_start:
-            raise ValueError(f"seed={seed!r}, but these environments are seeded only once, where they are made")
+        """Raise `ValueError` for a seed if `reset` accepts none."""
+        if seed is not None and isinstance(self.pool, NativePool):
+            raise ValueError(f"seed={seed!r}, but these environments are seeded only once, when they are made")
 
     def check_mode(self, facade: str, modes: Collection[AutoresetMode]) -> None:
-        """Raise `ValueError` unless a facade supports the auto-reset mode.
+        """Raise `ValueError` unless a facade supports the auto-reset mode."""
+        # In a native simulator, a reset right after an episode's end cancels the automatic one.
+        as_disabled = isinstance(self.pool, NativePool) and AutoresetMode.DISABLED in modes
+        if self.mode not in modes and not as_disabled:
+            supported = " or ".join(f"auto_reset={_AUTO_RESET[mode]}" for mode in modes)
+            raise ValueError(f"{facade} wants a ParallelEnv with {supported}, got auto_reset={_AUTO_RESET[self.mode]}")
 
-        A simulator that has no mode but `NEXT_STEP` passes for `DISABLED`: a reset right after an episode's end cancels
-        the one that it would do.
-        """
-        passes_for = {self.mode, AutoresetMode.DISABLED} if self.batch.mode_is_fixed else {self.mode}
-        if passes_for.isdisjoint(modes):
-            served = " or ".join(f"auto_reset={_AUTO_RESET[mode]}" for mode in modes)
-            raise ValueError(f"{facade} wants a ParallelEnv with {served}, got auto_reset={_AUTO_RESET[self.mode]}")
-
-    def check_comes_together(self, facade: str, *, partial_resets: bool = False) -> None:
+    def check_batch_size(self, facade: str, *, partial_resets: bool = False) -> None:
         """Raise `ValueError` unless a facade can receive all results at once, and reset some environments if needed."""
-        batch_size = self.pool.batch_size
-        if self.num_envs % batch_size:
-            raise ValueError(
-                f"{facade} steps all {self.num_envs} environments at a time, but these come {batch_size} at a "
-                "time: make them with a batch_size of which num_envs is a multiple"
-            )
+        batch_size, how, advice = self.pool.batch_size, "at a time", ""
         if partial_resets and not self.pool.partial:
-            raise ValueError(
-                f"{facade} steps all {self.num_envs} environments and resets some of them, but these come "
-                f"{batch_size} at a time"
-                + (f": make them with batch_size={self.num_envs}" if batch_size < self.num_envs else "")
-            )
+            how = "and resets some of them"
+            advice = f": make them with batch_size={self.num_envs}" if batch_size < self.num_envs else ""
+        elif self.num_envs % batch_size:
+            advice = ": make them with a batch_size of which num_envs is a multiple"
+        else:
+            return
+        text = f"{facade} steps all {self.num_envs} environments {how}, but these come {batch_size} at a time{advice}"
+        raise ValueError(text)
 
     # -- the one facade that steps ---------------------------------------------------------------------------------
 
@@ -204,7 +196,7 @@ class BatchRunner:
         """Let one facade step; `RuntimeError` if another one does that is alive and has not called `release`."""
         if self._stepped_by is facade:
             return
-        other = None if self._stepped_by is None else self._stepped_by()
+        other = self._stepped_by()
         if other is not None and other is not facade():
             raise RuntimeError(
                 f"this ParallelEnv is stepped by a {type(other).__name__} already; make a ParallelEnv for each facade"
@@ -213,16 +205,9 @@ class BatchRunner:
 
     def release(self) -> None:
         """Let another facade step."""
-        self._stepped_by = None
+        self._stepped_by = lambda: None
 
     # -- seeds and options of resets -------------------------------------------------------------------------------
-
-    def begin_seed_check(self, check: SeedCheck) -> None:
-        """Warn at once of equal seeds, or keep the check until all environments have been reset once."""
-        if check.first_warning is not None:
-            warnings.warn(check.first_warning, UserWarning, stacklevel=3)
-        if not check.is_done:
-            self._seed_check = check
 
     def _note_resets(self, env_ids: Sequence[int], extras: Any) -> None:
         """Note resets; once all environments have been reset, warn if their first observations are equal."""
@@ -248,45 +233,47 @@ class BatchRunner:
         if options is not None and not self.takes_options:
             raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
         self.check_seed(seed)
-        if self.pool.seeded_at_start:
+        pool = self.pool
+        if isinstance(pool, NativePool):
             return {}
         if seed is not None and self.schema.seeded_when_made:
             warnings.warn(
-                f"seed={seed!r} is refused: these environments are seeded when they are made; give it to ParallelEnv, "
-                "which gives it to their constructors",
+                f"seed={seed!r} is refused: these environments are seeded when they are made; pass it to ParallelEnv, "
+                "which passes it to their constructors",
                 UserWarning,
                 stacklevel=5,
             )
             seed = None
         base, seeds = self._seeds_for(seed, env_ids)
-        recovery, has_reset = self.pool.recovery, self.batch.has_reset
-        for_each = checked_options(options, len(env_ids))
-        for own_options in for_each:
-            if own_options is not None:
-                self.schema.check_options(own_options)
+        recovery = pool.recovery
+        options_of = checked_options(options, len(env_ids))
+        for env_options in options_of:
+            if env_options is not None:
+                self.schema.check_options(env_options)
         keywords: dict[int, bytes] = {}
         new_seeds = [*self.seeds]
-        for env_id, own, own_options in zip(env_ids, seeds, for_each, strict=True):
+        for env_id, env_seed, env_options in zip(env_ids, seeds, options_of, strict=True):
             passed: dict[str, Any] = {}
-            if own is None and not has_reset[env_id] and (recovery is None or not recovery.slots[env_id].restarts):
-                own = base + env_id
-            if own is not None:
-                passed["seed"] = new_seeds[env_id] = own
-            if own_options is not None:
-                passed["options"] = recovery.reset_options(env_id, own_options) if recovery else own_options
+            slot = pool.slots[env_id]
+            if env_seed is None and not slot.has_reset and not slot.restarts:
+                env_seed = base + env_id
+            if env_seed is not None:
+                passed["seed"] = new_seeds[env_id] = env_seed
+            if env_options is not None:
+                passed["options"] = recovery.reset_options(env_id, env_options) if recovery else env_options
             keywords[env_id] = dumps_for_workers(passed, "options", self.local_modules)
         # Before the reset: an environment that fails in it is rebuilt with a seed of the new base.
-        self._base_seed, self.seeds, self.pool.seeds_stale = base, tuple(new_seeds), True
+        self._base_seed, self.seeds, pool.seeds_stale = base, tuple(new_seeds), True
         if recovery is not None:
             recovery.base_seed = base
         return keywords
 
     def _seeds_for(self, seed: Seeds, env_ids: Sequence[int]) -> tuple[int, Sequence[int | None]]:
-        """The base of seeds from now on, and the seed that each of these environments is explicitly given."""
+        """The base of seeds from now on, and the seed that each of these environments gets by name."""
         if seed is None:
             return self._base_seed, [None] * len(env_ids)
-        one = isinstance(seed, str | bytes) or (isinstance(seed, np.ndarray) and seed.ndim == 0)
-        if isinstance(seed, Sequence | np.ndarray) and not one:
+        is_one = isinstance(seed, str | bytes) or (isinstance(seed, np.ndarray) and seed.ndim == 0)
+        if isinstance(seed, Sequence | np.ndarray) and not is_one:
             return self._base_seed, seeds_of(seed, env_ids)
         base = base_seed(seed)
         return base, [base + env_id for env_id in env_ids]

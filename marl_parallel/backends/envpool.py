@@ -1,17 +1,19 @@
 """EnvPool as a `NativeSimulator`: many environments of one task in EnvPool's own threads.
 
-EnvPool takes and returns flat lists of arrays: one row for each environment or, in tasks with several players, one for
-each player, with `players.env_id` for its environment. This module calls three methods of EnvPool's C++ pools. The
-methods for users above them make dicts, which takes a tenth of the time of a batch of a small task, and none of them
-resets some environments without waiting. EnvPool aborts the process if an array has a wrong shape or dtype, so all
-arrays are checked before.
+Its inputs and results are flat lists of arrays: one row for each environment or, in tasks with several players, one for
+each player, with `players.env_id` for its environment. This module calls three methods of EnvPool's C++ pools, since
+the public ones make dicts, which takes a tenth of the time of a batch of a small task, and none of them resets some
+environments without waiting. EnvPool aborts the process if an array has a wrong shape or dtype, so all arrays are
+checked before.
 """
 
 from __future__ import annotations
 
 import ctypes
+import operator
 import re
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -27,13 +29,13 @@ __doctest_requires__ = ["envpool", "torchrl"]
 
 _INSTALL = 'pip install "marl-parallel[envpool]"'
 _IDS = ("env_id", "players.env_id", "players.id")
-"""Inputs that say whose a row is; the others are actions."""
+"""Inputs that name the environment and player of a row; the others are actions."""
 
 
 def open_pool(task: str, seeds: Sequence[int], arguments: Mapping[str, Any]) -> EnvPool:
     """Make a pool; arguments and errors as of `ParallelEnv.from_envpool`."""
     if arguments.get("render_mode") == "human" and len(seeds) > 1:
-        raise ValueError(f'render_mode="human" shows one copy, but num_envs={len(seeds)}: pass "rgb_array"')
+        raise ValueError(f'render_mode="human" shows one environment, but num_envs={len(seeds)}: pass "rgb_array"')
     try:
         import envpool
     except ImportError as error:
@@ -45,10 +47,10 @@ def open_pool(task: str, seeds: Sequence[int], arguments: Mapping[str, Any]) -> 
     try:
         pool = envpool.make_gymnasium(task, seed=seeds, **arguments)
     except TypeError as error:
-        taken = ", ".join(envpool.make_spec(task).config._fields)
+        accepted = ", ".join(envpool.make_spec(task).config._fields)
         reason = str(error).partition("\n")[0]
-        raise TypeError(f"EnvPool's {task} does not take these arguments ({reason}); it takes {taken}") from error
-    except AssertionError as error:  # an argument out of range; not all say which
+        raise TypeError(f"EnvPool's {task} does not take these arguments ({reason}); it takes {accepted}") from error
+    except AssertionError as error:  # an argument out of range; not all of them name it
         raise ValueError(f"EnvPool's {task} refuses one of {arguments}: {error}") from error
     return EnvPool(pool, seeds, f"EnvPool's {task}")
 
@@ -56,8 +58,8 @@ def open_pool(task: str, seeds: Sequence[int], arguments: Mapping[str, Any]) -> 
 class EnvPool(NativeSimulator):
     """A pool of EnvPool.
 
-    Players are the agents `agent_0`, `agent_1` and so on: by `info:players.id` if the task has it, else in their order.
-    Infos of players are the agents', infos of an environment with several players are `__common__`.
+    Players are the agents `agent_0`, `agent_1` and so on, by `info:players.id` if the task has it, else by their order.
+    Infos of players become infos of agents; those of an environment with several players become `__common__`.
 
     Args:
         pool: From `envpool.make_gymnasium`.
@@ -82,58 +84,52 @@ class EnvPool(NativeSimulator):
         self.batch_size = config["batch_size"] or self.num_envs
         self.metadata, self.render_mode = dict(pool.metadata), pool.render_mode
         self._pool = pool
-        # Tasks of dm_control reward the state in which an episode begins, for which nobody has acted.
-        self._rewards_firsts = type(pool).__name__.startswith("Dmc")
+        # Tasks of dm_control reward the first state of an episode, before any action.
+        self._rewards_first_states = type(pool).__name__.startswith("Dmc")
         self._players = config.get("max_num_players", 1)
         self.partial = self._players == 1  # with several, EnvPool waits for as many rows as there are environments
         self._present = np.zeros((self.num_envs, self._players), np.bool_)  # in the last row of each environment
         self._find_outputs(pool)
         action_space = self._find_inputs(pool)
-        agents: list[AgentID] = [f"agent_{place}" for place in range(self._players)]
+        agents: list[AgentID] = [f"agent_{player}" for player in range(self._players)]
         observation_space = _space_of(tree_map(_unbounded, pool.observation_space))
         self.schema = Schema(
             agents, dict.fromkeys(agents, observation_space), dict.fromkeys(agents, action_space), None
         )
 
     def _find_outputs(self, pool: Any) -> None:
-        """Find the places of observations and infos in the list that comes out."""
-        self._at = at = {name: place for place, name in enumerate(pool._state_keys)}
+        """Find the positions of observations and infos in the list of results."""
+        self._at = at = {name: position for position, name in enumerate(pool._state_keys)}
         specs = pool.spec.state_array_spec
-        self._of_players = {place for name, place in at.items() if specs[name].shape[:1] == [-1]}
-        # What users know as "desired_goal.kettle" is "obs:desired_goal:kettle" here.
-        seen, infos = (
-            {name.partition(":")[2].replace(":", "."): at[name] for name in at if name.partition(":")[0] == kind}
-            for kind in ("obs", "info")
-        )
-        self._seen = _nested(seen) if isinstance(pool.observation_space, spaces.Dict) else next(iter(seen.values()))
-        infos["elapsed_step"] = at["elapsed_step"]
-        infos = {name: place for name, place in infos.items() if name not in ("env_id", "players.env_id")}
-        own = {name for name, place in infos.items() if self._players == 1 or place in self._of_players}
-        self._infos = _nested({name: place for name, place in infos.items() if name in own})
-        self._common = _nested({name: place for name, place in infos.items() if name not in own})
+        self._of_players = {position for name, position in at.items() if specs[name].shape[:1] == [-1]}
+        # The name "desired_goal.kettle" of the documentation is "obs:desired_goal:kettle" here.
+        names = [(*name.partition(":")[::2], position) for name, position in at.items()]
+        observed = {key.replace(":", "."): position for kind, key, position in names if kind == "obs"}
+        infos = {key.replace(":", "."): position for kind, key, position in names if kind == "info"}
+        infos = {key: infos[key] for key in infos if key not in _IDS[:2]} | {"elapsed_step": at["elapsed_step"]}
+        is_dict = isinstance(pool.observation_space, spaces.Dict)
+        self._observed = _nested(observed) if is_dict else next(iter(observed.values()))
+        of_agents = {key for key in infos if self._players == 1 or infos[key] in self._of_players}
+        self._infos = _nested({key: infos[key] for key in infos if key in of_agents})
+        self._common = _nested({key: infos[key] for key in infos if key not in of_agents})
 
     def _find_inputs(self, pool: Any) -> Space[Any]:
-        """Find the arrays that go in, and the part of an action that each holds; returns the action space."""
+        """Find the arrays to send, and the part of an action that each holds; returns the action space."""
         specs = pool.spec.action_array_spec
         self._action_keys = [*pool._action_keys]
         names = sorted({*self._action_keys} - {*_IDS})
         shared = [name for name in names if specs[name].shape[:1] != [-1]]
         if self._players > 1 and shared:
             raise ValueError(f"{self.name} has several players, but one action {shared[0]!r} for all of them")
-        space = pool.action_space
-        parts: dict[str, Space[Any]] = {
-            name: space if len(self._action_keys) == 3 else _within(space, name.split(".")) for name in names
-        }
-        # Of each: the path to it in an action, the dtype, and the shape of one.
-        self._parts = {
-            name: (
-                [] if len(names) == 1 else name.split("."),
-                np.dtype(specs[name].dtype),
-                tuple(size for size in specs[name].shape if size != -1),
-            )
-            for name in names
-        }
-        return parts[names[0]] if len(names) == 1 else _space_of(_nested(parts))
+        # Of each: the path to it in an action, and the dtype and shape of one player's.
+        self._parts = {}
+        for name in names:
+            shape = tuple(size for size in specs[name].shape if size != -1)
+            self._parts[name] = [] if len(names) == 1 else name.split("."), np.dtype(specs[name].dtype), shape
+        space: Space[Any] = pool.action_space
+        if len(names) > 1:
+            return _space_of(_nested({name: _part(space, path) for name, (path, _, _) in self._parts.items()}))
+        return space if len(self._action_keys) == 3 else _part(space, names[0].split("."))
 
     def reset(self, env_ids: EnvIds) -> None:
         self._pool._reset(env_ids)
@@ -147,8 +143,8 @@ class EnvPool(NativeSimulator):
             rows, players = chosen = np.nonzero(self._present[env_ids])
             inputs = {"env_id": env_ids, "players.env_id": env_ids[rows], "players.id": players.astype(np.int32)}
         for name, (path, dtype, shape) in self._parts.items():
-            # A copy in any case: EnvPool's threads read it when the caller may be writing into its own again.
-            values = np.array(_within(action, path)[chosen], dtype, order="C")
+            # Always a copy: EnvPool's threads read it while the caller may write into its own array again.
+            values = np.array(_part(action, path)[chosen], dtype, order="C")
             inputs[name] = values if values.shape[1:] == shape else values.reshape(len(values), *shape)
         self._pool._send([inputs[name] for name in self._action_keys])
 
@@ -158,33 +154,33 @@ class EnvPool(NativeSimulator):
         env_ids, elapsed, truncated = states[at["info:env_id"]], states[at["elapsed_step"]], states[at["trunc"]]
         terminated = states[at["done"]] > truncated  # one and not the other
         terminations, truncations = terminated[:, None], truncated[:, None]
-        whose = self._whose(states) if self._players > 1 else None
+        places = self._places(states) if self._players > 1 else None
 
-        def stacked(place: int) -> NDArray[Any]:
-            """The values `(environments, players, ...)` at one place of the list."""
-            if whose is None:
-                return states[place][:, None]
-            source = states[place] if place in self._of_players else states[place][whose[0]]
-            values = np.zeros((len(env_ids), self._players, *source.shape[1:]), source.dtype)
-            values[whose] = source
+        def stacked(position: int) -> NDArray[Any]:
+            """The values `(environments, players, ...)` at one position of the list."""
+            if places is None:
+                return states[position][:, None]
+            rows = states[position] if position in self._of_players else states[position][places[0]]
+            values = np.zeros((len(env_ids), self._players, *rows.shape[1:]), rows.dtype)
+            values[places] = rows
             return values
 
-        if whose is not None:
+        if places is not None:
             present = np.zeros((len(env_ids), self._players), np.bool_)
-            present[whose] = True
+            present[places] = True
             self._present[env_ids] = present
             terminations, truncations = present & terminations, present & truncations
             if "info:players.done" in at:
                 terminations |= stacked(at["info:players.done"]).astype(np.bool_) & ~truncated[:, None]
         rewards = stacked(at["reward"])
-        if self._rewards_firsts or self._players > 1:
+        if self._rewards_first_states or self._players > 1:
             rewards[elapsed == 0] = 0.0
         return Received(
-            env_ids, [tree_map(stacked, self._seen)], rewards, terminations, truncations, terminated, truncated,
-            elapsed, present, tree_map(stacked, self._infos), tree_map(lambda place: states[place], self._common),
+            env_ids, [tree_map(stacked, self._observed)], rewards, terminations, truncations, terminated, truncated,
+            elapsed, present, tree_map(stacked, self._infos), tree_map(states.__getitem__, self._common),
         )  # fmt: skip
 
-    def _whose(self, states: Sequence[NDArray[Any]]) -> tuple[NDArray[np.intp], NDArray[Any]]:
+    def _places(self, states: Sequence[NDArray[Any]]) -> tuple[NDArray[np.intp], NDArray[Any]]:
         """Of each player's row: the row of its environment, and the number of its agent."""
         at, row_of = self._at, np.zeros(self.num_envs, np.intp)
         env_ids = states[at["info:env_id"]]
@@ -192,7 +188,7 @@ class EnvPool(NativeSimulator):
         rows = row_of[states[at["info:players.env_id"]]]
         if "info:players.id" in at:
             return rows, states[at["info:players.id"]]
-        order = np.argsort(rows, kind="stable")  # else they are numbered in their order
+        order = np.argsort(rows, kind="stable")
         players = np.empty_like(rows)
         players[order] = np.arange(len(rows)) - np.searchsorted(rows[order], rows[order])
         return rows, players
@@ -205,7 +201,7 @@ class EnvPool(NativeSimulator):
         return getattr(self._pool, name)
 
     def close(self) -> None:
-        # Its threads end when nobody refers to it any more: not before another thread has returned from `receive`.
+        # Its threads end with the last reference to it: not before another thread has returned from `receive`.
         self._pool = None
 
     def abandon(self) -> None:
@@ -222,18 +218,13 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """
     nested: dict[str, Any] = {}
     for name, value in flat.items():
-        *above, last = name.split(".")
-        within = nested
-        for key in above:
-            within = within.setdefault(key, {})
-        within[last] = value
+        *path, last = name.split(".")
+        reduce(lambda parent, key: parent.setdefault(key, {}), path, nested)[last] = value
     return nested
 
 
-def _within(nested: Any, path: Sequence[str]) -> Any:
-    for key in path:
-        nested = nested[key]
-    return nested
+def _part(tree: Any, path: Sequence[str]) -> Any:
+    return reduce(operator.getitem, path, tree)
 
 
 def _space_of(tree: Any) -> Space[Any]:
@@ -243,7 +234,7 @@ def _space_of(tree: Any) -> Space[Any]:
 
 
 def _unbounded(space: Space[Any]) -> Space[Any]:
-    """A `Box` as it is meant: EnvPool has the smallest positive number where there is no lower bound."""
+    """A `Box` with the intended bounds: EnvPool writes the smallest positive number if there is no lower bound."""
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
         return space
     limits = np.finfo(space.dtype)

@@ -1,11 +1,11 @@
 """Workers in Ray actors, on any number of machines: the driver's side, and its connection to the cluster.
 
     RayBackend --- one call per worker and batch: the request, all actions in one array ---> RayWorker
-               <-- the replies, the worker status, what was written into the records --------
-               --- look, stack, remains of a dead worker, end ------------------------------> RayNodeMonitor
+               <-- the replies, the worker status, the results in the records ---------------
+               --- statuses, stack, last state of a dead worker, end -----------------------> RayNodeMonitor
 
-Each end has a block of its own, laid out alike; record slices (`Parcels`) carry what one end has written to the other.
-The actors are in `ray_worker.py`.
+Each end has a block of its own with the same layout; record slices carry what one end has written to the other. The
+actors are in `ray_worker.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from marl_parallel.backends.ray_worker import Greeting, RayNodeMonitor, RayWorker, Remains, unpack
+from marl_parallel.backends.ray_worker import ProcessInfo, RayNodeMonitor, RayWorker, unpack
 from marl_parallel.core.backend import Backend, usable_cpus
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Message, Reply, Request
@@ -49,59 +49,58 @@ from marl_parallel.types import ParallelEnvError
 
 __doctest_requires__ = ["ray"]
 
-PLACEMENTS = ("SPREAD", "PACK")
-_POLL_S = 0.1  # how often `wait` sees whether it is interrupted
-_LOOK_AGAIN_S = 0.01
+_POLL_S = 0.1  # how often `wait` checks whether it is interrupted
+_STATUS_INTERVAL_S = 0.01
 _MONITOR_TIMEOUT_S = 5.0  # a monitor has nothing else to do
 _WARN_AFTER_S = 3.0
 _CONNECT_TIMEOUT_S = 10.0
-_SEAT, _SEATS = "marl_parallel_worker", 10_000
-"""In a cluster started for one program, its workers take one of these instead of CPUs, which nobody else wants."""
-_PROCESS_DIED = "its worker process has died"  # Ray's reason where it knows nothing more
+_SLOT, _SLOTS = "marl_parallel_worker", 10_000
+"""In a cluster started for one program alone, each worker takes one of these resources instead of CPUs."""
+_PROCESS_DIED = "its worker process has died"  # Ray's reason if it has no better one
 _BECAUSE = re.compile(r"\bbecause (.+?)[.](?:\s|$)")
 
 
 class Pending(NamedTuple):
-    """An order on its way: a request, or a part of one."""
+    """An order in flight: a request, or a part of one."""
 
     number: int
     request: Request
-    last: bool  # whether the request ends with it
-    ref: Any  # of its result
+    last: bool  # whether it is the last part of the request
+    ref: Any  # to its result
 
 
-@dataclass
 class Actor:
     """The driver's state of one worker."""
 
-    handle: Any
-    arriving: Any  # references to its greeting, then to the answer of its node monitor; None once both have come
-    key: int = field(default_factory=lambda: secrets.randbits(48))  # what its node monitor knows it by
-    monitor: Any = None  # the handle of its node monitor; None before it has greeted, and if none watches it
-    waiting: list[Request] = field(default_factory=list)  # requests to send once it has arrived
-    pending: deque[Pending] = field(default_factory=deque)  # orders sent and not yet answered
-    sent: int = 0  # how many orders were sent
-    status: WorkerStatus = field(
-        default_factory=lambda: WorkerStatus(bytearray(WorkerStatus.NBYTES))
-    )  # of the last result or look
-    ahead: float = 0.0  # seconds that this machine's clock is ahead of its own, at most
-    since: float = field(default_factory=time.monotonic)  # when it, or what it replaces before arrival, was requested
-    closed: bool = False  # whether it has closed its environments
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        # References to its `ProcessInfo`, then to its node monitor's reply; None once it has started.
+        self.starting = handle.process_info.remote()
+        self.since = time.monotonic()  # when it was requested, or the first one that it replaces and never started
+        self.key = secrets.randbits(48)  # its number at its node monitor
+        self.monitor: Any = None  # the handle of its node monitor; None if none watches it
+        self.waiting: list[Request] = []  # requests to send once it has started
+        self.pending: deque[Pending] = deque()
+        self.sent = 0  # how many orders were sent
+        self.status = WorkerStatus(bytearray(WorkerStatus.NBYTES))  # as of the latest result or `look`
+        self.clock_offset = 0.0  # this machine's clock minus its own, in seconds, at most
+        self.closed = False  # whether it has closed its environments
 
     @property
     def next(self) -> Any:
-        """The reference to what comes from it next, None if nothing does."""
-        if self.arriving is not None:
-            return self.arriving
+        """The reference to its next result, None if there is none."""
+        if self.starting is not None:
+            return self.starting
         return self.pending[0].ref if self.pending else None
 
-    def update(self, status: bytes, moment: float) -> None:
-        self.ahead = min(self.ahead, time.monotonic() - moment)
-        self.status.mirror(status, self.ahead)
+    def update(self, status: bytes, now: float) -> None:
+        """Copy the status, read at the time `now` of the other machine's clock."""
+        self.clock_offset = min(self.clock_offset, time.monotonic() - now)
+        self.status.copy_from(status, self.clock_offset)
 
-    def delivered(self, reply: Reply, pending: Pending) -> Reply:
-        """A reply by this machine's clock, the last one only if its order is."""
-        return reply._replace(completed=reply.completed + self.ahead, last=reply.last and pending.last)
+    def localized(self, reply: Reply, pending: Pending) -> Reply:
+        """A reply in this machine's time; it is the last one only if its order is."""
+        return reply._replace(completed=reply.completed + self.clock_offset, last=reply.last and pending.last)
 
 
 class RayBackend(Backend):
@@ -117,7 +116,7 @@ class RayBackend(Backend):
         placement: `"SPREAD"` puts workers on as many nodes as possible, `"PACK"` on as few.
         runtime_env: Ray's `runtime_env` of the actors: packages, files, environment variables.
         placement_timeout: Seconds to wait for room in the cluster and for workers to start, replacements included.
-            Where a cluster grows by itself, give it the time.
+            For a cluster that grows by itself, allow enough time for that.
         num_threads: BLAS, OpenMP and torch threads in each worker; None leaves them alone.
 
     Raises:
@@ -144,14 +143,14 @@ class RayBackend(Backend):
         placement_timeout: float = 60.0,
         num_threads: int | None = 1,
     ) -> None:
-        if placement not in PLACEMENTS:
-            raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
+        if placement not in ("SPREAD", "PACK"):
+            raise ValueError(f"placement must be one of SPREAD, PACK, got {placement!r}")
         self._resources = {"CPU": num_cpus, **(resources or {})}
         for name, amount in self._resources.items():
             if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount > 0:
                 raise ValueError(
-                    f"each worker must want more than nothing of {name}, got {amount!r}; for simulators that mostly "
-                    "wait, num_cpus=0.1 will do"
+                    f"each worker needs a positive amount of {name}, got {amount!r}; for simulators that mostly wait, "
+                    "num_cpus=0.1 is enough"
                 )
         _check_positive("placement_timeout", placement_timeout, Real, "a number")
         if num_threads is not None:
@@ -162,11 +161,11 @@ class RayBackend(Backend):
         self._disconnect: weakref.finalize[..., Any] | None = None
         self._group: PlacementGroup | None = None
         self._actors: list[Actor] = []
-        self._parcels: Parcels | None = None
+        self._slices: Parcels | None = None
         self._lost: list[tuple[int, Reply | Lost]] = []
         self._interrupted = False
         self._token = secrets.token_hex(8)
-        self._looked = 0.0
+        self._statuses_read = 0.0
 
     # -- starting --------------------------------------------------------------------------------------------------
 
@@ -185,11 +184,11 @@ class RayBackend(Backend):
         self._shares = shares
         self._connect(start=True)
         if _connection.own_cluster:
-            self._resources = {_SEAT: 1, **{name: n for name, n in self._resources.items() if name != "CPU"}}
+            self._resources = {_SLOT: 1, **{name: n for name, n in self._resources.items() if name != "CPU"}}
         try:
             self._group = _reserve(self._resources, len(shares), self._placement, self._placement_timeout)
             for node in {*placement_group_table(self._group)["bundles_to_node_id"].values()} - {None, ""}:
-                _monitor_of(node, self._runtime_env)  # it starts beside the workers
+                _monitor_of(node, self._runtime_env)  # so that it starts at the same time as the workers
             self._actors = [self._new_actor(worker) for worker in range(len(shares))]
             self.statuses = [actor.status for actor in self._actors]
             # All workers are up before the first request, so that no constructor's time runs before it can begin.
@@ -211,8 +210,7 @@ class RayBackend(Backend):
             max_restarts=0,
         )
         path = [*map(os.path.abspath, sys.path)]
-        handle = actor.remote(self._shares[worker], self._num_threads, self._token, path)
-        return Actor(handle, handle.greet.remote())
+        return Actor(actor.remote(self._shares[worker], self._num_threads, self._token, path))
 
     def replace(self, worker: int) -> None:
         if self._group is None or not ray.is_initialized():
@@ -220,22 +218,22 @@ class RayBackend(Backend):
         old = self._actors[worker]
         _end([old])
         self._actors[worker] = new = self._new_actor(worker)
-        if old.arriving is not None:
+        if old.starting is not None:
             new.since = old.since
         self.statuses[worker] = new.status
 
     def allocate(self, layout: Layout) -> Any:
         block = mmap.mmap(-1, layout.nbytes)
-        self._parcels = Parcels(layout, block)
+        self._slices = Parcels(layout, block)
         return block
 
-    # -- there and back --------------------------------------------------------------------------------------------
+    # -- requests and replies --------------------------------------------------------------------------------------
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         for worker, request in requests.items():
             if not self._actors or not ray.is_initialized():
                 self._lost.append((worker, Lost(None, "", "Ray has been shut down")))
-            elif self._actors[worker].arriving is not None:
+            elif self._actors[worker].starting is not None:
                 self._actors[worker].waiting.append(request)
             else:
                 self._send(worker, request)
@@ -245,12 +243,12 @@ class RayBackend(Backend):
         if request.message is Message.CLOSE and actor.monitor is not None:
             actor.monitor.discard.remote(actor.key)
         env_ids = self._env_ids(worker, request)
-        # One order for each environment if each is to be answered as soon as it is done, else one for all.
+        # One order for each environment if each gets a reply of its own as soon as it is done, else one for all.
         parts = [request._replace(env_ids=(env_id,)) for env_id in env_ids] if request.each else [request]
         for place, part in enumerate(parts, 1):
             actions = None
-            if self._parcels is not None and request.message in WITH_ACTIONS:
-                actions = self._parcels.actions(self._env_ids(worker, part))
+            if self._slices is not None and request.message in WITH_ACTIONS:
+                actions = self._slices.actions(self._env_ids(worker, part))
             actor.sent += 1
             order = pickle.dumps((actor.sent, part, actions, place == 1), pickle.HIGHEST_PROTOCOL)
             ref = actor.handle.execute.remote(order)
@@ -274,18 +272,18 @@ class RayBackend(Backend):
             if missing <= 0 or (left == 0.0 and not results):
                 break
             if not results:
-                self._check_arrivals()
+                self._check_starts()
         self._interrupted = False
         if timeout is not None and len(replies) < at_least:
             self.look()
         return replies
 
-    def _check_arrivals(self) -> None:
-        """Raise if a worker takes too long to start: all others would wait with it, and for ever."""
+    def _check_starts(self) -> None:
+        """Raise if a worker takes too long to start: all others would wait for it for ever."""
         for worker, actor in enumerate(self._actors):
-            if actor.arriving is not None and time.monotonic() - actor.since > self._placement_timeout:
+            if actor.starting is not None and time.monotonic() - actor.since > self._placement_timeout:
                 raise ParallelEnvError(
-                    f"worker {worker} could not be {'started' if self._parcels is None else 'replaced'} within "
+                    f"worker {worker} could not be {'started' if self._slices is None else 'replaced'} within "
                     f"{self._placement_timeout:g} s: {_shortage(self._resources, 1)}. Add nodes, or raise "
                     "RayBackend(placement_timeout=)",
                     env_ids=[*self._shares[worker]],
@@ -293,34 +291,34 @@ class RayBackend(Backend):
                 )
 
     def _receive(self, worker: int, packed: Any) -> list[Reply | Lost]:
-        """The replies of a worker in what has come from it, or Ray's error in the place of that."""
+        """The replies of a worker, from its result or from Ray's error in its place."""
         actor = self._actors[worker]
-        if isinstance(packed, RayTaskError) and actor.arriving is None:
+        if isinstance(packed, RayTaskError) and actor.starting is None:
             raise packed
         if isinstance(packed, RayError):
-            return self._bury(worker, packed)
-        if actor.arriving is not None:
-            self._arrive(worker, packed)
+            return self._note_death(worker, packed)
+        if actor.starting is not None:
+            self._note_start(worker, packed)
             return []
         result, pending = unpack(packed), actor.pending.popleft()
         if not result.replies:
             return []  # discarded
-        if result.records is not None and self._parcels is not None:
-            self._parcels.put_results(self._env_ids(worker, pending.request), result.records)
+        if result.records is not None and self._slices is not None:
+            self._slices.put_results(self._env_ids(worker, pending.request), result.records)
         actor.update(result.status, result.replies[-1].completed)
         actor.closed |= pending.request.message is Message.CLOSE
-        return [actor.delivered(reply, pending) for reply in result.replies]
+        return [actor.localized(reply, pending) for reply in result.replies]
 
-    def _arrive(self, worker: int, answer: Greeting | bool) -> None:
-        """Take a worker's greeting, or then whether its monitor watches it, before it is sent requests."""
+    def _note_start(self, worker: int, started: ProcessInfo | bool) -> None:
+        """Have a node monitor watch a worker that is up; send requests after the monitor's reply."""
         actor = self._actors[worker]
-        if isinstance(answer, Greeting):
-            actor.ahead = time.monotonic() - answer.now
-            actor.monitor = _monitor_of(answer.node, self._runtime_env)
-            actor.arriving = actor.monitor.watch.remote(actor.key, answer)
+        if isinstance(started, ProcessInfo):
+            actor.clock_offset = time.monotonic() - started.now
+            actor.monitor = _monitor_of(started.node, self._runtime_env)
+            actor.starting = actor.monitor.watch.remote(actor.key, started)
             return
-        actor.arriving = None
-        if not answer:  # little will be known of its death
+        actor.starting = None
+        if not started:  # it is not watched: if it dies, the error has no exit code and no stack
             actor.monitor = None
         waiting, actor.waiting = actor.waiting, []
         for request in waiting:
@@ -329,57 +327,57 @@ class RayBackend(Backend):
     def interrupt(self) -> None:
         self._interrupted = True
 
-    # -- looking, and ending ---------------------------------------------------------------------------------------
+    # -- states and deaths of workers ------------------------------------------------------------------------------
 
     def look(self) -> None:
         now = time.monotonic()
-        if now - self._looked < _LOOK_AGAIN_S:
+        if now - self._statuses_read < _STATUS_INTERVAL_S:
             return
-        self._looked = now
+        self._statuses_read = now
         busy = {actor.key: actor for actor in self._actors if actor.pending}
-        for ref in [monitor.look.remote(keys) for monitor, keys in _by_monitor(busy.values()).items()]:
-            moment, statuses = _answer(ref) or (0.0, {})
+        for ref in [monitor.statuses.remote(keys) for monitor, keys in _by_monitor(busy.values()).items()]:
+            moment, statuses = _monitor_result(ref) or (0.0, {})
             for key, status in statuses.items():
                 busy[key].update(status, moment)
 
     def ahead(self, worker: int) -> float:
-        return self._actors[worker].ahead
+        return self._actors[worker].clock_offset
 
     def stack(self, worker: int) -> str:
         actor = self._actors[worker]
-        return "" if actor.monitor is None else _answer(actor.monitor.stack.remote(actor.key)) or ""
+        return "" if actor.monitor is None else _monitor_result(actor.monitor.stack.remote(actor.key)) or ""
 
     def end(self, worker: int) -> list[Reply]:
-        return self._salvage(worker, kill=True)[0]
+        return self._fetch_last_state(worker, kill=True)[0]
 
-    def _salvage(self, worker: int, *, kill: bool) -> tuple[list[Reply], Lost]:
-        """Take over the records of a dead worker; returns its replies that have not come, and how it died."""
-        actor, parcels, share = self._actors[worker], self._parcels, self._shares[worker]
-        span = (0, 0) if parcels is None else parcels.places(share)
-        remains: Remains | None = None
+    def _fetch_last_state(self, worker: int, *, kill: bool) -> tuple[list[Reply], Lost]:
+        """Copy the records of a dead worker; returns its replies that have not arrived, and how it died."""
+        actor, slices, share = self._actors[worker], self._slices, self._shares[worker]
+        span = (0, 0) if slices is None else slices.places(share)
+        last_state = None
         if actor.monitor is not None:
-            remains = _answer(actor.monitor.remains.remote(actor.key, span, kill=kill))
-        if remains is None:
+            last_state = _monitor_result(actor.monitor.last_state.remote(actor.key, span, kill=kill))
+        if last_state is None:
             return [], Lost(None, "")
-        actor.status.mirror(remains.status, actor.ahead)
-        if parcels is not None and remains.records:
-            parcels.put_records(share, remains.records)
-        pending = {one.number: one for one in actor.pending}
-        saved = [(pending[number], reply) for number, reply in remains.replies if number in pending]
-        return [actor.delivered(reply, one) for one, reply in saved], remains.lost
+        status, records, saved, lost = last_state
+        actor.status.copy_from(status, actor.clock_offset)
+        if slices is not None and records:
+            slices.put_records(share, records)
+        pending = {order.number: order for order in actor.pending}
+        return [actor.localized(reply, pending[number]) for number, reply in saved if number in pending], lost
 
-    def _bury(self, worker: int, error: RayError) -> list[Reply | Lost]:
-        """The last replies of a worker that is dead, or whose monitor is, as Ray reports."""
+    def _note_death(self, worker: int, error: RayError) -> list[Reply | Lost]:
+        """The last replies of a worker that is dead, or whose monitor is, by Ray's error."""
         actor, reason = self._actors[worker], _reason(error)
-        if actor.arriving is not None and actor.monitor is not None:
+        if actor.starting is not None and actor.monitor is not None:
             logger.warning("the node monitor of environments %s is dead: %s", [*self._shares[worker]], reason)
             _forget_monitor(actor.monitor)
-            self._arrive(worker, False)
+            self._note_start(worker, False)
             return []
-        replies, lost = self._salvage(worker, kill=False)
-        if actor.arriving is not None:
+        replies, lost = self._fetch_last_state(worker, kill=False)
+        if actor.starting is not None:
             reason = str(error).strip()
-        actor.arriving = None
+        actor.starting = None
         actor.pending.clear()
         actor.waiting.clear()
         return [*replies, lost._replace(reason="" if reason == _PROCESS_DIED else reason)]
@@ -404,12 +402,12 @@ class RayBackend(Backend):
 
 
 def _results(refs: list[Any], count: int, timeout: float) -> list[tuple[Any, Any]]:
-    """Wait for so many results at most so long; those that have come, or Ray's errors, with their references."""
+    """Wait for at most `count` results (0: all that are ready); returns references with results or Ray's errors."""
     if count >= len(refs):
         with contextlib.suppress(RayError):  # one is late or lost
             return [*zip(refs, ray.get(refs, timeout=timeout))]
-    wanted = min(count, len(refs)) if count > 0 else len(refs)
-    ready, _ = ray.wait(refs, num_returns=wanted, timeout=timeout if count > 0 else 0.0)
+    most = min(count, len(refs)) if count > 0 else len(refs)
+    ready, _ = ray.wait(refs, num_returns=most, timeout=timeout if count > 0 else 0.0)
     try:
         return [*zip(ready, ray.get(ready))]
     except RayError:
@@ -424,19 +422,19 @@ def _get(ref: Any, timeout: float | None = None) -> Any:
         return error
 
 
-def _answer(ref: Any) -> Any:
-    """What a node monitor returns; None if it is dead."""
-    answer = _get(ref, _MONITOR_TIMEOUT_S)
-    return None if isinstance(answer, RayError) else answer
+def _monitor_result(ref: Any) -> Any:
+    """The result of a node monitor; None if it is dead."""
+    result = _get(ref, _MONITOR_TIMEOUT_S)
+    return None if isinstance(result, RayError) else result
 
 
 def _end(actors: Sequence[Actor]) -> None:
-    """Kill workers, whatever they are doing, with all that they have started."""
+    """Kill workers, whatever they are doing, with all processes that they have started."""
     ends = [monitor.end.remote(keys) for monitor, keys in _by_monitor(actors).items()]
     for actor in actors:
         ray.kill(actor.handle)
     for end in ends:
-        _answer(end)
+        _monitor_result(end)
 
 
 def _by_monitor(actors: Iterable[Actor]) -> dict[Any, list[int]]:
@@ -449,7 +447,7 @@ def _by_monitor(actors: Iterable[Actor]) -> dict[Any, list[int]]:
 
 
 def _reason(error: RayError) -> str:
-    """Why something has died, as Ray says it, in one line."""
+    """Ray's reason of a death, in one line."""
     text = str(error).strip()
     because = _BECAUSE.search(text)
     return because[1] if because else text.partition("\n")[0].rstrip(".") or type(error).__name__
@@ -465,7 +463,7 @@ def _check_positive(name: str, number: Any, kind: type[Any], expected: str) -> N
 
 @dataclass
 class _Connection:
-    """This process's connection, which all its backends share; the last one ends what they have started."""
+    """This process's connection, which all its backends share; the last one ends all that they have started."""
 
     users: int = 0
     started_here: bool = False
@@ -478,14 +476,10 @@ _connection = _Connection()
 
 
 def connect(address: str | None, *, start: bool = False) -> bool:
-    """Connect this process to a cluster, if it is not. Each connection made wants one `disconnect`.
+    """Connect this process to a cluster, if it is not; one `disconnect` must follow each True.
 
-    Args:
-        address: Of the cluster; None or "auto" finds it by `RAY_ADDRESS` or on this machine.
-        start: Whether to start a cluster on this machine if `address` is None and none is found.
-
-    Returns:
-        Whether this process is connected; False only if `address` is None and none is found.
+    None or "auto" finds the cluster by `RAY_ADDRESS` or on this machine. If there is none, None starts one with
+    `start`, else returns False.
     """
     with _lock:
         if ray.is_initialized():
@@ -501,7 +495,7 @@ def connect(address: str | None, *, start: bool = False) -> bool:
         elif address is not None:
             raise ConnectionError("no Ray cluster runs on this machine, and RAY_ADDRESS names none: `ray start --head`")
         elif start:
-            ray.init(address="local", resources={_SEAT: _SEATS}, include_dashboard=False)
+            ray.init(address="local", resources={_SLOT: _SLOTS}, include_dashboard=False)
             _connection.started_here = _connection.own_cluster = True
         else:
             return False
@@ -527,38 +521,38 @@ def disconnect() -> None:
 def _connect(address: str) -> None:
     if address.startswith("ray://"):
         raise ValueError(
-            f"the address {address!r} is that of a Ray Client, which cannot wait for workers as they are; run this "
-            "program on a node of the cluster, and leave the address out"
+            f"the address {address!r} is that of a Ray Client, which cannot run these workers; run this program on a "
+            "node of the cluster, without an address"
         )
     try:
         _check_reachable(address)
         ray.init(address=address)
     except (OSError, RuntimeError, RayError) as error:
-        first = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         raise ConnectionError(
-            f"no Ray cluster can be reached at {address}: {first}. Start one with `ray start --head`, or leave the "
+            f"no Ray cluster can be reached at {address}: {reason}. Start one with `ray start --head`, or leave the "
             "address, and RAY_ADDRESS, out"
         ) from error
 
 
 def _announced() -> str | None:
-    """The cluster of RAY_ADDRESS, else that of `ray start` on this machine, but none that another program started."""
-    named = os.environ.get("RAY_ADDRESS", "")
-    if named not in ("", "auto"):
-        return None if named == "local" else named
+    """The address in RAY_ADDRESS, else of the cluster of `ray start` on this machine, not of another program's own."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address not in ("", "auto"):
+        return None if address == "local" else address
     on_linux = os.environ.get("TMPDIR") if sys.platform == "linux" else None
-    usual = tempfile.gettempdir() if sys.platform == "win32" else "/tmp"
-    file = Path(os.environ.get("RAY_TMPDIR") or on_linux or usual, "ray", "ray_current_cluster")
+    default = tempfile.gettempdir() if sys.platform == "win32" else "/tmp"
+    file = Path(os.environ.get("RAY_TMPDIR") or on_linux or default, "ray", "ray_current_cluster")
     try:
         address = file.read_text().strip()
         _check_reachable(address)
-    except OSError:  # there is none, or it was left behind by a cluster that is gone
+    except OSError:  # there is no file, or its cluster is gone
         return None
     return address or None
 
 
 def _check_reachable(address: str) -> None:
-    """Raise an OSError if nobody listens: Ray itself tries again for a minute."""
+    """Raise an `OSError` if nothing listens at an address: Ray itself would retry for a minute."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal():
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S):
@@ -569,10 +563,10 @@ def _reserve(resources: Mapping[str, float], count: int, placement: str, timeout
     """A bundle of resources for each worker; `ParallelEnvError` if there is no room within `timeout` seconds."""
     group = placement_group([dict(resources)] * count, strategy=placement)
     try:
-        quietly = min(_WARN_AFTER_S, timeout)
-        if not group.wait(quietly):
+        before_warning = min(_WARN_AFTER_S, timeout)
+        if not group.wait(before_warning):
             logger.warning("waiting for room in the Ray cluster: %s", _shortage(resources, count))
-            if not group.wait(timeout - quietly):
+            if not group.wait(timeout - before_warning):
                 raise ParallelEnvError(
                     f"the Ray cluster has no room after {timeout:g} s: {_shortage(resources, count)}. Ask for fewer "
                     "workers (num_workers=) or less for each (RayBackend(num_cpus=, resources=)), or add nodes"
@@ -587,8 +581,8 @@ def _shortage(resources: Mapping[str, float], count: int) -> str:
     total, free = ray.cluster_resources(), ray.available_resources()
     each = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
     there = ", ".join(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in resources)
-    want = f"it wants {each}" if count == 1 else f"{count} workers want {each} each"
-    return f"{want}, the {sum(node['Alive'] for node in ray.nodes())} nodes have {there} together"
+    needed = f"it wants {each}" if count == 1 else f"{count} workers want {each} each"
+    return f"{needed}, the {sum(node['Alive'] for node in ray.nodes())} nodes have {there} together"
 
 
 def _monitor_of(node: str, runtime_env: dict[str, Any] | None) -> Any:
@@ -604,6 +598,6 @@ def _monitor_of(node: str, runtime_env: dict[str, Any] | None) -> Any:
 
 
 def _forget_monitor(monitor: Any) -> None:
-    """Start another one when `_monitor_of` needs it next: this one is dead."""
+    """Forget a dead monitor, so that `_monitor_of` starts another one."""
     with _lock:
         _connection.monitors = {key: one for key, one in _connection.monitors.items() if one is not monitor}

@@ -1,12 +1,12 @@
 """What runs on the nodes of a Ray cluster: workers, a monitor on each node, and the monitor's child reaper.
 
     driver (ray_backend.py) --- execute -----------------> RayWorker       an actor per worker, with its environments
-                            --- look, stack, remains ----> RayNodeMonitor  an actor per node
+                            --- statuses, stack, ... ----> RayNodeMonitor  an actor per node
                                                                 |
                                                            child reaper    a process per node, outlives both
 
-A worker that computes, hangs or is stopped answers no call. So what others need of it lies in files without a name
-(`Files`), which the monitor opens through `/proc`. On a system without `/proc`, nothing is known of a dead worker.
+A worker that computes, hangs or is stopped answers no call. So its state lies in files without a name (`Files`), which
+the monitor opens through `/proc`. On a system without `/proc`, nothing is known of a dead worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import io
 import mmap
 import os
 import pickle
-import select
 import signal
 import socket
 import struct
@@ -25,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
@@ -57,8 +57,8 @@ class Files(NamedTuple):
     replies: int
 
 
-class Greeting(NamedTuple):
-    """Where a worker is, and what its monitor opens; `now` is `time.monotonic` on its node."""
+class ProcessInfo(NamedTuple):
+    """Where a worker is, and the files for its monitor; `now` is `time.monotonic` on its node."""
 
     node: str
     now: float
@@ -68,38 +68,31 @@ class Greeting(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The replies to an order, the bytes of the worker status, and what `Parcels.results` gives, if anything."""
+    """The replies to an order, the bytes of the worker status, and the record slices of the results, if any."""
 
     replies: list[Reply]
     status: bytes
     records: NDArray[Any] | None
 
 
-class Remains(NamedTuple):
-    """What a dead worker leaves: its status, whole records, the replies it has saved by order, and how it died."""
-
-    status: bytes
-    records: bytes
-    replies: list[tuple[int, Reply]]
-    lost: Lost
-
+LastState: TypeAlias = tuple[bytes, bytes, list[tuple[int, Reply]], Lost]
+"""Of a dead worker: its status, whole records, saved replies with the numbers of their orders, and how it died."""
 
 Packed: TypeAlias = bytes | tuple[bytes, NDArray[Any]]
 
 
 def pack(result: Result) -> Packed:
-    """Pickle a result in the form that Ray is fastest with: one `bytes`, or large records beside it, not copied."""
+    """Pickle a result in the form that Ray is fastest with: one `bytes`, and large records apart, without a copy."""
     if result.records is None or result.records.nbytes < _LARGE_NBYTES:
         return pickle.dumps(tuple(result), pickle.HIGHEST_PROTOCOL)
-    return pickle.dumps((result.replies, result.status), pickle.HIGHEST_PROTOCOL), result.records
+    return pickle.dumps((*result[:2], None), pickle.HIGHEST_PROTOCOL), result.records
 
 
 def unpack(packed: Packed) -> Result:
     """Undo `pack`."""
     if isinstance(packed, bytes):
         return Result(*pickle.loads(packed))
-    replies, status = pickle.loads(packed[0])
-    return Result(replies, status, packed[1])
+    return Result(*pickle.loads(packed[0]))._replace(records=packed[1])
 
 
 class RayWorker:
@@ -109,7 +102,7 @@ class RayWorker:
         share: Its environments.
         num_threads: BLAS, OpenMP and torch threads; None leaves them alone.
         token: The driver's part of the marker.
-        path: The driver's module search path; those of its folders that exist here are searched last.
+        path: The driver's module search path; its folders that exist here are searched last.
     """
 
     def __init__(self, share: range, num_threads: int | None, token: str, path: Sequence[str]) -> None:
@@ -117,7 +110,7 @@ class RayWorker:
         self._share = share
         self._files = Files(*(anonymous_file(f"marl_parallel-{name}") for name in Files._fields))
         self._status = _mapped(self._files.status, WorkerStatus.NBYTES)
-        self._parcels: Parcels | None = None
+        self._slices: Parcels | None = None
         self._worker = Worker(WorkerStatus(self._status), self._attach, own_process=True)
         self._marker = os.environ[descendants.MARKER] = descendants.marker_value(token, os.getpid())
         descendants.report_to(self._files.crash)
@@ -125,45 +118,38 @@ class RayWorker:
         if num_threads is not None:
             interpreter.limit_loaded_libraries(num_threads)
 
-    def greet(self) -> Greeting:
+    def process_info(self) -> ProcessInfo:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        return Greeting(node, time.monotonic(), os.getpid(), self._marker, self._files)
+        return ProcessInfo(node, time.monotonic(), os.getpid(), self._marker, self._files)
 
     def execute(self, order: bytes) -> Packed:
-        """Execute an order: its number, a request, `Parcels.actions` or None, whether it is the request's first part.
+        """Execute an order: its number, a request, slices of actions or None, whether it is the request's first part.
 
-        The order is pickled, since Ray itself takes several times as long over it.
+        The order is pickled, since Ray itself takes several times as long.
         """
         number, request, actions, first = pickle.loads(order)
         env_ids = self._share if request.env_ids is None else request.env_ids
-        if actions is not None and self._parcels is not None:
-            self._parcels.put_actions(env_ids, actions)
+        if actions is not None and self._slices is not None:
+            self._slices.put_actions(env_ids, actions)
         replies: list[Reply] = []
 
         def send(reply: Reply) -> None:
-            if request.each or not reply.last:  # what is executed next may end this process; a plain step saves nothing
-                self._save(number, reply, first=first and not replies)
+            if request.each or not reply.last:  # the next environment may end this process
+                save_reply(self._files.replies, number, reply, first=first and not replies)
             replies.append(reply)
 
         self._worker.execute(request, send)
         records = None
-        if replies and self._parcels is not None and request.message in WITH_RESULTS:
-            records = self._parcels.results(env_ids, request.message)
+        if replies and self._slices is not None and request.message in WITH_RESULTS:
+            records = self._slices.results(env_ids, request.message)
         return pack(Result(replies, bytes(self._status), records))
 
     def _attach(self, layout: Layout) -> Any:
         block = _mapped(self._files.block, layout.nbytes)
-        self._parcels = Parcels(layout, block)
+        self._slices = Parcels(layout, block)
         return block
-
-    def _save(self, number: int, reply: Reply, *, first: bool) -> None:
-        """Write a reply where the monitor finds it, should this process die before it has arrived."""
-        if first:
-            os.ftruncate(self._files.replies, 0)
-            os.lseek(self._files.replies, 0, os.SEEK_SET)
-        os.write(self._files.replies, pickle.dumps((number, reply)))
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:
@@ -171,8 +157,19 @@ def _mapped(fd: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(fd, nbytes)
 
 
+def save_reply(file: int, number: int, reply: Reply, *, first: bool) -> None:
+    """Write a reply and the number of its order to a file, in case this process dies before the reply has arrived.
+
+    The first reply to a request replaces those to the request before.
+    """
+    if first:
+        os.ftruncate(file, 0)
+        os.lseek(file, 0, os.SEEK_SET)
+    os.write(file, pickle.dumps((number, reply)))
+
+
 def saved_replies(data: bytes) -> list[tuple[int, Reply]]:
-    """The replies that a worker has saved, with the numbers of their orders; not one that is partially written."""
+    """The saved replies with the numbers of their orders; without one that is partially written."""
     replies = []
     file = io.BytesIO(data)
     with contextlib.suppress(EOFError, pickle.UnpicklingError):
@@ -181,119 +178,104 @@ def saved_replies(data: bytes) -> list[tuple[int, Reply]]:
     return replies
 
 
-class _Watched:
+class _WatchedWorker:
     """A worker's process and files, opened by its monitor."""
 
-    def __init__(self, greeting: Greeting) -> None:
-        self.pid, self.marker = greeting.pid, greeting.marker
+    def __init__(self, process: ProcessInfo) -> None:
+        self.pid, self.marker = process.pid, process.marker
+        files = []
         with contextlib.ExitStack() as stack:  # the worker may die half-way
             self.handle = os.pidfd_open(self.pid)
             stack.callback(os.close, self.handle)
-            opened = []
-            for fd in greeting.files:
-                opened.append(os.open(f"/proc/{self.pid}/fd/{fd}", os.O_RDWR))
-                stack.callback(os.close, opened[-1])
-            stack.pop_all()
-        self.files = Files(*opened)
+            for fd in process.files:
+                files.append(os.open(f"/proc/{self.pid}/fd/{fd}", os.O_RDWR))
+                stack.callback(os.close, files[-1])
+            self.files = Files(*files)
+            self.status = mmap.mmap(self.files.status, WorkerStatus.NBYTES)
+            self.close = stack.pop_all().close
         self.crash = CrashFile(self.files.crash)
 
-    def status(self) -> bytes:
-        return os.pread(self.files.status, WorkerStatus.NBYTES, 0)
+    def reap_with(self, reaper: socket.socket) -> None:
+        socket.send_fds(reaper, [f"{self.pid} {self.marker}".encode()], [self.handle])
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
-        _await_death(self.handle, _DEATH_TIMEOUT_S)
-
-    def exitcode(self) -> int | None:
-        """The exit code of the dead process, which Linux 6.15 and later tell others than its parent."""
-        import fcntl  # not on Windows, where nothing is watched
-
-        deadline = time.monotonic() + _DEATH_TIMEOUT_S
-        while True:
-            info = bytearray(_PIDFD_INFO_NBYTES)
-            struct.pack_into("=Q", info, 0, _PIDFD_INFO_EXIT)
-            try:
-                fcntl.ioctl(self.handle, _PIDFD_GET_INFO, info)
-            except OSError:
-                return None
-            (mask,), (status,) = struct.unpack_from("=Q", info), struct.unpack_from("=i", info, _PIDFD_INFO_NBYTES - 4)
-            if mask & _PIDFD_INFO_EXIT:
-                return os.waitstatus_to_exitcode(status)
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(0.005)  # it is known from when the parent, Ray, has reaped the process
-
-    def close(self) -> None:
-        for fd in (self.handle, *self.files):
-            os.close(fd)
+        wait([self.handle], _DEATH_TIMEOUT_S)
 
 
-def _await_death(handle: int, timeout: float | None = None) -> None:
-    poll = select.poll()  # unlike `select.select`, it takes any number of descriptors
-    poll.register(handle, select.POLLIN)
-    poll.poll(None if timeout is None else timeout * 1e3)
+def exitcode_of(handle: int) -> int | None:
+    """The exit code of the dead process of a pidfd, which Linux 6.15 and later show to others than its parent."""
+    import fcntl  # not on Windows, where no worker is watched
+
+    deadline = time.monotonic() + _DEATH_TIMEOUT_S
+    while True:
+        info = bytearray(_PIDFD_INFO_NBYTES)
+        struct.pack_into("=Q", info, 0, _PIDFD_INFO_EXIT)
+        try:
+            fcntl.ioctl(handle, _PIDFD_GET_INFO, info)
+        except OSError:
+            return None
+        (mask,), (status,) = struct.unpack_from("=Q", info), struct.unpack_from("=i", info, _PIDFD_INFO_NBYTES - 4)
+        if mask & _PIDFD_INFO_EXIT:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.005)  # it is known as soon as the parent, Ray, has reaped the process
 
 
 class RayNodeMonitor:
-    """The actor beside the workers of one node; it knows them by the driver's keys."""
+    """The actor that watches the workers of one node, by keys that the driver chooses."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, _Watched] = {}
+        self._workers: dict[int, _WatchedWorker] = {}
         self._reaper: socket.socket | None = None
 
-    def watch(self, key: int, greeting: Greeting) -> bool:
+    def watch(self, key: int, process: ProcessInfo) -> bool:
         """Open a worker's process and files; False if it is dead already, or if this system cannot."""
         try:
-            self._watched[key] = _Watched(greeting)
+            new = self._workers[key] = _WatchedWorker(process)
         except (OSError, AttributeError):
             return False
-        try:
-            self._reap_after([self._watched[key]])
-        except OSError:  # somebody has killed the child reaper
-            self._reaper = None
-            self._reap_after(self._watched.values())
+        if self._reaper is not None:
+            with contextlib.suppress(OSError):  # somebody has killed the child reaper
+                new.reap_with(self._reaper)
+                return True
+        self._reaper = start_child_reaper()
+        for worker in self._workers.values():
+            worker.reap_with(self._reaper)
         return True
 
-    def _reap_after(self, workers: Iterable[_Watched]) -> None:
-        if self._reaper is None:
-            self._reaper = start_child_reaper()
-        for worker in workers:
-            socket.send_fds(self._reaper, [f"{worker.pid} {worker.marker}".encode()], [worker.handle])
-
-    def look(self, keys: Iterable[int]) -> tuple[float, dict[int, bytes]]:
+    def statuses(self, keys: Iterable[int]) -> tuple[float, dict[int, bytes]]:
         """`time.monotonic` on this machine, and the status of workers."""
-        return time.monotonic(), {key: self._watched[key].status() for key in keys}
+        return time.monotonic(), {key: bytes(self._workers[key].status) for key in keys}
 
     def discard(self, key: int) -> None:
-        """Have a worker leave out what it has not begun yet."""
-        WorkerStatus(mmap.mmap(self._watched[key].files.status, WorkerStatus.NBYTES)).discard()
+        """Have a worker skip what it has not begun yet."""
+        WorkerStatus(self._workers[key].status).discard()
 
     def stack(self, key: int) -> str:
-        return self._watched[key].crash.stack(self._watched[key].pid, _STACK_TIMEOUT_S)
+        return self._workers[key].crash.stack(self._workers[key].pid, _STACK_TIMEOUT_S)
 
-    def remains(self, key: int, span: tuple[int, int], *, kill: bool) -> Remains:
-        """What a worker leaves that is dead, dying or to be killed; `span` is the place of its records in the block."""
-        worker, (start, stop) = self._watched[key], span
+    def last_state(self, key: int, span: tuple[int, int], *, kill: bool) -> LastState:
+        """The `LastState` of a worker that is dead, dying or to be killed; its records lie at `span` in the block."""
+        worker, (start, stop) = self._workers[key], span
         if kill:
             worker.kill()
-        _await_death(worker.handle, _DEATH_TIMEOUT_S)
-        files = worker.files
-        return Remains(
-            worker.status(),
-            os.pread(files.block, stop - start, start),
-            saved_replies(os.pread(files.replies, os.fstat(files.replies).st_size, 0)),
-            Lost(worker.exitcode(), worker.crash.text()),
-        )
+        wait([worker.handle], _DEATH_TIMEOUT_S)
+        records = os.pread(worker.files.block, stop - start, start)
+        replies = os.pread(worker.files.replies, os.fstat(worker.files.replies).st_size, 0)
+        lost = Lost(exitcode_of(worker.handle), worker.crash.text())
+        return bytes(worker.status), records, saved_replies(replies), lost
 
     def end(self, keys: Iterable[int]) -> None:
-        for worker in [self._watched.pop(key) for key in keys if key in self._watched]:
+        for worker in [self._workers.pop(key) for key in keys if key in self._workers]:
             worker.kill()
             descendants.kill_left_behind(worker.pid, worker.marker)
             worker.close()
 
 
-# Ray ends the children of its workers, but not theirs; so the reaper is nobody's child, and leads a session.
+# Ray ends the children of its workers, but not theirs. So the reaper has no parent to die with, and leads a session.
 _CHILD_REAPER = """import os
 if os.fork():
     os._exit(0)
@@ -307,8 +289,8 @@ _MOST_NBYTES = 1024
 def start_child_reaper() -> socket.socket:
     """Start the process that ends what workers leave running when they die, even if the driver was killed. Linux only.
 
-    The process id and marker of each worker are sent to it, with a pidfd. It ends when the socket that is returned is
-    closed and all these workers are dead.
+    It receives the process id and marker of each worker, with a pidfd. It ends when the returned socket is closed and
+    all these workers are dead.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command, program = interpreter.program(_CHILD_REAPER, sys.path)
@@ -339,6 +321,6 @@ def run_child_reaper() -> None:
 
 
 def _reap_after(handle: int, pid: int, marker: str) -> None:
-    _await_death(handle)
+    wait([handle])
     descendants.kill_left_behind(pid, marker)
     os.close(handle)

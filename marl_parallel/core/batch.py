@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from types import ModuleType
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -48,8 +48,6 @@ class Batch:
         needs_all_actions: Whether an agent that acts and is given no action is an error under dict rules too.
         local_modules: Modules that workers cannot import.
     """
-
-    mode_is_fixed: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -224,8 +222,11 @@ class Batch:
     # -- action masks --------------------------------------------------------------------------------------------------
 
     def masks(self, env_id: int) -> dict[AgentID, Any]:
-        """By agent, the action masks of those who act next in one environment that is not in flight; new arrays."""
-        slot, seen = self._slots[env_id], self.transitions.observed(env_id)
+        """By agent, the action masks of those who act next, in new arrays; {} if the next action does not count."""
+        slot = self._slots[env_id]
+        if slot.request is not None or slot.fault is not None:  # in flight, or to report a restart
+            return {}
+        seen = self.transitions.observed(env_id)
         found = {agent: seen[agent].get(ACTION_MASK) for agent in slot.acting if type(seen.get(agent)) is dict}
         found |= slot.masks or {}
         return {agent: own_mask(found[agent]) for agent in slot.acting if found.get(agent) is not None}

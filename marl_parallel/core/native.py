@@ -21,7 +21,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -36,14 +36,13 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Actions, Arrays, ArrayView
 from marl_parallel.core.batch import of_acting
-from marl_parallel.core.messages import Message, Request
+from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool import Results
 from marl_parallel.core.records import Columns
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, check_form, leaves, tree_map, zeros
 from marl_parallel.core.transition import ALL, COMMON
-from marl_parallel.core.worker_status import Tracer
 from marl_parallel.types import EnvError, Stats, WorkerStats
 
 EnvIds = NDArray[np.int32]
@@ -154,7 +153,7 @@ class NativeSimulator(ABC):
 
 
 class InfoColumns(Mapping[int, dict[Any, Any]]):
-    """The infos in `received` by env id, for all possible agents. The arrays become dicts when somebody looks."""
+    """The infos in `received` by env id, for all possible agents; dicts are made of the arrays on first access."""
 
     def __init__(self, received: Received, agents: Sequence[AgentID]) -> None:
         self.received, self.agents = received, agents
@@ -174,11 +173,11 @@ class InfoColumns(Mapping[int, dict[Any, Any]]):
     def rows(self) -> list[dict[Any, Any]]:
         """One new dict by agent for each row."""
         infos, common = self.received.infos, self.received.common
-        columns = [stacking.column(infos, place) for place in range(len(self.agents))]
+        columns = [stacking.column(infos, position) for position in range(len(self.agents))]
         rows = _by_agent(self.agents, self.received, columns)
         if common:
-            for row, of_env in zip(rows, stacking.one_by_one(common, len(rows))):
-                row[COMMON] = of_env
+            for row, env_info in zip(rows, stacking.one_by_one(common, len(rows))):
+                row[COMMON] = env_info
         return rows
 
 
@@ -186,73 +185,71 @@ def _by_agent(agents: Sequence[AgentID], received: Received, columns: Iterable[A
     """One dict by agent for each row, from one stack of values for each agent. Absent agents have no entry."""
     values = [stacking.one_by_one(column, len(received.env_ids)) for column in columns]
     if received.present is not None:
-        there = received.present.tolist()
-        return [dict(itertools.compress(zip(agents, row), of_row)) for row, of_row in zip(zip(*values), there)]
+        present = received.present.tolist()
+        return [dict(itertools.compress(zip(agents, row), mask)) for row, mask in zip(zip(*values), present)]
     if len(agents) == 1:
         return [{agents[0]: value} for value in values[0]]
     return [dict(zip(agents, row)) for row in zip(*values)]
 
 
+def _placed(whole: Any, env_ids: EnvIds, values: Any) -> Any:
+    """Copies of the arrays in a tree, with other values in the rows of some environments."""
+    return tree_map(lambda array, rows: stacking.placed(array, env_ids, rows), whole, values)
+
+
 class NativePool:
     """A native simulator as both `pool` and `batch` of a `BatchRunner`; it counts as one worker.
 
-    Methods and attributes are those of `Pool` and `Batch`. The payload of a step is what `NativeSimulator.send` takes,
-    and the extras of results are a `Received`. A simulator that raises closes everything.
+    The payload of a step is what `NativeSimulator.send` takes, and the extras of results are a `Received`. A simulator
+    that raises closes everything.
 
     Attributes:
-        action_groups: Equal action spaces, with the agents of each.
-        marks: bool arrays `"acting"`, `"alive"` and `"flagged"`, `(num_envs, agents)`, and `"over"`, `(num_envs,)`:
-            where each environment stands. Nothing writes into them: new ones replace them.
+        marks: Where each environment stands: bool arrays `"acting"`, `"alive"` and `"flagged"`, `(num_envs, agents)`,
+            and `"over"`, `(num_envs,)`. They are replaced by new arrays, and never written into.
     """
 
-    recovery: ClassVar[None] = None
-    tracer: Tracer | None = None
     seeds_stale = False
-    seeded_at_start: ClassVar[bool] = True
     mode: ClassVar[AutoresetMode] = AutoresetMode.NEXT_STEP
-    mode_is_fixed: ClassVar[bool] = True
     copies: ClassVar[bool] = True
 
     def __init__(self, simulator: NativeSimulator) -> None:
-        self._simulator, self.schema, self.batch_size = simulator, simulator.schema, simulator.batch_size
+        self._simulator, self.name, self.schema = simulator, simulator.name, simulator.schema
+        self.batch_size = simulator.batch_size
         self.partial = simulator.partial and simulator.batch_size == simulator.num_envs
         self.shares = [range(simulator.num_envs)]
         self.env_ids = tuple(self.shares[0])
-        self._all = np.arange(simulator.num_envs, dtype=np.int32)
         self.closed = False
-        self._sent: dict[int, Message] = {}  # what is in flight
+        self.has_reset = [False] * simulator.num_envs
+        self._all = np.arange(simulator.num_envs, dtype=np.int32)
+        self._pending: dict[int, Message] = {}
         self._steps = self._resets = 0
         self._simulator_s = 0.0
         self._agents = agents = self.schema.possible_agents
         groups = alike(self.schema.action_spaces, agents)
-        self.action_groups = [(space, [agents[place] for place in places]) for space, places in groups]
+        self._action_groups = [(space, [agents[at] for at in positions]) for space, positions in groups]
         observed = alike(self.schema.observation_spaces, agents)
-        rows = {place: (group, row) for group, (_, of) in enumerate(observed) for row, place in enumerate(of)}
-        self._group_of = {agent: rows[place] for place, agent in enumerate(agents)}
-        self.has_reset = [False] * simulator.num_envs
+        rows = {at: (group, row) for group, (_, of) in enumerate(observed) for row, at in enumerate(of)}
+        self._group_of = {agent: rows[position] for position, agent in enumerate(agents)}
         nobody = np.zeros((simulator.num_envs, len(agents)), np.bool_)
         self.marks = {"acting": nobody, "alive": nobody, "flagged": nobody, "over": np.zeros(len(nobody), np.bool_)}
-        self._lists: dict[str, list[Any]] = {}  # marks as lists
+        self._agent_lists: dict[str, list[list[AgentID]]] = {}  # of `marks`
         self._masks: dict[AgentID, Any] = {}  # action masks: arrays (num_envs, ...)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
-        return len(self._sent)
+        return len(self._pending)
 
     @property
     def pending(self) -> tuple[int, ...]:
-        return tuple(sorted(self._sent))
-
-    def acts_next(self, env_id: int) -> bool:
-        return env_id not in self._sent
+        return tuple(sorted(self._pending))
 
     def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Received:
         """Step or reset some environments, and wait; returns their rows in the order of `env_ids`."""
         self.check_open()
         if not self.partial:
-            self._check_comes_together(len(env_ids), f"{message.name.lower()} of {len(env_ids)} environments")
+            self._check_whole_batches(len(env_ids), f"{message.name.lower()} of {len(env_ids)} environments")
         with self._in_simulator(message, env_ids):
             ids = self._start(message, env_ids, payloads)
             received = self._receive(len(ids))
@@ -264,90 +261,86 @@ class NativePool:
 
     def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
         self.check_open()
-        if self._sent and self.partial:
+        if self._pending and self.partial:
             raise AlreadyPendingCallError(
-                f"{self._simulator.name} has one batch in flight at a time, unless its batch_size is less than "
-                "num_envs; recv() first",
+                f"{self.name} has one batch in flight at a time, unless its batch_size is less than num_envs; "
+                "recv() first",
                 "send",
             )
         with self._in_simulator(message, env_ids):
             self._start(message, env_ids, payloads)
-        self._sent.update(dict.fromkeys(env_ids, message))
+        self._pending.update(dict.fromkeys(env_ids, message))
 
     def recv(self, at_least: int, timeout: float | None = None) -> Results:
         self.check_open()
-        name, in_flight = self._simulator.name, len(self._sent)
+        in_flight = len(self._pending)
         if timeout is not None:
-            raise ValueError(f"timeout={timeout:g}, but {name} waits for as long as it takes: pass None")
+            raise ValueError(f"timeout={timeout:g}, but {self.name} waits for as long as it takes: pass None")
         if at_least != in_flight and self.partial:
             raise ValueError(
-                f"min_envs={at_least}, but {name} with batch_size equal to num_envs returns all {in_flight} that are "
-                "in flight: pass None"
+                f"min_envs={at_least}, but {self.name} with batch_size equal to num_envs returns all {in_flight} that "
+                "are in flight: pass None"
             )
         if at_least not in (in_flight, self.batch_size):
             raise ValueError(
-                f"min_envs={at_least}, but {name} returns {self.batch_size} at a time: pass min_envs=env.batch_size, "
-                "or None for all in flight"
+                f"min_envs={at_least}, but {self.name} returns {self.batch_size} at a time: pass "
+                "min_envs=env.batch_size, or None for all in flight"
             )
         if not self.partial:
-            self._check_comes_together(at_least, f"recv of all {at_least} in flight")
-        with self._in_simulator(Message.STEP, (*self._sent,)):
+            self._check_whole_batches(at_least, f"recv of all {at_least} in flight")
+        with self._in_simulator(Message.STEP, (*self._pending,)):
             received = self._receive(at_least)
         ids = tuple(received.env_ids.tolist())
-        return Results(ids, [env_id for env_id in ids if self._sent.pop(env_id) is Message.RESET], received)
+        return Results(ids, [env_id for env_id in ids if self._pending.pop(env_id) is Message.RESET], received)
 
     def execute_in(self, message: Message, env_ids: Sequence[int], payload: Any = None) -> dict[int, Any]:
         self.check_open()
+        if message is Message.RENDER:
+            with self._in_simulator(message, env_ids):
+                frames = self._simulator.render()
+            return {env_id: frames[env_id] for env_id in env_ids}
         if message is Message.ASSIGN:
-            raise AttributeError(f"copies in {self._simulator.name} have no attributes of their own that could be set")
-        if message is Message.CALL:
-            return dict.fromkeys(env_ids, self._attribute(loads(payload)[0]))
-        with self._in_simulator(message, env_ids, closes=False):
-            values = self._simulator.seeds if message is Message.SEED else self._simulator.render()
-        return {env_id: values[env_id] for env_id in env_ids}
-
-    def _attribute(self, name: Any) -> Any:
-        simulator = self._simulator.name
+            raise AttributeError(f"environments of {self.name} have no attributes of their own that could be set")
+        name = loads(payload)[0]
         if not isinstance(name, str):
-            raise TypeError(f"copies in {simulator} are no objects that a function could be called with")
+            raise TypeError(f"environments of {self.name} are no objects that a function could be called with")
         try:
             value = self._simulator.attribute(name)
         except AttributeError:
-            raise AttributeError(f"{simulator} has no attribute {name!r}") from None
+            raise AttributeError(f"{self.name} has no attribute {name!r}") from None
         if callable(value):
-            raise AttributeError(f"copies in {simulator} have no methods of their own: {name!r} is all of theirs")
-        return value
-
-    def execute(self, requests: Mapping[int, Request]) -> NoReturn:
-        raise NotImplementedError(f"{self._simulator.name} keeps no timeline: it has no workers")  # none other comes
+            raise AttributeError(
+                f"environments of {self.name} have no methods of their own: {name!r} is a method for all of them"
+            )
+        return dict.fromkeys(env_ids, value)
 
     @contextlib.contextmanager
-    def _in_simulator(self, message: Message, env_ids: Sequence[int], *, closes: bool = True) -> Iterator[None]:
-        """Measure the time in the simulator. If it raises, close: which results are still to come is not known."""
+    def _in_simulator(self, message: Message, env_ids: Sequence[int]) -> Iterator[None]:
+        """Measure the time in the simulator. If it raises, close, except for frames: other results may be missing."""
         started = time.perf_counter()
         try:
             yield
         except BaseException as error:
-            self._check_not_closed_meanwhile()
-            if closes:
+            self.check_open("the environments were closed by another thread")
+            if message is not Message.RENDER:
                 self.close()
             if not isinstance(error, Exception):
                 raise
             method = message.name.lower()
             raise EnvError(
-                f"{self._simulator.name} raised in {method}: {type(error).__name__}: {error}",
+                f"{self.name} raised in {method}: {type(error).__name__}: {error}",
                 env_ids=env_ids,
                 worker=0,
                 method=method,
                 remote_traceback="".join(traceback.format_exception(error)),
             ) from error
         self._simulator_s += time.perf_counter() - started
-        self._check_not_closed_meanwhile()
+        self.check_open("the environments were closed by another thread")
 
-    def _check_comes_together(self, count: int, what: str) -> None:
+    def _check_whole_batches(self, count: int, what: str) -> None:
         if count % self.batch_size:
             raise ValueError(
-                f"{what}, but {self._simulator.name} returns batch_size={self.batch_size} at a time: their number must "
+                f"{what}, but {self.name} returns batch_size={self.batch_size} at a time: their number must "
                 "be a multiple of that, or send() and recv(min_envs=env.batch_size)"
             )
 
@@ -375,21 +368,22 @@ class NativePool:
 
     @property
     def acting(self) -> list[list[AgentID]]:
-        return self._listed("acting")
+        return self._agents_with("acting")
 
     @property
     def alive(self) -> list[list[AgentID]]:
-        return self._listed("alive")
+        return self._agents_with("alive")
 
     @property
     def over(self) -> list[bool]:
-        return self._listed("over")
+        over: list[bool] = self.marks["over"].tolist()
+        return over
 
-    def _listed(self, name: str) -> list[Any]:
-        if name not in self._lists:
-            rows = self.marks[name].tolist()
-            self._lists[name] = rows if name == "over" else [[*itertools.compress(self._agents, row)] for row in rows]
-        return self._lists[name]
+    def _agents_with(self, mark: str) -> list[list[AgentID]]:
+        if mark not in self._agent_lists:
+            rows = self.marks[mark].tolist()
+            self._agent_lists[mark] = [[*itertools.compress(self._agents, row)] for row in rows]
+        return self._agent_lists[mark]
 
     def begin(self, env_ids: Iterable[int]) -> None:
         for env_id in env_ids:
@@ -397,62 +391,60 @@ class NativePool:
 
     def note_received(self, received: Received) -> bool:
         """Note where these transitions leave their environments; returns whether they are all, in order."""
-        ids, before = received.env_ids, self.marks
+        ids, old = received.env_ids, self.marks
         over = received.terminated | received.truncated
-        self._keep_masks(received)
+        self._copy_masks(received)
         if len(self._agents) == 1 and received.present is None:  # an agent that lives as long as the episode
             flagged = over[:, None]
             alive = acting = ~flagged
         else:
-            goes_on = (received.elapsed != 0)[:, None]
-            seen = True if received.present is None else received.present
-            flagged = (before["flagged"][ids] & goes_on) | received.terminations | received.truncations
-            alive = ((before["alive"][ids] & goes_on) | seen) & ~flagged
-            acting = alive & seen & ~over[:, None]
-        marks = {"acting": acting, "alive": alive, "flagged": flagged, "over": over}
+            continued = (received.elapsed != 0)[:, None]
+            present = True if received.present is None else received.present
+            flagged = (old["flagged"][ids] & continued) | received.terminations | received.truncations
+            alive = ((old["alive"][ids] & continued) | present) & ~flagged
+            acting = alive & present & ~over[:, None]
+        new = {"acting": acting, "alive": alive, "flagged": flagged, "over": over}
         in_order = ids.tobytes() == self._all.tobytes()
-        self.marks = marks if in_order else tree_map(lambda old, new: stacking.placed(old, ids, new), before, marks)
-        self._lists.clear()
+        self.marks = new if in_order else _placed(old, ids, new)
+        self._agent_lists.clear()
         return in_order
 
-    def _keep_masks(self, received: Received) -> None:
+    def _copy_masks(self, received: Received) -> None:
         """Copy the action masks: the received arrays belong to the caller."""
-
-        def placed(whole: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
-            return stacking.placed(whole, received.env_ids, rows)
-
-        for place, (agent, (group, row)) in enumerate(self._group_of.items()):
+        for position, (agent, (group, row)) in enumerate(self._group_of.items()):
             observed = received.observations[group]
             if ACTION_MASK in received.infos:
-                rows = stacking.column(received.infos[ACTION_MASK], place)
+                masks = stacking.column(received.infos[ACTION_MASK], position)
             elif isinstance(observed, dict) and ACTION_MASK in observed:
-                rows = stacking.column(observed[ACTION_MASK], row)
+                masks = stacking.column(observed[ACTION_MASK], row)
             else:
                 continue
             if agent not in self._masks:
                 self._masks[agent] = tree_map(
-                    lambda array: np.zeros((len(self._all), *array.shape[1:]), array.dtype), rows
+                    lambda array: np.zeros((len(self._all), *array.shape[1:]), array.dtype), masks
                 )
-            self._masks[agent] = tree_map(placed, self._masks[agent], rows)
+            self._masks[agent] = _placed(self._masks[agent], received.env_ids, masks)
 
     def masks(self, env_id: int) -> dict[AgentID, Any]:
-        there = [agent for agent in self.acting[env_id] if agent in self._masks]
-        return {agent: own_mask(tree_map(lambda array: array[env_id], self._masks[agent])) for agent in there}
+        agents = () if env_id in self._pending else self.acting[env_id]
+        all_masks = {agent: self._masks[agent] for agent in agents if agent in self._masks}
+        masks: dict[AgentID, Any] = own_mask(tree_map(lambda array: array[env_id], all_masks))
+        return masks
 
     # -- dicts -----------------------------------------------------------------------------------------------------
 
     def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> list[Any]:
         over, acting = self.over, self.acting
-        wanted = [
-            own if type(own) is dict and [*own] == acting[env_id]  # the usual case
+        used = [
+            of_env if type(of_env) is dict and [*of_env] == acting[env_id]  # the most frequent case
             else {} if over[env_id]
-            else of_acting(env_id, own, acting[env_id])
-            for env_id, own in zip(env_ids, actions, strict=True)
+            else of_acting(env_id, of_env, acting[env_id])
+            for env_id, of_env in zip(env_ids, actions, strict=True)
         ]  # fmt: skip
 
         def column(agent: AgentID, space: Space[Any]) -> Any:
             nothing = zeros(space)
-            values = [own.get(agent, nothing) for own in wanted]
+            values = [of_env.get(agent, nothing) for of_env in used]
             try:
                 return tree_map(
                     lambda leaf, *parts: stacking.conform(leaf, parts, (len(parts),)), space, *values, form=check_form
@@ -465,7 +457,7 @@ class NativePool:
     def grouped(self, column: Callable[[AgentID, Space[Any]], Any]) -> list[Any]:
         """What `NativeSimulator.send` takes, from the stacked actions of each agent."""
         groups = []
-        for space, agents in self.action_groups:
+        for space, agents in self._action_groups:
             if len(agents) == 1:
                 groups.append(tree_map(lambda array: array[:, None], column(agents[0], space)))
             else:
@@ -486,24 +478,14 @@ class NativePool:
     def arrays(self, *, copy: bool) -> NativeArrays:
         return NativeArrays(self)
 
-    def states(self, env_ids: Sequence[int], outside: Mapping[int, Any]) -> NoReturn:
-        raise NotImplementedError("a native simulator tells no global state")
-
     # -- statistics and the end ------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         return Stats.of([WorkerStats(steps=self._steps, resets=self._resets, simulator_s=self._simulator_s)])
 
-    def ahead(self, worker: int) -> float:
-        return 0.0
-
-    def check_open(self) -> None:
+    def check_open(self, error: str = "the environments have been closed; make a new ParallelEnv") -> None:
         if self.closed:
-            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
-
-    def _check_not_closed_meanwhile(self) -> None:
-        if self.closed:
-            raise ClosedEnvironmentError("the environments were closed by another thread")
+            raise ClosedEnvironmentError(error)
 
     def close(self, *, ask: bool = True, timeout: float = 5.0) -> None:
         if not self.closed:
@@ -529,13 +511,13 @@ def _one_by_one(env_ids: Sequence[int], agent: AgentID, space: Space[Any], value
 class NativeArrays(ArrayView):
     """What a `NativePool` receives, as arrays over all environments.
 
-    Where all environments were stepped, nothing is copied that belongs to the receiver. Infos stay in arrays.
+    If all environments were stepped, nothing that belongs to the receiver is copied. Infos stay in arrays.
     """
 
     def __init__(self, pool: NativePool) -> None:
         super().__init__(pool.schema)
         self._pool, self._num_envs = pool, len(pool.env_ids)
-        # Groups with `Discrete` values, which `Arrays` has as int64.
+        # Groups with `Discrete` values, which are int64 in `Arrays`.
         self._to_cast = [
             any(isinstance(leaf, spaces.Discrete) for _, leaf in leaves(space)) for space, _ in self.groups
         ]
@@ -550,9 +532,9 @@ class NativeArrays(ArrayView):
             self._check_all_there(by_agent, self._pool.acting, ids)
 
         def column(agent: AgentID, space: Space[Any]) -> Any:
-            own = by_agent[agent] if agent in by_agent else stacking.zeros(space, (self._num_envs,))
+            values = by_agent[agent] if agent in by_agent else stacking.zeros(space, (self._num_envs,))
             try:
-                return stacking.conform(space, own, (self._num_envs,))
+                return stacking.conform(space, values, (self._num_envs,))
             except Mismatch as error:
                 raise ValueError(f"the actions of agent {agent!r}: {error}") from None
 
@@ -566,34 +548,28 @@ class NativeArrays(ArrayView):
         return self._latest
 
     def last(self) -> Arrays:
-        """The arrays handed out last, with what the caller has written into them since: a copy would cost each step."""
+        """The arrays returned last, with what the caller has written into them since: a copy would cost each step."""
         return self._latest
 
     def read_some(self, env_ids: Sequence[int], received: Received, last: Arrays) -> Arrays:
         self._pool.note_received(received)
-
-        def placed(whole: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
-            return stacking.placed(whole, received.env_ids, rows)
-
-        def alone(whole: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
-            return placed(np.zeros_like(whole), rows)
-
         new = self._arrays(received)
-        parts = {name: tree_map(placed, getattr(last, name), getattr(new, name)) for name in _KEPT}
-        parts |= {name: alone(getattr(last, name), getattr(new, name)) for name in _OF_THE_STEP}
-        self._latest = new._replace(**parts, together=False)
+        fields = {name: getattr(last, name) for name in _KEPT}
+        fields |= {name: np.zeros_like(getattr(last, name)) for name in _OF_THE_STEP}
+        placed = {name: _placed(whole, received.env_ids, getattr(new, name)) for name, whole in fields.items()}
+        self._latest = new._replace(**placed, together=False)
         return self._latest
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
-        """Ignore: nobody steps environments that reset by themselves one at a time."""
+        """Do nothing: environments that reset by themselves are never stepped one at a time."""
 
     def _arrays(self, received: Received) -> Arrays:
         """The received rows alone, but `acting` of all environments."""
         rows = len(received.env_ids)
         present = np.ones((rows, len(self.agents)), np.bool_) if received.present is None else received.present.copy()
         observations = [
-            stacking.conform(space, own, (rows, len(places))) if cast else own
-            for (space, places), own, cast in zip(self.groups, received.observations, self._to_cast)
+            stacking.conform(space, values, (rows, len(positions))) if cast else values
+            for (space, positions), values, cast in zip(self.groups, received.observations, self._to_cast)
         ]
         return Arrays(
             observations, received.rewards.astype(np.float64), received.terminations, received.truncations,
@@ -605,4 +581,4 @@ class NativeArrays(ArrayView):
 
 _KEPT = ("observations", "present", "observed")
 _OF_THE_STEP = ("rewards", "terminations", "truncations", "terminated", "truncated", "rewarded", "flagged")
-"""Fields of `Arrays`: what environments that are not stepped keep, and what they do not have."""
+"""Fields of `Arrays`: those that environments keep which are not stepped, and those that are zeros for them."""

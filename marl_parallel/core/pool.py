@@ -70,7 +70,6 @@ class Pool:
         limits: How long each environment may take.
     """
 
-    seeded_at_start = False
     partial = True
 
     def __init__(self, backend: Backend, shares: Sequence[range], limits: Limits = Limits()) -> None:  # noqa: B008
@@ -497,15 +496,6 @@ class Pool:
     def pending(self) -> tuple[int, ...]:
         """The environments in flight."""
         return tuple([slot.env_id for slot in self.slots if slot.request is not None])
-
-    def acts_next(self, env_id: int) -> bool:
-        """Whether the next action of an environment counts: it is not in flight, and has no restart to report."""
-        slot = self.slots[env_id]
-        return slot.request is None and slot.fault is None
-
-    def ahead(self, worker: int) -> float:
-        """Seconds that this clock is ahead of a worker's."""
-        return self.backend.ahead(worker)
 
     def stats(self) -> Stats:
         """Counts and times so far, with those of workers that have been replaced."""

@@ -136,8 +136,8 @@ class WorkerStatus:
         """From now on the worker begins nothing but a CLOSE: no caller receives other results."""
         self._ints[_DISCARDED] = 1
 
-    def mirror(self, others: bytes, ahead: float) -> None:
-        """Become a copy of another machine's status, except for the number that the parent writes.
+    def copy_from(self, others: bytes, ahead: float) -> None:
+        """Copy the bytes of another machine's status, except for the number that the parent writes.
 
         This machine's clock is `ahead` of that one's by so many seconds.
         """

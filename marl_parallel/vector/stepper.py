@@ -105,7 +105,7 @@ class ArrayStepper:
                     raise ValueError(f"{name} needs a space for everything, but {agent!r} declares no {kind} space")
         self._reward_spaces = schema.reward_spaces
         self._rules = {} if vectors and scalarize is None else reward_rules(name, scalarize, self._reward_spaces)
-        self.runner.check_comes_together(name, partial_resets=partial_resets)
+        self.runner.check_batch_size(name, partial_resets=partial_resets)
         self.view = batch.arrays(copy=batch.copies if copy is None else copy)
         self.latest: Arrays | None = None
         self._sent = False

@@ -219,7 +219,7 @@ def test_what_cannot_be_drawn_closes_nothing(pooled):
     with pytest.raises(EnvError, match="EnvPool's Blackjack-v1 raised in render"):
         env.render()
     env.step([{"agent_0": 1}] * COPIES)
-    with pytest.raises(ValueError, match='render_mode="human" shows one copy, but num_envs=6: pass "rgb_array"'):
+    with pytest.raises(ValueError, match='render_mode="human" shows one environment, but num_envs=6: pass "rgb_array"'):
         pooled("CartPole-v1", render_mode="human")
 
 

@@ -241,7 +241,7 @@ def test_what_there_is(played):
     ("ask", "kind", "text"),
     [
         (lambda env: env.reset(seed=1), ValueError, "seed=1, but these environments are seeded only once"),
-        (lambda env: env.reset_async(seed=[1] * 6), ValueError, "are seeded only once, where they are made"),
+        (lambda env: env.reset_async(seed=[1] * 6), ValueError, "are seeded only once, when they are made"),
         (lambda env: env.reset(options={"a": 1}), ValueError, "takes no options"),
         (
             lambda env: env.step([{"agent_0": 1, "agent_2": 1}] * 3, [0, 1, 2]),
@@ -252,7 +252,11 @@ def test_what_there_is(played):
         (lambda env: env.step([{}] * 6), ValueError, "environment 0: no action for agent 'agent_0'"),
         (lambda env: env.step([3] * 6), TypeError, "environment 0: expected a dict of actions"),
         (lambda env: env.step([{"agent_0": 0.5, "agent_2": 1}] * 6), ValueError, "environment 0: the action of agent"),
-        (lambda env: env.call(len), TypeError, "copies in a pool are no objects that a function could be called with"),
+        (
+            lambda env: env.call(len),
+            TypeError,
+            "environments of a pool are no objects that a function could be called with",
+        ),
         (lambda env: env.call("_recv"), AttributeError, "have no methods of their own"),
         (lambda env: env.get_attr("nothing"), AttributeError, "a pool has no attribute 'nothing'"),
         (lambda env: env.set_attr("named", False), AttributeError, "no attributes of their own that could be set"),

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,8 @@ from simulators.deterministic import Hunt, Skirmish
 from simulators.failing import Fragile, hard_exit, killed_by
 
 from marl_parallel import ParallelEnv, ParallelEnvError, RayBackend, WorkerCrashed
-from marl_parallel.backends import ray_backend, ray_worker
-from marl_parallel.backends.ray_worker import Result
+from marl_parallel.backends import ray_backend
+from marl_parallel.backends.ray_worker import Result, exitcode_of
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")]
 
@@ -375,12 +376,11 @@ def test_whoever_was_running_is_named(fault, word, local, tmp_path):
 def test_exit_code_of_a_process_that_is_reaped_late():
     """Ray, whose child a worker is, may be slow on a busy machine; until then the kernel does not tell."""
     process = subprocess.Popen([sys.executable, "-c", "import os; os._exit(7)"])
-    worker = object.__new__(ray_worker._Watched)
-    worker.handle = os.pidfd_open(process.pid)
-    ray_worker._await_death(worker.handle)
+    handle = os.pidfd_open(process.pid)
+    wait([handle])
     threading.Timer(0.3, process.wait).start()
-    assert worker.exitcode() == 7
-    os.close(worker.handle)
+    assert exitcode_of(handle) == 7
+    os.close(handle)
 
 
 def test_what_was_done_before_a_death_is_told(local, tmp_path):

@@ -8,8 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from marl_parallel.backends import ray_worker
-from marl_parallel.backends.ray_worker import Result, pack, saved_replies, unpack
+from marl_parallel.backends.ray_worker import Result, pack, save_reply, saved_replies, unpack
 from marl_parallel.core.messages import Message, Reply
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -49,12 +48,10 @@ def test_no_replies_are_saved():
 
 def test_replies_are_saved_in_a_file(tmp_path):
     """Those of the request in progress, not of those before."""
-    worker = object.__new__(ray_worker.RayWorker)
     with open(tmp_path / "replies", "w+b") as file:
-        worker._files = ray_worker.Files(-1, -1, -1, file.fileno())
         for reply in REPLIES:
-            worker._save(1, reply, first=reply is REPLIES[0])
-        worker._save(2, REPLIES[0], first=True)
-        worker._save(3, REPLIES[1], first=False)
+            save_reply(file.fileno(), 1, reply, first=reply is REPLIES[0])
+        save_reply(file.fileno(), 2, REPLIES[0], first=True)
+        save_reply(file.fileno(), 3, REPLIES[1], first=False)
         data = os.pread(file.fileno(), 1 << 16, 0)
     assert saved_replies(data) == [(2, REPLIES[0]), (3, REPLIES[1])]

@@ -106,12 +106,12 @@ def test_a_status_of_another_machine():
     theirs.begin_request()
     theirs.enter(3, Activity.STEP)
     ours.discard()
-    ours.mirror(bytes(theirs._view), 100.0)
+    ours.copy_from(bytes(theirs._view), 100.0)
     assert ours.running == theirs.running._replace(since=theirs.running.since + 100.0)
     assert ours.discarded
     assert not theirs.discarded
     theirs.leave()
     theirs.end_request()
-    ours.mirror(bytes(theirs._view), 100.0)
+    ours.copy_from(bytes(theirs._view), 100.0)
     assert (ours.stats.steps, ours.running, ours.settled) == (1, None, 3)
     assert ours.stats.simulator_s == theirs.stats.simulator_s
