@@ -45,11 +45,10 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     `reward_space`, as in MO-Gymnasium.
 
     The row of an absent agent is zeros; `infos["present"]` marks the rows that are data, `infos["acting"]` those that
-    need an action. A row's flag is True when its agent dies, and for all rows, also of absent agents, when their
-    environment's episode ends.
+    need an action. A row is done when its agent dies, and all rows of an environment are when its episode ends.
 
-    With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos are laid out
-    as Gymnasium does: `final_obs` and `final_info` for rows that are done, and the reset's infos.
+    With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos have the
+    reset's, and `final_obs` and `final_info` in rows that are done, as Gymnasium's.
 
     Args:
         env: No other facade may step it. With `copy=False`, observations are valid until the next step or reset.

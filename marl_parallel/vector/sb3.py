@@ -48,16 +48,11 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
 
     A row is done when its agent dies, and when its environment's episode ends. Then its info has the agent's last
     observation as `terminal_observation`, and the observation that is returned is the new episode's first, or zeros
-    if the environment goes on without the agent. Every info has `TimeLimit.truncated`: whether the row is done and was
-    truncated, not terminated.
+    if the environment goes on without the agent. Infos of the environment, such as the mark of a restart in
+    `infos[row]["__common__"]`, are in the info of each of its rows. The infos of a reset are in `reset_infos`.
 
-    **Rows of absent agents are trained on.** From an agent's death until its environment's episode ends, and before it
-    has come, its observations and rewards are zeros and its actions are ignored. The row is done once more when the
-    environment's episode ends, with zeros as `terminal_observation` and never as truncated, so that returns do not run
-    across episodes. Statistics count these as episodes of return 0. `present` and `acting` mark the other rows.
-
-    Infos of the environment, such as the mark of a restart in `infos[row]["__common__"]`, are in the info of each of
-    its rows, unless an agent has the same key. The infos of a reset are in `reset_infos`.
+    **Rows of absent agents are trained on**: until the end of the environment's episode they are zeros, and then they
+    are done once more, as episodes of return 0; see `docs/facades.md`. `present` and `acting` mark the other rows.
 
     Args:
         env: Made with `auto_reset=True`. No other facade may step it.

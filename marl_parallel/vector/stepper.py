@@ -256,7 +256,7 @@ def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -
 
 
 class ForwardedCalls:
-    """The methods of a facade that are those of its `ParallelEnv`; results have one entry for each environment."""
+    """Methods of a facade that are those of its `ParallelEnv`; results have one entry for each environment."""
 
     env: ParallelEnv
 
