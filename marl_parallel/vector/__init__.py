@@ -23,29 +23,42 @@ if TYPE_CHECKING:
     from marl_parallel.vector.stepper import Stacked as Stacked
     from marl_parallel.vector.torchrl import TorchRLEnv as TorchRLEnv
 
-# The module of each name, and the libraries that it imports; Ray alone does not bring all that RLlib needs.
-_WHERE = {
-    "ArrayStepper": ("stepper", ()),
-    "Arrays": ("stepper", ()),
-    "Stacked": ("stepper", ()),
-    "AgileRLVecEnv": ("agilerl", ("agilerl",)),
-    "GymnasiumVectorEnv": ("gymnasium", ("gymnasium",)),
-    "ParallelMultiAgentEnvRunner": ("rllib", ("ray", "tree")),
-    "PettingZooVecEnv": ("pettingzoo", ("pettingzoo",)),
-    "RLlibVectorMultiAgentEnv": ("rllib", ("ray", "tree")),
-    "SB3VecEnv": ("sb3", ("stable_baselines3",)),
-    "TorchRLEnv": ("torchrl", ("torchrl",)),
+_MODULES = {
+    "AgileRLVecEnv": "agilerl",
+    "ArrayStepper": "stepper",
+    "Arrays": "stepper",
+    "GymnasiumVectorEnv": "gymnasium",
+    "ParallelMultiAgentEnvRunner": "rllib",
+    "PettingZooVecEnv": "pettingzoo",
+    "RLlibVectorMultiAgentEnv": "rllib",
+    "SB3VecEnv": "sb3",
+    "Stacked": "stepper",
+    "TorchRLEnv": "torchrl",
+}
+# What modules need beyond our own requirements, which is installed by the extra of the module's name.
+_LIBRARIES = {
+    "agilerl": ("AgileRL", ["agilerl"]),
+    "rllib": ("RLlib", ["ray", "tree"]),  # Ray alone does not install all that RLlib needs
+    "sb3": ("Stable-Baselines3", ["stable_baselines3"]),
+    "torchrl": ("TorchRL", ["torchrl"]),
 }
 
 # Only names whose libraries are installed, so that `import *` works; the errors of the others say what to install.
-__all__ = [name for name, (_, libraries) in _WHERE.items() if all(map(installed, libraries))]
+__all__ = [name for name, module in _MODULES.items() if all(map(installed, _LIBRARIES.get(module, ("", []))[1]))]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHERE[name][0]}"), name)
+    module = _MODULES[name]
+    try:
+        return getattr(import_module(f"{__name__}.{module}"), name)
+    except ImportError as error:
+        if module not in _LIBRARIES:
+            raise
+        install = f'pip install "marl-parallel[{module}]"'
+        raise ImportError(f"{name} needs {_LIBRARIES[module][0]}: {install} ({error})", name=error.name) from error
 
 
 def __dir__() -> list[str]:
-    return sorted(_WHERE)
+    return sorted(_MODULES)

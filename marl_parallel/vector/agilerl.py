@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from agilerl.vector.pz_vec_env import PettingZooVecEnv
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
@@ -19,13 +20,6 @@ from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.rows import agent_infos, next_episode_infos, took_part, vector_infos, with_env_flags
 from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls, Scalarize
-
-try:
-    from agilerl.vector.pz_vec_env import PettingZooVecEnv
-except ImportError as error:
-    raise ImportError(
-        f'AgileRLVecEnv needs AgileRL: pip install "marl-parallel[agilerl]" ({error})', name=error.name
-    ) from error
 
 __doctest_requires__ = ["agilerl"]
 

@@ -16,6 +16,14 @@ import gymnasium
 import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
+from ray.rllib.callbacks.utils import make_callback
+from ray.rllib.env.env_context import EnvContext
+from ray.rllib.env.multi_agent_env import MultiAgentEnv
+from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
+from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
+from ray.rllib.utils.error import ERR_MSG_INVALID_ENV_DESCRIPTOR, EnvError
+from ray.rllib.utils.pre_checks.env import check_multiagent_environments
+from ray.tune.registry import ENV_CREATOR, _global_registry
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters import Dicts as FiveDicts
@@ -26,20 +34,6 @@ from marl_parallel.core.native import NativePool
 from marl_parallel.core.transition import ALL, COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.stepper import ForwardedCalls, Scalarize, as_number, open_runner, reward_rules
-
-try:
-    from ray.rllib.callbacks.utils import make_callback
-    from ray.rllib.env.env_context import EnvContext
-    from ray.rllib.env.multi_agent_env import MultiAgentEnv
-    from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
-    from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
-    from ray.rllib.utils.error import ERR_MSG_INVALID_ENV_DESCRIPTOR, EnvError
-    from ray.rllib.utils.pre_checks.env import check_multiagent_environments
-    from ray.tune.registry import ENV_CREATOR, _global_registry
-except ImportError as error:
-    raise ImportError(
-        f'the facade for RLlib needs it: pip install "marl-parallel[rllib]" ({error})', name=error.name
-    ) from error
 
 __doctest_requires__ = ["ray", "tree", "torch"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
+from stable_baselines3.common.vec_env import VecEnv
 
 from marl_parallel.adapters import attributes
 from marl_parallel.arguments import base_seed
@@ -20,13 +21,6 @@ from marl_parallel.core.transition import FINAL_OBS, RESET_INFO
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.rows import AgentRows, agent_infos, env_infos, reset_info
 from marl_parallel.vector.stepper import ArrayFacade, Scalarize
-
-try:
-    from stable_baselines3.common.vec_env import VecEnv
-except ImportError as error:
-    raise ImportError(
-        f'SB3VecEnv needs Stable-Baselines3: pip install "marl-parallel[sb3]" ({error})', name=error.name
-    ) from error
 
 __doctest_requires__ = ["stable_baselines3"]
 

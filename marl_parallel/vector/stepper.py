@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -32,7 +33,7 @@ __all__ = ["ArrayStepper", "Arrays", "Stacked"]
 
 Rule: TypeAlias = Sequence[float] | NDArray[Any] | Callable[[NDArray[Any]], float]
 Scalarize: TypeAlias = Rule | Mapping[AgentID, Rule]
-"""Weights, one for each objective, or a function that takes one vector and returns a number; or either by agent."""
+"""A weight for each objective, or a function that takes a vector and returns a number; or a dict of these by agent."""
 
 
 class ArrayStepper:
@@ -47,8 +48,7 @@ class ArrayStepper:
         facade: The object that steps. While it lives and is not closed, no other facade may step `env`.
         modes: The auto-reset modes that the facade supports; none for all.
         copy: Whether observations are arrays of the facade's own; None for the `copy` of `env`.
-        scalarize: Turns vector rewards into numbers: a weight for each objective, or a function that takes one vector
-            and returns a number; or a dict of these by agent.
+        scalarize: Turns vector rewards into numbers, see `Scalarize`.
         vectors: Whether the facade takes vector rewards as they are, in `Arrays.vectors`.
         partial_resets: Whether the facade resets or steps some environments without the others.
 
@@ -325,26 +325,18 @@ def reward_rules(
                 f"{space}. Pass scalarize=: a weight for each objective, or a function that takes a vector and returns "
                 "a number, or a dict of these by agent"
             )
-        return {}
-    if not reward_spaces:
+    elif not reward_spaces:
         raise ValueError(f"{facade}: scalarize= was passed, but no agent declares a reward_space of vectors")
-    rules = {}
-    for agent, space in reward_spaces.items():
-        rule = scalarize
-        if isinstance(rule, Mapping):
-            if agent not in rule:
-                raise ValueError(f"{facade}: scalarize= has nothing for agent {agent!r}; it has {[*rule]}")
-            rule = rule[agent]
-        rules[agent] = _checked(facade, agent, rule) if callable(rule) else _weighted(facade, agent, rule, space)
-    return rules
+    return {agent: _reward_rule(facade, agent, scalarize, space) for agent, space in reward_spaces.items()}
 
 
-def as_number(rules: Mapping[AgentID, Callable[[NDArray[Any]], float]], agent: AgentID, reward: Any) -> Any:
-    """A vector reward as a number; any other reward as it is."""
-    return rules[agent](np.asarray(reward)) if agent in rules and is_vector(reward) else reward
-
-
-def _weighted(facade: str, agent: AgentID, rule: Any, space: Space[Any]) -> Callable[[NDArray[Any]], float]:
+def _reward_rule(facade: str, agent: AgentID, rule: Any, space: Space[Any]) -> Callable[[NDArray[Any]], float]:
+    if isinstance(rule, Mapping):
+        if agent not in rule:
+            raise ValueError(f"{facade}: scalarize= has nothing for agent {agent!r}; it has {[*rule]}")
+        rule = rule[agent]
+    if callable(rule):
+        return partial(_number_of, rule, f"{facade}: scalarize must return a number for the reward of agent {agent!r}")
     try:
         weights = np.asarray(rule, np.float64)
     except (TypeError, ValueError):
@@ -359,14 +351,13 @@ def _weighted(facade: str, agent: AgentID, rule: Any, space: Space[Any]) -> Call
     return lambda vector: float(np.vdot(weights, vector))
 
 
-def _checked(facade: str, agent: AgentID, function: Callable[[NDArray[Any]], float]) -> Callable[[NDArray[Any]], float]:
-    def number(vector: NDArray[Any]) -> float:
-        result: Any = function(vector)
-        if np.ndim(result) or isinstance(result, str | bytes | None.__class__):
-            raise TypeError(
-                f"{facade}: scalarize must return a number for the reward of agent {agent!r}, {vector!r}; it returned "
-                f"{result!r}"
-            )
-        return float(result)
+def _number_of(function: Callable[[NDArray[Any]], Any], expectation: str, vector: NDArray[Any]) -> float:
+    result = function(vector)
+    if np.ndim(result) or isinstance(result, str | bytes | None.__class__):
+        raise TypeError(f"{expectation}, {vector!r}; it returned {result!r}")
+    return float(result)
 
-    return number
+
+def as_number(rules: Mapping[AgentID, Callable[[NDArray[Any]], float]], agent: AgentID, reward: Any) -> Any:
+    """A vector reward as a number; any other reward as it is."""
+    return rules[agent](np.asarray(reward)) if agent in rules and is_vector(reward) else reward

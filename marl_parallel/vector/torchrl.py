@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import getitem
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import MarlGroupMapType, check_marl_grouping
 
 from marl_parallel.adapters import AgentID, Schema
 from marl_parallel.core.arrays import Arrays, Stacked
@@ -23,19 +28,8 @@ from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import Columns, bounds, located, shared_reward_space
+from marl_parallel.vector.rows import bounds, located, shared_reward_space
 from marl_parallel.vector.stepper import ArrayStepper
-
-try:
-    import torch
-    from tensordict import TensorDict, TensorDictBase
-    from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
-    from torchrl.envs import EnvBase
-    from torchrl.envs.utils import MarlGroupMapType, check_marl_grouping
-except ImportError as error:
-    raise ImportError(
-        f'TorchRLEnv needs TorchRL: pip install "marl-parallel[torchrl]" ({error})', name=error.name
-    ) from error
 
 __doctest_requires__ = ["torchrl"]
 
@@ -60,7 +54,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     `on_error="restart"` also `"restarted"`: which environments have been rebuilt. Errors and all other infos are in
     `infos`. Tensors are the caller's own.
 
-    `Dict` spaces are nested tensordicts, `Tuple`s too, with the keys `"0"`, `"1"` and so on; `Discrete` observations are
+    `Dict` spaces are nested tensordicts, `Tuple`s too, with the keys `"0"`, `"1"`, ...; `Discrete` observations are
     integers, not one-hot. Actions of `Discrete(n, start=s)` count from 0.
 
     Only `_reset` resets environments, which TorchRL's loops call; see `docs/facades.md`. The seed of `set_seed` takes
@@ -108,10 +102,10 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self._guard = CallGuard(self._runner.check_open)
         self.infos: dict[int, dict[Any, Any]] = {}
         self.group_map = _grouped(group_map, self._runner.schema)
-        self._groups = {name: _Group.of(agents, stepper) for name, agents in self.group_map.items()}
+        self._groups = {name: _Group(agents, stepper) for name, agents in self.group_map.items()}
         self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
         self._seed: int | None = None
-        self._unseeded = np.zeros(env.num_envs, np.bool_)
+        self._unseeded = np.zeros(env.num_envs, np.bool_)  # whether an environment is to be reset with `_seed`
         self._make_specs()
 
     def _make_specs(self) -> None:
@@ -153,10 +147,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         mask = self._reset_mask(tensordict)
         ids = self._marked(mask)
         if ids is not None and not ids and self._stepper.latest is not None:
-            return self._tensors(self._stepper.latest, np.zeros_like(self._ended)).clone()
+            return self._tensors(self._stepper.latest).clone()
         chosen: Any = slice(None) if ids is None else ids
-        if seed is None:
-            seed = self._due_seed(range(self.env.num_envs) if ids is None else ids)
+        if seed is None and self._seed is not None and (due := self._unseeded[chosen]).any():
+            env_ids = np.arange(self.env.num_envs)[chosen].tolist()
+            seed = self._seed if due.all() else [self._seed + i if is_due else None for i, is_due in zip(env_ids, due)]
         arrays = self._stepper.reset(seed, options, ids)
         self._unseeded[chosen] = False
         self._ended[chosen] = False
@@ -165,16 +160,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         else:
             for env_id, infos in arrays.infos.items():
                 self.infos[env_id] = _with_reset(self.infos.get(env_id, {}), infos)
-        return self._tensors(arrays, np.zeros_like(self._ended))
-
-    def _due_seed(self, ids: Sequence[int]) -> int | list[int | None] | None:
-        """The seed of `set_seed` for those of these environments that have not been reset since."""
-        due = self._unseeded[[*ids]]
-        if self._seed is None or not due.any():
-            return None
-        if due.all():
-            return self._seed
-        return [self._seed + env_id if is_due else None for env_id, is_due in zip(ids, due)]
+        return self._tensors(arrays)
 
     @exclusive("step")
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -223,7 +209,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         chosen = mask.reshape(self.env.num_envs, -1).any(-1)
         return [int(env_id) for env_id in chosen.nonzero()]
 
-    def _tensors(self, arrays: Arrays, own: NDArray[np.bool_]) -> TensorDictBase:
+    def _tensors(self, arrays: Arrays, own: NDArray[np.bool_] | bool = False) -> TensorDictBase:
         """Observations and flags; `own`, `(num_envs, agents)`, marks the agents with a flag of their own."""
         self._ended |= own
         terminated = np.where(own, arrays.terminations, arrays.terminated[:, None])
@@ -250,23 +236,16 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-class _Group(NamedTuple):
-    """Agents that are stacked: `columns` among all agents, and `members` of the `stack`-th array of observations."""
+class _Group:
+    """Agents that are stacked: `columns` among all agents, and `members` of one stack of observations."""
 
-    agents: tuple[AgentID, ...]
-    columns: Columns
-    stack: int
-    members: Columns
-    observation_space: Space[Any]
-    action_space: Space[Any]
-    reward_space: Space[Any] | None
-
-    @classmethod
-    def of(cls, agents: Sequence[AgentID], stepper: ArrayStepper) -> _Group:
+    def __init__(self, agents: Sequence[AgentID], stepper: ArrayStepper) -> None:
         schema = stepper.runner.schema
-        spaces_of = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
-        reward_space = shared_reward_space(schema.reward_spaces, agents, "TorchRLEnv")
-        return cls(tuple(agents), *located(stepper.view, agents), *spaces_of, reward_space)
+        self.agents = tuple(agents)
+        self.columns, self.stack, self.members = located(stepper.view, agents)
+        self.observation_space = schema.observation_spaces[agents[0]]
+        self.action_space = schema.action_spaces[agents[0]]
+        self.reward_space = shared_reward_space(schema.reward_spaces, agents, "TorchRLEnv")
 
     def observations(self, arrays: Arrays) -> dict[Any, torch.Tensor]:
         """The observations by key, `(num_envs, agents, ...)`; in the memory of the arrays, if members are a slice."""
