@@ -54,8 +54,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: It has another auto-reset mode, its agents are not known beforehand or no strings, one declares no
-            space, or actions that are dicts or tuples; or `scalarize` is missing or does not fit the rewards.
+        ValueError: As `ArrayStepper`, or its agents are no strings, or actions are dicts or tuples.
 
     Example:
         >>> from agilerl.algorithms import IPPO
@@ -90,9 +89,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
             metadata=env.metadata,
             render_mode=env.render_mode,
         )
-        shape = self.num_envs, len(self.agents)
-        self.present: ByAgent = self._by_agent(np.zeros(shape, np.bool_))
-        self.acting: ByAgent = self._by_agent(np.zeros(shape, np.bool_))
+        self.present = self.acting = self._by_agent(np.zeros((self.num_envs, len(agents)), np.bool_))
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -100,12 +97,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[ByAgent, ByAgent]:
-        """Begin new episodes; returns observations and infos, by agent.
-
-        Args:
-            seed: Environment i gets `seed + i`; a sequence has one for each environment.
-            options: For each environment's own `reset`.
-        """
+        """Begin new episodes; returns observations and infos, by agent. Arguments as of `ParallelEnv.reset`."""
         arrays = self._stepper.reset(seed, options)
         return self._observations(arrays), self._infos(arrays)
 
@@ -126,7 +118,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         """Begin to step all environments and return; `actions` has a dict by agent for each. Errors as of `step`."""
         if isinstance(actions, Mapping):
             raise TypeError("step_async takes a list with a dict of actions for each environment; step takes a dict")
-        self._stepper.send_dicts([self._of_one(of_env) for of_env in actions])
+        self._stepper.send_dicts([self._of_env(of_env) for of_env in actions])
 
     @exclusive("step_wait")
     def step_wait(self, timeout: float | None = None) -> Results:
@@ -142,38 +134,28 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     # -- arguments -------------------------------------------------------------------------------------------------
 
     def _send(self, actions: Mapping[str, Any]) -> None:
-        stacked: ByAgent = {}
-        absent: dict[str, NDArray[np.bool_]] = {}
+        arrays: dict[str, NDArray[Any]] = {}
         for agent, values in actions.items():
-            array = _array(values)
+            arrays[agent] = array = _array(values)
             if array.shape[:1] != (self.num_envs,):
                 raise ValueError(
                     f"expected actions of agent {agent!r} for {self.num_envs} environments, got shape {array.shape}"
                 )
-            if array.dtype.kind == "f" and array.size:
-                nan = np.isnan(array.reshape(self.num_envs, -1)).all(axis=1)
-                if nan.any():
-                    absent[agent] = nan
-                    array = stacking.placed(array, nan, np.zeros((), array.dtype))
-            stacked[agent] = _formed(self._single_action_spaces.get(agent), array)
-        acting = self._stepper.runner.batch.acting if absent else []
-        if not any(agent in acting[env_id] for agent, rows in absent.items() for env_id in np.flatnonzero(rows)):
-            self._stepper.send(stacked)
+        nan = {agent: rows for agent, array in arrays.items() if (rows := _nan_rows(array)) is not None}
+        acting = self._stepper.runner.batch.acting if nan else []
+        if any(agent in acting[env_id] for agent, rows in nan.items() for env_id in np.flatnonzero(rows)):
+            of_envs = [{agent: array[env_id] for agent, array in arrays.items()} for env_id in range(self.num_envs)]
+            self._stepper.send_dicts([self._of_env(of_env) for of_env in of_envs])
             return
-        self._stepper.send_dicts(
-            [
-                {a: rows[env_id] for a, rows in stacked.items() if a not in absent or not absent[a][env_id]}
-                for env_id in range(self.num_envs)
-            ]
-        )
+        for agent, rows in nan.items():
+            arrays[agent] = stacking.placed(arrays[agent], rows, np.zeros((), arrays[agent].dtype))
+        self._stepper.send({a: _formed(self._single_action_spaces.get(a), array) for a, array in arrays.items()})
 
-    def _of_one(self, actions: Mapping[str, Any]) -> ByAgent:
+    def _of_env(self, actions: Mapping[str, Any]) -> ByAgent:
         """One environment's actions in the form of their spaces, without those that are NaN."""
-        arrays = {agent: _array(action) for agent, action in actions.items()}
+        rows = {agent: _array(action)[None] for agent, action in actions.items()}
         return {
-            agent: _formed(self._single_action_spaces.get(agent), array[None])[0]
-            for agent, array in arrays.items()
-            if array.dtype.kind != "f" or not array.size or not np.isnan(array).all()
+            a: _formed(self._single_action_spaces.get(a), row)[0] for a, row in rows.items() if _nan_rows(row) is None
         }
 
     # -- results ---------------------------------------------------------------------------------------------------
@@ -237,6 +219,14 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
 def _array(value: Any) -> NDArray[Any]:
     return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+
+
+def _nan_rows(array: NDArray[Any]) -> NDArray[np.bool_] | None:
+    """Which rows are NaN all over; None if none are."""
+    if array.dtype.kind != "f" or not array.size:
+        return None
+    nan: NDArray[np.bool_] = np.isnan(array.reshape(len(array), -1)).all(axis=1)
+    return nan if nan.any() else None
 
 
 def _formed(space: Space[Any] | None, rows: NDArray[Any]) -> NDArray[Any]:

@@ -63,7 +63,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: It was made with `auto_reset=False`; the agents' spaces differ, or one declares none.
+        ValueError: As `ArrayStepper`, or the agents' spaces differ.
 
     Example:
         >>> from mpe2 import simple_spread_v3

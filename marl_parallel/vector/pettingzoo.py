@@ -42,8 +42,7 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
         env: No other facade may step it. With `copy=False`, observations are valid until the next step or reset.
 
     Raises:
-        TypeError: `env` is no `ParallelEnv`.
-        ValueError: Its agents are not known beforehand, or one declares no space.
+        TypeError, ValueError: As `ArrayStepper`.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -62,6 +61,7 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
         super().__init__(env, vectors=True)
         self._runner = self._stepper.runner
         self.num_envs, self.possible_agents = env.num_envs, env.possible_agents
+        self.max_num_agents = len(self.possible_agents)
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self._batched = tuple(
             {agent: batch_space(declared[agent], self.num_envs) for agent in self.possible_agents}
@@ -79,10 +79,6 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
     @property
     def num_agents(self) -> int:
         return len(self.agents)
-
-    @property
-    def max_num_agents(self) -> int:
-        return len(self.possible_agents)
 
     @property
     def present(self) -> ByAgent:
@@ -131,12 +127,9 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
         options: dict[str, Any] | None = None,
         env_ids: Sequence[int] | None = None,
     ) -> tuple[ByAgent, ByAgent]:
-        """Begin new episodes; returns observations and infos, by agent.
+        """Begin new episodes; returns observations and infos, by agent. Arguments as of `ParallelEnv.reset`.
 
-        Args:
-            seed: Environment i gets `seed + i`; or a sequence with one seed for each of `env_ids`.
-            options: For each environment's own `reset`.
-            env_ids: Which environments; None for all. The others' observations stay.
+        The observations of environments that are not in `env_ids` stay.
         """
         observations, _, _, _, infos = self._results(self._stepper.reset(seed, options, env_ids))
         return observations, infos

@@ -67,8 +67,7 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: It has another auto-reset mode, or `copy=False`; or `scalarize` is missing or does not fit the
-            rewards.
+        ValueError: It has another auto-reset mode, or `copy=False`; or `scalarize` does not fit the rewards.
         ClosedEnvironmentError: It has been closed.
 
     Example:
@@ -106,11 +105,7 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
     ) -> tuple[EnvDicts, EnvDicts]:
         """Begin new episodes; returns observations and infos, one dict by agent for each environment.
 
-        Args:
-            seed: Environment i gets `seed + i`, or its own of a sequence.
-            options: For each environment's own `reset`.
-
-        Errors are those of `ParallelEnv.reset`, and `RuntimeError` if another facade steps this environment.
+        Arguments and errors as of `ParallelEnv.reset`, and `RuntimeError` if another facade steps this environment.
         """
         self._runner.claim(self._claim)
         observations, infos = self.env.reset(seed=seed, options=options)

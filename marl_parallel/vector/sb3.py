@@ -59,8 +59,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: It has another auto-reset mode, the agents' spaces differ, or one declares none; or `scalarize` is
-            missing or does not fit the rewards.
+        ValueError: As `ArrayStepper`, or the agents' spaces differ.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -84,10 +83,8 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
                 )
         self._rows = AgentRows(self._stepper, self.agents, _ADVICE)
         self._per_env = len(self.agents)
-        self._first_seed: int | None = None
-        rows = env.num_envs * self._per_env
-        self.present, self.acting = np.zeros(rows, np.bool_), np.zeros(rows, np.bool_)
-        VecEnv.__init__(self, rows, self._rows.space, self._rows.action_space)
+        VecEnv.__init__(self, env.num_envs * self._per_env, self._rows.space, self._rows.action_space)
+        self.present = self.acting = np.zeros(self.num_envs, np.bool_)
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -100,7 +97,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         by_env = [options or None for options in self._options[:: self._per_env]]
         if self._stepper.in_flight:
             self._stepper.receive()
-        arrays = self._stepper.reset(self._first_seed, by_env if any(by_env) else None)
+        arrays = self._stepper.reset(self._seeds[0], by_env if any(by_env) else None)
         self._reset_seeds()
         self._reset_options()
         self._rows.note_reset()
@@ -159,13 +156,9 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         Returns the seed of each row, which is its environment's. Raises `TypeError` for a seed that is no integer,
         `ValueError` for a negative one.
         """
-        self._first_seed = base_seed(np.random.randint(2**31 - self.env.num_envs) if seed is None else seed)
-        self._seeds = [self._first_seed + row // self._per_env for row in range(self.num_envs)]
+        first = base_seed(np.random.randint(2**31 - self.env.num_envs) if seed is None else seed)
+        self._seeds = [first + row // self._per_env for row in range(self.num_envs)]
         return self._seeds
-
-    def _reset_seeds(self) -> None:
-        super()._reset_seeds()
-        self._first_seed = None
 
     def set_options(self, options: list[dict[str, Any]] | dict[str, Any] | None = None) -> None:
         """Pass options to each environment's own `reset` at the next reset.

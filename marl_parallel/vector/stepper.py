@@ -65,7 +65,7 @@ class ArrayStepper:
     Raises:
         TypeError: `env` is no `ParallelEnv`.
         ValueError: Its auto-reset mode is not supported, agents are not known beforehand, one declares no space,
-            results of all environments never come together, or rewards are vectors and there is no `scalarize`.
+            results of all environments never come together, or `scalarize` is missing or does not fit the rewards.
         ClosedEnvironmentError: It has been closed.
 
     Example:

@@ -74,8 +74,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: It has another auto-reset mode, agents of a group differ in their spaces, or a space has no form in
-            tensors.
+        ValueError: As `ArrayStepper`, agents of a group differ in their spaces, or a space has no form in tensors.
 
     Example:
         >>> from mpe2 import simple_spread_v3
