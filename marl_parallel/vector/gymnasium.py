@@ -16,7 +16,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.native import InfoColumns
-from marl_parallel.core.spaces import fits_block, tree_map
+from marl_parallel.core.spaces import fits_block, tree_map, zeros
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.rows import (
@@ -171,32 +171,22 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
 
     def _results(self, arrays: Arrays) -> Results:
         rows = self._rows
+        were_dead = rows.dead if rows.any_dead else None
         flags = rows.of(arrays.terminations), rows.of(arrays.truncations)
-        if not arrays.together or rows.any_dead:
-            were_dead = rows.dead if rows.any_dead else None
+        if not arrays.together or were_dead is not None:
             flags = rows.flags(arrays)
-            if were_dead is not None:
-                self._clear_dead(arrays, were_dead)
         terminations, truncations = flags[0].ravel(), flags[1].ravel()
         if self.reward_space is None:
             rewards = rows.of(arrays.rewards).ravel()
         else:
             rewards = stacking.flat(np.stack([arrays.vectors[agent] for agent in self.agents], axis=1))
+        if were_dead is not None:  # zeros, whatever the simulator returned for them
+            rewards[were_dead.ravel()] = 0
+            if self._same_step:  # the agents are back in environments whose next episode has begun
+                were_dead = were_dead & ~(arrays.terminated | arrays.truncated)[:, None]
+            rows.clear(arrays, were_dead)
         infos = self._infos(arrays, terminations | truncations if self._same_step else None)
         return rows.observations(arrays), rewards, terminations, truncations, infos
-
-    def _clear_dead(self, arrays: Arrays, dead: NDArray[np.bool_]) -> None:
-        """Write zeros to rows that were dead before, whatever their simulator returned for them."""
-        cleared = np.zeros(arrays.rewards.shape, np.bool_)
-        cleared[:, self._rows.columns] = dead
-        arrays.rewards[cleared] = 0.0
-        column_of = {agent: column for column, agent in enumerate(self._stepper.view.agents)} if arrays.vectors else {}
-        for agent, vectors in arrays.vectors.items():
-            vectors[cleared[:, column_of[agent]]] = 0
-        if self._same_step:  # the agents are back in environments whose next episode has begun
-            cleared &= ~(arrays.terminated | arrays.truncated)[:, None]
-        arrays.present[cleared] = False
-        self._rows.clear_observations(arrays, cleared)
 
     def _infos(self, arrays: Arrays, done: NDArray[np.bool_] | None) -> dict[str, Any]:
         infos: dict[str, Any] = {}
@@ -211,27 +201,19 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     def _infos_of_rows(self, arrays: Arrays, done: NDArray[np.bool_] | None) -> dict[str, Any]:
         """Infos by row; those of rows that are done have the last observation and info, as Gymnasium's SAME_STEP."""
         per_env, possible_agents = len(self.agents), self._stepper.view.agents
-        over, done_rows = [], []
-        if done is not None:
-            over, done_rows = (
-                np.flatnonzero(arrays.terminated | arrays.truncated).tolist(),
-                np.flatnonzero(done).tolist(),
-            )
+        over = [] if done is None else np.flatnonzero(arrays.terminated | arrays.truncated).tolist()
         rows: dict[int, dict[Any, Any]] = {}
         for env_id in {**arrays.infos, **dict.fromkeys(over)}:
             infos_of = next_episode_infos if env_id in over else agent_infos
             infos = infos_of(env_id, arrays.infos.get(env_id, {}), self.agents, possible_agents)
             rows |= enumerate(infos, env_id * per_env)
-        for row in done_rows:
+        for row in [] if done is None else np.flatnonzero(done).tolist():
             if row // per_env in over:
-                rows[row].setdefault(FINAL_OBS, self._zeros())
+                rows[row].setdefault(FINAL_OBS, zeros(self.single_observation_space))
             else:  # the environment goes on without this agent
                 last = without_reset(rows.get(row, {}))
                 rows[row] = {**last, "final_info": last, FINAL_OBS: self._rows.observation(arrays, row)}
         return vector_infos(sorted(rows.items()), self.num_envs)
-
-    def _zeros(self) -> Any:
-        return tree_map(lambda array: array[0], stacking.zeros(self.single_observation_space, (1,)))
 
 
 def _nearest_to_zero(space: Any, num_envs: int) -> Any:

@@ -1,13 +1,11 @@
 """Agents as rows, infos as arrays over rows, and the flags that agents inherit from their environment.
 
-With k agents, row `i * k + j` is agent j of environment i: arrays `(num_envs, k, ...)` with the first two axes as one.
-Whether an episode is over is decided in `core/episode.py`. Here, the end of an environment's episode is the end of each
-of its agents that has not ended before.
+With k agents, row `i * k + j` is agent j of environment i. The end of an environment's episode, which is decided in
+`core/episode.py`, is the end of each of its agents that has not ended before.
 
 Infos are laid out as in Gymnasium's vector environments: every key holds an array over all rows, and `_key` a mask of
-the rows that have it; dicts within are laid out likewise. Unlike there, the result does not depend on which info comes
-first: numbers of several types make an array that holds them all, and values that do not fit one array make an array of
-objects.
+the rows that have it; dicts within likewise. Unlike there, the result does not depend on the order of infos: numbers of
+several types make an array that holds them all, and values that do not fit one array make an array of objects.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class AgentRows:
                         f"{agents[0]!r} {declared[agents[0]]}; {advice}"
                     )
         self.columns, self._group, self._members = located(view, agents)
-        self._positions = view.groups[self._group].positions
+        self._member_of = np.arange(len(view.groups[self._group].positions))[self._members]
         self.space, self.action_space = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
         self.dead = np.zeros((self.num_envs, len(agents)), np.bool_)
         self.any_dead = False
@@ -111,9 +109,11 @@ class AgentRows:
 
         return tree_map(of_leaf, arrays.observations[self._group])
 
-    def clear_observations(self, arrays: Arrays, agents: NDArray[np.bool_]) -> None:
-        """Write zeros to the observations of `agents`, a mask `(num_envs, possible agents)`."""
-        stacking.clear(arrays.observations[self._group], agents[:, self._positions])
+    def clear(self, arrays: Arrays, agents: NDArray[np.bool_]) -> None:
+        """Make `agents`, a mask `(num_envs, agents)`, absent; their observations become zeros."""
+        arrays.present[:, self.columns] &= ~agents
+        env_ids, places = np.nonzero(agents)
+        stacking.clear(arrays.observations[self._group], (env_ids, self._member_of[places]))
 
     def note_reset(self, env_ids: Sequence[int] | None = None) -> None:
         """Note that these environments have been reset; None for all."""
@@ -330,9 +330,8 @@ def _placed(
 
     Arrays over all rows are not copied.
     """
-    mask = np.ones(num_rows, np.bool_) if having is None else np.zeros(num_rows, np.bool_)
-    if having is not None:
-        mask[having] = True
+    mask = np.zeros(num_rows, np.bool_)
+    mask[... if having is None else having] = True
     result: dict[str, Any] = {}
     for key, values in columns.items():
         if isinstance(values, dict):
