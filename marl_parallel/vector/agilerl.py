@@ -125,8 +125,6 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         """The results of `step_async`; arguments and errors as of `ArrayStepper.receive`."""
         return self._results(self._stepper.receive(timeout))
 
-    # -- the rest --------------------------------------------------------------------------------------------------
-
     def close_extras(self, *, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """Close the environment; arguments as of `ParallelEnv.close`. Discards a step in flight."""
         self._stepper.close(terminate=terminate, **kwargs if timeout is None else {**kwargs, "timeout": timeout})

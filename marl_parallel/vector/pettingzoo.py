@@ -158,7 +158,7 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
     def _by_agent(self, array: NDArray[Any]) -> ByAgent:
         return dict(zip(self.possible_agents, array.T))
 
-    # -- the rest --------------------------------------------------------------------------------------------------
+    # -- one environment, global states, closing -------------------------------------------------------------------
 
     def single(self, env_id: int = 0) -> SingleEnv:
         """One environment as a PettingZoo `ParallelEnv`; raises `ValueError` unless `env` has `auto_reset=False`."""

@@ -104,6 +104,8 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         self.reset_infos = self._infos(arrays)
         return self._rows.observations(arrays)
 
+    step = VecEnv.step  # calls `step_async` and `step_wait`, which users of Stable-Baselines3 replace and wrap
+
     def _actions(self, actions: NDArray[Any]) -> list[Stacked]:
         return [self._rows.actions(stacking.whole(self.action_space, actions))]
 
@@ -171,7 +173,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
             options = [of_env for of_env in self._rows.by_env(options, "options") for _ in self.agents]
         super().set_options(options)
 
-    # -- the rest --------------------------------------------------------------------------------------------------
+    # -- calls to environments -------------------------------------------------------------------------------------
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """An attribute of each row's environment; a method is called, as by `ParallelEnv.get_attr`."""

@@ -54,10 +54,8 @@ class ArrayStepper:
 
     Attributes:
         env: The `ParallelEnv`.
-        runner: Its `BatchRunner`: `schema` has the spaces; `batch.acting`, `batch.alive` and `batch.over` the state of
-            each environment.
-        view: The `ArrayView`: `agents` are the columns, `groups` the agents with equal observation spaces, and
-            `by_agent(observations)` returns the observations of each agent.
+        runner: Its `BatchRunner`, with `schema`, and by environment `batch.acting`, `batch.alive` and `batch.over`.
+        view: Its `ArrayView`: `agents` are the columns, `groups` the agents with equal observation spaces.
         mode: The auto-reset mode.
         latest: The arrays of the latest reset or step; None before the first reset.
         in_flight: Whether a step is in flight, from `send` until `receive`.
