@@ -23,29 +23,36 @@ if TYPE_CHECKING:
     from marl_parallel.vector.stepper import Stacked as Stacked
     from marl_parallel.vector.torchrl import TorchRLEnv as TorchRLEnv
 
-# The module of each name, and the libraries that it imports; Ray alone does not bring all that RLlib needs.
-_WHERE = {
-    "ArrayStepper": ("stepper", ()),
-    "Arrays": ("stepper", ()),
-    "Stacked": ("stepper", ()),
-    "AgileRLVecEnv": ("agilerl", ("agilerl",)),
-    "GymnasiumVectorEnv": ("gymnasium", ("gymnasium",)),
-    "ParallelMultiAgentEnvRunner": ("rllib", ("ray", "tree")),
-    "PettingZooVecEnv": ("pettingzoo", ("pettingzoo",)),
-    "RLlibVectorMultiAgentEnv": ("rllib", ("ray", "tree")),
-    "SB3VecEnv": ("sb3", ("stable_baselines3",)),
-    "TorchRLEnv": ("torchrl", ("torchrl",)),
+# By module: its names; and, if they need the extra of the module's name, the title and the packages of their library.
+_MODULES: dict[str, tuple[list[str], str, list[str]]] = {
+    "agilerl": (["AgileRLVecEnv"], "AgileRL", ["agilerl"]),
+    "gymnasium": (["GymnasiumVectorEnv"], "", []),
+    "pettingzoo": (["PettingZooVecEnv"], "", []),
+    # Ray alone does not install all that RLlib needs.
+    "rllib": (["ParallelMultiAgentEnvRunner", "RLlibVectorMultiAgentEnv"], "RLlib", ["ray", "tree"]),
+    "sb3": (["SB3VecEnv"], "Stable-Baselines3", ["stable_baselines3"]),
+    "stepper": (["ArrayStepper", "Arrays", "Stacked"], "", []),
+    "torchrl": (["TorchRLEnv"], "TorchRL", ["torchrl"]),
 }
+_MODULE_OF = {name: module for module, (names, *_) in _MODULES.items() for name in names}
 
 # Only names whose libraries are installed, so that `import *` works; the errors of the others say what to install.
-__all__ = [name for name, (_, libraries) in _WHERE.items() if all(map(installed, libraries))]
+__all__ = [name for names, _, packages in _MODULES.values() if all(map(installed, packages)) for name in names]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHERE[name][0]}"), name)
+    module = _MODULE_OF[name]
+    try:
+        return getattr(import_module(f"{__name__}.{module}"), name)
+    except ImportError as error:
+        title = _MODULES[module][1]
+        if not title:
+            raise
+        install = f'pip install "marl-parallel[{module}]"'
+        raise ImportError(f"{name} needs {title}: {install} ({error})", name=error.name) from error
 
 
 def __dir__() -> list[str]:
-    return sorted(_WHERE)
+    return sorted(_MODULE_OF)

@@ -14,54 +14,56 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, Stacked
-from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.native import InfoColumns
-from marl_parallel.core.spaces import tree_map
+from marl_parallel.core.spaces import fits_block, tree_map, zeros
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.infos import (
+from marl_parallel.vector.rows import (
+    AgentRows,
     agent_infos,
-    env_infos,
-    infos_by_row,
-    next_episode_info,
+    bounds,
+    next_episode_infos,
+    shared_reward_space,
+    stacked,
     vector_infos,
     without_reset,
 )
-from marl_parallel.vector.rows import AgentRows, idle_actions, shared_reward_space, stacked
-from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls
+from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls
 
 Others = Callable[[AgentID, Any], Any]
 """Acts for an agent that has no rows: takes it and its observations in all environments, and returns its actions."""
 
+Results = tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
 
-class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, Any]):
+
+class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, Any]):
     """A Gymnasium vector environment with a row for each agent of each environment.
 
     With k agents, row `i * k + j` is agent j of environment i. Observations and actions are in the form of the agents'
     space, batched; rewards are float64, flags bool. Vector rewards are `(num_envs, num_objectives)`, in the dtype of
     `reward_space`, as in MO-Gymnasium.
 
-    The row of an absent agent is zeros; `infos["present"]` says which rows are data, `infos["acting"]` which want an
-    action. No black-death wrapper is needed: a row's flag is True when its agent dies, and for all rows, the absent
-    ones too, when their environment's episode ends. So a wrapper that counts episodes counts a second one of zeros for
-    an agent that died early, and one that normalises takes zero rows into account.
+    The row of an absent agent is zeros; `infos["present"]` marks the rows that are data, `infos["acting"]` those that
+    need an action. A row is done when its agent dies, and all rows of an environment are when its episode ends.
 
-    With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos are laid out
-    as Gymnasium does: `final_obs` and `final_info` for rows that are done, the reset's infos on top.
+    With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos have the
+    reset's, and `final_obs` and `final_info` in rows that are done, as Gymnasium's.
 
     Args:
-        env: Nobody else may step it. With `copy=False`, observations are valid until the next step or reset.
-        agents: Who has rows, in this order; None for all.
-        others: Acts for those who have none; None: zeros, or what is nearest to zero in their action space.
+        env: No other facade may step it. With `copy=False`, observations are valid until the next step or reset.
+        agents: The agents with rows, in this order; None for all.
+        others: Acts for the agents without rows. By default their actions are zeros, or the values nearest to zero in
+            their action space.
 
     Attributes:
         parallel_env: The `ParallelEnv`, also available as `env`.
-        agents: Who has rows.
-        reward_space: Of one row, where rewards are vectors; None where they are numbers.
+        agents: The agents with rows.
+        reward_space: Of one row, if rewards are vectors; None if they are numbers.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: It was made with `auto_reset=False`; the agents' spaces differ, or one declares none.
+        ValueError: As `ArrayStepper`, or the agents' spaces differ.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -78,9 +80,8 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
     """
 
     def __init__(self, env: ParallelEnv, agents: Sequence[AgentID] | None = None, others: Others | None = None) -> None:
-        self._stepper = ArrayStepper(env, self, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, vectors=True)
-        self._guard = CallGuard(self._stepper.runner.check_open)
-        self.env = self.parallel_env = env
+        super().__init__(env, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, vectors=True)
+        self.parallel_env = env
         self.agents = list(env.possible_agents if agents is None else agents)
         self._rows = AgentRows(self._stepper, self.agents, "choose some with agents=[...]")
         self._others = [agent for agent in env.possible_agents if agent not in self._rows.agents]
@@ -102,45 +103,26 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
 
         Args:
             seed: Environment i gets `seed + i`; a sequence has one for each environment, or for each row.
-            options: `"reset_mask"`, bool `(num_envs,)`, has only these rows reset, of each environment all or none; the
+            options: `"reset_mask"`, bool `(num_envs,)`, selects the rows to reset, all or none of each environment; the
                 rest is for each environment's own `reset`.
 
         Raises:
-            ValueError: Seeds or a mask of another length, or not the same for all rows of an environment; no row is to
-                be reset.
+            ValueError: Seeds or a mask of another length, or that differ between the rows of an environment; no row is
+                to be reset.
             TypeError: A mask that is no array of bool.
         """
         options = dict(options or {})
         mask = options.pop("reset_mask", None)
         env_ids = None if mask is None else self._masked(mask)
-        arrays = self._stepper.reset(self._seeds(seed, env_ids), options or None, env_ids)
+        if seed is not None and not isinstance(seed, int | np.integer):
+            seed = self._rows.by_env([*seed], "seeds")
+            seed = seed if env_ids is None else [seed[env_id] for env_id in env_ids]
+        arrays = self._stepper.reset(seed, options or None, env_ids)
         self._rows.note_reset(env_ids)
         return self._rows.observations(arrays), self._infos(arrays, None)
 
-    @exclusive("step")
-    def step(self, actions: Any) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        """Step all environments; returns observations, rewards, terminations, truncations and infos.
-
-        Args:
-            actions: In the form of `action_space`; rows of agents that do not act are ignored. Errors are those of
-                `ArrayStepper.step`.
-        """
-        return self._results(self._stepper.step(self._by_agents(actions)))
-
-    @exclusive("step_async")
-    def step_async(self, actions: Any) -> None:
-        """Begin to step all environments and return; `step_wait` has the results. Arguments and errors as of `step`."""
-        self._stepper.send(self._by_agents(actions))
-
-    @exclusive("step_wait")
-    def step_wait(self) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        """The results of `step_async`; raises `NoAsyncCallError` where no step is on its way."""
-        return self._results(self._stepper.receive())
-
-    # -- the rest --------------------------------------------------------------------------------------------------
-
     def render(self) -> tuple[Any, ...] | None:
-        """A frame for each row, which is its environment's; None where `render_mode` is None."""
+        """A frame for each row, which is its environment's; None if `render_mode` is None."""
         frames = super().render()
         return None if frames is None else tuple(frame for frame in frames for _ in self.agents)
 
@@ -158,7 +140,7 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
 
     # -- arguments -------------------------------------------------------------------------------------------------
 
-    def _by_agents(self, actions: Any) -> list[Stacked]:
+    def _actions(self, actions: Any) -> list[Stacked]:
         by_agents = [self._rows.actions(actions)]
         if self._others:
             latest = self._stepper.latest
@@ -169,7 +151,7 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
     def _of_other(self, agent: AgentID, seen: Any) -> Any:
         space, num_envs = self._stepper.runner.schema.action_spaces[agent], self.env.num_envs
         try:
-            actions = self._act(agent, seen) if self._act else idle_actions(space, num_envs)
+            actions = self._act(agent, seen) if self._act else _nearest_to_zero(space, num_envs)
             return stacked(space, actions, num_envs, 1)
         except ValueError as error:
             raise ValueError(f"others, for agent {agent!r}: {error}") from error
@@ -180,67 +162,36 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
             raise TypeError(f"options['reset_mask'] must be a numpy array of bool, got {type(mask).__name__}")
         if mask.shape != (self.num_envs,):
             raise ValueError(f"options['reset_mask'] must have shape ({self.num_envs},), got {mask.shape}")
-        rows = mask.reshape(self.env.num_envs, len(self.agents))
-        apart = np.flatnonzero(rows.any(axis=1) & ~rows.all(axis=1))
-        if len(apart):
-            raise ValueError(
-                f"options['reset_mask'] must have all rows of a copy or none, but of copy {apart[0]} it has "
-                f"{rows[apart[0]].tolist()}"
-            )
         if not mask.any():
             raise ValueError("options['reset_mask'] must have at least one True")
-        return [int(env_id) for env_id in np.flatnonzero(rows[:, 0])]
-
-    def _seeds(
-        self, seed: int | Sequence[int | None] | None, env_ids: Sequence[int] | None
-    ) -> int | Sequence[int | None] | None:
-        """Seeds by environment, for those of `env_ids`."""
-        if seed is None or isinstance(seed, int | np.integer):
-            return seed
-        seeds, per_env, num_envs = list(seed), len(self.agents), self.env.num_envs
-        if len(seeds) == self.num_envs != num_envs:
-            if any(own != seeds[row - row % per_env] for row, own in enumerate(seeds)):
-                raise ValueError("seeds of all rows must be equal within each environment; pass one for each of these")
-            seeds = seeds[::per_env]
-        if len(seeds) != num_envs:
-            raise ValueError(f"expected {num_envs} seeds, one for each environment, got {len(seeds)}")
-        return seeds if env_ids is None else [seeds[env_id] for env_id in env_ids]
+        by_env = self._rows.by_env(mask.tolist(), "options['reset_mask']")
+        return [env_id for env_id, is_reset in enumerate(by_env) if is_reset]
 
     # -- results ---------------------------------------------------------------------------------------------------
 
-    def _results(self, arrays: Arrays) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
+    def _results(self, arrays: Arrays) -> Results:
         rows = self._rows
+        were_dead = rows.dead if rows.any_dead else None
         flags = rows.of(arrays.terminations), rows.of(arrays.truncations)
-        if not arrays.together or rows.any_dead:
-            were_dead = rows.dead if rows.any_dead else None
+        if not arrays.together or were_dead is not None:
             flags = rows.flags(arrays)
-            if were_dead is not None:
-                self._silence(arrays, were_dead)
         terminations, truncations = flags[0].ravel(), flags[1].ravel()
         if self.reward_space is None:
             rewards = rows.of(arrays.rewards).ravel()
         else:
             rewards = stacking.flat(np.stack([arrays.vectors[agent] for agent in self.agents], axis=1))
+        if were_dead is not None:  # zeros, whatever the simulator returned for them
+            rewards[were_dead.ravel()] = 0
+            if self._same_step:  # the agents are back in environments whose next episode has begun
+                were_dead = were_dead & ~(arrays.terminated | arrays.truncated)[:, None]
+            rows.clear(arrays, were_dead)
         infos = self._infos(arrays, terminations | truncations if self._same_step else None)
         return rows.observations(arrays), rewards, terminations, truncations, infos
-
-    def _silence(self, arrays: Arrays, dead: NDArray[np.bool_]) -> None:
-        """Put zeros in rows that were dead before, whatever their simulator returned for them."""
-        silent = np.zeros(arrays.rewards.shape, np.bool_)
-        silent[:, self._rows.places] = dead
-        arrays.rewards[silent] = 0.0
-        column_of = {agent: column for column, agent in enumerate(self._stepper.view.agents)} if arrays.vectors else {}
-        for agent, vectors in arrays.vectors.items():
-            vectors[silent[:, column_of[agent]]] = 0
-        if self._same_step:  # where the next episode has begun, they are there again
-            silent &= ~(arrays.terminated | arrays.truncated)[:, None]
-        arrays.present[silent] = False
-        self._rows.clear_observations(arrays, silent)
 
     def _infos(self, arrays: Arrays, done: NDArray[np.bool_] | None) -> dict[str, Any]:
         infos: dict[str, Any] = {}
         if done is None and type(arrays.infos) is InfoColumns:
-            infos = infos_by_row(arrays.infos, self._rows.places, len(self.agents), self.env.num_envs)
+            infos = self._rows.infos(arrays.infos)
         elif arrays.infos or (done is not None and done.any()):
             infos = self._infos_of_rows(arrays, done)
         for key, mask in (("present", arrays.present), ("acting", arrays.acting)):
@@ -249,21 +200,29 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
 
     def _infos_of_rows(self, arrays: Arrays, done: NDArray[np.bool_] | None) -> dict[str, Any]:
         """Infos by row; those of rows that are done have the last observation and info, as Gymnasium's SAME_STEP."""
-        agents, everybody = self.agents, self._stepper.view.agents
+        per_env, possible_agents = len(self.agents), self._stepper.view.agents
+        over = [] if done is None else np.flatnonzero(arrays.terminated | arrays.truncated).tolist()
         rows: dict[int, dict[Any, Any]] = {}
-        for env_id, infos in arrays.infos.items():
-            rows |= enumerate(agent_infos(env_id, infos, agents, everybody), env_id * len(agents))
-        over = arrays.terminated | arrays.truncated
-        of_envs = {int(i): env_infos(arrays.infos.get(int(i), {}), everybody) for i in np.flatnonzero(over)}
+        for env_id in {**arrays.infos, **dict.fromkeys(over)}:
+            infos_of = next_episode_infos if env_id in over else agent_infos
+            infos = infos_of(env_id, arrays.infos.get(env_id, {}), self.agents, possible_agents)
+            rows |= enumerate(infos, env_id * per_env)
         for row in [] if done is None else np.flatnonzero(done).tolist():
-            own, env_id = rows.get(row, {}), row // len(agents)
-            if over[env_id]:
-                final = own[FINAL_OBS] if FINAL_OBS in own else self._zeros()
-                rows[row] = {**next_episode_info(own, of_envs[env_id]), FINAL_OBS: final}
+            if row // per_env in over:
+                rows[row].setdefault(FINAL_OBS, zeros(self.single_observation_space))
             else:  # the environment goes on without this agent
-                last = without_reset(own)
+                last = without_reset(rows.get(row, {}))
                 rows[row] = {**last, "final_info": last, FINAL_OBS: self._rows.observation(arrays, row)}
         return vector_infos(sorted(rows.items()), self.num_envs)
 
-    def _zeros(self) -> Any:
-        return tree_map(lambda array: array[0], stacking.zeros(self.single_observation_space, (1,)))
+
+def _nearest_to_zero(space: Any, num_envs: int) -> Any:
+    """For all environments, the actions nearest to zero; `ValueError` if a part of the space has no such action."""
+
+    def of_leaf(leaf: Any) -> NDArray[Any]:
+        if not fits_block(leaf):
+            raise ValueError(f"no action of {leaf} is nearest to zero; pass others= to act")
+        one = np.clip(np.zeros(leaf.shape or (), leaf.dtype), *bounds(leaf)).astype(leaf.dtype)
+        return np.repeat(one[None], num_envs, axis=0)
+
+    return tree_map(of_leaf, space)

@@ -14,35 +14,35 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.core.arrays import Arrays
-from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.transition import ALL
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.infos import infos_by_agent
-from marl_parallel.vector.rows import took_part, with_env_flags
-from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls
+from marl_parallel.vector.rows import infos_by_agent, took_part, with_env_flags
+from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls
 
 ByAgent = dict[AgentID, Any]
+FiveByAgent = tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]
 
 
-class PettingZooVecEnv(ForwardedCalls):
+class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], ForwardedCalls):
     """Many environments as one, with dicts by agent of arrays over all environments.
 
-    Observations are in the form of the agent's batched space: an array `(num_envs, ...)`, or dicts and tuples of them.
-    Rewards are float64 and flags bool, `(num_envs,)`; vector rewards are `(num_envs, num_objectives)`, in the dtype of
-    the agent's `single_reward_space`. Every agent is always there; in environments where it is absent its rows are
-    zeros, and `present[agent]` says which rows are data, `acting[agent]` which want an action. When an episode ends,
-    agents without a flag of their own inherit the environment's. Infos are laid out by agent as in Gymnasium's vector
-    environments; those of the environment, not an agent, are under their own key.
+    Actions and observations are in the form of the agent's batched space: an array `(num_envs, ...)`, or dicts and
+    tuples of them. Agents that act in no environment need no actions. Rewards are float64 and flags bool,
+    `(num_envs,)`; vector rewards are `(num_envs, num_objectives)`, in the dtype of `single_reward_space`. All possible
+    agents are in every dict. The rows of environments without the agent are zeros: `present[agent]` marks those that
+    are data, `acting[agent]` those that need an action. When an episode ends, agents without a flag of their own
+    inherit the environment's. Infos are laid out by agent as in Gymnasium's vector environments; those of the
+    environment, not an agent, are under their own key.
 
     Auto-reset is that of `env`. With `auto_reset=False`, PettingZoo's own loop over `agents` runs unchanged; it ends
-    when nobody is left in any environment.
+    when no agent is left in any environment.
 
     Args:
-        env: Nobody else may step it. With `copy=False`, observations are valid until the next step or reset.
+        env: No other facade may step it. With `copy=False`, observations are valid until the next step or reset.
 
     Raises:
-        TypeError: `env` is no `ParallelEnv`.
-        ValueError: Its agents are not known beforehand, or one declares no space.
+        TypeError, ValueError: As `ArrayStepper`.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -58,12 +58,11 @@ class PettingZooVecEnv(ForwardedCalls):
     """
 
     def __init__(self, env: ParallelEnv) -> None:
-        self._stepper = ArrayStepper(env, self, vectors=True)
+        super().__init__(env, vectors=True)
         self._runner = self._stepper.runner
-        self._guard = CallGuard(self._runner.check_open)
-        self.env, self.num_envs = env, env.num_envs
-        self.metadata = env.metadata
-        self.possible_agents = env.possible_agents
+        self.num_envs, self.possible_agents = env.num_envs, env.possible_agents
+        self.max_num_agents = len(self.possible_agents)
+        self.metadata, self.render_mode = env.metadata, env.render_mode
         self._batched = tuple(
             {agent: batch_space(declared[agent], self.num_envs) for agent in self.possible_agents}
             for declared in (self._runner.schema.observation_spaces, self._runner.schema.action_spaces)
@@ -82,16 +81,8 @@ class PettingZooVecEnv(ForwardedCalls):
         return len(self.agents)
 
     @property
-    def max_num_agents(self) -> int:
-        return len(self.possible_agents)
-
-    @property
-    def render_mode(self) -> str | None:
-        return self.env.render_mode
-
-    @property
     def present(self) -> ByAgent:
-        """By agent, the environments in which its rows are data: `(num_envs,)`, bool."""
+        """By agent, the environments in which its row is data: `(num_envs,)`, bool."""
         return self._by_agent(self._present)
 
     @property
@@ -136,37 +127,19 @@ class PettingZooVecEnv(ForwardedCalls):
         options: dict[str, Any] | None = None,
         env_ids: Sequence[int] | None = None,
     ) -> tuple[ByAgent, ByAgent]:
-        """Begin new episodes; returns observations and infos, by agent.
+        """Begin new episodes; returns observations and infos, by agent. Arguments as of `ParallelEnv.reset`.
 
-        Args:
-            seed: As of `ParallelEnv.reset`: environment i gets `seed + i`.
-            options: For each environment's own `reset`.
-            env_ids: Which environments; None for all of them. The others' observations stay.
+        The observations of environments that are not in `env_ids` stay.
         """
         observations, _, _, _, infos = self._results(self._stepper.reset(seed, options, env_ids))
         return observations, infos
 
-    @exclusive("step")
-    def step(self, actions: Mapping[AgentID, Any]) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
-        """Step all environments; returns observations, rewards, terminations, truncations and infos, by agent.
+    def _actions(self, actions: Mapping[AgentID, Any]) -> Mapping[AgentID, Any]:
+        if not isinstance(actions, Mapping):
+            raise TypeError(f"expected a dict of actions by agent, got {type(actions).__name__}")
+        return actions
 
-        Args:
-            actions: By agent, in the form of its batched space. Rows of agents that do not act are ignored, and agents
-                that act in no environment may be left out. Errors are those of `ArrayStepper.step`.
-        """
-        return self._results(self._stepper.step(_checked(actions)))
-
-    @exclusive("step_async")
-    def step_async(self, actions: Mapping[AgentID, Any]) -> None:
-        """Begin to step all environments and return; `step_wait` has the results. Arguments and errors as of `step`."""
-        self._stepper.send(_checked(actions))
-
-    @exclusive("step_wait")
-    def step_wait(self) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
-        """The results of `step_async`; raises `NoAsyncCallError` where no step is in flight, else as `step`."""
-        return self._results(self._stepper.receive())
-
-    def _results(self, arrays: Arrays) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
+    def _results(self, arrays: Arrays) -> FiveByAgent:
         self._present, self._acting = arrays.present, arrays.acting
         flags = arrays.terminations, arrays.truncations
         if not arrays.together and np.count_nonzero(
@@ -185,7 +158,7 @@ class PettingZooVecEnv(ForwardedCalls):
     def _by_agent(self, array: NDArray[Any]) -> ByAgent:
         return dict(zip(self.possible_agents, array.T))
 
-    # -- the rest --------------------------------------------------------------------------------------------------
+    # -- one environment, global states, closing -------------------------------------------------------------------
 
     def single(self, env_id: int = 0) -> SingleEnv:
         """One environment as a PettingZoo `ParallelEnv`; raises `ValueError` unless `env` has `auto_reset=False`."""
@@ -210,7 +183,7 @@ class PettingZooVecEnv(ForwardedCalls):
 
 
 class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
-    """One environment for PettingZoo's wrappers, tests and loops; the other environments stay as they are.
+    """One environment for PettingZoo's wrappers, tests and loops; the others are not stepped.
 
     Args:
         env: Made with `auto_reset=False`, else `ValueError`.
@@ -222,11 +195,10 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         runner = env.runner
         if runner.mode is not AutoresetMode.DISABLED:
             raise ValueError(
-                "one environment in PettingZoo's form wants a ParallelEnv with auto_reset=False, got "
-                f"AutoresetMode.{runner.mode.name}"
+                f"single() needs a ParallelEnv with auto_reset=False, got AutoresetMode.{runner.mode.name}"
             )
         if not 0 <= env_id < env.num_envs:
-            raise ValueError(f"there is no copy {env_id!r}: they are numbered from 0 to {env.num_envs - 1}")
+            raise ValueError(f"there is no environment {env_id!r}; env_id must be 0 to {env.num_envs - 1}")
         self._env, self._runner, self._env_id, self._note = env, runner, env_id, note
         self.metadata, self.render_mode, self.possible_agents = env.metadata, env.render_mode, env.possible_agents
         self.observation_spaces = runner.schema.observation_spaces
@@ -253,14 +225,14 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
     def reset(
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[AgentID, Any], dict[AgentID, Any]]:
-        """Begin a new episode; options are dropped where the simulator's own `reset` takes none."""
+        """Begin a new episode; options are dropped if the simulator's own `reset` takes none."""
         seeds, options = None if seed is None else [seed], options if self._runner.takes_options else None
         (observations,), (infos,) = self._env.reset(seed=seeds, options=options, env_ids=[self._env_id])
         self._note(self._env_id, observations, {})
         return observations, infos
 
     def step(self, actions: dict[AgentID, Any]) -> tuple[dict[AgentID, Any], ...]:
-        """Step once; agents without a flag of their own have that of `__all__`, a key that PettingZoo does not know."""
+        """Step once; agents without a flag of their own inherit that of `__all__`, which is left out."""
         results = self._env.step([actions], env_ids=[self._env_id])
         observations, rewards, terminateds, truncateds, infos = (dicts[0] for dicts in results)
         self._note(self._env_id, observations, rewards)
@@ -283,9 +255,3 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
     def close(self) -> None:
         """Close all environments."""
         self._env.close()
-
-
-def _checked(actions: Mapping[AgentID, Any]) -> Mapping[AgentID, Any]:
-    if not isinstance(actions, Mapping):
-        raise TypeError(f"expected a dict of actions by agent, got {type(actions).__name__}")
-    return actions

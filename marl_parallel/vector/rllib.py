@@ -1,8 +1,8 @@
 """`RLlibVectorMultiAgentEnv`: lists of dicts for RLlib's multi-agent env runner, and a runner that makes one.
 
-`EpisodeFilter` leaves out what RLlib's `MultiAgentEpisode` cannot take. That class raises where a dead agent has an
-entry, takes every observation for a request to act, needs a last observation of each truncated agent, and ends once all
-agents it has seen are dead, whatever the environment says.
+`EpisodeFilter` leaves out what RLlib's `MultiAgentEpisode` cannot take. That class raises if a dead agent has an entry,
+treats every observation as a request to act, needs a last observation of each truncated agent, and ends once all agents
+it has seen are dead, whatever the environment's flags are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,14 @@ import gymnasium
 import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
+from ray.rllib.callbacks.utils import make_callback
+from ray.rllib.env.env_context import EnvContext
+from ray.rllib.env.multi_agent_env import MultiAgentEnv
+from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
+from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
+from ray.rllib.utils.error import ERR_MSG_INVALID_ENV_DESCRIPTOR, EnvError
+from ray.rllib.utils.pre_checks.env import check_multiagent_environments
+from ray.tune.registry import ENV_CREATOR, _global_registry
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters import Dicts as FiveDicts
@@ -27,20 +35,6 @@ from marl_parallel.core.transition import ALL, COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.stepper import ForwardedCalls, Scalarize, as_number, open_runner, reward_rules
 
-try:
-    from ray.rllib.callbacks.utils import make_callback
-    from ray.rllib.env.env_context import EnvContext
-    from ray.rllib.env.multi_agent_env import MultiAgentEnv
-    from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
-    from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
-    from ray.rllib.utils.error import ERR_MSG_INVALID_ENV_DESCRIPTOR, EnvError
-    from ray.rllib.utils.pre_checks.env import check_multiagent_environments
-    from ray.tune.registry import ENV_CREATOR, _global_registry
-except ImportError as error:
-    raise ImportError(
-        f'the facade for RLlib needs it: pip install "marl-parallel[rllib]" ({error})', name=error.name
-    ) from error
-
 __doctest_requires__ = ["ray", "tree", "torch"]
 
 logger = logging.getLogger(__name__)
@@ -48,7 +42,7 @@ logger = logging.getLogger(__name__)
 OPTIONS = "parallel_env"
 """The key of `env_config` with arguments for `ParallelEnv`."""
 
-_OURS = ("env_constructors", "auto_reset", "seed", "copy")
+_RESERVED = ("env_constructors", "auto_reset", "seed", "copy")
 
 EnvDicts = list[dict[Any, Any]]
 """One dict for each environment."""
@@ -57,26 +51,23 @@ EnvDicts = list[dict[Any, Any]]
 class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ignore[misc]
     """Many environments as RLlib's `MultiAgentEnvRunner` steps them: lists of dicts in and out.
 
-    Usually made by `ParallelMultiAgentEnvRunner`. The dicts are those of `ParallelEnv`, but for what RLlib's episodes
-    cannot take: entries of agents that are dead, and observations of agents whose turn it is not, are left out;
-    `infos[i]["__common__"]` is copied into the info of each agent that observes, as RLlib keeps no other. Where an
-    environment has been restarted (`on_error="restart"`), that is where `{"restarted": True, "error": ...}` is; its
-    episode is truncated, and every agent in it has a last observation to bootstrap from.
+    `ParallelMultiAgentEnvRunner` makes one. The dicts are those of `ParallelEnv`, without entries of agents that are
+    dead and observations of agents whose turn it is not. `infos[i]["__common__"]`, such as the mark of a restart, is
+    copied into the info of each agent that observes, as RLlib drops other keys.
 
     Args:
-        env: Made with `auto_reset="NEXT_STEP"` and `copy=True`, as RLlib keeps observations. Nobody else may step it.
-            Agents need not be known beforehand.
-        scalarize: Makes numbers of vector rewards, as of `ArrayStepper`; needed where agents declare a `reward_space`.
+        env: Made with `auto_reset="NEXT_STEP"` and `copy=True`, as RLlib stores observations. No other facade may step
+            it. Agents need not be known beforehand.
+        scalarize: Turns vector rewards into numbers, as in `ArrayStepper`; needed if agents declare a `reward_space`.
 
     Attributes:
-        envs: A stand-in for each environment, a `MultiAgentEnv` with its spaces and agents. It cannot be stepped.
+        envs: A `MultiAgentEnv` for each environment, with its spaces and agents. It cannot be stepped.
         single_observation_spaces: Of each agent that declares one; `single_observation_space` is their `Dict`.
         single_action_spaces: Likewise, with `single_action_space`.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: It has another auto-reset mode, or `copy=False`; or `scalarize` is missing or does not fit the
-            rewards.
+        ValueError: It has another auto-reset mode, or `copy=False`; or `scalarize` does not fit the rewards.
         ClosedEnvironmentError: It has been closed.
 
     Example:
@@ -95,10 +86,10 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
         name = type(self).__name__
         self._runner = runner = open_runner(env, name, [AutoresetMode.NEXT_STEP])
-        self._guard, self._me = CallGuard(runner.check_open), weakref.ref(self)
+        self._guard, self._claim = CallGuard(runner.check_open), weakref.ref(self)
         self._rules = reward_rules(name, scalarize, runner.schema.reward_spaces)
         if not runner.batch.copies:
-            raise ValueError("RLlib keeps observations, so it wants a ParallelEnv with copy=True, got copy=False")
+            raise ValueError("RLlib stores observations, so it needs a ParallelEnv with copy=True, got copy=False")
         self.env, self.num_envs = env, env.num_envs
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self.single_observation_spaces = {**runner.schema.observation_spaces}
@@ -114,12 +105,9 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
     ) -> tuple[EnvDicts, EnvDicts]:
         """Begin new episodes; returns observations and infos, one dict by agent for each environment.
 
-        Args:
-            seed: As of `ParallelEnv.reset`: environment i gets `seed + i`, or its own of a sequence.
-            options: For each environment's own `reset`. Errors are those of `ParallelEnv.reset`, and `RuntimeError` if
-                another facade steps this environment.
+        Arguments and errors as of `ParallelEnv.reset`, and `RuntimeError` if another facade steps this environment.
         """
-        self._runner.claim(self._me)
+        self._runner.claim(self._claim)
         observations, infos = self.env.reset(seed=seed, options=options)
         results = [own.begin(*dicts) for own, dicts in zip(self._filters, zip(observations, infos))]
         return [dicts[0] for dicts in results], [dicts[1] for dicts in results]
@@ -128,18 +116,14 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
     def step(self, actions: Sequence[Mapping[AgentID, Any]]) -> tuple[EnvDicts, EnvDicts, EnvDicts, EnvDicts, EnvDicts]:
         """Step all environments; those whose episode is over begin the next one, and their actions are ignored.
 
-        Args:
-            actions: One dict by agent for each environment.
-
-        Returns:
-            Observations, rewards, terminateds, truncateds, infos, one dict by agent for each environment; rewards are
-            0.0 and flags False where an episode has begun. The flags also have `"__all__"`. Errors are those of
-            `ParallelEnv.step`, and `RuntimeError` if another facade steps this environment.
+        Takes one dict by agent for each environment, and returns as many of observations, rewards, terminateds,
+        truncateds (both with `"__all__"`) and infos. In a step that begins an episode rewards are 0.0 and flags False.
+        Errors are those of `ParallelEnv.step`, and `RuntimeError` if another facade steps this environment.
         """
-        self._runner.claim(self._me)
-        due = [*self._runner.batch.over]
+        self._runner.claim(self._claim)
+        were_over = [*self._runner.batch.over]
         results = zip(*self.env.step(actions))
-        rows = [own.step(was_over, dicts) for own, was_over, dicts in zip(self._filters, due, results)]
+        rows = [own.step(was_over, dicts) for own, was_over, dicts in zip(self._filters, were_over, results)]
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
         if self._rules:
             rewards = [{a: as_number(self._rules, a, reward) for a, reward in of_env.items()} for of_env in rewards]
@@ -170,13 +154,13 @@ class EpisodeFilter:
         return observations, _with_common(infos, observations)
 
     def step(self, was_over: bool, dicts: FiveDicts) -> FiveDicts:
-        """The five dicts of a step for RLlib's episode; `was_over`: whether the next episode began in this step."""
+        """Filter the five dicts of a step; `was_over`: whether the next episode began in this step."""
         over = self._batch.over[self._env_id]
         if was_over:
             # Over again: restarted before it could begin. Its observations are the last of the old episode.
             observations, infos = self.begin({} if over else dicts[0], dicts[4])
             return observations, *dicts[1:4], infos
-        if not self._has_begun and over:  # no observation here either: RLlib's episode has ended before
+        if not self._has_begun and over:  # no observations either: RLlib's episode has ended before
             return {}, *dicts[1:]
         self._has_begun = True
         observations, rewards, terminateds, truncateds, infos = (
@@ -205,7 +189,7 @@ class EpisodeFilter:
         self._has_begun = False  # RLlib's episode, which may end before the environment's
 
     def _to_act(self, observations: dict[AgentID, Any]) -> dict[AgentID, Any]:
-        """The observations without those of agents who are alive and must wait."""
+        """The observations without those of agents that are alive and do not act."""
         acting = self._batch.acting[self._env_id]
         if len(acting) >= len(observations):
             return observations
@@ -214,7 +198,7 @@ class EpisodeFilter:
 
 
 def _with_common(infos: dict[Any, Any], observations: dict[AgentID, Any]) -> dict[Any, Any]:
-    """The infos with that of the environment in the info of each agent that observes."""
+    """Infos, with the environment's copied into the info of each agent that observes."""
     if COMMON not in infos:
         return infos
     own = {agent: infos.get(agent) or {} for agent in observations}
@@ -257,27 +241,24 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
 
 
 class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
-    """RLlib's multi-agent env runner over a `ParallelEnv`: the environments of a runner step in worker processes.
+    """RLlib's multi-agent env runner, with environments that step in worker processes.
 
-    `config.env` is what it always is: a name registered with `ray.tune.register_env` or with Gymnasium, or a class or
-    function of the `EnvContext`, whose `vector_index` is the number of the environment. Beside RLlib's own
-    `MultiAgentEnv` it may make anything that `ParallelEnv` takes, such as a PettingZoo environment. Arguments for
-    `ParallelEnv` (`num_workers`, `on_error`, `step_timeout`, ...) and `scalarize` are in `env_config["parallel_env"]`,
-    which the environments do not see. By default remote runners share the CPUs of the machine evenly, or each uses
-    `num_cpus_per_env_runner` if that is more; a local runner uses all.
+    `config.env` is a name registered with `ray.tune.register_env` or with Gymnasium, or a class or function of the
+    `EnvContext`, whose `vector_index` is the number of the environment. It may make RLlib's `MultiAgentEnv` and
+    anything else that `ParallelEnv` takes, such as a PettingZoo environment. `env_config["parallel_env"]` has arguments
+    for `ParallelEnv` (`num_workers`, `on_error`, `step_timeout`, ...) and `scalarize`; the environments do not see it.
+    By default remote runners share the CPUs of the machine evenly, or each uses `num_cpus_per_env_runner` if that is
+    more; a local runner uses all.
 
-    With `config.seed`, environment e of runner r is seeded with
-    `SeedSequence((config.seed, r, e, in_evaluation)).generate_state(1)[0] >> 1`, so that no two runners sample the
-    same episodes. RLlib's check of each environment takes place in its worker; `disable_env_checking` leaves it out.
-
-    After a fault that `on_error="raise"` lets through, RLlib's `restart_failed_sub_environments=True` makes all
-    environments of the runner anew and drops their episodes; with `on_error="restart"` only the failed one is made
-    anew, and the others go on.
+    With `config.seed`, no two runners sample the same episodes. RLlib's check of each environment runs in its worker,
+    unless `disable_env_checking` is set. After a fault with `on_error="raise"`, RLlib's
+    `restart_failed_sub_environments=True` rebuilds all environments of the runner; with `on_error="restart"` only the
+    failed one is rebuilt.
 
     Raises:
-        ValueError: `env_config["parallel_env"]` has arguments that are RLlib's or the runner's to set.
-        TypeError: It has others that `ParallelEnv` does not know.
-        EnvError: An environment cannot be made (RLlib's), or its constructor raised (`marl_parallel`'s).
+        ValueError: `env_config["parallel_env"]` has arguments that RLlib or the runner sets.
+        TypeError: It has arguments that `ParallelEnv` does not know.
+        EnvError: `config.env` is an unknown name (RLlib's), or a constructor raised (`marl_parallel`'s).
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -296,12 +277,12 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
     """
 
     def make_env(self) -> None:
-        """Close the present environment and make a new one, as RLlib asks for at the start and after faults."""
+        """Close the present environment and make a new one; RLlib calls this at the start and after faults."""
         try:
             if self.env is not None:
                 self.env.close()
         except Exception as error:
-            logger.warning("while closing the environments that are made anew: %s", error)
+            logger.warning("closing the environments before they are rebuilt failed: %s", error)
         self.env: RLlibVectorMultiAgentEnv | None = None
         context, options = self._context_and_options()
         constructor = _constructor(_creator(self.config.env), context, not self.config.disable_env_checking)
@@ -337,11 +318,10 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
             )
         context = context.copy_with_overrides()
         options = dict(context.pop(OPTIONS, None) or {})
-        taken = [name for name in _OURS if name in options]
-        if taken:
+        if reserved := [name for name in _RESERVED if name in options]:
             raise ValueError(
-                f"env_config[{OPTIONS!r}] may not have {', '.join(taken)}: RLlib's config has the environment and the "
-                'seed, and the runner needs auto_reset="NEXT_STEP" and copy=True'
+                f"env_config[{OPTIONS!r}] may not have {', '.join(reserved)}: RLlib's config has the environment and "
+                'the seed, and the runner needs auto_reset="NEXT_STEP" and copy=True'
             )
         return context, options
 
@@ -368,12 +348,7 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
 
 
 def _creator(env: Any) -> Callable[[Any], Any]:
-    """The function that makes an environment of its context, from `config.env`.
-
-    Raises:
-        ValueError: `config.env` is not set.
-        EnvError: It is a name that nobody has registered.
-    """
+    """The function of `config.env`, which makes an environment from its context."""
     if not env:
         raise ValueError("config.env is not set: name the environment with config.environment(...)")
     if callable(env) or _global_registry.contains(ENV_CREATOR, env):

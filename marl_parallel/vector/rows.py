@@ -1,13 +1,17 @@
-"""`AgentRows`: agents of all environments as rows; and the flags that agents and environments share.
+"""Agents as rows, infos as arrays over rows, and the flags that agents inherit from their environment.
 
-With k agents, row `i * k + j` is agent j of environment i: arrays `(num_envs, k, ...)` with the first two axes as one.
-Whether an episode is over is decided in `core/episode.py`. Here, the end of an environment's episode is the end of each
-of its agents that has not ended before.
+With k agents, row `i * k + j` is agent j of environment i. The end of an environment's episode, which is decided in
+`core/episode.py`, is the end of each of its agents that has not ended before.
+
+Infos are laid out as in Gymnasium's vector environments: every key holds an array over all rows, and `_key` a mask of
+the rows that have it; dicts within likewise. Unlike there, the result does not depend on the order of infos: numbers of
+several types make an array that holds them all, and values that do not fit one array make an array of objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,24 +22,27 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, ArrayView, Stacked
 from marl_parallel.core.columns import evenly_spaced
+from marl_parallel.core.native import InfoColumns
 from marl_parallel.core.schema import equal
 from marl_parallel.core.spaces import check_form, tree_map
-from marl_parallel.core.transition import FINAL_OBS
+from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
 from marl_parallel.vector.stepper import ArrayStepper
 
 Flags: TypeAlias = tuple[NDArray[np.bool_], NDArray[np.bool_]]
 """Terminations and truncations, `(num_envs, agents)`."""
 
-Places: TypeAlias = slice | list[int]
-"""Some columns of an array; a slice, which makes views, where they are evenly spaced."""
+Columns: TypeAlias = slice | list[int]
+"""Some columns of an array; a slice, which makes views, if they are evenly spaced."""
+
+_NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 
 
 class AgentRows:
     """Agents of all environments as rows, and which of them have died in the present episode of their environment.
 
-    A row is flagged when its agent dies, and once more when the episode of its environment ends. `places` are the
-    columns of these agents among all agents; `dead` is `(num_envs, agents)`, bool. Raises `ValueError` with `advice`
-    where agents have different spaces, and where they are unknown, doubled or none.
+    A row is flagged when its agent dies, and once more when the episode of its environment ends. `columns` are those of
+    these agents among all agents; `dead` is `(num_envs, agents)`, bool. Raises `ValueError` with `advice` if agents
+    have different spaces, and if they are unknown, doubled or none.
     """
 
     def __init__(self, stepper: ArrayStepper, agents: Sequence[AgentID], advice: str) -> None:
@@ -47,21 +54,40 @@ class AgentRows:
             for agent in agents:
                 if not equal(declared[agent], declared[agents[0]]):
                     raise ValueError(
-                        f"rows must be alike, but the {what} space of {agent!r} is {declared[agent]}, that of "
+                        f"rows need equal spaces, but the {what} space of {agent!r} is {declared[agent]}, that of "
                         f"{agents[0]!r} {declared[agents[0]]}; {advice}"
                     )
-        self.places, self._group, self._members = located(view, agents)
-        self._positions = view.groups[self._group].positions
+        self.columns, self._group, self._members = located(view, agents)
+        self._member_of = np.arange(len(view.groups[self._group].positions))[self._members]
         self.space, self.action_space = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
         self.dead = np.zeros((self.num_envs, len(agents)), np.bool_)
         self.any_dead = False
 
     def of(self, array: NDArray[Any]) -> NDArray[Any]:
         """The columns of these agents, of an array `(num_envs, possible agents, ...)`."""
-        return array[:, self.places]
+        return array[:, self.columns]
+
+    def by_env(self, values: Sequence[Any], what: str) -> list[Any]:
+        """One value for each environment, from one for each environment, or for each row and equal within it.
+
+        Raises:
+            ValueError: The values of an environment's rows differ, or there is another number of values.
+        """
+        per_env, num_rows = len(self.agents), self.num_envs * len(self.agents)
+        if len(values) == self.num_envs:
+            return [*values]
+        if len(values) != num_rows:
+            raise ValueError(f"expected {what} for {self.num_envs} environments or for {num_rows} rows, got {values!r}")
+        for env_id in range(self.num_envs):
+            of_env = [*values[env_id * per_env : (env_id + 1) * per_env]]
+            if of_env != of_env[:1] * per_env:
+                raise ValueError(
+                    f"{what} must be equal for all rows of an environment, but for environment {env_id} it is {of_env}"
+                )
+        return [*values[::per_env]]
 
     def actions(self, rows: Any) -> Stacked:
-        """Actions in the form of the batched space; raises `ValueError` where they are not."""
+        """Actions in the form of the batched space; raises `ValueError` for another form."""
         return Stacked(self.agents, stacked(self.action_space, rows, self.num_envs, len(self.agents)))
 
     def observations(self, arrays: Arrays) -> Any:
@@ -74,7 +100,7 @@ class AgentRows:
         return tree_map(flat, arrays.observations[self._group])
 
     def observation(self, arrays: Arrays, row: int) -> Any:
-        """The observation of one row, in arrays of the caller's own."""
+        """The observation of one row, in new arrays."""
         env_id, place = divmod(row, len(self.agents))
 
         def of_leaf(array: NDArray[Any]) -> Any:
@@ -83,9 +109,11 @@ class AgentRows:
 
         return tree_map(of_leaf, arrays.observations[self._group])
 
-    def clear_observations(self, arrays: Arrays, agents: NDArray[np.bool_]) -> None:
-        """Put zeros where agents, `(num_envs, possible agents)`, have an observation."""
-        stacking.clear(arrays.observations[self._group], agents[:, self._positions])
+    def clear(self, arrays: Arrays, agents: NDArray[np.bool_]) -> None:
+        """Make `agents`, a mask `(num_envs, agents)`, absent; their observations become zeros."""
+        arrays.present[:, self.columns] &= ~agents
+        env_ids, places = np.nonzero(agents)
+        stacking.clear(arrays.observations[self._group], (env_ids, self._member_of[places]))
 
     def note_reset(self, env_ids: Sequence[int] | None = None) -> None:
         """Note that these environments have been reset; None for all."""
@@ -108,8 +136,26 @@ class AgentRows:
             (truncations & died) | (with_env & arrays.truncated[:, None]),
         )
 
+    def infos(self, infos: InfoColumns) -> dict[Any, Any]:
+        """Infos that come in arrays, by row."""
 
-def located(view: ArrayView, agents: Sequence[AgentID]) -> tuple[Places, int, Places]:
+        def of_rows(array: NDArray[Any]) -> NDArray[Any]:
+            return stacking.flat(self.of(array))
+
+        received, per_env = infos.received, len(self.agents)
+        rows = having = None
+        if len(received.env_ids) < self.num_envs or received.present is not None:
+            rows = having = (received.env_ids[:, None] * per_env + np.arange(per_env)).ravel()
+            if received.present is not None:
+                having = rows[of_rows(received.present)]
+        result = _placed(tree_map(of_rows, received.infos), rows, having, self.num_envs * per_env)
+        if received.common:
+            common = {COMMON: tree_map(lambda array: np.repeat(array, per_env, axis=0), received.common)}
+            result |= _placed(common, rows, rows, self.num_envs * per_env)
+        return result
+
+
+def located(view: ArrayView, agents: Sequence[AgentID]) -> tuple[Columns, int, Columns]:
     """The columns of agents among all, the group that they are in, and their columns in that group's observations."""
     column_of = {agent: column for column, agent in enumerate(view.agents)}
     columns = [column_of[agent] for agent in agents]
@@ -117,6 +163,9 @@ def located(view: ArrayView, agents: Sequence[AgentID]) -> tuple[Places, int, Pl
     member_of = {column: member for member, column in enumerate(group.positions)}
     members = [member_of[column] for column in columns]
     return evenly_spaced(columns) or columns, number, evenly_spaced(members) or members
+
+
+# -- spaces, actions and flags -----------------------------------------------------------------------------------------
 
 
 def shared_reward_space(
@@ -127,7 +176,7 @@ def shared_reward_space(
     for agent in agents:
         if reward_spaces.get(agent) != first:
             raise ValueError(
-                f"{facade}: the rewards of agents side by side must be alike, but the reward_space of {agent!r} is "
+                f"{facade} stacks the rewards of {[*agents]}, but the reward_space of {agent!r} is "
                 f"{reward_spaces.get(agent)}, that of {agents[0]!r} {first}; use PettingZooVecEnv, or other agents"
             )
     return first
@@ -149,45 +198,198 @@ def stacked(space: Space[Any], rows: Any, num_envs: int, agents: int) -> Any:
     return tree_map(of_leaf, space, rows, form=check_form)
 
 
-def idle_actions(space: Space[Any], num_envs: int) -> Any:
-    """Zeros for all environments, or the actions nearest to them; `ValueError` for a space that has nothing like it."""
-
-    def of_leaf(leaf: Any) -> NDArray[Any]:
-        low: Any = 0
-        high: Any = 0
-        if isinstance(leaf, spaces.Box):
-            low, high = leaf.low, leaf.high
-        elif isinstance(leaf, spaces.Discrete | spaces.MultiDiscrete):
-            low = leaf.start
-            high = low + (leaf.n if isinstance(leaf, spaces.Discrete) else leaf.nvec) - 1
-        elif not isinstance(leaf, spaces.MultiBinary):
-            raise ValueError(f"nothing stands still in {leaf}; pass others= to act")
-        one = np.clip(np.zeros(leaf.shape or (), leaf.dtype), low, high).astype(leaf.dtype)
-        return np.repeat(one[None], num_envs, axis=0)
-
-    return tree_map(of_leaf, space)
+def bounds(leaf: Any) -> tuple[Any, Any]:
+    """The least and the greatest values of a space of arrays or of whole numbers."""
+    if isinstance(leaf, spaces.Box):
+        return leaf.low, leaf.high
+    if isinstance(leaf, spaces.MultiBinary):
+        return 0, 1
+    return leaf.start, leaf.start + (leaf.n if isinstance(leaf, spaces.Discrete) else leaf.nvec) - 1
 
 
 def took_part(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> NDArray[np.bool_]:
     """The agents that took part in a step: `(num_envs, agents)`.
 
-    `same_step`: where an episode is over, observations are those of the next one.
+    `same_step`: after an episode's end, observations are those of the next one.
     """
-    there = arrays.rewarded | arrays.terminations | arrays.truncations
+    part = arrays.rewarded | arrays.terminations | arrays.truncations
     if not same_step:
-        return there | arrays.observed
+        return part | arrays.observed
     over = arrays.terminated | arrays.truncated
-    there |= arrays.observed & ~over[:, None]
+    part |= arrays.observed & ~over[:, None]
     for env_id in np.flatnonzero(over).tolist():
         infos = arrays.infos.get(env_id, {})
-        there[env_id] |= [isinstance(infos.get(agent), Mapping) and FINAL_OBS in infos[agent] for agent in agents]
-    return there
+        part[env_id] |= [isinstance(infos.get(agent), Mapping) and FINAL_OBS in infos[agent] for agent in agents]
+    return part
 
 
 def with_env_flags(arrays: Arrays, agents: NDArray[np.bool_]) -> Flags:
-    """The flags of agents; where some of `agents` have none of their own, those of their environment."""
+    """The flags of agents; those of `agents` without a flag of their own inherit the environment's."""
     unflagged = agents & ~(arrays.terminations | arrays.truncations)
     return (
         arrays.terminations | (unflagged & arrays.terminated[:, None]),
         arrays.truncations | (unflagged & arrays.truncated[:, None]),
     )
+
+
+# -- infos in arrays ---------------------------------------------------------------------------------------------------
+
+
+def vector_infos(infos: Iterable[tuple[int, Mapping[Any, Any]]], num_rows: int) -> dict[Any, Any]:
+    """One dict of arrays over all rows, from some rows and their infos.
+
+    Example:
+        >>> vector_infos([(0, {"hits": 1}), (2, {"hits": 2.5})], 3)
+        {'hits': array([1. , 0. , 2.5]), '_hits': array([ True, False,  True])}
+    """
+    by_key: dict[Any, dict[int, Any]] = {}
+    for row, info in infos:
+        for key, value in info.items():
+            by_key.setdefault(key, {})[row] = value
+    result: dict[Any, Any] = {}
+    for key, values in by_key.items():
+        mask = np.zeros(num_rows, np.bool_)
+        mask[[*values]] = True
+        result[key], result[f"_{key}"] = _joined(key, values, num_rows), mask
+    return result
+
+
+def _joined(key: Any, values: Mapping[int, Any], num_rows: int) -> Any:
+    if key != FINAL_OBS:  # observations, which are easier to use one by one
+        if all(isinstance(value, dict) for value in values.values()):
+            return vector_infos(values.items(), num_rows)
+        if (array := _of_numbers([*values], [*values.values()], num_rows)) is not None:
+            return array
+    objects = np.empty(num_rows, object)  # of None
+    for row, value in values.items():
+        objects[row] = value
+    return objects
+
+
+def _of_numbers(rows: list[int], values: list[Any], num_rows: int) -> NDArray[Any] | None:
+    """An array of numbers, or of arrays of one shape; None if one array cannot hold the values unchanged."""
+    if not all(isinstance(value, (np.ndarray, *_NUMBERS)) for value in values):
+        return None
+    arrays = [np.asarray(value) for value in values]
+    several = len({array.shape for array in arrays}) > 1 or len({isinstance(v, np.ndarray) for v in values}) > 1
+    if several or any(array.dtype.hasobject for array in arrays):
+        return None
+    try:
+        dtype = np.result_type(*{array.dtype for array in arrays})
+    except TypeError:
+        return None
+    if not all(_holds(dtype, array) for array in arrays if array.dtype != dtype):
+        return None
+    joined = np.zeros((num_rows, *arrays[0].shape), dtype)
+    joined[rows] = arrays
+    return joined
+
+
+def _holds(dtype: np.dtype[Any], array: NDArray[Any]) -> bool:
+    """Whether numbers stay numbers in another dtype, and large whole ones the same."""
+    if dtype.kind in "US":
+        return array.dtype.kind == dtype.kind
+    with np.errstate(invalid="ignore"):
+        return array.dtype.kind not in "iu" or np.array_equal(array.astype(dtype).astype(array.dtype), array)
+
+
+def infos_by_agent(
+    infos: Mapping[int, Mapping[Any, Any]], agents: Sequence[AgentID], num_envs: int
+) -> dict[Any, dict[Any, Any]]:
+    """Infos of all environments by agent, and by the keys that are no agents.
+
+    A value under such a key that is no dict becomes an array under the key, with its mask under `_key`.
+    """
+    if isinstance(infos, InfoColumns):
+        received = infos.received
+        rows = None if len(received.env_ids) == num_envs else received.env_ids
+        by_key: dict[Any, dict[Any, Any]] = {}
+        for column, agent in enumerate(agents):
+            having = rows if received.present is None else received.env_ids[received.present[:, column]]
+            by_key[agent] = _placed(stacking.column(received.infos, column), rows, having, num_envs)
+        return by_key | ({COMMON: _placed(received.common, rows, rows, num_envs)} if received.common else {})
+    if not infos:
+        return {agent: {} for agent in agents}
+    by_key = {
+        agent: vector_infos([(env_id, agent_info(env_id, own, agent)) for env_id, own in infos.items()], num_envs)
+        for agent in agents
+    }
+    for key in dict.fromkeys([key for own in infos.values() for key in own if key not in by_key]):
+        values = {env_id: own[key] for env_id, own in infos.items() if key in own}
+        if all(isinstance(value, Mapping) for value in values.values()):
+            by_key[key] = vector_infos(values.items(), num_envs)
+        else:
+            by_key |= vector_infos([(env_id, {key: value}) for env_id, value in values.items()], num_envs)
+    return by_key
+
+
+def _placed(
+    columns: Mapping[str, Any], rows: NDArray[Any] | None, having: NDArray[Any] | None, num_rows: int
+) -> dict[str, Any]:
+    """Columns of some `rows` in the layout of `vector_infos`, whose masks are True for `having`; None stands for all.
+
+    Arrays over all rows are not copied.
+    """
+    mask = np.zeros(num_rows, np.bool_)
+    mask[... if having is None else having] = True
+    result: dict[str, Any] = {}
+    for key, values in columns.items():
+        if isinstance(values, dict):
+            placed: Any = _placed(values, rows, having, num_rows)
+        elif rows is None:
+            placed = values
+        else:
+            placed = np.zeros((num_rows, *values.shape[1:]), values.dtype)
+            placed[rows] = values
+        result[key], result[f"_{key}"] = placed, mask.copy()
+    return result
+
+
+# -- infos of one environment ------------------------------------------------------------------------------------------
+
+
+def agent_info(env_id: int, infos: Mapping[Any, Any], agent: AgentID) -> Mapping[Any, Any]:
+    """The info of one agent; empty if it is missing or None. Raises `ValueError` if it is no dict."""
+    info = infos.get(agent)
+    if info is not None and not isinstance(info, Mapping):
+        raise ValueError(f"environment {env_id}: the infos of agent {agent!r} must be a dict, got {info!r}")
+    return info or {}
+
+
+def env_infos(infos: Mapping[Any, Any], agents: Sequence[AgentID]) -> dict[Any, Any]:
+    """The infos of an environment itself: the entries under keys that are no agents."""
+    known = {*agents}
+    return {key: info for key, info in infos.items() if key not in known}
+
+
+def agent_infos(
+    env_id: int, infos: Mapping[Any, Any], agents: Sequence[AgentID], possible_agents: Sequence[AgentID]
+) -> list[dict[Any, Any]]:
+    """For each of some agents, the infos of its environment, copied, updated with its own."""
+    of_env = env_infos(infos, possible_agents)
+    return [{**{k: copy.copy(info) for k, info in of_env.items()}, **agent_info(env_id, infos, a)} for a in agents]
+
+
+def reset_info(info: Mapping[Any, Any], of_env: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The info of a reset in the same step as an episode's end, of one of `agent_infos` and of `env_infos`."""
+    own = {key: info[RESET_INFO] for key, info in of_env.items() if isinstance(info, Mapping) and RESET_INFO in info}
+    return {**own, **info.get(RESET_INFO, {})}
+
+
+def next_episode_infos(
+    env_id: int, infos: Mapping[Any, Any], agents: Sequence[AgentID], possible_agents: Sequence[AgentID]
+) -> list[dict[Any, Any]]:
+    """As `agent_infos`, of a step that began the next episode: the reset's infos, with the old episode's last.
+
+    These are `final_obs`, where the agent has one, and `final_info`.
+    """
+    of_env, next_infos = env_infos(infos, possible_agents), []
+    for info in agent_infos(env_id, infos, agents, possible_agents):
+        final = {FINAL_OBS: info[FINAL_OBS]} if FINAL_OBS in info else {}
+        next_infos.append({**of_env, **reset_info(info, of_env), "final_info": without_reset(info), **final})
+    return next_infos
+
+
+def without_reset(info: Mapping[Any, Any]) -> dict[Any, Any]:
+    """An info without the keys that an automatic reset has added to it."""
+    return {key: value for key, value in info.items() if key not in (FINAL_OBS, RESET_INFO)}

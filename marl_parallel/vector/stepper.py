@@ -1,15 +1,17 @@
-"""`ArrayStepper`: resets and steps a `ParallelEnv` with arrays over all environments; facades stand on it.
+"""`ArrayStepper`: resets and steps a `ParallelEnv` with arrays over all environments, for facades.
 
-A facade has one library's shapes and names. `ArrayStepper` has the checks of all facades: who may step, the order of
-calls, vector rewards as numbers. Below it, `BatchRunner` (`env.runner`) resets and steps, and an `ArrayView`
-(`core/arrays.py`) writes actions and reads transitions.
+A facade has one library's shapes and names. `ArrayStepper` has the checks of all facades: which facade may step, the
+order of calls, vector rewards as numbers. Below it, `BatchRunner` (`env.runner`) resets and steps, and an `ArrayView`
+(`core/arrays.py`) writes actions and reads transitions. `ArrayFacade` is the base of facades that step as it does.
 """
 
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from gymnasium import Space
@@ -21,7 +23,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import check_one_for_each
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Actions, Arrays, Stacked
-from marl_parallel.core.exclusive import exclusive
+from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.spaces import is_vector
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import BatchRunner, Options, Seeds
@@ -31,40 +33,37 @@ __all__ = ["ArrayStepper", "Arrays", "Stacked"]
 
 Rule: TypeAlias = Sequence[float] | NDArray[Any] | Callable[[NDArray[Any]], float]
 Scalarize: TypeAlias = Rule | Mapping[AgentID, Rule]
-"""Weights, one for each objective, or a function that takes one vector and returns a number; or either by agent."""
+"""A weight for each objective, or a function that takes a vector and returns a number; or a dict of these by agent."""
 
 
 class ArrayStepper:
     """Resets and steps all environments of a `ParallelEnv` with arrays, for one facade.
 
-    The arrays have one row for each environment and one column for each possible agent; `Arrays` says what they are.
-    They are the facade's own, but for observations with `copy=False`. Methods are guarded: a call in the middle of
-    another call of the stepper or its `ParallelEnv` raises `AlreadyPendingCallError`. `docs/facades.md` is about
-    facades of your own.
+    The arrays have one row for each environment and one column for each possible agent; see `Arrays`. They are the
+    facade's own, except observations with `copy=False`. A call in the middle of another call of the stepper or its
+    `ParallelEnv` raises `AlreadyPendingCallError`. `docs/facades.md` shows how to write a facade.
 
     Args:
         env: All its agents are known beforehand and declare both spaces.
         facade: The object that steps. While it lives and is not closed, no other facade may step `env`.
-        modes: The auto-reset modes that the facade serves; none for all.
-        copy: Whether observations are arrays of the facade's own; None for what `env` was made with.
-        scalarize: Makes numbers of vector rewards: a weight for each objective, or a function that takes one vector and
-            returns a number; or a dict of these by agent.
+        modes: The auto-reset modes that the facade supports; none for all.
+        copy: Whether observations are arrays of the facade's own; None for the `copy` of `env`.
+        scalarize: Turns vector rewards into numbers, see `Scalarize`.
         vectors: Whether the facade takes vector rewards as they are, in `Arrays.vectors`.
         partial_resets: Whether the facade resets or steps some environments without the others.
 
     Attributes:
-        env: As given.
-        runner: The `BatchRunner`; its `schema` has the spaces, and `batch.acting`, `batch.alive` and `batch.over` the
-            state of each environment.
-        view: The `ArrayView`; `view.agents` are the columns, `view.groups` the agents with equal observation spaces,
-            and `view.by_agent(observations)` has the observations of each agent.
+        env: The `ParallelEnv`.
+        runner: Its `BatchRunner`, with `schema`, and by environment `batch.acting`, `batch.alive` and `batch.over`.
+        view: Its `ArrayView`: `agents` are the columns, `groups` the agents with equal observation spaces.
         mode: The auto-reset mode.
         latest: The arrays of the latest reset or step; None before the first reset.
+        in_flight: Whether a step is in flight, from `send` until `receive`.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: Its auto-reset mode is not served, agents are not known beforehand, one declares no space, results
-            of all environments never come together, or rewards are vectors and there is no `scalarize`.
+        ValueError: Its auto-reset mode is not supported, agents are not known beforehand, one declares no space,
+            results of all environments never come together, or `scalarize` is missing or does not fit the rewards.
         ClosedEnvironmentError: It has been closed.
 
     Example:
@@ -108,21 +107,21 @@ class ArrayStepper:
         self.runner.check_batch_size(name, partial_resets=partial_resets)
         self.view = batch.arrays(copy=batch.copies if copy is None else copy)
         self.latest: Arrays | None = None
-        self._sent = False
+        self.in_flight = False
 
     @exclusive("reset")
     def reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> Arrays:
         """Begin new episodes.
 
         Args:
-            seed: The seed of environment 0, so that environment i gets `seed + i`; or one for each of `env_ids`.
+            seed: Environment i gets `seed + i`; or a sequence with one seed for each of `env_ids`.
             options: For the reset of every environment, or a list with one for each of `env_ids`.
             env_ids: Which environments; None for all. The others' observations stay.
 
         Raises:
             RuntimeError: Another facade steps this environment.
-            ValueError: As of `ParallelEnv.reset`, or something has no place in an array.
-            ResetNeeded: Some are to be reset where the others have never been.
+            ValueError: As `ParallelEnv.reset`, or a value has no place in an array.
+            ResetNeeded: Only some are to be reset, and the others have never been.
         """
         self.runner.claim(self._facade)
         if env_ids is not None and self.latest is None and len(env_ids) < self.runner.num_envs:
@@ -136,16 +135,17 @@ class ArrayStepper:
         """Step environments.
 
         Args:
-            actions: A dict by agent of arrays `(num_envs, ...)`, or a list of `Stacked`, each for several agents: in
-                the form of the action space, dicts and tuples of arrays too. Rows of agents who do not act are ignored.
+            actions: A dict by agent of arrays `(num_envs, ...)`, or a list of `Stacked`, each for several agents; in
+                the form of the action space, also dicts and tuples of arrays. Rows of agents that do not act are
+                ignored.
             env_ids: Which environments; None for all. The others' observations stay.
 
         Raises:
             RuntimeError: Another facade steps this environment.
-            ValueError: Actions are missing or are not what their space declares, or `env_ids` are unknown or doubled.
-                Nothing has been stepped. Or something has no place in an array; all has been stepped.
+            ValueError: Actions are missing or do not fit their space, or `env_ids` are unknown or doubled; nothing has
+                been stepped. Or a value has no place in an array; all has been stepped.
             ResetNeeded: An environment has never been reset. Nothing has been stepped.
-            AlreadyPendingCallError: A step is on its way. Nothing has been stepped.
+            AlreadyPendingCallError: A step is in flight. Nothing has been stepped.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
         runner, view = self.runner, self.view
@@ -172,43 +172,43 @@ class ArrayStepper:
 
     def _send(self, written: Any) -> None:
         self.runner.send(self.runner.env_ids, written, together=True)
-        self._sent = True
+        self.in_flight = True
 
     @exclusive("step_wait")
     def receive(self, timeout: float | None = None) -> Arrays:
-        """The result of what was sent.
+        """Wait for the result of `send` and return it.
 
         Args:
             timeout: Seconds to wait at most; None for no limit.
 
         Raises:
-            NoAsyncCallError: Nothing was sent.
-            ValueError: Something has no place in an array. All has been stepped.
-            TimeoutError: It was not there in time; nothing is lost, and this can be called again.
+            NoAsyncCallError: No step is in flight.
+            ValueError: A value has no place in an array. All has been stepped.
+            TimeoutError: The timeout has passed; nothing is lost, and this can be called again.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
         self.runner.check_open()
-        if not self._sent:
+        if not self.in_flight:
             raise NoAsyncCallError("step_wait() without a step_async() before it", "step_wait")
-        self._sent = False
+        self.in_flight = False
         try:
             results = self.runner.recv(timeout=timeout)
         except (TimeoutError, TypeError, ValueError) as error:  # too early, or no timeout: it can be called again
-            self._sent = not isinstance(error, ParallelEnvError)
+            self.in_flight = not isinstance(error, ParallelEnvError)
             raise
         return self._noted(self.view.read(results.extras))
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
-        """Note the result of one environment that was stepped or reset without this stepper."""
+        """Note the result of one environment that was stepped or reset by `env`, not by this stepper."""
         self.view.note(env_id, observations, rewards)
 
     def own(self, observation: Any) -> Any:
-        """A last observation (`final_obs`) in arrays of the caller's own, also where `env` hands out views."""
+        """A last observation (`final_obs`) in arrays of the caller's own, also if those of `env` are views."""
         return observation if self.runner.batch.copies else stacking.copied(observation)
 
     def close(self, **keywords: Any) -> None:
-        """Close the environment, with the keywords of `ParallelEnv.close`; another facade may step then."""
-        self._sent = False
+        """Close the environment, with the keywords of `ParallelEnv.close`."""
+        self.in_flight = False
         self.runner.release()
         self.env.close(**keywords)
 
@@ -216,13 +216,13 @@ class ArrayStepper:
         self.runner.claim(self._facade)
         if self.latest is None:  # else all have been reset
             self.runner.check_has_reset(self.runner.env_ids, name)
-        if self._sent:
-            raise AlreadyPendingCallError(f"{name}() while a step is on its way; step_wait() first", name)
+        if self.in_flight:
+            raise AlreadyPendingCallError(f"{name}() while a step is in flight; step_wait() first", name)
         if name == "step_async":
             self.runner.check_idle(name)
 
     def _noted(self, arrays: Arrays) -> Arrays:
-        """Keep the latest arrays; make numbers of vector rewards, or check that they are vectors."""
+        """Save the latest arrays; turn vector rewards into numbers, or check that they are vectors."""
         self.latest = arrays
         if not self._reward_spaces:
             return arrays
@@ -259,21 +259,54 @@ class ForwardedCalls:
     env: ParallelEnv
 
     def render(self) -> tuple[Any, ...] | None:
-        """As `ParallelEnv.render`."""
         frames: tuple[Any, ...] | None = self.env.render()
         return frames
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As `ParallelEnv.call`."""
         return self.env.call(name, *args, **kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """As `ParallelEnv.get_attr`."""
         return self.env.get_attr(name)
 
     def set_attr(self, name: str, values: Any) -> None:
-        """As `ParallelEnv.set_attr`."""
         self.env.set_attr(name, values)
+
+
+ActionsT = TypeVar("ActionsT")
+ResultsT = TypeVar("ResultsT")
+
+
+class ArrayFacade(Generic[ActionsT, ResultsT]):
+    """A facade that steps with an `ArrayStepper`; a subclass converts its actions and results."""
+
+    def __init__(self, env: ParallelEnv, *modes: AutoresetMode, **keywords: Any) -> None:
+        self._stepper = ArrayStepper(env, self, *modes, **keywords)
+        self._guard = CallGuard(self._stepper.runner.check_open)
+        self.env = env
+
+    @abstractmethod
+    def _actions(self, actions: ActionsT) -> Actions: ...
+
+    @abstractmethod
+    def _results(self, arrays: Arrays) -> ResultsT: ...
+
+    @exclusive("step")
+    def step(self, actions: ActionsT) -> ResultsT:
+        """Step all environments; returns observations, rewards, terminations, truncations and infos.
+
+        Actions of agents that do not act are ignored. Errors are those of `ArrayStepper.step`.
+        """
+        return self._results(self._stepper.step(self._actions(actions)))
+
+    @exclusive("step_async")
+    def step_async(self, actions: ActionsT) -> None:
+        """Begin to step all environments and return; `step_wait` has the results. Arguments and errors as of `step`."""
+        self._stepper.send(self._actions(actions))
+
+    @exclusive("step_wait")
+    def step_wait(self) -> ResultsT:
+        """The results of `step_async`; raises `NoAsyncCallError` if no step is in flight, else as `step`."""
+        return self._results(self._stepper.receive())
 
 
 # -- vector rewards as numbers -----------------------------------------------------------------------------------------
@@ -282,7 +315,7 @@ class ForwardedCalls:
 def reward_rules(
     facade: str, scalarize: Scalarize | None, reward_spaces: Mapping[AgentID, Space[Any]]
 ) -> dict[AgentID, Callable[[NDArray[Any]], float]]:
-    """By agent with vector rewards, the function that makes a number of one; raises errors about `scalarize`."""
+    """For each agent with vector rewards, the function that turns one into a number; checks `scalarize`."""
     if scalarize is None:
         for agent, space in reward_spaces.items():
             raise ValueError(
@@ -290,26 +323,18 @@ def reward_rules(
                 f"{space}. Pass scalarize=: a weight for each objective, or a function that takes a vector and returns "
                 "a number, or a dict of these by agent"
             )
-        return {}
-    if not reward_spaces:
+    elif not reward_spaces:
         raise ValueError(f"{facade}: scalarize= was passed, but no agent declares a reward_space of vectors")
-    rules = {}
-    for agent, space in reward_spaces.items():
-        rule = scalarize
-        if isinstance(rule, Mapping):
-            if agent not in rule:
-                raise ValueError(f"{facade}: scalarize= has nothing for agent {agent!r}; it has {[*rule]}")
-            rule = rule[agent]
-        rules[agent] = _checked(facade, agent, rule) if callable(rule) else _weighted(facade, agent, rule, space)
-    return rules
+    return {agent: _reward_rule(facade, agent, scalarize, space) for agent, space in reward_spaces.items()}
 
 
-def as_number(rules: Mapping[AgentID, Callable[[NDArray[Any]], float]], agent: AgentID, reward: Any) -> Any:
-    """A vector reward as a number, by the agent's rule; any other reward as it is."""
-    return rules[agent](np.asarray(reward)) if agent in rules and is_vector(reward) else reward
-
-
-def _weighted(facade: str, agent: AgentID, rule: Any, space: Space[Any]) -> Callable[[NDArray[Any]], float]:
+def _reward_rule(facade: str, agent: AgentID, rule: Any, space: Space[Any]) -> Callable[[NDArray[Any]], float]:
+    if isinstance(rule, Mapping):
+        if agent not in rule:
+            raise ValueError(f"{facade}: scalarize= has nothing for agent {agent!r}; it has {[*rule]}")
+        rule = rule[agent]
+    if callable(rule):
+        return partial(_number_of, rule, f"{facade}: scalarize must return a number for the reward of agent {agent!r}")
     try:
         weights = np.asarray(rule, np.float64)
     except (TypeError, ValueError):
@@ -324,14 +349,13 @@ def _weighted(facade: str, agent: AgentID, rule: Any, space: Space[Any]) -> Call
     return lambda vector: float(np.vdot(weights, vector))
 
 
-def _checked(facade: str, agent: AgentID, function: Callable[[NDArray[Any]], float]) -> Callable[[NDArray[Any]], float]:
-    def number(vector: NDArray[Any]) -> float:
-        result: Any = function(vector)
-        if np.ndim(result) or isinstance(result, str | bytes | None.__class__):
-            raise TypeError(
-                f"{facade}: scalarize must return a number for the reward of agent {agent!r}, {vector!r}; it returned "
-                f"{result!r}"
-            )
-        return float(result)
+def _number_of(function: Callable[[NDArray[Any]], Any], expectation: str, vector: NDArray[Any]) -> float:
+    result = function(vector)
+    if np.ndim(result) or isinstance(result, str | bytes | None.__class__):
+        raise TypeError(f"{expectation}, {vector!r}; it returned {result!r}")
+    return float(result)
 
-    return number
+
+def as_number(rules: Mapping[AgentID, Callable[[NDArray[Any]], float]], agent: AgentID, reward: Any) -> Any:
+    """A vector reward as a number; any other reward as it is."""
+    return rules[agent](np.asarray(reward)) if agent in rules and is_vector(reward) else reward

@@ -1,40 +1,35 @@
 """`TorchRLEnv`: all environments as one TorchRL environment, with agents stacked in groups.
 
-TorchRL's own loops reset environments whose episodes are over, by `_reset`. Tensors are made of the arrays of
-`ArrayStepper`; each group of agents is some columns of one of its arrays of observations.
+Tensors share memory with the arrays of `ArrayStepper`: each group of agents is some columns of one of its arrays of
+observations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from functools import reduce
+from operator import getitem
+from typing import Any
 
 import numpy as np
+import torch
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import MarlGroupMapType, check_marl_grouping
 
 from marl_parallel.adapters import AgentID, Schema
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.schema import alike
-from marl_parallel.core.spaces import fits_block, leaves, tree_map
+from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import Places, located, shared_reward_space
+from marl_parallel.vector.rows import bounds, located, shared_reward_space
 from marl_parallel.vector.stepper import ArrayStepper
-
-try:
-    import torch
-    from tensordict import TensorDict, TensorDictBase
-    from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
-    from torchrl.envs import EnvBase
-    from torchrl.envs.utils import MarlGroupMapType, check_marl_grouping
-except ImportError as error:
-    raise ImportError(
-        f'TorchRLEnv needs TorchRL: pip install "marl-parallel[torchrl]" ({error})', name=error.name
-    ) from error
 
 __doctest_requires__ = ["torchrl"]
 
@@ -50,41 +45,36 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     - `"action"`: `[n, k, ...]`. Rows of agents that do not act are ignored.
     - `"observation"`: `[n, k, ...]`, in the dtype of its space; zeros for agents that are absent.
-    - `"mask"`: `[n, k]`, bool: who should act next. `"present"`: likewise, whose row is data; at its last step an agent
-      is present and does not act any more.
-    - `"reward"`: `[n, k, 1]`, float32, or `[n, k, num_objectives]` where rewards are vectors.
-    - `"done"`, `"terminated"`, `"truncated"`: `[n, k, 1]`, bool: True once when the agent's own episode ends, and for
-      everybody when that of its environment does; agents without a flag of their own inherit the environment's.
+    - `"mask"`, `"present"`: `[n, k]`, bool: which agents act next; which rows are data.
+    - `"reward"`: `[n, k, 1]`, or `[n, k, num_objectives]` for vector rewards; float32.
+    - `"done"`, `"terminated"`, `"truncated"`: `[n, k, 1]`, bool; agents without a flag of their own inherit the
+      environment's.
 
-    At the root are `"done"`, `"terminated"` and `"truncated"`, `[n, 1]`: the environment's. With `on_error="restart"`
-    there is `"restarted"`, too: where an environment has been built anew; its error and all other infos are in `infos`.
-    Tensors are the caller's own.
+    At the root are `"done"`, `"terminated"` and `"truncated"` of environments, `[n, 1]`, and with
+    `on_error="restart"` also `"restarted"`: which environments have been rebuilt. Errors and all other infos are in
+    `infos`. Tensors are the caller's own.
 
-    Values are in the form of their spaces: `Dict`s are nested tensordicts, `Tuple`s too, with the keys `"0"`, `"1"` and
-    so on; `Discrete` observations are integers, not one-hot. Actions of `Discrete(n, start=s)` count from 0.
+    `Dict` spaces are nested tensordicts, `Tuple`s too, with the keys `"0"`, `"1"`, ...; `Discrete` observations are
+    integers, not one-hot. Actions of `Discrete(n, start=s)` count from 0.
 
-    Nothing resets by itself: TorchRL's loops do, by `_reset` (`rollout(..., break_when_any_done=False)`, collectors).
-    They do so right after an end, which cancels the reset that a simulator like EnvPool would do with the next step.
-    `rollout(..., break_when_all_done=True)` works with this class itself, but not with transforms around it where
-    episodes end at different times: what TorchRL adds to some steps cannot be reached through them.
-    Seeds given to `set_seed` are those of `ParallelEnv.reset`, and take effect at each environment's next reset.
+    Only `_reset` resets environments, which TorchRL's loops call; see `docs/facades.md`. The seed of `set_seed` takes
+    effect at each environment's next reset.
 
     Args:
-        env: Made with `auto_reset=False`, or `from_envpool`. Nobody else may step it.
-        group_map: Names of groups, and who is in them; or a `MarlGroupMapType`. By default agents named `name_0`,
+        env: Made with `auto_reset=False`, or `from_envpool`. No other facade may step it.
+        group_map: The agents of each group, by its name; or a `MarlGroupMapType`. By default agents named `name_0`,
             `name_1` and so on are the group `name`, as in TorchRL's own wrapper, and any other is a group of its own.
             Agents of one name with different spaces become several groups, each named after its first agent.
         device: Of the tensors; simulators stay on the CPU.
 
     Attributes:
-        group_map: Who is in which group.
-        infos: Of the latest step, by environment: dicts by agent, as they are in `ParallelEnv.step`; those of resets by
-            `_reset` that followed it are under `reset_info` of each, but for reports of restarts. Environments without
-            infos are left out.
+        group_map: The agents of each group, by its name.
+        infos: By environment, the infos of the latest step as of `ParallelEnv.step`, without environments that have
+            none. Infos of resets by `_reset` after it are under `reset_info` of each, except reports of restarts.
 
     Raises:
         TypeError: `env` is no `ParallelEnv`.
-        ValueError: It resets by itself, agents of a group differ in their spaces, or a space has no form in tensors.
+        ValueError: As `ArrayStepper`, agents of a group differ in their spaces, or a space has no form in tensors.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -103,18 +93,18 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None = None,
         device: torch.device | str | None = "cpu",
     ) -> None:
-        # TorchRL keeps the tensors of all steps of a rollout: views would be of the last one.
+        # TorchRL keeps the tensors of all steps of a rollout: views would all show the last one.
         stepper = ArrayStepper(env, self, AutoresetMode.DISABLED, copy=True, vectors=True, partial_resets=True)
         super().__init__(device=device, batch_size=[env.num_envs])
         self.is_closed = False
         self._stepper, self._runner, self.env = stepper, stepper.runner, env
         self._guard = CallGuard(self._runner.check_open)
         self.infos: dict[int, dict[Any, Any]] = {}
-        self.group_map = _checked(group_map, self._runner.schema)
-        self._groups = {name: _Group.of(agents, stepper) for name, agents in self.group_map.items()}
+        self.group_map = _grouped(group_map, self._runner.schema)
+        self._groups = {name: _Group(agents, stepper) for name, agents in self.group_map.items()}
         self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
         self._seed: int | None = None
-        self._unseeded = np.zeros(env.num_envs, np.bool_)
+        self._unseeded = np.zeros(env.num_envs, np.bool_)  # whether an environment is to be reset with `_seed`
         self._make_specs()
 
     def _make_specs(self) -> None:
@@ -123,24 +113,23 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         for name, group in self._groups.items():
             shape = n, len(group.agents)
             objectives = (1,) if group.reward_space is None else group.reward_space.shape or ()
-            spec = spec_of(group.action_space, shape, action_leaf)
-            actions[name] = Composite({"action": spec}, shape=shape)
-            spec = spec_of(group.observation_space, shape, observation_leaf)
-            masks = {key: flag_spec(shape) for key in ("mask", "present")}
-            observations[name] = Composite({"observation": spec, **masks}, shape=shape)
+            actions[name] = Composite(_specs("action", group.action_space, shape, _action_spec), shape=shape)
+            seen = _specs("observation", group.observation_space, shape, _observation_spec)
+            masks = {key: _flag_spec(shape) for key in ("mask", "present")}
+            observations[name] = Composite({**seen, **masks}, shape=shape)
             reward = Unbounded(shape=(*shape, *objectives), dtype=torch.float32)
             rewards[name] = Composite({"reward": reward}, shape=shape)
-            dones[name] = Composite({flag: flag_spec((*shape, 1)) for flag in _FLAGS}, shape=shape)
+            dones[name] = Composite({flag: _flag_spec((*shape, 1)) for flag in _FLAGS}, shape=shape)
         for flag in _FLAGS:
-            dones[flag] = flag_spec((n, 1))
+            dones[flag] = _flag_spec((n, 1))
         if self._runner.restarts:
-            observations["restarted"] = flag_spec((n, 1))
+            observations["restarted"] = _flag_spec((n, 1))
         specs = [actions, observations, rewards, dones]
         if self.device is not None:
             specs = [spec.to(self.device) for spec in specs]
         self.action_spec, self.observation_spec, self.reward_spec, self.done_spec = specs
 
-    # -- what TorchRL calls ----------------------------------------------------------------------------------------
+    # -- called by TorchRL -----------------------------------------------------------------------------------------
 
     def _set_seed(self, seed: int | None) -> None:
         self._runner.check_seed(seed)
@@ -157,10 +146,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         mask = self._reset_mask(tensordict)
         ids = self._marked(mask)
         if ids is not None and not ids and self._stepper.latest is not None:
-            return self._tensors(self._stepper.latest, np.zeros_like(self._ended)).clone()
+            return self._tensors(self._stepper.latest).clone()
         chosen: Any = slice(None) if ids is None else ids
-        if seed is None and self._seed is not None:
-            seed = self._due_seed(range(self.env.num_envs) if ids is None else ids)
+        if seed is None and self._seed is not None and (due := self._unseeded[chosen]).any():
+            env_ids = np.arange(self.env.num_envs)[chosen].tolist()
+            seed = self._seed if due.all() else [self._seed + i if is_due else None for i, is_due in zip(env_ids, due)]
         arrays = self._stepper.reset(seed, options, ids)
         self._unseeded[chosen] = False
         self._ended[chosen] = False
@@ -169,23 +159,14 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         else:
             for env_id, infos in arrays.infos.items():
                 self.infos[env_id] = _with_reset(self.infos.get(env_id, {}), infos)
-        return self._tensors(arrays, np.zeros_like(self._ended))
-
-    def _due_seed(self, ids: Sequence[int]) -> int | list[int | None] | None:
-        """The seeds of a reset of these environments, where `set_seed` has not taken effect yet."""
-        due = self._unseeded[[*ids]]
-        if due.all():
-            return self._seed
-        if not due.any() or self._seed is None:
-            return None
-        return [self._seed + env_id if is_due else None for env_id, is_due in zip(ids, due)]
+        return self._tensors(arrays)
 
     @exclusive("step")
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         ids = self._marked(tensordict.get("_step", None))
         actions = [group.action(name, tensordict.get((name, "action"), None)) for name, group in self._groups.items()]
         if self._runner.mode is AutoresetMode.NEXT_STEP:
-            self._ended[np.array(self._runner.batch.over)] = False  # a new episode begins, though nobody has reset it
+            self._ended[np.array(self._runner.batch.over)] = False  # a new episode begins without `_reset`
         arrays = self._stepper.step(actions, ids)
         self.infos = dict(arrays.infos)
         result = self._tensors(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
@@ -209,26 +190,26 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     def __del__(self) -> None:
         """Nothing: the `ParallelEnv` may be used further, and closes when it is collected itself."""
 
-    # -- within ----------------------------------------------------------------------------------------------------
+    # -- masks and results -----------------------------------------------------------------------------------------
 
     def _reset_mask(self, tensordict: TensorDictBase | None) -> torch.Tensor | None:
-        """The environments to be reset, by the root's mask, or by those of groups; None where there are none."""
+        """The environments to reset: the root's mask, or those of groups; None without masks."""
         if tensordict is None:
             return None
         mask: torch.Tensor | None = tensordict.get("_reset", None)
         of_groups = [tensordict.get((name, "_reset"), None) for name in self._groups]
-        there = [own.reshape(self.env.num_envs, -1).any(-1) for own in of_groups if own is not None]
-        return torch.stack(there).any(0) if mask is None and there else mask
+        any_agent = [own.reshape(self.env.num_envs, -1).any(-1) for own in of_groups if own is not None]
+        return torch.stack(any_agent).any(0) if mask is None and any_agent else mask
 
     def _marked(self, mask: torch.Tensor | None) -> list[int] | None:
-        """The environments of a mask; None where these are all."""
+        """The environments of a mask; None for all."""
         if mask is None or mask.all():
             return None
         chosen = mask.reshape(self.env.num_envs, -1).any(-1)
         return [int(env_id) for env_id in chosen.nonzero()]
 
-    def _tensors(self, arrays: Arrays, own: NDArray[np.bool_]) -> TensorDictBase:
-        """Observations and flags; `own`, `(num_envs, agents)`: which agents have a flag of their own."""
+    def _tensors(self, arrays: Arrays, own: NDArray[np.bool_] | bool = False) -> TensorDictBase:
+        """Observations and flags; `own`, `(num_envs, agents)`, marks the agents with a flag of their own."""
         self._ended |= own
         terminated = np.where(own, arrays.terminations, arrays.terminated[:, None])
         truncated = np.where(own, arrays.truncations, arrays.truncated[:, None])
@@ -242,11 +223,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         for name, group in self._groups.items():
             shape = n, len(group.agents)
             of_group: dict[str, Any] = {
-                "observation": tensors_of(arrays.observations[group.block], group.rows, shape),
-                "mask": torch.from_numpy(arrays.acting[:, group.places]),
-                "present": torch.from_numpy(arrays.present[:, group.places]),
+                **group.observations(arrays),
+                "mask": torch.from_numpy(arrays.acting[:, group.columns]),
+                "present": torch.from_numpy(arrays.present[:, group.columns]),
             }
-            of_group |= {flag: torch.from_numpy(flags[:, group.places, None]) for flag, flags in of_agents.items()}
+            of_group |= {flag: torch.from_numpy(flags[:, group.columns, None]) for flag, flags in of_agents.items()}
             result[name] = TensorDict(of_group, batch_size=shape, device=self.device)
         return TensorDict(result, batch_size=(n,), device=self.device)
 
@@ -254,85 +235,104 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-class _Group(NamedTuple):
-    """Agents that are stacked: the columns `places` among all agents, and `rows` of one array of observations."""
+class _Group:
+    """Agents that are stacked: `columns` among all agents, and `members` of one stack of observations."""
 
-    agents: tuple[AgentID, ...]
-    places: Places
-    block: int
-    rows: Places
-    observation_space: Space[Any]
-    action_space: Space[Any]
-    reward_space: Space[Any] | None
-
-    @classmethod
-    def of(cls, agents: Sequence[AgentID], stepper: ArrayStepper) -> _Group:
+    def __init__(self, agents: Sequence[AgentID], stepper: ArrayStepper) -> None:
         schema = stepper.runner.schema
-        spaces_of = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
-        reward_space = shared_reward_space(schema.reward_spaces, agents, "TorchRLEnv")
-        return cls(tuple(agents), *located(stepper.view, agents), *spaces_of, reward_space)
+        self.agents = tuple(agents)
+        self.columns, self.stack, self.members = located(stepper.view, agents)
+        self.observation_space = schema.observation_spaces[agents[0]]
+        self.action_space = schema.action_spaces[agents[0]]
+        self.reward_space = shared_reward_space(schema.reward_spaces, agents, "TorchRLEnv")
+
+    def observations(self, arrays: Arrays) -> dict[Any, torch.Tensor]:
+        """The observations by key, `(num_envs, agents, ...)`; in the memory of the arrays, if members are a slice."""
+        stack = arrays.observations[self.stack]
+        return {
+            _key("observation", path): torch.from_numpy(reduce(getitem, path, stack)[:, self.members])
+            for path, _ in leaves(self.observation_space)
+        }
 
     def rewards(self, arrays: Arrays, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The rewards, `(num_envs, agents, 1)`, or `(num_envs, agents, num_objectives)` where they are vectors."""
+        """The rewards, `(num_envs, agents, 1)`, or `(num_envs, agents, num_objectives)` for vector rewards."""
         if self.reward_space is None:
-            return numbers[:, self.places, None]
+            return numbers[:, self.columns, None]
         return np.stack([arrays.vectors[agent] for agent in self.agents], axis=1).astype(np.float32)
 
     def action(self, name: str, value: Any) -> Stacked:
         if value is None:
             raise ValueError(f"no actions for the group {name!r}: there is no {(name, 'action')}")
-        return Stacked(self.agents, arrays_of(self.action_space, value))
+        space = self.action_space
+        parts = iter([(leaf, value.get(tuple(map(str, path))) if path else value) for path, leaf in leaves(space)])
+        return Stacked(self.agents, tree_map(lambda _: _action_array(*next(parts)), space))
 
 
-def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The infos of a step, with those of the reset after it as `reset_info`; marks of restarts go on top."""
-    result = dict(infos)
-    for key, info in of_reset.items():
-        before = result.get(key) or {}
-        if info is not None and not is_empty_info(info) and isinstance(before, Mapping):
-            result[key] = {**before, **(info if _is_mark(info) else {RESET_INFO: info})}
-    return result
-
-
-def _checked(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None, schema: Schema) -> GroupMap:
-    """The agents of each group; raises `ValueError` where they cannot be stacked as tensors."""
+def _grouped(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None, schema: Schema) -> GroupMap:
+    """The agents of each group; raises `ValueError` if they cannot be stacked as tensors."""
     agents = schema.possible_agents
     for kind, declared in (("observation", schema.observation_spaces), ("action", schema.action_spaces)):
         for agent in agents:
-            if part := without_tensors(declared[agent]):
+            try:
+                tree_map(_check_leaf, declared[agent], form=_check_not_empty)
+            except Mismatch as error:
+                part = f"{error.path}, {error}" if error.path else error
                 raise ValueError(
                     f"agent {agent!r}: the {kind} space {declared[agent]} has no form in tensors, because of {part}"
-                )
+                ) from None
     both = {agent: spaces.Tuple((schema.observation_spaces[agent], schema.action_spaces[agent])) for agent in agents}
     if group_map is None:
         groups = _by_name(agents, both)
     else:
-        given = group_map.get_group_map(agents) if isinstance(group_map, MarlGroupMapType) else group_map
-        groups = {str(name): list(members) for name, members in given.items()}
+        by_name = group_map.get_group_map(agents) if isinstance(group_map, MarlGroupMapType) else group_map
+        groups = {str(name): list(members) for name, members in by_name.items()}
     check_marl_grouping(groups, agents)
     for name, members in groups.items():
         kinds = alike(both, members)
         if len(kinds) > 1:
-            result = "; ".join(
-                f"{[members[place] for place in of]} observe {space.spaces[0]} and act in {space.spaces[1]}"
-                for space, of in kinds
-                if isinstance(space, spaces.Tuple)
+            different = "; ".join(
+                f"{[members[place] for place in places]} observe {space[0]} and act in {space[1]}"  # type: ignore[index]
+                for space, places in kinds
             )
-            raise ValueError(f"the agents of the group {name!r} cannot be stacked: {result}")
+            raise ValueError(f"the agents of the group {name!r} cannot be stacked: {different}")
     return groups
 
 
+def _check_leaf(space: Space[Any]) -> None:
+    # Torch knows larger unsigned integers by name only: it can neither compare nor draw them.
+    if not fits_block(space) or space.dtype in (np.uint16, np.uint32, np.uint64):
+        raise Mismatch(str(space))
+
+
+def _check_not_empty(parts: Any, _: Any) -> None:
+    if not parts:  # TorchRL loses these
+        raise Mismatch("an empty space")
+
+
 def _by_name(agents: Sequence[AgentID], both: Mapping[AgentID, Space[Any]]) -> GroupMap:
-    """Agents named `name_0`, `name_1` and so on as `name`; several groups where their spaces differ."""
+    """Agents named `name_0`, `name_1` and so on as `name`; several groups if their spaces differ."""
     named: GroupMap = {}
     for agent in agents:
         name, _, number = str(agent).rpartition("_")
         named.setdefault(name if name and number.isdecimal() else str(agent), []).append(agent)
     groups: GroupMap = {}
     for name, members in named.items():
-        kinds = [[members[place] for place in of] for _, of in alike(both, members)]
+        kinds = [[members[place] for place in places] for _, places in alike(both, members)]
         groups.update({name: members} if len(kinds) == 1 else {str(kind[0]): kind for kind in kinds})
     return groups
+
+
+# -- infos -------------------------------------------------------------------------------------------------------------
+
+
+def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The infos of a step, with those of the reset after it as `reset_info`; marks of restarts replace them."""
+    result = dict(infos)
+    for key, info in of_reset.items():
+        before = result.get(key) or {}
+        if info is not None and not is_empty_info(info) and isinstance(before, Mapping):
+            result[key] = {**before, **(info if _is_mark(info) else {RESET_INFO: info})}
+    return result
 
 
 def _is_mark(common: Any) -> bool:
@@ -342,49 +342,12 @@ def _is_mark(common: Any) -> bool:
 # -- spaces and their values in tensors --------------------------------------------------------------------------------
 
 
-def without_tensors(space: Any, path: str = "") -> str:
-    """The first part of a space whose values have no form in tensors, with its place in the space; empty if none."""
-    if type(space) in (spaces.Dict, spaces.Tuple) and space.spaces:  # TorchRL loses those that are empty
-        items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        return next(filter(None, (without_tensors(part, f"{path}[{key!r}]") for key, part in items)), "")
-    # Torch knows larger unsigned integers by name only: it can neither compare nor draw them.
-    unknown = space.dtype in (np.uint16, np.uint32, np.uint64)
-    if fits_block(space) and not unknown and not isinstance(space, spaces.Dict | spaces.Tuple):
-        return ""
-    return f"{path}, {space}" if path else str(space)
+def _key(name: str, path: tuple[Any, ...]) -> Any:
+    """The key of a leaf in a tensordict."""
+    return (name, *map(str, path)) if path else name
 
 
-def _nested(tree: Any, node: Callable[[dict[str, Any]], Any]) -> Any:
-    """Nodes for the dicts and tuples of a tree, with the keys and positions as names."""
-    if not isinstance(tree, dict | tuple):
-        return tree
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    return node({str(key): _nested(part, node) for key, part in items})
-
-
-def spec_of(space: Space[Any], shape: tuple[int, ...], of_leaf: Callable[[Any], TensorSpec]) -> TensorSpec:
-    """The spec of a space for environments and agents of this shape."""
-
-    def expanded(part: Space[Any]) -> TensorSpec:
-        spec = of_leaf(part)
-        return spec.expand(*shape, *spec.shape)
-
-    return _nested(tree_map(expanded, space), partial(Composite, shape=shape))
-
-
-def tensors_of(values: Any, rows: Places, shape: tuple[int, int]) -> Any:
-    """Some rows of stacked values; tensors share memory with the arrays where rows are a slice."""
-    tensors = tree_map(lambda array: torch.from_numpy(array[:, rows]), values)
-    return _nested(tensors, partial(TensorDict, batch_size=shape))
-
-
-def arrays_of(space: Space[Any], value: Any) -> Any:
-    """Actions in tensors as arrays, in the form of their space; whole numbers from where it starts."""
-    parts = iter([(leaf, value.get(tuple(map(str, path))) if path else value) for path, leaf in leaves(space)])
-    return tree_map(lambda _: _array(*next(parts)), space)
-
-
-def _array(space: Space[Any], tensor: Any) -> NDArray[Any]:
+def _action_array(space: Space[Any], tensor: Any) -> NDArray[Any]:
     array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
     start = getattr(space, "start", None)  # of whole numbers; those in tensors count from 0
     if start is None or not np.any(start) or array.dtype.kind not in "biu":
@@ -393,13 +356,18 @@ def _array(space: Space[Any], tensor: Any) -> NDArray[Any]:
     return shifted
 
 
-def flag_spec(shape: tuple[int, ...]) -> TensorSpec:
-    """The spec of flags and masks."""
+def _specs(name: str, space: Space[Any], shape: tuple[int, ...], of_leaf: Callable[[Any], TensorSpec]) -> Any:
+    """By key, the specs of the leaves of a space for environments and agents of this shape."""
+    specs = {_key(name, path): of_leaf(leaf) for path, leaf in leaves(space)}
+    return {key: spec.expand(*shape, *spec.shape) for key, spec in specs.items()}
+
+
+def _flag_spec(shape: tuple[int, ...]) -> TensorSpec:
     return Categorical(2, shape=shape, dtype=torch.bool)
 
 
-def action_leaf(space: Any) -> TensorSpec:
-    """The spec of a space of actions that has no parts; whole numbers count from 0."""
+def _action_spec(space: Any) -> TensorSpec:
+    """The spec of a leaf of an action space; whole numbers count from 0."""
     if isinstance(space, spaces.Discrete):
         return Categorical(int(space.n), dtype=torch.int64)
     if isinstance(space, spaces.MultiDiscrete):
@@ -411,26 +379,21 @@ def action_leaf(space: Any) -> TensorSpec:
     return _bounded(space.low, space.high, space.dtype)
 
 
-def observation_leaf(space: Any) -> TensorSpec:
-    """The spec of a space of observations that has no parts, with zeros, which the rows of absent agents are."""
-    dtype = space.dtype
+def _observation_spec(space: Any) -> TensorSpec:
+    """The spec of a leaf of an observation space, widened to the zeros in the rows of absent agents."""
     if isinstance(space, spaces.MultiBinary) or (isinstance(space, spaces.Discrete) and space.start == 0):
-        return action_leaf(space)
-    if isinstance(space, spaces.Discrete):
-        low, high, dtype = space.start, space.start + space.n - 1, np.int64
-    elif isinstance(space, spaces.MultiDiscrete):
-        low, high = space.start, space.start + space.nvec - 1
-    else:
-        low, high = space.low, space.high
+        return _action_spec(space)
+    low, high = bounds(space)
+    dtype = np.int64 if isinstance(space, spaces.Discrete) else space.dtype
     return _bounded(np.minimum(low, 0), np.maximum(high, 0), dtype)
 
 
 def _bounded(low: Any, high: Any, dtype: Any) -> TensorSpec:
-    bounds = [torch.from_numpy(np.array(bound, dtype)) for bound in (low, high)]
-    limits = (-np.inf, np.inf) if np.dtype(dtype).kind == "f" else (0, 1)
-    if np.dtype(dtype).kind in "iu":
-        limits = np.iinfo(dtype).min, np.iinfo(dtype).max
-    shape, of_torch = bounds[0].shape, bounds[0].dtype
-    if (np.asarray(low) == limits[0]).all() and (np.asarray(high) == limits[1]).all() and of_torch != torch.bool:
-        return Unbounded(shape=shape, dtype=of_torch)
-    return Bounded(*bounds, shape=shape, dtype=of_torch)
+    least, greatest = (torch.from_numpy(np.array(bound, dtype)) for bound in (low, high))
+    shape, of_torch = least.shape, least.dtype
+    if of_torch != torch.bool:
+        limits = torch.iinfo(of_torch) if not of_torch.is_floating_point else None
+        lowest, highest = (limits.min, limits.max) if limits else (-np.inf, np.inf)
+        if (least == lowest).all() and (greatest == highest).all():
+            return Unbounded(shape=shape, dtype=of_torch)
+    return Bounded(least, greatest, shape=shape, dtype=of_torch)

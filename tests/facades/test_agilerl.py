@@ -343,7 +343,7 @@ def test_agents_are_strings():
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "copies": ({"a": np.zeros(2, int)}, "actions of agent 'a' for 3 copies"),
+    "copies": ({"a": np.zeros(2, int)}, "actions of agent 'a' for 3 environments"),
     "shape": ({"b": np.zeros((3, 3), np.float32)}, "agent 'b': expected"),
     "half": ({"a": np.full(3, 0.5)}, "agent 'a': expected 3 integers"),
     "nan": ({"a": np.full(3, np.nan)}, "no action for agent 'a'"),

@@ -353,7 +353,7 @@ def test_another_mode():
         (np.ones(9), TypeError, "numpy array of bool"),
         (np.ones(3, np.bool_), ValueError, r"shape \(9,\), got \(3,\)"),
         (np.zeros(9, np.bool_), ValueError, "at least one"),
-        (np.arange(9) < 4, ValueError, r"of copy 1 it has \[True, False, False\]"),
+        (np.arange(9) < 4, ValueError, r"for environment 1 it is \[True, False, False\]"),
     ],
 )
 def test_masks(mask, error, word, env):

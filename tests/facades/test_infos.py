@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from marl_parallel.vector.infos import vector_infos
+from marl_parallel.vector.rows import vector_infos
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -383,7 +383,7 @@ def test_no_parallel_env():
     "options", [[{}], [{}] * 8, [{"hill": 1}] + [{}] * 8], ids=["one", "too few", "a copy taken apart"]
 )
 def test_options(options, env):
-    with pytest.raises(ValueError, match="3 copies, or for each of 9 rows"):
+    with pytest.raises(ValueError, match=r"for 3 environments or for 9 rows|equal for all rows"):
         env.set_options(options)
 
 

@@ -82,7 +82,7 @@ def test_one_copy_wants_no_auto_reset():
 
 def test_there_is_no_such_copy():
     env = PettingZooVecEnv(ParallelEnv([VariableAgents] * 2, False, backend="serial"))
-    with env, pytest.raises(ValueError, match="no copy 2"):
+    with env, pytest.raises(ValueError, match="no environment 2"):
         env.single(2)
 
 
