@@ -6,9 +6,9 @@
       <------------------------ doorbell: one semaphore and a countdown, shared by all workers
       <---- channel: a socket, for what does not fit a code ---->
 
-A code is one number: what is to be done, or is done, and in which environments. It is written before the semaphore is
-posted and read after the semaphore is taken, so no order of stores is relied upon. The countdown lets the parent sleep
-until as many replies are there as it wants.
+A code is one number: what to do, or what was done, and in which environments. It is written before the semaphore is
+posted and read after the semaphore is taken, so that the order of stores does not matter. The countdown lets the parent
+sleep until it has as many replies as it wants.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SEMAPHORES = 2 * Semaphore.SIZE
 
 
 class Code:
-    """One number that stands for a message: a kind, flags, and neighbouring environments."""
+    """A message as one number: a kind, flags, and neighbouring environments."""
 
-    ON_CHANNEL, STEP, DONE = 0, 1, 2  # the message is on the channel; step the environments; they are done
-    KIND = 3  # the bits of these
+    ON_CHANNEL, STEP, DONE = 0, 1, 2  # the message is on the channel; step the environments; they have been stepped
+    KIND = 3  # the mask of the kind
     LAST = EACH = 1 << 2  # no other reply to the request follows; reply for each environment
     PROMPT = 1 << 3  # reply at once for an environment that has infos
 
@@ -57,12 +57,12 @@ class Code:
 
 
 class Queue:
-    """Codes that one process writes and another reads, in order.
+    """A ring of codes that one process writes and another reads.
 
     Attributes:
         ready: A semaphore that counts the codes that are written and not yet taken.
-        codes: A ring of `capacity` codes.
-        times: The moment that was written with each code.
+        codes: The ring.
+        times: A moment for each code, in seconds of `time.monotonic`.
         written: How many codes this process has written.
         read: How many codes this process has taken.
     """
@@ -77,7 +77,7 @@ class Queue:
         self.written = self.read = 0
 
     def put(self, code: int, moment: float = 0.0) -> None:
-        """Write a code and wake the reader; the writer knows that there is room."""
+        """Write a code and wake the reader; the caller ensures that there is room."""
         place = self.written % self.capacity
         self.codes[place], self.times[place] = code, moment
         self.written += 1
@@ -91,18 +91,18 @@ class Queue:
 
     @property
     def moment(self) -> float:
-        """The moment that was written with the code taken last."""
+        """The moment of the code taken last."""
         return self.times[(self.read - 1) % self.capacity]
 
 
 class QueuePair:
-    """The queues between the parent and one worker, and the worker's status, in the control block.
+    """The queues of one worker, and its status.
 
     Args:
         buffer: The control block: the doorbell, then one pair for each worker.
         worker: The worker's number.
         capacity: The largest number of codes in a queue at a time.
-        new: Whether to clear it; nobody may be using it.
+        new: Whether to clear it; no process may be using it.
     """
 
     def __init__(self, buffer: mmap.mmap, worker: int, capacity: int, *, new: bool = False) -> None:
@@ -122,8 +122,8 @@ class QueuePair:
 class Doorbell:
     """Wakes the parent, which waits on the semaphore `wake`, when replies have come.
 
-    `set_countdown` sets how many replies from now on do not wake it. It may be woken too early where some come at this
-    very moment, never too late.
+    `set_countdown` sets how many of the next replies do not wake it. Replies that come during that call may wake the
+    parent too early, never too late.
     """
 
     WAKE = 0
@@ -171,22 +171,22 @@ class Gone(EOFError):
 class Channel:
     """One end of a socket that sends objects between two processes that may die or stop at any moment.
 
-    The end of the stream is no sign that the other process is gone, since a simulator's own children inherit it. So
-    the parent must not wait here (`receive_now`, `put`, `flush`); a worker may (`receive`, `finish`), since it dies
-    with its parent. A message of more than one packet goes into a file without a name, of which only the descriptor is
-    sent: a socket holds little, and the sender must not wait. All methods raise `Gone` where the other process is gone.
+    A simulator's own children inherit the worker's end, so its death is no end of the stream. So the parent must not
+    wait here (`receive_now`, `put`, `flush`); a worker may (`receive`, `finish`), since it dies with its parent. Of a
+    message larger than a packet only the descriptor of a file is sent: a socket holds little, and the sender must not
+    wait. All methods raise `Gone` if the other end is closed.
 
     Args:
-        connection: A connected socket that keeps packets whole; owned by this object from now on.
+        connection: A connected socket that keeps packets whole; closed by this object.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self.unsent: deque[bytes] = deque()  # pickled messages; of the first one a part may be sent
-        self._packets: deque[bytes] = deque()  # what is to be sent of the first one
-        self._sent_fd = -1  # to go with the next packet
-        self._parts = bytearray()  # what has come of the message that is being received
+        self.unsent: deque[bytes] = deque()  # pickled messages; a part of the first one may have been sent
+        self._packets: deque[bytes] = deque()  # the unsent packets of the first one
+        self._sent_fd = -1  # goes with the next packet
+        self._parts = bytearray()  # the received part of a message
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -217,7 +217,7 @@ class Channel:
         return True
 
     def _pack(self, body: bytes) -> None:
-        """Make the packets of a message. Only now is it put into a file: messages that wait take no descriptors."""
+        """Make the packets of a message, as late as this so that messages which wait take no descriptors."""
         if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
             self._sent_fd = fd
             self._packets.append(bytes([_IN_FILE]))
@@ -236,7 +236,7 @@ class Channel:
         return message
 
     def receive_now(self) -> Any:
-        """The next object if all of it is here, else None; never waits. What has come is kept for the next call."""
+        """The next object if all of it has come, else None; never waits."""
         while True:
             try:
                 packet, ancillary, *_ = self._socket.recvmsg(
@@ -273,7 +273,7 @@ class Channel:
 
 
 def _file_of(body: bytes) -> int:
-    """A file with these bytes in it; -1 where no more files may be open."""
+    """A file with these bytes; -1 if this process has too many files open."""
     try:
         fd = anonymous_file("marl_parallel-message")
     except OSError as error:
@@ -290,7 +290,7 @@ def _file_of(body: bytes) -> int:
 
 
 def _loaded(fds: list[int]) -> Any:
-    """The object in a file that was received; none was if this process has too many open."""
+    """The object in the received file, which is missing if this process has too many files open."""
     if not fds:
         raise OSError(
             errno.EMFILE, "a large message was lost, since this process has too many files open; raise `ulimit -n`"

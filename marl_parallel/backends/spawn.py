@@ -1,22 +1,22 @@
-"""Worker processes by nothing but the standard library: for macOS, Windows and the like.
+"""Worker processes on macOS and Windows, with the standard library alone.
 
     parent                                                     worker process
-    post()  --- queue, sending thread ---> connection --->     a thread receives; end of file: the parent has gone
+    post()  --- queue, sending thread ---> connection --->     a thread receives; end of file: the parent is gone
     wait()  <-- queue, receiving thread -- connection <---     execute: actions and transitions in shared memory
 
-Requests and replies travel over a `multiprocessing` connection. In the parent, each connection has two threads, so that
-a worker which stops in the middle of a message never blocks `post` and `wait`. The process itself is started by
-`subprocess`, since `multiprocessing.Process` imports the caller's script again in the worker.
+Requests and replies travel over a `multiprocessing` connection with two threads in the parent, so that a worker which
+stops in the middle of a message never blocks `post` and `wait`. `subprocess` starts the process, since
+`multiprocessing.Process` imports the caller's script again in the worker.
 
 What is weaker here than in `process.py`, which needs Linux:
 
-- Each request and reply is pickled and sent, which costs some 200 us more a batch; nobody tries before it sleeps.
+- Each request and reply is pickled and sent, which costs about 200 us more per batch. Nothing spins before it sleeps.
 - A worker starts as a fresh interpreter, which takes some tenths of a second and memory of its own.
-- A thread of the worker notices that the parent has gone. It does not run while a simulator holds the interpreter's
-  lock or the process is stopped. The parent looks for deaths of workers every 20 ms.
-- Of what a simulator has started, only its process group is ended with it; what has left the group stays. On Windows
-  there is no such group: the simulator's own processes stay.
-- Where the system has no anonymous memory, it lies in an unlinked file in the folder for temporary files.
+- A thread of the worker notices that the parent is gone. It does not run while a simulator holds the GIL or the process
+  is stopped. The parent looks for deaths of workers every 20 ms.
+- Only a worker's process group ends with it. Processes that have left the group survive; on Windows, which has no such
+  groups, all processes that the simulator started survive.
+- Without anonymous memory in the system, the memory is an unlinked file in the folder for temporary files.
 - Windows: no stack of a worker that hangs.
 """
 
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from marl_parallel.backends import descendants, interpreter
 from marl_parallel.backends.descendants import CrashFile
-from marl_parallel.backends.memory import Block, anonymous_file, duplicate, fill_standard
+from marl_parallel.backends.memory import Block, anonymous_file, fill_standard, mapped
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.columns import Layout
@@ -87,17 +87,16 @@ class PortableProcessBackend(Backend):
         self._records_fd = -1
         self._open = True
         self._looked = 0.0  # when deaths were last looked for
-        self._events: SimpleQueue[bool] = SimpleQueue()
-        """An entry for each reply that has come, False, and for each interruption, True."""
+        self._events: SimpleQueue[bool] = SimpleQueue()  # False for each reply that has come, True for an interrupt
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self._shares = shares
         try:
-            self._status = Block.create(len(shares) * WorkerStatus.NBYTES)
+            self._status = Block(len(shares) * WorkerStatus.NBYTES)
             self._records_fd = anonymous_file("marl_parallel-records")
             self.statuses = [self._new_status(worker) for worker in range(len(shares))]
             for worker in range(len(shares)):
-                self._workers.append(self._launched(worker))
+                self._workers.append(self._started(worker))
             deadline = time.monotonic() + _STARTED_WITHIN_S
             for process in self._workers:
                 process.wait_started(deadline)
@@ -111,32 +110,31 @@ class PortableProcessBackend(Backend):
         status[:] = bytes(WorkerStatus.NBYTES)
         return WorkerStatus(status)
 
-    def _launched(self, worker: int) -> _WorkerProcess:
+    def _started(self, worker: int) -> _WorkerProcess:
         assert self._status is not None
-        fill_standard()  # else what is opened here may get the numbers of closed standard streams
         return _WorkerProcess(worker, self._status.fd, self._records_fd, self._threads, self._events)
 
     def end(self, worker: int) -> list[Reply]:
         if not self._open:
             return []  # closed meanwhile by a signal handler
         process = self._workers[worker]
-        _end([process], _KILL, _KILLED_WITHIN_S)
+        _end([process])
         process.hang_up()
         return [reply for reply in process.received() if type(reply) is Reply]
 
     def replace(self, worker: int) -> None:
         if not self._open:
             return
-        _end([self._workers[worker]], _KILL, _KILLED_WITHIN_S)
+        _end([self._workers[worker]])
         self._workers[worker].close()
         self.statuses[worker] = self._new_status(worker)
-        self._workers[worker] = process = self._launched(worker)
+        self._workers[worker] = process = self._started(worker)
         with contextlib.suppress(RuntimeError):  # it has died already, as the one before
             process.wait_started(time.monotonic() + _STARTED_WITHIN_S)
 
     def allocate(self, layout: Layout) -> Any:
         os.ftruncate(self._records_fd, layout.nbytes)
-        return Block(duplicate(self._records_fd), layout.nbytes).buffer
+        return mapped(self._records_fd, layout.nbytes)
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         for worker, request in requests.items():
@@ -177,7 +175,7 @@ class PortableProcessBackend(Backend):
         self._events.put(False)
         try:
             with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
-                at_last.callback(_end, workers, _KILL, _KILLED_WITHIN_S)
+                at_last.callback(_end, workers)
                 _wait_for_ends(workers, timeout)
                 for index, worker in enumerate(workers):
                     if timeout >= reports.WARNS_AFTER_S and worker.exitcode() is None:
@@ -191,7 +189,7 @@ class PortableProcessBackend(Backend):
             self._close_memory()
 
     def abandon(self) -> None:
-        # A worker takes the end of its connection for the parent's end: the copies in this process must go.
+        # A worker takes the end of its connection for the parent's end: the copies in this process must be closed.
         self._open = False
         for worker in self._workers:
             worker.free()
@@ -206,11 +204,12 @@ class PortableProcessBackend(Backend):
 
 
 class _WorkerProcess:
-    """One worker, as its parent sees it. Its process is started at once; `events` gets an entry for each reply."""
+    """A worker, as the parent sees it. `events` gets an entry for each reply."""
 
     def __init__(
         self, worker: int, status_fd: int, records_fd: int, threads: int | None, events: SimpleQueue[bool]
     ) -> None:
+        fill_standard()  # else what is opened here may get the numbers of closed standard streams
         self._worker, self._events = worker, events
         self.expected = 0  # how many requests it has not replied to
         self.lost: Lost | None = _UNKNOWN  # how it died; None while it lives and has started
@@ -263,7 +262,7 @@ class _WorkerProcess:
                     return
                 _wait_for_ends([self], _DIES_WITHIN_S)
             if (exitcode := self.exitcode()) is not None:
-                self.lost = self._bury()
+                self.lost = self._manner_of_death()
                 died = f"worker {self._worker} ended with exit code {exitcode} while it started"
                 raise RuntimeError(f"{died}; its stderr says why")
             if time.monotonic() >= deadline:
@@ -275,7 +274,7 @@ class _WorkerProcess:
             self._requests.put(request)
 
     def received(self) -> list[Reply | Lost]:
-        """Take the replies that have come; its loss is the last of them."""
+        """Take the replies that have come, then the loss of the worker if it died with requests before it."""
         replies: list[Reply | Lost] = []
         while self.expected and self.lost is None:
             try:
@@ -283,7 +282,7 @@ class _WorkerProcess:
             except Empty:
                 break
             if reply is None:
-                self.lost = self._bury()
+                self.lost = self._manner_of_death()
                 break
             replies.append(reply)
             self.expected -= reply.last
@@ -293,18 +292,18 @@ class _WorkerProcess:
         return replies
 
     def exitcode(self) -> int | None:
-        """How it ended, and with it, its process group; None while it lives."""
+        """The exit code of a worker that has ended, whose process group is killed; None while it lives."""
         process = self._process
         if process.returncode is None:
             if hasattr(os, "waitid"):
                 process.returncode = descendants.reap(process.pid)
             elif process.poll() is not None and sys.platform != "win32":
-                # The number is nobody else's for as long as there is somebody in the group.
+                # No other group gets this number while a process is in the group.
                 descendants.send(process.pid, _KILL)
         return process.returncode
 
     def signal(self, number: int) -> None:
-        """Send its group a signal, or kill it where there are none; nothing happens if it has died."""
+        """Send its process group a signal, or kill it on Windows; nothing happens if it has died."""
         if self.exitcode() is not None:
             return
         if sys.platform == "win32":
@@ -312,11 +311,11 @@ class _WorkerProcess:
         else:
             descendants.send(self._process.pid, number)
 
-    def _bury(self) -> Lost:
-        """It has hung up: give it a moment to die, make sure that it does, and return how it was."""
+    def _manner_of_death(self) -> Lost:
+        """How the worker, which has hung up, died; it is killed if it does not die by itself."""
         _wait_for_ends([self], _DIES_WITHIN_S)
-        _end([self], _KILL, _DIES_WITHIN_S)
-        # Where the kernel reaps the children of this process, nobody can tell how they ended.
+        _end([self], timeout=_DIES_WITHIN_S)
+        # The exit code is unknown if the kernel reaps the children of this process.
         ignored = sys.platform != "win32" and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
         return Lost(None if ignored else self.exitcode(), self._crash_file.text())
 
@@ -339,17 +338,17 @@ class _WorkerProcess:
         self.free()
 
     def free(self) -> None:
-        """Close all that leads to it; all that is to be done in a forked child."""
+        """Close connection and file; a forked child does nothing else."""
         self._connection.close()
         self._crash_file.close()
         if self._process.returncode is None:
             self._process.returncode = 0  # in a forked child; else it would be waited for when this object goes
 
 
-def _end(workers: Sequence[_WorkerProcess], number: int, patience: float) -> None:
+def _end(workers: Sequence[_WorkerProcess], number: int = _KILL, timeout: float = _KILLED_WITHIN_S) -> None:
     for worker in workers:
         worker.signal(number)
-    _wait_for_ends(workers, patience)
+    _wait_for_ends(workers, timeout)
 
 
 def _wait_for_ends(workers: Sequence[_WorkerProcess], timeout: float) -> None:
@@ -359,14 +358,14 @@ def _wait_for_ends(workers: Sequence[_WorkerProcess], timeout: float) -> None:
 
 
 def _inheritable(handle: int, fds: Sequence[int]) -> tuple[list[int], dict[str, Any]]:
-    """How a process inherits a connection and files: their numbers in it, and arguments for `subprocess.Popen`."""
+    """The numbers that a child process knows inherited files by, and the arguments for `subprocess.Popen`."""
     if sys.platform != "win32":
         return [*fds], {"pass_fds": (handle, *fds)}
     import msvcrt
 
     handles = [msvcrt.get_osfhandle(fd) for fd in fds]
-    for one in (handle, *handles):
-        os.set_handle_inheritable(one, True)
+    for inherited in (handle, *handles):
+        os.set_handle_inheritable(inherited, True)
     return handles, {"startupinfo": subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle, *handles]})}
 
 
@@ -376,7 +375,7 @@ def _inheritable(handle: int, fds: Sequence[int]) -> tuple[list[int], dict[str, 
 def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]) -> None:
     """Serve until a request is to close, or until the parent is gone.
 
-    `handles` are those of the memory with the status of all workers, the file of the records, the file for stacks.
+    `handles` are those of three files: the status of all workers, the records, the stacks.
     """
     fds = [*handles]
     if sys.platform == "win32":
@@ -384,7 +383,7 @@ def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]
 
         fds = [msvcrt.open_osfhandle(handle, os.O_RDWR) for handle in handles]
     else:
-        # What the program that started the parent has blocked or ignored is no concern of a simulator.
+        # A simulator must not inherit the signals that the program which started the parent has blocked or ignored.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.set_inheritable(link.fileno(), False)
@@ -397,9 +396,9 @@ def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]
     sys.argv[:] = argv
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    statuses = Block(status_fd, os.fstat(status_fd).st_size)
-    status = WorkerStatus(memoryview(statuses.buffer)[worker * WorkerStatus.NBYTES :])
-    executor = Worker(status, lambda layout: Block(records_fd, layout.nbytes).buffer, own_process=True)
+    statuses = memoryview(mapped(status_fd, os.fstat(status_fd).st_size))
+    status = WorkerStatus(statuses[worker * WorkerStatus.NBYTES :])
+    executor = Worker(status, lambda layout: mapped(records_fd, layout.nbytes), own_process=True)
     link.send(_STARTED)
     while True:
         request = requests.get()
@@ -409,7 +408,7 @@ def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]
 
 
 def _receive(link: Connection, requests: SimpleQueue[Request]) -> None:
-    """Receive requests as they come, so that the parent's thread does not wait; and notice when it has gone."""
+    """Receive requests as they come, so that the parent's thread does not wait, and end when the parent is gone."""
     try:
         while True:
             requests.put(link.recv())

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from marl_parallel.backends.memory import Block, Semaphore, has_semaphores
+from marl_parallel.backends.memory import Block, Semaphore, has_semaphores, mapped
 
 pytestmark = [
     pytest.mark.release_independent,
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture
 def block() -> Block:
-    return Block.create(4096)
+    return Block(4096)
 
 
 def make(block: Block, offset: int = 0, value: int = 0) -> Semaphore:
@@ -144,14 +144,14 @@ def test_keeps_its_memory(block: Block) -> None:
 
 
 def test_block_is_shared_through_its_descriptor(block: Block) -> None:
-    other = Block(os.dup(block.fd), block.nbytes)
+    other = mapped(block.fd, block.nbytes)
     make(block, 64)
     Semaphore(block.buffer, 64).post()
-    assert Semaphore(other.buffer, 64).try_take()
+    assert Semaphore(other, 64).try_take()
 
 
 def test_views_outlive_the_block() -> None:
-    block = Block.create(64)
+    block = Block(64)
     array = np.frombuffer(block.buffer, dtype=np.uint8)
     array[:] = 7
     block.close_fd()
@@ -168,9 +168,11 @@ def test_blocks_leave_nothing_open() -> None:
 
     before = leftovers()
     for _ in range(50):
-        make(Block.create(1 << 20))
+        make(Block(1 << 20))
+    small = os.memfd_create("small")
     with pytest.raises(ValueError, match="greater than file size"):
-        Block(os.memfd_create("small"), 4096)
-    with pytest.raises(ValueError, match="at least one byte"):
-        Block.create(0)
+        mapped(small, 4096)
+    os.close(small)
+    with pytest.raises(ValueError, match="empty file"):
+        Block(0)
     assert leftovers() == before
