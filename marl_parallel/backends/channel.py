@@ -126,12 +126,9 @@ class Doorbell:
     parent too early, never too late.
     """
 
-    WAKE = 0
-    """Offset of `wake` in the control block."""
-
     def __init__(self, buffer: mmap.mmap) -> None:
-        self.wake = Semaphore(buffer, self.WAKE)
-        self._countdown = Semaphore(buffer, self.WAKE + Semaphore.SIZE)
+        self.wake = Semaphore(buffer, 0)  # where the fork server expects it
+        self._countdown = Semaphore(buffer, Semaphore.SIZE)
         self.set_countdown = self._countdown.init
 
     def ring(self) -> None:

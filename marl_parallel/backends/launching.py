@@ -75,16 +75,14 @@ class Launcher:
     Args:
         context: "forkserver", "spawn" or "fork".
         entry: The module whose `main(index, fds)` a worker runs. It must be importable with `sys.path`.
-        wake: A block and the offset of a semaphore in it, which each death of a worker posts. The death of the server
-            posts nothing: call `collect` from time to time.
+        wake: A block that begins with a semaphore, which each death of a worker posts. The death of the server posts
+            nothing: call `collect` from time to time.
         threads: Threads for the numerical libraries of a worker; None leaves them alone.
     """
 
     _closed = True  # until __init__ is through, for the sake of __del__
 
-    def __init__(
-        self, context: str, *, entry: str, wake: tuple[Block, int] | None = None, threads: int | None = None
-    ) -> None:
+    def __init__(self, context: str, *, entry: str, wake: Block, threads: int | None) -> None:
         if context not in ("forkserver", "spawn", "fork"):
             raise ValueError(f'workers are started by "forkserver", "spawn" or "fork", not by {context!r}')
         self._context, self._entry, self._threads = context, entry, threads
@@ -272,9 +270,7 @@ os.register_at_fork(after_in_child=_close_in_forked_child)
 class _Server:
     """One server: its process, the socket to it, and the write end of its workers' guard pipe."""
 
-    def __init__(
-        self, context: str, entry: str, token: str, wake: tuple[Block, int] | None, threads: int | None
-    ) -> None:
+    def __init__(self, context: str, entry: str, token: str, wake: Block, threads: int | None) -> None:
         self._exitcode: int | None = None
         with contextlib.ExitStack() as in_any_case, contextlib.ExitStack() as on_error:
             self._socket, theirs = socket_pair()
@@ -283,11 +279,10 @@ class _Server:
             guard, self._guard_end = pipe()
             on_error.callback(os.close, self._guard_end)
             in_any_case.callback(os.close, guard)
-            place = None
-            if wake is not None:
-                place = duplicate(wake[0].fd), wake[0].nbytes, wake[1]
-                in_any_case.callback(os.close, place[0])
-            arguments = theirs.fileno(), guard, os.getpid(), context, entry, place
+            wake_fd = duplicate(wake.fd)
+            in_any_case.callback(os.close, wake_fd)
+            fds = theirs.fileno(), guard, wake_fd
+            arguments = (*fds, os.getpid(), context, entry)
             if context == "fork":
                 importlib.import_module(entry)  # once, rather than in each worker
 
@@ -302,7 +297,6 @@ class _Server:
 
                 self.pid = _fork(run)
             else:
-                fds = [theirs.fileno(), guard, *(place[:1] if place else ())]
                 self.pid = _start_interpreter(context, token, _SERVER.format(arguments=arguments), fds)
             on_error.pop_all()
 

@@ -88,22 +88,24 @@ def append_only(fd: int) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def mapped(fd: int, nbytes: int) -> mmap.mmap:
-    """Map a file, whose descriptor may be closed afterwards. The last view (array, semaphore) frees the mapping."""
+def mapped(fd: int) -> mmap.mmap:
+    """Map a whole file. The descriptor may be closed afterwards; the last view (array, semaphore) frees the mapping."""
     fill_standard()  # the mapping keeps a descriptor of its own, which cannot be moved
-    return mmap.mmap(fd, nbytes)
+    return mmap.mmap(fd, 0)
 
 
 class Block:
-    """New shared memory, zeroed: its `buffer`, and, until `close_fd`, the descriptor `fd` for other processes."""
+    """Shared memory. Other processes map it by its descriptor `fd`, which is open until `close_fd`."""
 
     fd = -1
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+    def __init__(self) -> None:
         self.fd = anonymous_file("marl_parallel")
+
+    def allocate(self, nbytes: int) -> mmap.mmap:
+        """The memory, zeroed, of this size."""
         os.ftruncate(self.fd, nbytes)
-        self.buffer = mapped(self.fd, nbytes)
+        return mapped(self.fd)
 
     def close_fd(self) -> None:
         fd, self.fd = self.fd, -1

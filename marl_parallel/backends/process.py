@@ -26,7 +26,7 @@ from typing import Any
 
 from marl_parallel.backends.channel import Channel, Code, Doorbell, Gone, QueuePair, control_nbytes
 from marl_parallel.backends.launching import Launcher, WorkerProcess
-from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapped, socket_pair
+from marl_parallel.backends.memory import Block, Semaphore, mapped, socket_pair
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend, usable_cpus
 from marl_parallel.core.columns import Layout, span_of
@@ -72,29 +72,27 @@ class ProcessBackend(Backend):
         self._wakes_once = False  # whether all pending requests were posted together
         self._looked = 0.0  # when deaths were last looked for
         self._interrupted = False
-        self._records_fd = -1
+        self._control, self._records = Block(), Block()
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self._shares, self._capacity = shares, most_requests
-        self._control = Block(control_nbytes(len(shares), most_requests))
-        self._doorbell = Doorbell(self._control.buffer)
+        self._control_buffer = self._control.allocate(control_nbytes(len(shares), most_requests))
+        self._doorbell = Doorbell(self._control_buffer)
         self._doorbell.wake.init(0)
         self._doorbell.set_countdown(0)
-        self._records_fd = anonymous_file("marl_parallel-records")
-        wake = self._control, Doorbell.WAKE
-        self._launcher = Launcher(self._context, entry=__name__, wake=wake, threads=self._threads)
+        self._launcher = Launcher(self._context, entry=__name__, wake=self._control, threads=self._threads)
         self.statuses = []
         for worker in range(len(shares)):
             self._handles.append(self._launched(self._launcher, worker))
             self.statuses.append(self._handles[worker].queues.status)
 
     def _launched(self, launcher: Launcher, worker: int) -> _Handle:
-        queues = QueuePair(self._control.buffer, worker, self._capacity, new=True)
+        queues = QueuePair(self._control_buffer, worker, self._capacity, new=True)
         ours, theirs = socket_pair()
         channel = Channel(ours)
         try:
             with theirs:
-                process = launcher.launch(worker, [theirs.fileno(), self._control.fd, self._records_fd])
+                process = launcher.launch(worker, [theirs.fileno(), self._control.fd, self._records.fd])
             channel.put((len(self._shares) <= usable_cpus(), self._capacity))
         except BaseException:
             channel.close()
@@ -118,8 +116,7 @@ class ProcessBackend(Backend):
         self.statuses[worker] = new.queues.status
 
     def allocate(self, layout: Layout) -> Any:
-        os.ftruncate(self._records_fd, layout.nbytes)
-        return mapped(self._records_fd, layout.nbytes)
+        return self._records.allocate(layout.nbytes)
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         self._wakes_once = together
@@ -281,7 +278,6 @@ class ProcessBackend(Backend):
         with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
             at_last.callback(self._release)
             if launcher is not None:
-                at_last.callback(self._control.close_fd)
                 at_last.callback(launcher.close)
                 processes = [handle.process for handle in self._handles]
                 if alive := launcher.wait_gone(processes, timeout):
@@ -299,9 +295,8 @@ class ProcessBackend(Backend):
         for handle in self._handles:
             handle.expected = 0
             handle.channel.close()
-        if self._records_fd >= 0:
-            os.close(self._records_fd)
-            self._records_fd = -1
+        self._control.close_fd()
+        self._records.close_fd()
 
     def abandon(self) -> None:
         launcher, self._launcher = self._launcher, None
@@ -327,11 +322,11 @@ def _code_of_request(request: Request) -> int:
 def main(index: int, fds: Sequence[int]) -> None:
     """Serve requests until one is to close; `fds` are the channel's socket, the control block, the file of records."""
     connection, control_fd, records_fd = fds
-    control = mapped(control_fd, os.fstat(control_fd).st_size)
+    control = mapped(control_fd)
     channel = Channel(socket.socket(fileno=connection))
     spin, capacity = channel.receive()
     queues, doorbell = QueuePair(control, index, capacity), Doorbell(control)
-    worker = Worker(queues.status, lambda layout: mapped(records_fd, layout.nbytes), own_process=True)
+    worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True)
     send, spin_s = _sender(queues, doorbell, channel), _SPIN_S if spin else 0.0
     while True:
         _await(queues.requests.ready, spin_s)

@@ -77,18 +77,16 @@ class Setting(NamedTuple):
 # -- the server and the keepers ----------------------------------------------------------------------------------------
 
 
-def serve(
-    connection: int, guard: int, parent: int, context: str, entry: str, wake: tuple[int, int, int] | None
-) -> None:
+def serve(connection: int, guard: int, wake: int, parent: int, context: str, entry: str) -> None:
     """Serve until the parent dies or hangs up; then end all workers and all that they have started.
 
     Args:
         connection: Descriptor of the socket to the parent.
         guard: Read end of a pipe of which the parent has the write end.
+        wake: Descriptor of shared memory that begins with a semaphore, which each death posts.
         parent: The parent's process id.
         context: "forkserver", "spawn" or "fork".
         entry: The workers' module, loaded here so that they find it loaded.
-        wake: Descriptor and size of shared memory, and the offset of the semaphore in it that each death posts.
     """
     # The program that started the parent may have had signals blocked, of which SIGCHLD announces deaths.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -100,7 +98,7 @@ def serve(
             importlib.import_module(module)
         # Objects that the collector never visits stay in pages that all workers share.
         gc.freeze()
-    server = _Server(connection, guard, parent, context, wake, collects)
+    server = _Server(connection, guard, wake, parent, context, collects)
     try:
         server.run()
     finally:
@@ -111,20 +109,15 @@ def serve(
 
 
 class _Server:
-    def __init__(
-        self, connection: int, guard: int, parent: int, context: str, wake: tuple[int, int, int] | None, collects: bool
-    ) -> None:
+    def __init__(self, connection: int, guard: int, wake: int, parent: int, context: str, collects: bool) -> None:
         self.context, self.collects = context, collects
         self.keepers: dict[int, int] = {}  # requests by process id
         self.parent, self.guard = parent, guard
         # A second guard, for the case that this process is killed while the parent lives.
         self.own_guard, self.own_guard_end = pipe()
         self.socket = socket.socket(fileno=connection)
-        self.wake: Semaphore | None = None
-        if wake is not None:
-            fd, nbytes, offset = wake
-            self.wake = Semaphore(mapped(fd, nbytes), offset)
-            os.close(fd)
+        self.wake = Semaphore(mapped(wake), 0)
+        os.close(wake)
         descendants.adopt_orphans()
         self.child_died, child_died_end = pipe()
         for fd in (self.child_died, child_died_end):
@@ -180,7 +173,7 @@ class _Server:
 
     def reply(self, kind: Reply, request: int, result: int) -> None:
         self.socket.send(REPLY.pack(kind, request, result))
-        if kind is Reply.DIED and self.wake is not None:
+        if kind is Reply.DIED:
             self.wake.post()
 
     def reap_keepers(self) -> None:
@@ -236,7 +229,7 @@ class _Server:
         for fd in self.inherited:
             os.close(fd)
         self.socket.close()
-        self.wake = None
+        del self.wake  # and with it the mapping
         # Not the caller's stdin: a worker that reads from it takes away what was typed for the parent.
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (out, 1), (err, 2)):

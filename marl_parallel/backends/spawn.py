@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from marl_parallel.backends import descendants, interpreter
 from marl_parallel.backends.descendants import CrashFile
-from marl_parallel.backends.memory import Block, anonymous_file, fill_standard, mapped
+from marl_parallel.backends.memory import Block, fill_standard, mapped
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.columns import Layout
@@ -83,8 +83,7 @@ class PortableProcessBackend(Backend):
     def __init__(self, *, threads: int | None = 1) -> None:
         self._threads = threads
         self._workers: list[_WorkerProcess] = []
-        self._status: Block | None = None
-        self._records_fd = -1
+        self._status, self._records = Block(), Block()
         self._open = True
         self._looked = 0.0  # when deaths were last looked for
         self._events: SimpleQueue[bool] = SimpleQueue()  # False for each reply that has come, True for an interrupt
@@ -92,8 +91,7 @@ class PortableProcessBackend(Backend):
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self._shares = shares
         try:
-            self._status = Block(len(shares) * WorkerStatus.NBYTES)
-            self._records_fd = anonymous_file("marl_parallel-records")
+            self._status_view = memoryview(self._status.allocate(len(shares) * WorkerStatus.NBYTES))
             self.statuses = [self._new_status(worker) for worker in range(len(shares))]
             for worker in range(len(shares)):
                 self._workers.append(self._started(worker))
@@ -105,14 +103,12 @@ class PortableProcessBackend(Backend):
             raise
 
     def _new_status(self, worker: int) -> WorkerStatus:
-        assert self._status is not None
-        status = memoryview(self._status.buffer)[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
+        status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
         status[:] = bytes(WorkerStatus.NBYTES)
         return WorkerStatus(status)
 
     def _started(self, worker: int) -> _WorkerProcess:
-        assert self._status is not None
-        return _WorkerProcess(worker, self._status.fd, self._records_fd, self._threads, self._events)
+        return _WorkerProcess(worker, self._status.fd, self._records.fd, self._threads, self._events)
 
     def end(self, worker: int) -> list[Reply]:
         if not self._open:
@@ -133,8 +129,7 @@ class PortableProcessBackend(Backend):
             process.wait_started(time.monotonic() + _STARTED_WITHIN_S)
 
     def allocate(self, layout: Layout) -> Any:
-        os.ftruncate(self._records_fd, layout.nbytes)
-        return mapped(self._records_fd, layout.nbytes)
+        return self._records.allocate(layout.nbytes)
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         for worker, request in requests.items():
@@ -196,11 +191,8 @@ class PortableProcessBackend(Backend):
         self._close_memory()
 
     def _close_memory(self) -> None:
-        if self._status is not None:
-            self._status.close_fd()
-        if self._records_fd >= 0:
-            os.close(self._records_fd)
-            self._records_fd = -1
+        self._status.close_fd()
+        self._records.close_fd()
 
 
 class _WorkerProcess:
@@ -396,9 +388,8 @@ def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]
     sys.argv[:] = argv
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    statuses = memoryview(mapped(status_fd, os.fstat(status_fd).st_size))
-    status = WorkerStatus(statuses[worker * WorkerStatus.NBYTES :])
-    executor = Worker(status, lambda layout: mapped(records_fd, layout.nbytes), own_process=True)
+    status = WorkerStatus(memoryview(mapped(status_fd))[worker * WorkerStatus.NBYTES :])
+    executor = Worker(status, lambda _: mapped(records_fd), own_process=True)
     link.send(_STARTED)
     while True:
         request = requests.get()

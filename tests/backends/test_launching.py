@@ -25,6 +25,7 @@ from helpers.start_methods import CONTEXTS
 from marl_parallel.backends import descendants, launching
 from marl_parallel.backends.interpreter import thread_variables
 from marl_parallel.backends.launching import Launcher
+from marl_parallel.backends.memory import Block
 
 pytestmark = [pytest.mark.release_independent, linux_only]
 
@@ -240,7 +241,9 @@ def test_what_a_signal_handler_raises_is_not_the_servers_end(served: Stage, monk
 
 
 def test_server_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
-    launcher = Launcher("forkserver", entry="no_such_module", wake=None, threads=1)
+    block = Block()
+    block.allocate(4096)
+    launcher = Launcher("forkserver", entry="no_such_module", wake=block, threads=1)
     with pytest.raises(RuntimeError, match="exit code 1"):
         launcher.launch(0, [])
     launcher.close()
@@ -249,7 +252,7 @@ def test_server_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_context() -> None:
     with pytest.raises(ValueError, match='"forkserver", "spawn" or "fork"'):
-        Launcher("teleport", entry="helpers.launch_targets")
+        Launcher("teleport", entry="helpers.launch_targets", wake=Block(), threads=1)
 
 
 # Closing
@@ -271,7 +274,9 @@ def test_close_twice_and_use_afterwards(stage: Stage) -> None:
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_close_before_anything_was_launched(context: str) -> None:
-    Launcher(context, entry="helpers.launch_targets", wake=None, threads=1).close()
+    block = Block()
+    block.allocate(4096)
+    Launcher(context, entry="helpers.launch_targets", wake=block, threads=1).close()
 
 
 def test_close_by_another_thread_ends_a_launch(served: Stage) -> None:

@@ -50,8 +50,11 @@ PARENT = """
 import json, os, sys, time
 sys.path.insert(0, {tests!r})
 from marl_parallel.backends.launching import Launcher
+from marl_parallel.backends.memory import Block, Semaphore
 read_end, write_end = os.pipe()
-launcher = Launcher({context!r}, entry="helpers.launch_targets", wake=None, threads=1)
+block = Block()
+Semaphore(block.allocate(4096), 0).init(0)
+launcher = Launcher({context!r}, entry="helpers.launch_targets", wake=block, threads=1)
 pids = []
 for target in {targets!r}:
     os.environ["TARGET"] = target

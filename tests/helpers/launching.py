@@ -24,11 +24,10 @@ class Stage:
     """A launcher, the semaphore it posts, and a pipe that workers write to."""
 
     def __init__(self, context: str, limit: int | None = 1) -> None:
-        block = Block(4096)
-        self.wake = Semaphore(block.buffer, 64)
+        self.block = Block()
+        self.wake = Semaphore(self.block.allocate(4096), 0)
         self.wake.init(0)
-        self.launcher = Launcher(context, entry="helpers.launch_targets", wake=(block, 64), threads=limit)
-        self.block = block
+        self.launcher = Launcher(context, entry="helpers.launch_targets", wake=self.block, threads=limit)
         self.processes: dict[int, WorkerProcess] = {}  # by process id; not those whose death was reported
         self.dead: dict[int, WorkerProcess] = {}
         read_end, self.write_end = os.pipe()
