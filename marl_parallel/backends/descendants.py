@@ -52,7 +52,7 @@ def send(pid: int, number: int) -> None:
 
 
 def reap(pid: int) -> int | None:
-    """Reap a child that led a group and has ended, kill the group, and return the exit code; None while it lives."""
+    """Reap a child that led a group, and kill the group; the exit code (negative: the signal), None while it lives."""
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
@@ -61,11 +61,6 @@ def reap(pid: int) -> int | None:
         os.waitpid(pid, 0)
     except ChildProcessError:  # someone else has reaped it
         return 255
-    return exitcode_of(ended)
-
-
-def exitcode_of(ended: os.waitid_result) -> int:
-    """The exit code of a process that has ended (negative: the signal)."""
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 

@@ -14,7 +14,7 @@ from typing import TextIO
 
 from marl_parallel.backends.memory import anonymous_file
 
-_logger = logging.getLogger("marl_parallel")
+_warn_once = functools.cache(logging.getLogger("marl_parallel").warning)
 
 _THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
@@ -78,17 +78,12 @@ def working_directory() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        _warn_of_removed_folder()
+        _warn_once(
+            "The working directory of this program has been removed; worker processes start in %s from now on. "
+            "Relative paths in simulators lead there: use absolute ones, or call os.chdir with a folder that exists.",
+            os.sep,
+        )
         return os.sep
-
-
-@functools.cache
-def _warn_of_removed_folder() -> None:
-    _logger.warning(
-        "The working directory of this program has been removed; worker processes start in %s from now on. "
-        "Relative paths in simulators lead there: use absolute ones, or call os.chdir with a folder that exists.",
-        os.sep,
-    )
 
 
 def output(stream: TextIO | None, standard: int, null: int = subprocess.DEVNULL) -> int:

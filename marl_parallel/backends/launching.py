@@ -36,8 +36,8 @@ _ENDS_WITHIN_S = 6.0
 _CHECK_EVERY_S = 0.5
 """Seconds between looks at a server that does not answer."""
 
-_SERVER = """from marl_parallel.backends.server import serve
-serve{arguments!r}
+_SERVER = """from marl_parallel.backends.server import Server
+Server{arguments!r}.run()
 """
 # A server that only executes interpreters does without Gymnasium and the like, which the package's `__init__` imports.
 _WITHOUT_INIT = """import types
@@ -104,8 +104,6 @@ class Launcher:
         """
         if self._closed:
             raise RuntimeError("the launcher is closed")
-        if len(fds) > server.MOST_FDS:
-            raise ValueError(f"a worker can be given {server.MOST_FDS} file descriptors, not {len(fds)}")
         self.collect()
         if self._server is None:
             self._server = self._new_server()
@@ -293,7 +291,7 @@ class _Server:
                     server.reset_signals()
                     if threads == 1:
                         interpreter.limit_loaded_libraries(1)  # once, rather than in each worker
-                    server.serve(*arguments)
+                    server.Server(*arguments).run()
 
                 self.pid = _fork(run)
             else:

@@ -38,13 +38,11 @@ from typing import NamedTuple, NoReturn
 from marl_parallel.backends import descendants, interpreter
 from marl_parallel.backends.memory import Semaphore, fill_standard, lifted, mapped, pipe
 
-MOST_FDS = 240
-"""The number of descriptors that a worker can be given; the kernel takes 253 in one message."""
-
 CLEARED_WITHIN_S = 5.0
 """How long a keeper, or the server at its end, tries to kill what is left."""
 _REPORTS_WITHIN_S = 1.0
 """How long a keeper kills what is left before it reports the death, even if not everything is gone."""
+_MOST_FDS = 16  # in one request
 _REPORTED = 0
 """The exit code of a keeper that has reported how its worker died."""
 
@@ -77,8 +75,8 @@ class Setting(NamedTuple):
 # -- the server and the keepers ----------------------------------------------------------------------------------------
 
 
-def serve(connection: int, guard: int, wake: int, parent: int, context: str, entry: str) -> None:
-    """Serve until the parent dies or hangs up; then end all workers and all that they have started.
+class Server:
+    """The fork server.
 
     Args:
         connection: Descriptor of the socket to the parent.
@@ -88,31 +86,20 @@ def serve(connection: int, guard: int, wake: int, parent: int, context: str, ent
         context: "forkserver", "spawn" or "fork".
         entry: The workers' module, loaded here so that they find it loaded.
     """
-    # The program that started the parent may have had signals blocked, of which SIGCHLD announces deaths.
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    fill_standard()
-    collects = gc.isenabled()
-    gc.disable()
-    if context == "forkserver":
-        for module in ("numpy", "gymnasium", entry):
-            importlib.import_module(module)
-        # Objects that the collector never visits stay in pages that all workers share.
-        gc.freeze()
-    server = _Server(connection, guard, wake, parent, context, collects)
-    try:
-        server.run()
-    finally:
-        server.socket.close()
-        os.close(server.own_guard_end)  # kills the workers; their keepers end what has left their groups
-        server.wait_for_keepers(CLEARED_WITHIN_S)
-        descendants.kill_children(1.0)
 
-
-class _Server:
-    def __init__(self, connection: int, guard: int, wake: int, parent: int, context: str, collects: bool) -> None:
-        self.context, self.collects = context, collects
+    def __init__(self, connection: int, guard: int, wake: int, parent: int, context: str, entry: str) -> None:
+        # The program that started the parent may have had signals blocked, of which SIGCHLD announces deaths.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        fill_standard()
+        self.collects = gc.isenabled()
+        gc.disable()
+        if context == "forkserver":
+            for module in ("numpy", "gymnasium", entry):
+                importlib.import_module(module)
+            # Objects that the collector never visits stay in pages that all workers share.
+            gc.freeze()
+        self.context, self.parent, self.guard = context, parent, guard
         self.keepers: dict[int, int] = {}  # requests by process id
-        self.parent, self.guard = parent, guard
         # A second guard, for the case that this process is killed while the parent lives.
         self.own_guard, self.own_guard_end = pipe()
         self.socket = socket.socket(fileno=connection)
@@ -128,6 +115,16 @@ class _Server:
         self.inherited = [self.own_guard_end, self.child_died, child_died_end]
 
     def run(self) -> None:
+        """Serve until the parent dies or hangs up; then end all workers and all that they have started."""
+        try:
+            self.serve()
+        finally:
+            self.socket.close()
+            os.close(self.own_guard_end)  # kills the workers; their keepers end what has left their groups
+            self.wait_for_keepers(CLEARED_WITHIN_S)
+            descendants.kill_children(1.0)
+
+    def serve(self) -> None:
         poll = select.poll()
         for fd in (self.socket.fileno(), self.child_died):
             poll.register(fd, select.POLLIN)
@@ -149,7 +146,7 @@ class _Server:
 
     def answer(self) -> bool:
         """Start the worker of one request; returns False if the parent has hung up."""
-        message, fds, flags, _ = socket.recv_fds(self.socket, REQUEST.size, MOST_FDS + 5, socket.MSG_CMSG_CLOEXEC)
+        message, fds, flags, _ = socket.recv_fds(self.socket, REQUEST.size, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
         if not message:
             return False
         (request,) = REQUEST.unpack(message)
@@ -212,9 +209,10 @@ class _Server:
                 run_and_exit(functools.partial(self.work, fds, guard))
             self.reply(Reply.LAUNCHED, request, worker)
             _close_all_but({guard_end, self.socket.fileno()})
-            code = _wait_for(worker)
-            descendants.send(worker, signal.SIGKILL)  # its group, while the number belongs to it
-            os.waitpid(worker, 0)
+            while (code := descendants.reap(worker)) is None:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+                if ended is not None and ended.si_pid != worker:
+                    os.waitpid(ended.si_pid, 0)
             descendants.kill_children(_REPORTS_WITHIN_S)
             with contextlib.suppress(OSError):  # the parent is gone
                 self.reply(Reply.DIED, request, code)
@@ -257,19 +255,9 @@ def run_and_exit(run: Callable[[], object]) -> NoReturn:
         os._exit(exitcode)
 
 
-def _wait_for(worker: int) -> int:
-    """Reap other children until the worker has ended, and return its exit code; the worker itself is not reaped."""
-    while True:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        if ended.si_pid == worker:
-            return descendants.exitcode_of(ended)
-        os.waitpid(ended.si_pid, 0)
-
-
-def _close_all_but(kept: set[int]) -> None:
+def _close_all_but(open_fds: set[int]) -> None:
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
+        if int(name) not in open_fds:
             with contextlib.suppress(OSError):  # the one of this listing
                 os.close(int(name))
 
@@ -301,7 +289,8 @@ become_worker({file}, {fds}, {crash}, {guards})
 def _execute(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -> None:
     """Become a fresh interpreter that becomes a worker; the arguments are those of `become_worker`."""
     os.setsid()
-    setting = _read(os.dup(file))
+    with open(file, "rb", closefd=False) as stream:
+        setting: Setting = pickle.load(stream)
     os.lseek(file, 0, os.SEEK_SET)  # `become_worker` reads it again
     text = _FRESH_WORKER.format(
         stack_signal=descendants.STACK_SIGNAL, crash=crash, file=file, fds=[*fds], guards=[*guards]
@@ -315,12 +304,6 @@ def _execute(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.execve(command[0], command, setting.environ)
-
-
-def _read(file: int) -> Setting:
-    with open(file, "rb") as stream:
-        setting: Setting = pickle.load(stream)
-        return setting
 
 
 def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -> NoReturn:
@@ -341,7 +324,8 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
         for fd in (crash, *fds):  # a fresh interpreter has inherited them
             os.set_inheritable(fd, False)
         _open_output()
-        setting = _read(file)
+        with open(file, "rb") as setting_file:
+            setting: Setting = pickle.load(setting_file)
         _adopt(setting)
         for guard in guards:
             _arm(guard)

@@ -98,16 +98,6 @@ def test_large_environment(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Non
     assert stage.death() == (pid, 0)
 
 
-def test_many_descriptors(served: Stage) -> None:
-    os.environ["TARGET"] = "waits"
-    try:
-        assert served.launch_with(0, [served.write_end] * 240) == served.hear()["ready"]
-        with pytest.raises(ValueError, match="240 file descriptors"):
-            served.launch_with(0, [served.write_end] * 241)
-    finally:
-        del os.environ["TARGET"]
-
-
 @pytest.mark.parametrize("limit", [1, 2, None])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_threads_of_numerical_libraries(context: str, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

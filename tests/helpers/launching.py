@@ -36,10 +36,7 @@ class Stage:
     def launch(self, target: str, index: int = 0) -> int:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TARGET", target)
-            return self.launch_with(index, [self.write_end])
-
-    def launch_with(self, index: int, fds: list[int]) -> int:
-        process = self.launcher.launch(index, fds)
+            process = self.launcher.launch(index, [self.write_end])
         self.dead.pop(process.pid, None)
         self.processes[process.pid] = process
         return process.pid
