@@ -21,6 +21,7 @@ import select
 import socket
 import struct
 from collections import deque
+from collections.abc import Generator
 from typing import Any
 
 from marl_parallel.backends.memory import Semaphore, anonymous_file, lifted
@@ -181,8 +182,8 @@ class Channel:
         connection.setblocking(False)
         self._socket = connection
         self.unsent: deque[bytes] = deque()  # pickled messages; a part of the first one may have been sent
-        self._packets: deque[bytes] = deque()  # the unsent packets of the first one
-        self._sent_fd = -1  # goes with the next packet
+        self._packets = _packets_of(b"")  # of the first one
+        self._packet: tuple[bytes, list[int]] | None = None  # the next one to be sent
         self._parts = bytearray()  # the received part of a message
 
     def fileno(self) -> int:
@@ -196,10 +197,12 @@ class Channel:
     def flush(self) -> bool:
         """Send what can be sent without waiting; returns whether that was all."""
         while self.unsent:
-            if not self._packets:
-                self._pack(self.unsent[0])
+            if self._packet is None:
+                self._packets = _packets_of(self.unsent[0])
+                self._packet = next(self._packets)
+            packet, fds = self._packet
             try:
-                socket.send_fds(self._socket, [self._packets[0]], [] if self._sent_fd < 0 else [self._sent_fd])
+                socket.send_fds(self._socket, [packet], fds)
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise Gone from error
             except OSError as error:
@@ -207,21 +210,10 @@ class Channel:
                 if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
                     return False
                 raise
-            self._close_sent_fd()
-            self._packets.popleft()
-            if not self._packets:
+            self._packet = next(self._packets, None)
+            if self._packet is None:
                 self.unsent.popleft()
         return True
-
-    def _pack(self, body: bytes) -> None:
-        """Make the packets of a message, as late as this so that messages which wait take no descriptors."""
-        if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
-            self._sent_fd = fd
-            self._packets.append(bytes([_IN_FILE]))
-            return
-        for start in range(0, len(body), _PACKET_NBYTES):
-            stop = start + _PACKET_NBYTES
-            self._packets.append(bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop])
 
     def finish(self) -> None:
         while not self.flush():
@@ -259,14 +251,22 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-        self._close_sent_fd()
-        self._packets.clear()
+        self._packets.close()
+        self._packet = None
         self.unsent.clear()
 
-    def _close_sent_fd(self) -> None:
-        if self._sent_fd >= 0:
-            os.close(self._sent_fd)
-            self._sent_fd = -1
+
+def _packets_of(body: bytes) -> Generator[tuple[bytes, list[int]], None, None]:
+    """The packets of a message, with the descriptors to send along, which are open until the next packet."""
+    if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
+        try:
+            yield bytes([_IN_FILE]), [fd]
+        finally:
+            os.close(fd)
+        return
+    for start in range(0, len(body), _PACKET_NBYTES):
+        stop = start + _PACKET_NBYTES
+        yield bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop], []
 
 
 def _file_of(body: bytes) -> int:
