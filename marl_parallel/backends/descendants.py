@@ -20,7 +20,7 @@ from typing import IO, Any
 from marl_parallel.backends.memory import anonymous_file, append_only, lifted
 
 MARKER = "MARL_PARALLEL_WORKER"
-"""The environment variable that every worker, and what it starts, carries."""
+"""The environment variable of every worker and of the processes that it starts."""
 
 # A process that was killed may still fork, or show its environment, while it ends: search again.
 _SWEEPS = 20
@@ -104,7 +104,7 @@ def kill_children(timeout: float, spare: Set[int] = frozenset()) -> None:
         if not children or time.monotonic() >= deadline:
             return
         for pid in children:
-            with contextlib.suppress(PermissionError, ProcessLookupError):  # one that has changed its user
+            with contextlib.suppress(PermissionError, ProcessLookupError):  # its user has changed
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)

@@ -69,8 +69,8 @@ class WorkerProcess:
 class Launcher:
     """Starts workers and knows which live. Each leads a session and process group of its own.
 
-    When this process ends, however that happens, the workers and all that they have started end as well. To be used by
-    one thread at a time; `close` may be called from any. In a forked child of its owner a launcher counts as closed.
+    When this process ends, for whatever reason, the workers and all that they have started end as well. Only one thread
+    at a time may use a launcher; any may call `close`. In a forked child of its owner a launcher counts as closed.
 
     Args:
         context: "forkserver", "spawn" or "fork".
@@ -80,7 +80,7 @@ class Launcher:
         threads: Threads for the numerical libraries of a worker; None leaves them alone.
     """
 
-    _closed = True  # until __init__ is through, for the sake of __del__
+    _closed = True  # until __init__ has finished: `__del__` is called even if it fails
 
     def __init__(self, context: str, *, entry: str, wake: Block, threads: int | None) -> None:
         if context not in ("forkserver", "spawn", "fork"):
@@ -172,7 +172,7 @@ class Launcher:
                     break
                 self._lose_server()  # keepers may hold the connection open for a while after the server's end
         except (OSError, EOFError) as error:
-            # A `TimeoutError` that the caller's own signal handler raises is an OSError, too, but not the connection's.
+            # The caller's signal handler may raise `TimeoutError`, an OSError that is not the connection's.
             if isinstance(error, OSError) and error.errno is None:
                 raise
             self._lose_server()
@@ -229,7 +229,7 @@ class Launcher:
                 descendants.send(result, signal.SIGKILL)
         elif kind == Reply.LAUNCHED:
             worker.pid = result
-        elif not worker.pid:  # it was not forked, or died with its keeper before that was reported
+        elif not worker.pid:  # it was not forked, or its keeper died before it reported the launch
             worker.failure = result if kind == Reply.FAILED else errno.ECHILD
         else:
             self._record_death(request, worker, result)
@@ -315,7 +315,7 @@ class _Server:
         # The setting goes through a file, since a large environment does not fit a message.
         with open(anonymous_file("marl_parallel-setting"), "w+b") as file:
             pickle.dump(setting, file)
-            file.seek(0)  # which writes all out
+            file.seek(0)  # which flushes
             with open(lifted(os.open(os.devnull, os.O_WRONLY)), "wb") as null:
                 out = interpreter.output(sys.stdout, 1, null.fileno())
                 err = interpreter.output(sys.stderr, 2, null.fileno())
@@ -389,7 +389,7 @@ def _fork(run: Callable[[], object]) -> int:
     """Fork this process; the fork runs a function, with all signals blocked, and ends. Returns its process id."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(AttributeError, ValueError):  # None, or closed
-            stream.flush()  # type: ignore[union-attr]  # what is buffered would be written by both
+            stream.flush()  # type: ignore[union-attr]  # else both processes would write what is buffered
     mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     pid = 0
     try:

@@ -3,7 +3,7 @@
     parent --- requests: socket ---> fork server --- forks ---> keepers --- fork ---> workers ---> simulators' processes
        ^                                                           |            ^
        +---- launches and deaths: the socket, a semaphore ---------+            |
-       +---- guard pipes of parent, server and keeper: the kernel kills a worker when one of these three goes
+       +---- guard pipes of parent, server and keeper: the kernel kills a worker when one of these three dies
 
 The server is a small process with one thread. A keeper adopts what its worker's simulators start, however often that
 forks or changes its session or environment (`PR_SET_CHILD_SUBREAPER`). When the worker dies, for whatever reason, the
@@ -180,7 +180,7 @@ class Server:
                 request = self.keepers.pop(ended[0], None)
                 killed = os.waitstatus_to_exitcode(ended[1]) != _REPORTED
                 if request is not None and killed and self.socket.fileno() >= 0:
-                    # The kernel kills its worker, and this process inherits what that has started.
+                    # The kernel kills its worker, whose processes become children of this one.
                     descendants.kill_children(_REPORTS_WITHIN_S, spare=self.keepers.keys())
                     self.reply(Reply.DIED, request, -signal.SIGKILL)
 
@@ -228,7 +228,7 @@ class Server:
             os.close(fd)
         self.socket.close()
         del self.wake  # and with it the mapping
-        # Not the caller's stdin: a worker that reads from it takes away what was typed for the parent.
+        # Not the caller's stdin: a worker that reads it takes input that was typed for the parent.
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (out, 1), (err, 2)):
             os.dup2(source, target)
@@ -258,7 +258,7 @@ def run_and_exit(run: Callable[[], object]) -> NoReturn:
 def _close_all_but(open_fds: set[int]) -> None:
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in open_fds:
-            with contextlib.suppress(OSError):  # the one of this listing
+            with contextlib.suppress(OSError):  # the descriptor of this listing
                 os.close(int(name))
 
 
@@ -298,7 +298,7 @@ def _execute(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -
     command, program = interpreter.program(text, setting.path)
     for fd in (program, file, crash, *guards, *fds):
         os.set_inheritable(fd, True)
-    # A folder that was removed would keep the interpreter from importing some libraries.
+    # Some libraries cannot be imported in a folder that was removed.
     os.chdir(setting.cwd)
     # Python ignores these signals in itself, not in programs that it executes.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):

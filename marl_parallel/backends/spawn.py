@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _TICK_S = 0.02
-_GLANCE_S = 0.002
+_POLL_S = 0.002
 _STARTED_WITHIN_S = 60.0
 _TERMINATED_WITHIN_S = 0.5
 _KILLED_WITHIN_S = 5.0
@@ -59,7 +59,7 @@ _STARTED = "started"
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 _UNKNOWN = Lost(None, "")
 
-# The path comes first: what the folder that it runs in holds must not take the place of the standard library.
+# The path is set first: files in the working directory must not replace modules of the standard library.
 _PROGRAM = """import sys
 sys.path[:] = filter(None, sys.path)
 from multiprocessing import connection
@@ -125,7 +125,7 @@ class PortableProcessBackend(Backend):
         self._workers[worker].close()
         self.statuses[worker] = self._new_status(worker)
         self._workers[worker] = process = self._started(worker)
-        with contextlib.suppress(RuntimeError):  # it has died already, as the one before
+        with contextlib.suppress(RuntimeError):  # it has died as well, which `wait` reports
             process.wait_started(time.monotonic() + _STARTED_WITHIN_S)
 
     def allocate(self, layout: Layout) -> Any:
@@ -144,7 +144,7 @@ class PortableProcessBackend(Backend):
             if look:
                 self._looked = time.monotonic()
             for worker, process in enumerate(self._workers):
-                # A connection may be held open by what its worker has forked: hanging up loses no reply.
+                # A process that the worker has forked may hold the connection open. Hanging up loses no reply.
                 if look and process.expected and process.exitcode() is not None:
                     process.hang_up()
                 replies += [(worker, reply) for reply in process.received()]
@@ -221,7 +221,7 @@ class _WorkerProcess:
                 stdout=interpreter.output(sys.stdout, 1),
                 stderr=interpreter.output(sys.stderr, 2),
                 cwd=interpreter.working_directory(),
-                start_new_session=True,  # Ctrl-C is the parent's alone; and the group can be ended as a whole
+                start_new_session=True,  # Ctrl-C must reach the parent only; and the group can be killed
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
                 **inheriting,
             )
@@ -334,7 +334,7 @@ class _WorkerProcess:
         self._connection.close()
         self._crash_file.close()
         if self._process.returncode is None:
-            self._process.returncode = 0  # in a forked child; else it would be waited for when this object goes
+            self._process.returncode = 0  # in a forked child: else `Popen.__del__` would wait for it
 
 
 def _end(workers: Sequence[_WorkerProcess], number: int = _KILL, timeout: float = _KILLED_WITHIN_S) -> None:
@@ -346,7 +346,7 @@ def _end(workers: Sequence[_WorkerProcess], number: int = _KILL, timeout: float 
 def _wait_for_ends(workers: Sequence[_WorkerProcess], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while any(worker.exitcode() is None for worker in workers) and time.monotonic() < deadline:
-        time.sleep(_GLANCE_S)
+        time.sleep(_POLL_S)
 
 
 def _inheritable(handle: int, fds: Sequence[int]) -> tuple[list[int], dict[str, Any]]:
