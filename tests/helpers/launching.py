@@ -81,4 +81,4 @@ class Stage:
 
 
 def server_of(launcher: Launcher) -> int:
-    return launcher._server.pid  # type: ignore[attr-defined]
+    return launcher._server.pid  # type: ignore[union-attr]
