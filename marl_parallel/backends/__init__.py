@@ -1,4 +1,4 @@
-"""Where workers live: `open_backend` chooses by name. Each module is one kind of place, or a part of one."""
+"""Backends: where workers run. `open_backend` chooses one by name."""
 
 from __future__ import annotations
 

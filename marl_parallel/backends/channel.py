@@ -6,9 +6,9 @@
       <------------------------ doorbell: one semaphore and a countdown, shared by all workers
       <---- channel: a socket, for what does not fit a code ---->
 
-A code is one number: what is to be done, or is done, and in which environments. It is written before the semaphore is
-posted and read after the semaphore is taken, so no order of stores is relied upon. The countdown lets the parent sleep
-until as many replies are there as it wants.
+A code is one number: what to do, or what was done, and in which environments. It is written before the semaphore is
+posted and read after the semaphore is taken, so that the order of stores does not matter. The countdown lets the parent
+sleep until it has as many replies as it wants.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import select
 import socket
 import struct
 from collections import deque
+from collections.abc import Generator
 from typing import Any
 
 from marl_parallel.backends.memory import Semaphore, anonymous_file, lifted
@@ -32,10 +33,10 @@ _SEMAPHORES = 2 * Semaphore.SIZE
 
 
 class Code:
-    """One number that stands for a message: a kind, flags, and neighbouring environments."""
+    """A message as one number: a kind, flags, and neighbouring environments."""
 
-    ON_CHANNEL, STEP, DONE = 0, 1, 2  # the message is on the channel; step the environments; they are done
-    KIND = 3  # the bits of these
+    ON_CHANNEL, STEP, DONE = 0, 1, 2  # the message is on the channel; step the environments; they have been stepped
+    KIND = 3  # the mask of the kind
     LAST = EACH = 1 << 2  # no other reply to the request follows; reply for each environment
     PROMPT = 1 << 3  # reply at once for an environment that has infos
 
@@ -57,12 +58,12 @@ class Code:
 
 
 class Queue:
-    """Codes that one process writes and another reads, in order.
+    """A ring of codes that one process writes and another reads.
 
     Attributes:
         ready: A semaphore that counts the codes that are written and not yet taken.
-        codes: A ring of `capacity` codes.
-        times: The moment that was written with each code.
+        codes: The ring.
+        times: A moment for each code, in seconds of `time.monotonic`.
         written: How many codes this process has written.
         read: How many codes this process has taken.
     """
@@ -77,7 +78,7 @@ class Queue:
         self.written = self.read = 0
 
     def put(self, code: int, moment: float = 0.0) -> None:
-        """Write a code and wake the reader; the writer knows that there is room."""
+        """Write a code and wake the reader; the caller ensures that there is room."""
         place = self.written % self.capacity
         self.codes[place], self.times[place] = code, moment
         self.written += 1
@@ -91,18 +92,18 @@ class Queue:
 
     @property
     def moment(self) -> float:
-        """The moment that was written with the code taken last."""
+        """The moment of the code taken last."""
         return self.times[(self.read - 1) % self.capacity]
 
 
 class QueuePair:
-    """The queues between the parent and one worker, and the worker's status, in the control block.
+    """The queues of one worker, and its status.
 
     Args:
         buffer: The control block: the doorbell, then one pair for each worker.
         worker: The worker's number.
         capacity: The largest number of codes in a queue at a time.
-        new: Whether to clear it; nobody may be using it.
+        new: Whether to clear it; no process may be using it.
     """
 
     def __init__(self, buffer: mmap.mmap, worker: int, capacity: int, *, new: bool = False) -> None:
@@ -122,16 +123,13 @@ class QueuePair:
 class Doorbell:
     """Wakes the parent, which waits on the semaphore `wake`, when replies have come.
 
-    `set_countdown` sets how many replies from now on do not wake it. It may be woken too early where some come at this
-    very moment, never too late.
+    `set_countdown` sets how many of the next replies do not wake it. Replies that come during that call may wake the
+    parent too early, never too late.
     """
 
-    WAKE = 0
-    """Offset of `wake` in the control block."""
-
     def __init__(self, buffer: mmap.mmap) -> None:
-        self.wake = Semaphore(buffer, self.WAKE)
-        self._countdown = Semaphore(buffer, self.WAKE + Semaphore.SIZE)
+        self.wake = Semaphore(buffer, 0)  # where the fork server expects it
+        self._countdown = Semaphore(buffer, Semaphore.SIZE)
         self.set_countdown = self._countdown.init
 
     def ring(self) -> None:
@@ -171,22 +169,22 @@ class Gone(EOFError):
 class Channel:
     """One end of a socket that sends objects between two processes that may die or stop at any moment.
 
-    The end of the stream is no sign that the other process is gone, since a simulator's own children inherit it. So
-    the parent must not wait here (`receive_now`, `put`, `flush`); a worker may (`receive`, `finish`), since it dies
-    with its parent. A message of more than one packet goes into a file without a name, of which only the descriptor is
-    sent: a socket holds little, and the sender must not wait. All methods raise `Gone` where the other process is gone.
+    A simulator's own children inherit the worker's end, so its death is no end of the stream. So the parent must not
+    wait here (`receive_now`, `put`, `flush`); a worker may (`receive`, `finish`), since it dies with its parent. Of a
+    message larger than a packet only the descriptor of a file is sent: a socket holds little, and the sender must not
+    wait. All methods raise `Gone` if the other end is closed.
 
     Args:
-        connection: A connected socket that keeps packets whole; owned by this object from now on.
+        connection: A connected socket that keeps packets whole; closed by this object.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self.unsent: deque[bytes] = deque()  # pickled messages; of the first one a part may be sent
-        self._packets: deque[bytes] = deque()  # what is to be sent of the first one
-        self._sent_fd = -1  # to go with the next packet
-        self._parts = bytearray()  # what has come of the message that is being received
+        self.unsent: deque[bytes] = deque()  # pickled messages; a part of the first one may have been sent
+        self._packets = _packets_of(b"")  # of the first one
+        self._packet: tuple[bytes, list[int]] | None = None  # the next one to be sent
+        self._parts = bytearray()  # the received part of a message
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -199,10 +197,12 @@ class Channel:
     def flush(self) -> bool:
         """Send what can be sent without waiting; returns whether that was all."""
         while self.unsent:
-            if not self._packets:
-                self._pack(self.unsent[0])
+            if self._packet is None:
+                self._packets = _packets_of(self.unsent[0])
+                self._packet = next(self._packets)
+            packet, fds = self._packet
             try:
-                socket.send_fds(self._socket, [self._packets[0]], [] if self._sent_fd < 0 else [self._sent_fd])
+                socket.send_fds(self._socket, [packet], fds)
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise Gone from error
             except OSError as error:
@@ -210,21 +210,10 @@ class Channel:
                 if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
                     return False
                 raise
-            self._close_sent_fd()
-            self._packets.popleft()
-            if not self._packets:
+            self._packet = next(self._packets, None)
+            if self._packet is None:
                 self.unsent.popleft()
         return True
-
-    def _pack(self, body: bytes) -> None:
-        """Make the packets of a message. Only now is it put into a file: messages that wait take no descriptors."""
-        if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
-            self._sent_fd = fd
-            self._packets.append(bytes([_IN_FILE]))
-            return
-        for start in range(0, len(body), _PACKET_NBYTES):
-            stop = start + _PACKET_NBYTES
-            self._packets.append(bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop])
 
     def finish(self) -> None:
         while not self.flush():
@@ -236,7 +225,7 @@ class Channel:
         return message
 
     def receive_now(self) -> Any:
-        """The next object if all of it is here, else None; never waits. What has come is kept for the next call."""
+        """The next object if all of it has come, else None; never waits."""
         while True:
             try:
                 packet, ancillary, *_ = self._socket.recvmsg(
@@ -262,18 +251,26 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-        self._close_sent_fd()
-        self._packets.clear()
+        self._packets.close()
+        self._packet = None
         self.unsent.clear()
 
-    def _close_sent_fd(self) -> None:
-        if self._sent_fd >= 0:
-            os.close(self._sent_fd)
-            self._sent_fd = -1
+
+def _packets_of(body: bytes) -> Generator[tuple[bytes, list[int]], None, None]:
+    """The packets of a message, with the descriptors to send along, which are open until the next packet."""
+    if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
+        try:
+            yield bytes([_IN_FILE]), [fd]
+        finally:
+            os.close(fd)
+        return
+    for start in range(0, len(body), _PACKET_NBYTES):
+        stop = start + _PACKET_NBYTES
+        yield bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop], []
 
 
 def _file_of(body: bytes) -> int:
-    """A file with these bytes in it; -1 where no more files may be open."""
+    """A file with these bytes; -1 if this process has too many files open."""
     try:
         fd = anonymous_file("marl_parallel-message")
     except OSError as error:
@@ -290,7 +287,7 @@ def _file_of(body: bytes) -> int:
 
 
 def _loaded(fds: list[int]) -> Any:
-    """The object in a file that was received; none was if this process has too many open."""
+    """The object in the received file, which is missing if this process has too many files open."""
     if not fds:
         raise OSError(
             errno.EMFILE, "a large message was lost, since this process has too many files open; raise `ulimit -n`"

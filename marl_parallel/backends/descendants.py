@@ -1,8 +1,8 @@
 """Other processes: their state and their stacks, and how to kill them with all that they have started.
 
-A process group is killed by `send`. What has left its group is found in two ways: a process that has called
-`adopt_orphans` becomes the parent of all that its descendants leave behind (`kill_children`), and what carries
-an environment variable of ours is found wherever it is (`kill_marked`). Every look into `/proc` is here.
+`send` kills a process group. Processes that have left their group are found in two ways: after `adopt_orphans` the
+orphans among all descendants are children of this process (`kill_children`), and what a worker starts inherits an
+environment variable (`kill_marked`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import IO, Any
 from marl_parallel.backends.memory import anonymous_file, append_only, lifted
 
 MARKER = "MARL_PARALLEL_WORKER"
-"""The environment variable that every worker, and what it starts, carries."""
+"""The environment variable of every worker and of the processes that it starts."""
 
-# A process that was killed may still fork or show its environment while it ends; it is looked for again.
+# A process that was killed may still fork, or show its environment, while it ends: search again.
 _SWEEPS = 20
 _PAUSE_S = 0.005
 _PR_SET_CHILD_SUBREAPER = 36
@@ -44,10 +44,7 @@ def marker_value(token: str, pid: int) -> str:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to the process group that `pid` leads, and to `pid` itself.
-
-    Both, because a process just forked may not have made itself the leader of a group yet.
-    """
+    """Send a signal to the process group that `pid` leads, and to `pid`, which may not have made the group yet."""
     for deliver in (os.killpg, os.kill):
         # macOS forbids to signal a group of which only zombies are left.
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -55,36 +52,31 @@ def send(pid: int, number: int) -> None:
 
 
 def reap(pid: int) -> int | None:
-    """Reap a child that led a group and has ended, kill the group, and return the exit code; None while it lives."""
+    """Reap a child that led a group, and kill the group; the exit code (negative: the signal), None while it lives."""
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        send(pid, signal.SIGKILL)  # while the number of the group still belongs to it
+        os.waitpid(pid, 0)
     except ChildProcessError:  # someone else has reaped it
         return 255
-    if ended is None:
-        return None
-    send(pid, signal.SIGKILL)  # while the number of the group still belongs to it
-    os.waitpid(pid, 0)
-    return exitcode_of(ended)
-
-
-def exitcode_of(ended: os.waitid_result) -> int:
-    """The exit code of a process that has ended (negative: the signal)."""
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def kill_marked(value: str) -> None:
-    """Kill every process whose marker starts with `value`, wherever in the tree of processes it is."""
+    """Kill every process whose marker starts with `value`."""
     mark = f"{MARKER}={value}".encode()
     for _ in range(_SWEEPS):
-        found = [_kill_if_marked(pid, mark) for pid in _processes()]
-        if not any(found):
+        killed = [pid for pid in _processes() if _kill_if_marked(pid, mark)]
+        if not killed:
             return
         time.sleep(_PAUSE_S)
 
 
 def kill_left_behind(pid: int, marker: str) -> None:
-    """Kill what a process that led a group has left behind, though another process may have to reap it."""
-    # The number of its group is nobody else's while somebody is in it; that of a process may be.
+    """Kill what a process that led a group has left behind; this process need not be its parent."""
+    # No other group gets this number while a process is in the group, but another process may.
     if state_of(pid) in ("", "Z"):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -92,15 +84,15 @@ def kill_left_behind(pid: int, marker: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of those descendants whose own parents have ended; Linux only."""
+    """Become the parent of descendants whose own parents have ended (Linux)."""
     if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError("cannot adopt the orphans of workers (PR_SET_CHILD_SUBREAPER)")
 
 
 def kill_children(timeout: float, spare: Set[int] = frozenset()) -> None:
-    """Kill and reap children of this process, but for those in `spare`, until none is left or the time is over.
+    """Kill and reap the children of this process except `spare`, until none is left or the time is over.
 
-    Where orphans are handed to this process (`adopt_orphans`), that ends all its descendants.
+    After `adopt_orphans` this ends all descendants.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -112,7 +104,7 @@ def kill_children(timeout: float, spare: Set[int] = frozenset()) -> None:
         if not children or time.monotonic() >= deadline:
             return
         for pid in children:
-            with contextlib.suppress(PermissionError, ProcessLookupError):  # one that has changed its user
+            with contextlib.suppress(PermissionError, ProcessLookupError):  # its user has changed
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
@@ -120,7 +112,7 @@ def kill_children(timeout: float, spare: Set[int] = frozenset()) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The state letter in `/proc/PID/stat`, "" if the process is gone."""
+    """The letter in `/proc/PID/stat`; "" if the process is gone."""
     return _state_and_parent(pid)[0]
 
 
@@ -149,7 +141,7 @@ def _kill_if_marked(pid: int, mark: bytes) -> bool:
             os.kill(pid, signal.SIGKILL)
             return True
         try:
-            # A second look: by now the number may be another's, and then so is the handle.
+            # Look again: the process may have ended, and the handle be that of another one with its number.
             if _is_marked(pid, mark):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
         finally:
@@ -169,7 +161,7 @@ def _is_marked(pid: int, mark: bytes) -> bool:
 
 
 def report_to(file: int | IO[Any]) -> None:
-    """Have this process write its stacks to a file: at a native crash, and on `STACK_SIGNAL` where there is one."""
+    """Have this process write its stacks to a file: at a native crash, and on `STACK_SIGNAL`."""
     faulthandler.enable(file=file, all_threads=True)
     if STACK_SIGNAL is not None and sys.platform != "win32":
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
@@ -188,7 +180,7 @@ class CrashFile:
         self._start = 0
 
     def text(self) -> str:
-        """The text that was written so far, without the stacks that `stack` has returned."""
+        """What was written so far, without the stacks that `stack` has returned."""
         return self._read(self._start)
 
     def stack(self, pid: int, timeout: float) -> str:

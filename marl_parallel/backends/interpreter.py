@@ -1,8 +1,4 @@
-"""Start Python interpreters that import what this process imports, but do not run its script.
-
-Here are their command line, working directory and output streams, and the number of threads that their numerical
-libraries may use.
-"""
+"""Command line, directory, output and thread limits of the Python interpreters that run workers."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from typing import TextIO
 
 from marl_parallel.backends.memory import anonymous_file
 
-_logger = logging.getLogger("marl_parallel")
+_warn_once = functools.cache(logging.getLogger("marl_parallel").warning)
 
 _THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
@@ -36,30 +32,28 @@ def executable() -> str:
     known: str | bytes | None = sys.executable or multiprocessing.spawn.get_executable()
     if known:
         return os.fsdecode(known)
-    name = "python.exe" if sys.platform == "win32" else f"bin/python{sys.version_info[0]}.{sys.version_info[1]}"
-    found = os.path.join(sys.exec_prefix, name)
-    if os.access(found, os.X_OK):
-        return found
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    path = os.path.join(sys.exec_prefix, "python.exe" if sys.platform == "win32" else f"bin/python{version}")
+    if os.access(path, os.X_OK):
+        return path
     raise RuntimeError(
-        f"Worker processes need a Python interpreter, but sys.executable is {sys.executable!r}, "
-        f"and there is no {found}. "
-        "Set sys.executable (or call multiprocessing.set_executable) with the path of a Python "
-        f"{sys.version_info[0]}.{sys.version_info[1]} that has the same packages, "
-        'or pass context="fork" or backend="thread", which need none.'
+        f"Worker processes need a Python interpreter, but sys.executable is {sys.executable!r}, and there is no "
+        f"{path}. Set sys.executable (or call multiprocessing.set_executable) with the path of a Python {version} that "
+        'has the same packages, or pass context="fork" or backend="thread", which need none.'
     )
 
 
 def command(code: str) -> list[str]:
     """The command line of an interpreter with this one's flags that runs short code."""
+    # Private, but what multiprocessing uses; no public function returns the flags.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [executable(), *flags, "-c", code]
 
 
 def program(text: str, path: Sequence[str]) -> tuple[list[str], int]:
-    r"""The command line of an interpreter that sets `sys.path` and runs `text`; a descriptor that it must inherit.
+    r"""The command line of an interpreter that sets `sys.path` and runs `text`, and a descriptor that it must inherit.
 
-    Both are in a file without a name: Linux limits an argument to 128 kB, and whatever the simulator starts would
-    inherit a variable.
+    Path and text are in a file: Linux limits an argument to 128 kB, and simulators' processes would inherit a variable.
 
     Example:
         >>> arguments, fd = program("print(1 + 1)", sys.path)
@@ -79,35 +73,27 @@ def program(text: str, path: Sequence[str]) -> tuple[list[str], int]:
 def working_directory() -> str:
     """The directory in which a worker starts: this process's, or "/" if that was removed.
 
-    In a folder that does not exist, `os.getcwd` fails, and with it the import of some libraries (PettingZoo's).
+    In a removed directory the import of some libraries fails (PettingZoo's).
     """
     try:
         return os.getcwd()
     except FileNotFoundError:
-        _warn_of_removed_folder()
+        _warn_once(
+            "The working directory of this program has been removed; worker processes start in %s from now on. "
+            "Relative paths in simulators lead there: use absolute ones, or call os.chdir with a folder that exists.",
+            os.sep,
+        )
         return os.sep
 
 
-@functools.cache
-def _warn_of_removed_folder() -> None:
-    _logger.warning(
-        "The working directory of this program has been removed; worker processes start in %s from now on. "
-        "Relative paths in simulators lead there: use absolute ones, or call os.chdir with a folder that exists.",
-        os.sep,
-    )
-
-
-def output(stream: TextIO | None, usual: int, null: int = subprocess.DEVNULL) -> int:
-    """The descriptor behind `sys.stdout` or `sys.stderr`.
-
-    It is the `usual` one where the stream has none (as in notebooks), and `null` where that is closed.
-    """
-    if (sys.__stdout__ if usual == 1 else sys.__stderr__) is None and stream is None:
-        return null  # closed when this program started: the number may be another file's by now
+def output(stream: TextIO | None, standard: int, null: int = subprocess.DEVNULL) -> int:
+    """The descriptor of `sys.stdout` or `sys.stderr`; `standard` if it has none (in notebooks), `null` if closed."""
+    if (sys.__stdout__ if standard == 1 else sys.__stderr__) is None and stream is None:
+        return null  # closed when this program started: another file may have the number by now
     try:
-        fd = usual if stream is None else stream.fileno()
+        fd = standard if stream is None else stream.fileno()
     except (AttributeError, OSError, ValueError):
-        fd = usual
+        fd = standard
     try:
         os.fstat(fd)
     except OSError:
@@ -116,12 +102,12 @@ def output(stream: TextIO | None, usual: int, null: int = subprocess.DEVNULL) ->
 
 
 def thread_variables(threads: int | None) -> dict[str, str]:
-    """The environment variables that give numerical libraries not loaded yet this number of threads; None: none."""
+    """The environment variables that limit the threads of numerical libraries not loaded yet; None for no limit."""
     return {} if threads is None else dict.fromkeys(_THREAD_VARIABLES, str(threads))
 
 
 def default_threads(environ: Mapping[str, str]) -> int:
-    """The number of threads that a BLAS library uses by itself: the one in the variables, else one per CPU."""
+    """The number of threads that a BLAS library uses by default: from the variables, else one per CPU."""
     for name in _THREAD_VARIABLES[:2]:
         if (value := environ.get(name, "")).isdecimal() and int(value) > 0:
             return int(value)
@@ -129,7 +115,7 @@ def default_threads(environ: Mapping[str, str]) -> int:
 
 
 def limit_loaded_libraries(threads: int) -> None:
-    """Set the number of threads in numerical libraries already loaded, which do not read the environment again."""
+    """Set the number of threads in numerical libraries that are already loaded."""
     duplicates_allowed = os.environ.get(_SET_BY_THREADPOOLCTL)
     import threadpoolctl  # here, since most workers are started with the right number
 

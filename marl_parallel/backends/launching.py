@@ -1,9 +1,9 @@
 """Start, watch and end worker processes on Linux: the parent's end of the fork server.
 
-A `Launcher` starts a server (`server.py`), which forks workers on request and reports their deaths. The three contexts
-differ only in what the server is: a fresh process with the usual libraries loaded ("forkserver"), a fresh process
-that executes an interpreter for each worker ("spawn"), or a fork of this process, made when the launcher is, with all
-that it has in memory ("fork"; unsafe if this process has other threads).
+A `Launcher` starts a server (`server.py`), which forks workers on request and reports their deaths. The contexts differ
+only in the server: a fresh process with the libraries that workers need loaded ("forkserver"), a fresh process that
+executes an interpreter for each worker ("spawn"), or a fork of this process with all that it has in memory ("fork";
+unsafe if this process has other threads).
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from marl_parallel.backends import descendants, interpreter, server
 from marl_parallel.backends.descendants import CrashFile
@@ -38,8 +36,8 @@ _ENDS_WITHIN_S = 6.0
 _CHECK_EVERY_S = 0.5
 """Seconds between looks at a server that does not answer."""
 
-_SERVER = """from marl_parallel.backends.server import serve
-serve{arguments!r}
+_SERVER = """from marl_parallel.backends.server import Server
+Server{arguments!r}.run()
 """
 # A server that only executes interpreters does without Gymnasium and the like, which the package's `__init__` imports.
 _WITHOUT_INIT = """import types
@@ -49,53 +47,56 @@ for name, path in {packages}:
 """
 
 
-@dataclass
-class _Worker:
-    """A worker that is being started, with process id 0, or that lives; `failure` is the errno of its start."""
+@dataclass(eq=False)
+class WorkerProcess:
+    """A worker process, as of the last `Launcher.collect`.
+
+    Attributes:
+        crash_file: The file that it writes its stacks to.
+        pid: Its process id; 0 until it has been forked.
+        exitcode: How it died (negative: the signal); None while it lives.
+        crash_report: The native stack that it wrote when it crashed; "" if none.
+        failure: The errno of the fork, if that failed.
+    """
 
     crash_file: CrashFile
     pid: int = 0
+    exitcode: int | None = None
+    crash_report: str = ""
     failure: int = 0
 
 
 class Launcher:
     """Starts workers and knows which live. Each leads a session and process group of its own.
 
-    When this process ends, however that happens, the workers and all that they have started end as well. To be used by
-    one thread at a time; `close` may be called from any. In a forked child of its owner a launcher counts as closed.
+    When this process ends, for whatever reason, the workers and all that they have started end as well. Only one thread
+    at a time may use a launcher; any may call `close`. In a forked child of its owner a launcher counts as closed.
 
     Args:
         context: "forkserver", "spawn" or "fork".
         entry: The module whose `main(index, fds)` a worker runs. It must be importable with `sys.path`.
-        wake: A block and the offset of a semaphore in it, which is posted each time a worker has died. Nobody posts
-            when the server itself has died: call `deaths` from time to time.
+        wake: A block that begins with a semaphore, which each death of a worker posts. The death of the server posts
+            nothing: call `collect` from time to time.
         threads: Threads for the numerical libraries of a worker; None leaves them alone.
     """
 
-    _closed = True  # until __init__ is through, for the sake of __del__
+    _closed = True  # until __init__ has finished: `__del__` is called even if it fails
 
-    def __init__(
-        self, context: str, *, entry: str, wake: tuple[Block, int] | None = None, threads: int | None = None
-    ) -> None:
+    def __init__(self, context: str, *, entry: str, wake: Block, threads: int | None) -> None:
         if context not in ("forkserver", "spawn", "fork"):
             raise ValueError(f'workers are started by "forkserver", "spawn" or "fork", not by {context!r}')
         self._context, self._entry, self._threads = context, entry, threads
         self._token = secrets.token_hex(8)
         self._new_server = functools.partial(_Server, context, entry, self._token, wake, threads)
         self._requests = 0
-        self._workers: dict[int, _Worker] = {}  # by request
-        self._reports: dict[int, str] = {}  # of dead workers, until they are read
-        self._dead: list[tuple[int, int]] = []
+        self._workers: dict[int, WorkerProcess] = {}  # by request; those that are being started, or live
         self._end = "the launcher is closed"  # why there is no server
         self._server: _Server | None = self._new_server()
         self._closed = False
         _open_launchers.add(self)
 
-    def launch(self, index: int, fds: Sequence[int]) -> int:
+    def launch(self, index: int, fds: Sequence[int]) -> WorkerProcess:
         """Start a worker, which runs `main(index, fds)` of the entry module with copies of `fds`.
-
-        Returns:
-            Its process id.
 
         Raises:
             RuntimeError: The launcher is closed, or the fork server does not start or answer.
@@ -103,9 +104,7 @@ class Launcher:
         """
         if self._closed:
             raise RuntimeError("the launcher is closed")
-        if len(fds) > server.MOST_FDS:
-            raise ValueError(f"a worker can be given {server.MOST_FDS} file descriptors, not {len(fds)}")
-        self._collect(0)
+        self.collect()
         if self._server is None:
             self._server = self._new_server()
         loaded_threads = self._threads
@@ -125,57 +124,87 @@ class Launcher:
         )
         self._requests += 1
         request = self._requests
-        worker = self._workers[request] = _Worker(CrashFile())
+        worker = self._workers[request] = WorkerProcess(CrashFile())
         try:
             self._request(request, worker, setting, fds)
         except BaseException:
             if worker.pid:
-                self.kill(worker.pid)  # the caller does not learn of it
+                self.kill(worker)  # the caller gets no reference to it
             elif self._workers.pop(request, None):
                 worker.crash_file.close()
             raise
-        return worker.pid
+        return worker
 
-    def deaths(self) -> list[tuple[int, int]]:
-        """The workers that have died since the last call: process ids and exit codes (negative: the signal)."""
-        self._collect(0)
-        dead, self._dead = self._dead, []
-        return dead
+    def _request(self, request: int, worker: WorkerProcess, setting: Setting, fds: Sequence[int]) -> None:
+        deadline = time.monotonic() + _ANSWERS_WITHIN_S
+        try:
+            assert self._server is not None
+            self._server.request(request, setting, worker.crash_file.fd, fds)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
+                raise
+            self._lose_server()
+        while not worker.pid:
+            if worker.failure:
+                raise OSError(worker.failure, f"cannot fork a worker: {os.strerror(worker.failure)}")
+            if self._server is None:
+                raise RuntimeError(self._end)
+            if (left := deadline - time.monotonic()) <= 0:
+                pid = self._server.pid
+                raise RuntimeError(
+                    f"The fork server (process {pid}, state {descendants.state_of(pid) or 'gone'}) did not answer a "
+                    f"request for a worker within {_ANSWERS_WITHIN_S:g} s. It may be frozen by its container or "
+                    f"control group, or the machine may be overloaded: see /proc/{pid}/status, and start again."
+                )
+            if not self.collect(min(left, _CHECK_EVERY_S)) and self._server is not None:
+                self._server.continue_if_stopped()
 
-    def wait_gone(self, pids: Iterable[int], timeout: float) -> set[int]:
+    def collect(self, timeout: float = 0.0) -> bool:
+        """Bring all `WorkerProcess` up to date; returns whether anything has happened, within `timeout` seconds."""
+        any_reply = False
+        try:
+            while self._server is not None:
+                ended = self._server.ended()
+                while self._server is not None and (reply := self._server.reply(0 if any_reply else timeout)):
+                    any_reply = True
+                    self._handle_reply(*reply)
+                if not ended:
+                    break
+                self._lose_server()  # keepers may hold the connection open for a while after the server's end
+        except (OSError, EOFError) as error:
+            # The caller's signal handler may raise `TimeoutError`, an OSError that is not the connection's.
+            if isinstance(error, OSError) and error.errno is None:
+                raise
+            self._lose_server()
+        return any_reply
+
+    def wait_gone(self, workers: Iterable[WorkerProcess], timeout: float) -> set[WorkerProcess]:
         """Wait until these workers have died; returns those still alive after `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while left := {worker.pid for worker in self._workers.values()} & {*pids}:
+        while alive := {*workers} & {*self._workers.values()}:
             if (patience := deadline - time.monotonic()) <= 0:
                 break
-            self._collect(patience)
-        return left
+            self.collect(patience)
+        return alive
 
-    def crash_report(self, pid: int) -> str:
-        """The native stack that the worker wrote when it crashed; "" if none. After its death it can be read once."""
-        worker = self._living(pid)
-        return self._reports.pop(pid, "") if worker is None else worker.crash_file.text()
-
-    def stack(self, pid: int, timeout: float = 1.0) -> str:
+    def stack(self, worker: WorkerProcess, timeout: float = 1.0) -> str:
         """The Python stacks of all threads of a living worker (`CrashFile.stack`); "" if it has died."""
-        worker = self._living(pid)
-        return "" if worker is None else worker.crash_file.stack(pid, timeout)
+        return worker.crash_file.stack(worker.pid, timeout) if worker in self._workers.values() else ""
 
-    def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
+    def kill(self, worker: WorkerProcess, number: int = signal.SIGKILL) -> None:
         """Send a signal to a worker and its process group; nothing happens if it has died."""
-        # The number of one that died may be another's by now: learn of deaths first.
-        self._collect(0)
-        if self._living(pid) is not None:
-            descendants.send(pid, number)
-
-    def terminate(self, pid: int) -> None:
-        self.kill(pid, signal.SIGTERM)
+        # The process id of a dead worker may belong to another process by now: learn of deaths first.
+        self.collect()
+        if worker in self._workers.values():
+            descendants.send(worker.pid, number)
 
     def close(self) -> None:
         """End all workers and free everything. Can be called again."""
         self._end = "the launcher is closed"
         if (used := self._detach_server()) is not None and used.close(lambda *_: None) != 0:
             descendants.kill_marked(self._token)
+
+    __del__ = close
 
     def abandon(self) -> None:
         """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
@@ -191,91 +220,44 @@ class Launcher:
         used, self._server = self._server, None
         while self._workers:
             self._workers.popitem()[1].crash_file.close()
-        self._dead.clear()
         return used
 
-    def __del__(self) -> None:
-        self.close()
-
-    def _living(self, pid: int) -> _Worker | None:
-        return next((worker for worker in self._workers.values() if worker.pid == pid), None)
-
-    def _request(self, request: int, worker: _Worker, setting: Setting, fds: Sequence[int]) -> None:
-        deadline = time.monotonic() + _ANSWERS_WITHIN_S
-        try:
-            assert self._server is not None
-            self._server.request(request, setting, worker.crash_file.fd, fds)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
-                raise
-            self._lose_server()
-        while not worker.pid:
-            if worker.failure:
-                raise OSError(worker.failure, f"cannot fork a worker: {os.strerror(worker.failure)}")
-            if self._server is None:
-                raise RuntimeError(self._end)
-            if (left := deadline - time.monotonic()) <= 0:
-                raise RuntimeError(self._server.silence())
-            if not self._collect(min(left, _CHECK_EVERY_S)) and self._server is not None:
-                self._server.continue_if_stopped()
-
-    def _collect(self, timeout: float) -> bool:
-        """Take the replies that are there, or wait `timeout` seconds for one; returns whether there was any."""
-        found = False
-        try:
-            while self._server is not None:
-                ended = self._server.ended()
-                while self._server is not None and (reply := self._server.reply(0 if found else timeout)) is not None:
-                    found = True
-                    self._note(*reply)
-                if not ended:
-                    break
-                self._lose_server()  # keepers may hold the connection open for a while after the server's end
-        except (OSError, EOFError) as error:
-            # A `TimeoutError` that the caller's own signal handler raises is an OSError, too, but not the connection's.
-            if isinstance(error, OSError) and error.errno is None:
-                raise
-            self._lose_server()
-        return found
-
-    def _note(self, kind: Reply, request: int, result: int) -> None:
+    def _handle_reply(self, kind: Reply, request: int, result: int) -> None:
         worker = self._workers.get(request)
-        if kind == Reply.LAUNCHED:
-            if worker is not None:
-                worker.pid = result
-                self._reports.pop(result, None)
-            else:  # the call that requested it was interrupted
+        if worker is None:
+            if kind == Reply.LAUNCHED:  # the call that requested it was interrupted
                 descendants.send(result, signal.SIGKILL)
-        elif worker is not None and not worker.pid:  # it has not been forked, or died with its keeper before
+        elif kind == Reply.LAUNCHED:
+            worker.pid = result
+        elif not worker.pid:  # it was not forked, or its keeper died before it reported the launch
             worker.failure = result if kind == Reply.FAILED else errno.ECHILD
-        elif worker is not None:
-            self._bury(request, worker, result)
+        else:
+            self._record_death(request, worker, result)
 
-    def _bury(self, request: int, worker: _Worker, exitcode: int) -> None:
+    def _record_death(self, request: int, worker: WorkerProcess, exitcode: int) -> None:
         self._workers.pop(request, None)
-        if report := worker.crash_file.text():
-            self._reports[worker.pid] = report
+        worker.crash_report = worker.crash_file.text()
         worker.crash_file.close()
-        self._dead.append((worker.pid, exitcode))
+        worker.exitcode = exitcode
 
     def _lose_server(self) -> None:
         """Clean up after a server that has died, and its workers with it."""
         lost, self._server = self._server, None
         if lost is None or self._closed:
             return
-        code = lost.close(self._note)
+        code = lost.close(self._handle_reply)
         self._end = f"the fork server has ended with exit code {code}; its stderr says why"
         descendants.kill_marked(self._token)
         for request, worker in [*self._workers.items()]:
             if worker.pid:
-                self._bury(request, worker, -signal.SIGKILL)
+                self._record_death(request, worker, -signal.SIGKILL)
 
 
 _open_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
 
 
 def _close_in_forked_child() -> None:
-    """A child that kept the write end of a guard pipe would keep workers alive after their owner's death."""
+    # A child that holds the write end of a guard pipe would keep workers alive after their owner's death.
     for launcher in list(_open_launchers):
         launcher.abandon()
 
@@ -286,63 +268,54 @@ os.register_at_fork(after_in_child=_close_in_forked_child)
 class _Server:
     """One server: its process, the socket to it, and the write end of its workers' guard pipe."""
 
-    def __init__(
-        self, context: str, entry: str, token: str, wake: tuple[Block, int] | None, threads: int | None
-    ) -> None:
+    def __init__(self, context: str, entry: str, token: str, wake: Block, threads: int | None) -> None:
+        self._exitcode: int | None = None
         with contextlib.ExitStack() as in_any_case, contextlib.ExitStack() as on_error:
-            self._socket, theirs = socket_pair(socket.SOCK_SEQPACKET)
+            self._socket, theirs = socket_pair()
             on_error.callback(self._socket.close)
             in_any_case.callback(theirs.close)
             guard, self._guard_end = pipe()
             on_error.callback(os.close, self._guard_end)
             in_any_case.callback(os.close, guard)
-            place = None
-            if wake is not None:
-                place = duplicate(wake[0].fd), wake[0].nbytes, wake[1]
-                in_any_case.callback(os.close, place[0])
-            arguments = theirs.fileno(), guard, os.getpid(), context, entry, place
+            wake_fd = duplicate(wake.fd)
+            in_any_case.callback(os.close, wake_fd)
+            fds = theirs.fileno(), guard, wake_fd
+            arguments = (*fds, os.getpid(), context, entry)
             if context == "fork":
                 importlib.import_module(entry)  # once, rather than in each worker
 
                 def run() -> None:
                     os.setsid()
-                    self._socket.close()
-                    os.close(self._guard_end)
+                    self.abandon()
                     theirs.detach()
                     server.reset_signals()
                     if threads == 1:
                         interpreter.limit_loaded_libraries(1)  # once, rather than in each worker
-                    server.serve(*arguments)
+                    server.Server(*arguments).run()
 
-                self._process: subprocess.Popen[bytes] | _Fork = _Fork(run)
+                self.pid = _fork(run)
             else:
-                fds = [theirs.fileno(), guard, *(place[:1] if place else ())]
-                self._process = _started(context, token, _SERVER.format(arguments=arguments), fds)
+                self.pid = _start_interpreter(context, token, _SERVER.format(arguments=arguments), fds)
             on_error.pop_all()
 
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        if self._exitcode is None:
+            self._exitcode = descendants.reap(self.pid)
+        return self._exitcode is not None
 
     def continue_if_stopped(self) -> None:
-        pid = self._process.pid
-        if descendants.state_of(pid) in ("T", "t"):
-            logger.warning("The fork server (process %d) was stopped by a signal, as SIGSTOP; it is continued.", pid)
+        if descendants.state_of(self.pid) in ("T", "t"):
+            logger.warning(
+                "The fork server (process %d) was stopped by a signal, as SIGSTOP; it is continued.", self.pid
+            )
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-    def silence(self) -> str:
-        pid = self._process.pid
-        return (
-            f"The fork server (process {pid}, state {descendants.state_of(pid) or 'gone'}) did not answer a request "
-            f"for a worker within {_ANSWERS_WITHIN_S:g} s. It may be frozen by its container or control group, or the "
-            f"machine may be overloaded: see /proc/{pid}/status, and start again."
-        )
+                os.kill(self.pid, signal.SIGCONT)
 
     def request(self, number: int, setting: Setting, crash: int, fds: Sequence[int]) -> None:
         # The setting goes through a file, since a large environment does not fit a message.
         with open(anonymous_file("marl_parallel-setting"), "w+b") as file:
-            pickle.dump(tuple(setting), file)
-            file.seek(0)  # which writes all out
+            pickle.dump(setting, file)
+            file.seek(0)  # which flushes
             with open(lifted(os.open(os.devnull, os.O_WRONLY)), "wb") as null:
                 out = interpreter.output(sys.stdout, 1, null.fileno())
                 err = interpreter.output(sys.stderr, 2, null.fileno())
@@ -362,34 +335,31 @@ class _Server:
         kind, number, result = REPLY.unpack(message)
         return Reply(kind), number, result
 
-    def close(self, note: Callable[[Reply, int, int], object]) -> int:
-        """End server, workers and keepers, and pass replies on to `note`; exit code 0 if the server has cleaned up."""
+    def close(self, handle_reply: Callable[[Reply, int, int], object]) -> int | None:
+        """End server, workers and keepers, and handle their last replies; exit code 0 if the server has cleaned up."""
         with contextlib.suppress(OSError):  # the other end may be gone
             self._socket.shutdown(socket.SHUT_WR)
         os.close(self._guard_end)
-        try:
-            try:
-                code = self._process.wait(_ENDS_WITHIN_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                code = self._process.wait()
+        with contextlib.closing(self._socket):
+            deadline = time.monotonic() + _ENDS_WITHIN_S
+            while not self.ended():
+                if time.monotonic() >= deadline:
+                    descendants.send(self.pid, signal.SIGKILL)
+                time.sleep(0.001)
             deadline = time.monotonic() + server.CLEARED_WITHIN_S
             with contextlib.suppress(OSError, EOFError):  # the end of the last keeper
                 while reply := self.reply(deadline - time.monotonic()):
-                    note(*reply)
-            return code
-        finally:
-            self._socket.close()
+                    handle_reply(*reply)
+        return self._exitcode
 
     def abandon(self) -> None:
         """In a forked child, where the server is no child: close the copies of the descriptors."""
         self._socket.close()
         os.close(self._guard_end)
-        self._process.returncode = 0  # else it would be waited for when this object goes
 
 
-def _started(context: str, token: str, text: str, fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start a server as a fresh interpreter that inherits these descriptors."""
+def _start_interpreter(context: str, token: str, text: str, fds: Sequence[int]) -> int:
+    """Start a server as a fresh interpreter that inherits these descriptors; returns its process id."""
     if context == "spawn":
         parts = __name__.split(".")[:-1]
         names = [".".join(parts[: end + 1]) for end in range(len(parts))]
@@ -399,7 +369,7 @@ def _started(context: str, token: str, text: str, fds: Sequence[int]) -> subproc
     # With a single thread, because more than one does not go with forking.
     variables = {**interpreter.thread_variables(1), descendants.MARKER: token}
     try:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             env={**os.environ, **variables},
             pass_fds=(program, *fds),
@@ -411,70 +381,28 @@ def _started(context: str, token: str, text: str, fds: Sequence[int]) -> subproc
         )
     finally:
         os.close(program)
+    process.returncode = 0  # `_Server.ended` reaps the process, not this object
+    return process.pid
 
 
-class _Fork:
-    """A fork of this process that runs a function and ends: what is used here of `subprocess.Popen`.
-
-    Signals are blocked in the fork until the function unblocks them.
-    """
-
-    def __init__(self, run: Callable[[], object]) -> None:
-        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-            with contextlib.suppress(AttributeError, ValueError):  # None, or closed
-                stream.flush()  # type: ignore[union-attr]  # what is buffered would be written by both
-        self.returncode: int | None = None
-        mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-        self.pid = 0
+def _fork(run: Callable[[], object]) -> int:
+    """Fork this process; the fork runs a function, with all signals blocked, and ends. Returns its process id."""
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(AttributeError, ValueError):  # None, or closed
+            stream.flush()  # type: ignore[union-attr]  # else both processes would write what is buffered
+    mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+    pid = 0
+    try:
+        pid = os.fork()
+        if not pid:
+            server.run_and_exit(run)
+    finally:
         try:
-            self.pid = os.fork()
-            if not self.pid:
-                self._run(run)
-        finally:
-            try:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            except BaseException:  # Ctrl-C has waited for this: nobody would know of the fork
-                if self.pid:
-                    self.kill()
-                    self.wait()
-                raise
-
-    @staticmethod
-    def _run(run: Callable[[], object]) -> NoReturn:
-        exitcode = 1
-        try:
-            run()
-            exitcode = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(exitcode)
-
-    def poll(self) -> int | None:
-        """The exit code once it has ended, else None; 0 if somebody else has reaped it."""
-        if self.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # where SIGCHLD is ignored
-                self.returncode = 0
-            else:
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout: float = float("inf")) -> int:
-        """Wait for its end and return the exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: It has not ended in time.
-        """
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired("the fork server", timeout)
-            time.sleep(0.001)
-        return code
-
-    def kill(self) -> None:
-        """Kill it, if it has not ended."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        except BaseException:  # Ctrl-C has waited for this: the caller would not learn of the fork
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored
+                    os.waitpid(pid, 0)
+            raise
+    return pid

@@ -3,8 +3,8 @@
     SerialBackend   post() executes each request at once; wait() returns the replies
     ThreadBackend   post() --- a queue per worker ---> thread --- one queue ---> wait()
 
-The serial backend is the one to debug with: breakpoints work, and a Ctrl-C is the caller's. Threads are worth it for
-simulators that release the interpreter's lock. A thread cannot be killed: one that hangs is left behind, as a daemon.
+The serial backend is for debugging: breakpoints and Ctrl-C work as in a plain loop. Threads speed up simulators that
+release the GIL. A thread cannot be killed: one that hangs stays, as a daemon.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
-_FOR_EVER_S = 1e8  # more than the system's clocks may take
-_ENDS_WITHIN_S = 0.1  # a thread that has nothing to do
+_LONGEST_WAIT_S = 1e8  # `SimpleQueue.get` overflows at larger timeouts
+_IDLE_ENDS_WITHIN_S = 0.1  # a thread that has nothing to do
 
 
 class _LocalBackend(Backend):
-    """What both have in common: memory of this process, and workers that cannot be killed."""
-
     can_kill = False
-    in_line = False
-    """Whether workers run in the caller's own thread."""
+    in_line = False  # whether workers run in the caller's own thread
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in shares]
@@ -48,14 +45,14 @@ class _LocalBackend(Backend):
         raise NotImplementedError("a worker in the caller's process cannot be killed")
 
     def replace(self, worker: int) -> None:
-        raise NotImplementedError("a worker in the caller's process cannot be killed")
+        self.end(worker)
 
     def abandon(self) -> None:
         self.workers = []
 
 
 class SerialBackend(_LocalBackend):
-    """No parallelism at all, with the same meaning as all other backends."""
+    """No parallelism, for debugging."""
 
     enforces_timeouts = False
     side_by_side = False
@@ -79,7 +76,7 @@ class SerialBackend(_LocalBackend):
         return replies
 
     def interrupt(self) -> None:
-        """Nothing ever waits."""
+        """`wait` never waits."""
 
     def stack(self, worker: int) -> str:
         return ""
@@ -116,9 +113,9 @@ class ThreadBackend(_LocalBackend):
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
         deadline = None if timeout is None else time.monotonic() + timeout
         replies: list[tuple[int, Reply | Lost]] = []
-        with contextlib.suppress(Empty):  # the time is over, or everything that was there has been taken
+        with contextlib.suppress(Empty):  # after the timeout, or when no more replies are there
             while True:
-                left = None if deadline is None else min(max(deadline - time.monotonic(), 0.0), _FOR_EVER_S)
+                left = None if deadline is None else min(max(deadline - time.monotonic(), 0.0), _LONGEST_WAIT_S)
                 reply = self._replies.get(block=len(replies) < at_least, timeout=left)
                 if reply is None:
                     break
@@ -139,7 +136,7 @@ class ThreadBackend(_LocalBackend):
             requests.put(None)
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(max(deadline - time.monotonic(), _ENDS_WITHIN_S))
+                thread.join(max(deadline - time.monotonic(), _IDLE_ENDS_WITHIN_S))
         return [index for index, thread in enumerate(self._threads) if thread.is_alive()]
 
     def abandon(self) -> None:

@@ -1,11 +1,10 @@
 """Shared memory without a name, semaphores inside it, and descriptors that never take a standard stream's number.
 
-Memory without a name is freed with the last process that uses it, however that process ends. What lies in a block is
-decided in `core/columns.py` (records) and `channel.py` (queues).
+Memory without a name is freed with the last process that uses it, however that process ends.
 
 A program whose descriptors 0 to 2 are closed (`python train.py <&- >&- 2>&-`) gets these numbers for whatever it opens
-next. Whatever is printed would then go into a socket or into shared memory of this package. So each descriptor that
-this package opens is moved above 2 (`lifted`).
+next, and what it prints would go into sockets or shared memory of this package. So each descriptor that this package
+opens is moved above 2 (`lifted`).
 """
 
 from __future__ import annotations
@@ -52,11 +51,10 @@ def pipe() -> tuple[int, int]:
     return lifted(read_end), lifted(write_end)
 
 
-def socket_pair(kind: int = socket.SOCK_STREAM) -> tuple[socket.socket, socket.socket]:
-    """Open two connected Unix sockets."""
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected Unix sockets that keep packets whole (Linux)."""
     ours, theirs = (
-        one if one.fileno() >= _LOWEST_FD else socket.socket(fileno=lifted(one.detach()))
-        for one in socket.socketpair(socket.AF_UNIX, kind)
+        socket.socket(fileno=lifted(end.detach())) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     )
     return ours, theirs
 
@@ -90,45 +88,31 @@ def append_only(fd: int) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+def mapped(fd: int) -> mmap.mmap:
+    """Map a whole file. The descriptor may be closed afterwards; the last view (array, semaphore) frees the mapping."""
+    fill_standard()  # the mapping keeps a descriptor of its own, which cannot be moved
+    return mmap.mmap(fd, 0)
+
+
 class Block:
-    """Shared memory, its `buffer`, and, until `close_fd`, the descriptor `fd` by which other processes map it.
+    """Shared memory. Other processes map it by its descriptor `fd`, which is open until `close_fd`."""
 
-    The file `fd` is owned by this object from now on. The mapping is never closed here: views of it (arrays,
-    semaphores) stay readable without the descriptor, and the memory is freed with the last of them.
-    """
+    fd = -1
 
-    __slots__ = ("buffer", "fd", "nbytes")
+    def __init__(self) -> None:
+        self.fd = anonymous_file("marl_parallel")
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        self.fd, self.nbytes = fd, nbytes
-        fill_standard()  # the mapping keeps a descriptor of its own, which cannot be moved
-        try:
-            self.buffer = mmap.mmap(fd, nbytes)
-        except BaseException:
-            self.close_fd()
-            raise
-
-    @classmethod
-    def create(cls, nbytes: int) -> Block:
-        """Create a block filled with zeros."""
-        if nbytes <= 0:
-            raise ValueError(f"a block has at least one byte, not {nbytes}")
-        fd = anonymous_file("marl_parallel")
-        try:
-            os.ftruncate(fd, nbytes)
-        except BaseException:
-            os.close(fd)
-            raise
-        return cls(fd, nbytes)
+    def allocate(self, nbytes: int) -> mmap.mmap:
+        """The memory, zeroed, of this size."""
+        os.ftruncate(self.fd, nbytes)
+        return mapped(self.fd)
 
     def close_fd(self) -> None:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:
-        if getattr(self, "fd", -1) >= 0:
-            self.close_fd()
+    __del__ = close_fd
 
 
 # -- semaphores --------------------------------------------------------------------------------------------------------
@@ -157,15 +141,15 @@ except (AttributeError, OSError, TypeError):  # macOS and Windows
 
 
 def has_semaphores() -> bool:
-    """Whether this platform has process-shared semaphores: Linux has them, macOS and Windows have not."""
+    """Whether semaphores can be in shared memory: on Linux, not on macOS and Windows."""
     return _available
 
 
 class Semaphore:
     """A POSIX semaphore at a fixed place in a shared block: the cheapest way for two processes to wake each other.
 
-    Every process that maps the block makes an object of its own at the same offset, a multiple of 8; one of them calls
-    `init` before any other touches it. Nothing needs to be freed: the semaphore is gone with the memory.
+    Each process makes an object of its own at the same offset, a multiple of 8; one of them calls `init` first. Nothing
+    needs to be freed.
 
     Attributes:
         post: Add one; wakes one process that waits.

@@ -1,13 +1,13 @@
-"""Workers in processes of their own, with all that is frequent in shared memory (Linux).
+"""Workers in processes of their own, with frequent messages in shared memory (Linux).
 
-How a request goes and its reply comes::
+The way of a request and its reply::
 
     parent                              control block                     worker process (`main`)
     post(STEP)  --- code, semaphore --->  requests  --- semaphore, code ->  execute: actions and transitions
     wait()      <-- semaphore, code ----  replies   <-- code, semaphore --    in the block of records
        ^                                  doorbell  <-- post, by the last worker of a batch
        |
-       +-- what is rare (constructors, infos, exceptions): over the worker's channel; the code says so
+       +-- rare messages (constructors, infos, exceptions): over the worker's channel; the code says so
 
 `launching.py` starts and ends the processes, `channel.py` has the queues and the channel.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from marl_parallel.backends.channel import Channel, Code, Doorbell, Gone, QueuePair, control_nbytes
-from marl_parallel.backends.launching import Launcher
-from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, duplicate, socket_pair
+from marl_parallel.backends.launching import Launcher, WorkerProcess
+from marl_parallel.backends.memory import Block, Semaphore, mapped, socket_pair
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend, usable_cpus
 from marl_parallel.core.columns import Layout, span_of
@@ -45,10 +46,10 @@ _ON_CHANNEL, _STEP, _DONE, _KIND, _LAST = Code.ON_CHANNEL, Code.STEP, Code.DONE,
 
 
 @dataclass
-class _Process:
+class _Handle:
     """A worker, as the parent sees it; `expected` counts the requests that it has not replied to."""
 
-    pid: int
+    process: WorkerProcess
     channel: Channel
     queues: QueuePair
     expected: int = 0
@@ -59,78 +60,72 @@ class ProcessBackend(Backend):
     """One process for each worker.
 
     Args:
-        context: How processes start; None for the best that there is.
+        context: "forkserver" (the default), "spawn" or "fork".
         threads: BLAS, OpenMP and torch threads in each; None leaves them alone.
     """
 
     def __init__(self, *, context: str | None = None, threads: int | None = 1) -> None:
         self._context, self._threads = context or "forkserver", threads
         self._launcher: Launcher | None = None
-        self._processes: list[_Process] = []
-        self._partial: dict[int, int] = {}  # by worker, the code of a message of which only a part has come
-        self._wakes_once = False  # all that is awaited was posted together
+        self._handles: list[_Handle] = []
+        self._partial: dict[int, int] = {}  # by worker, the code of a partially received message
+        self._wakes_once = False  # whether all pending requests were posted together
         self._looked = 0.0  # when deaths were last looked for
         self._interrupted = False
-        self._records_fd = -1
+        self._control, self._records = Block(), Block()
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self._shares, self._capacity = shares, most_requests
-        self._control = Block.create(control_nbytes(len(shares), most_requests))
-        self._doorbell = Doorbell(self._control.buffer)
+        self._control_buffer = self._control.allocate(control_nbytes(len(shares), most_requests))
+        self._doorbell = Doorbell(self._control_buffer)
         self._doorbell.wake.init(0)
         self._doorbell.set_countdown(0)
-        self._records_fd = anonymous_file("marl_parallel-records")
-        wake = self._control, Doorbell.WAKE
-        self._launcher = Launcher(self._context, entry=__name__, wake=wake, threads=self._threads)
-        queues = [self._new_queues(worker) for worker in range(len(shares))]
-        self.statuses = [pair.status for pair in queues]
-        for worker, pair in enumerate(queues):
-            self._processes.append(self._launched(self._launcher, worker, pair))
+        self._launcher = Launcher(self._context, entry=__name__, wake=self._control, threads=self._threads)
+        self.statuses = []
+        for worker in range(len(shares)):
+            self._handles.append(self._launched(self._launcher, worker))
+            self.statuses.append(self._handles[worker].queues.status)
 
-    def _new_queues(self, worker: int) -> QueuePair:
-        return QueuePair(self._control.buffer, worker, self._capacity, new=True)
-
-    def _launched(self, launcher: Launcher, worker: int, queues: QueuePair) -> _Process:
-        ours, theirs = socket_pair(socket.SOCK_SEQPACKET)
+    def _launched(self, launcher: Launcher, worker: int) -> _Handle:
+        queues = QueuePair(self._control_buffer, worker, self._capacity, new=True)
+        ours, theirs = socket_pair()
         channel = Channel(ours)
         try:
             with theirs:
-                pid = launcher.launch(worker, [theirs.fileno(), self._control.fd, self._records_fd])
+                process = launcher.launch(worker, [theirs.fileno(), self._control.fd, self._records.fd])
             channel.put((len(self._shares) <= usable_cpus(), self._capacity))
         except BaseException:
             channel.close()
             raise
-        return _Process(pid, channel, queues)
+        return _Handle(process, channel, queues)
 
     def end(self, worker: int) -> list[Reply]:
         if self._launcher is None:
             return []  # closed meanwhile by a signal handler
-        process = self._processes[worker]
-        self._await_death(process, patience=0.0)
+        self._await_death(self._handles[worker], patience=0.0)
         return [reply for _, reply in self._received_from(worker) if type(reply) is Reply]
 
     def replace(self, worker: int) -> None:
         if self._launcher is None:
             return
-        old = self._processes[worker]
+        old = self._handles[worker]
         self._await_death(old, patience=0.0)
         old.channel.close()
         self._partial.pop(worker, None)
-        self._processes[worker] = new = self._launched(self._launcher, worker, self._new_queues(worker))
+        self._handles[worker] = new = self._launched(self._launcher, worker)
         self.statuses[worker] = new.queues.status
 
     def allocate(self, layout: Layout) -> Any:
-        os.ftruncate(self._records_fd, layout.nbytes)
-        return Block(duplicate(self._records_fd), layout.nbytes).buffer
+        return self._records.allocate(layout.nbytes)
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         self._wakes_once = together
         if together:
             self._doorbell.set_countdown(len(requests) - 1)
         for worker, request in requests.items():
-            process = self._processes[worker]
-            process.expected += 1
-            if process.lost is not None or self._launcher is None:
+            handle = self._handles[worker]
+            handle.expected += 1
+            if handle.lost is not None or self._launcher is None:
                 self._doorbell.wake.post()
                 continue
             if request is STEP_ALL:
@@ -139,22 +134,22 @@ class ProcessBackend(Backend):
                 code = _STEP_PROMPTLY
             else:
                 code = _code_of_request(request)
-            queue = process.queues.requests  # as `Queue.put`, which would cost as much again
+            queue = handle.queues.requests  # as `Queue.put`, which would cost as much again
             place = queue.written % queue.capacity
             queue.codes[place] = code
             queue.written += 1
             queue.ready.post()
             if code == _ON_CHANNEL:
                 try:
-                    process.channel.put(request)
+                    handle.channel.put(request)
                 except Gone:
                     continue  # `wait` finds out how it died
 
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
         deadline = None if timeout is None else time.monotonic() + timeout
         replies: list[tuple[int, Reply | Lost]] = []
-        # After a `post` of all that is waited for nothing can be there yet; until the parent sleeps, a worker lacks its
-        # CPU, so on that way every microsecond counts.
+        # Right after a `post` no reply can be there yet, and until the parent sleeps, a worker lacks its CPU: sleep at
+        # once.
         while self._wakes_once or (len(replies) < at_least and not self._complete(replies, at_least)):
             self._wakes_once = False
             if self._partial:
@@ -175,33 +170,33 @@ class ProcessBackend(Backend):
         return replies
 
     def _complete(self, replies: list[tuple[int, Reply | Lost]], at_least: int) -> bool:
-        """Whether there is nothing to wait for; else the doorbell is set to ring for the last reply that is missing."""
+        """Whether there are enough replies; else the doorbell is set to ring for the last missing one."""
         while len(replies) < at_least and not any(type(reply) is Lost for _, reply in replies):
             self._doorbell.set_countdown(at_least - len(replies) - 1)
             self._doorbell.clear()
             if self._interrupted:
                 return True
-            new = self._received()  # what came before all this may not have rung
+            new = self._received()  # replies that came before this may not have rung
             if not new:
                 return False
             replies += new
         return True
 
     def _received(self) -> list[tuple[int, Reply | Lost]]:
-        """Take all replies that have come, and the losses of workers that will not reply any more."""
+        """Take all replies that have come, and the losses of dead workers that will not reply any more."""
         replies: list[tuple[int, Reply | Lost]] = []
         if time.monotonic() - self._looked > _TICK_S:
             self._look_for_deaths()  # also while others reply all the time
-        for worker, process in enumerate(self._processes):
-            if not process.expected:
+        for worker, handle in enumerate(self._handles):
+            if not handle.expected:
                 continue
-            queue = process.queues.replies
+            queue = handle.queues.replies
             place = queue.read % queue.capacity
-            # Mostly the one reply that is expected has come, and its code says it all.
-            if process.expected == 1 and worker not in self._partial and not queue.ready.try_wait():
+            # Fast path: the one expected reply has come, with nothing on the channel.
+            if handle.expected == 1 and worker not in self._partial and not queue.ready.try_wait():
                 queue.read += 1
                 if queue.codes[place] == _ALL_DONE:
-                    process.expected = 0
+                    handle.expected = 0
                     replies.append((worker, STEPPED))
                     continue
                 self._partial[worker] = queue.codes[place]
@@ -209,14 +204,14 @@ class ProcessBackend(Backend):
         return replies
 
     def _received_from(self, worker: int) -> list[tuple[int, Reply | Lost]]:
-        """Take the replies of one worker; its loss is the last of them."""
+        """Take the replies of one worker, then its loss if it died with requests before it."""
         replies: list[tuple[int, Reply | Lost]] = []
-        process = self._processes[worker]
-        queue = process.queues.replies
-        if process.channel.unsent:
-            with contextlib.suppress(Gone):  # found out below
-                process.channel.flush()
-        while process.expected:
+        handle = self._handles[worker]
+        queue = handle.queues.replies
+        if handle.channel.unsent:
+            with contextlib.suppress(Gone):  # noticed below
+                handle.channel.flush()
+        while handle.expected:
             if worker in self._partial:
                 code = self._partial.pop(worker)
             elif not queue.ready.try_wait():
@@ -230,45 +225,45 @@ class ProcessBackend(Backend):
                 replies.append((worker, Reply(Message.STEP, Code.env_ids(code), {}, {}, queue.moment, last)))
             else:
                 try:
-                    reply = process.channel.receive_now()
+                    reply = handle.channel.receive_now()
                 except Gone:
-                    self._await_death(process)
+                    self._await_death(handle)
                     break
-                if reply is None:  # the worker may even have stopped in the middle of it
+                if reply is None:  # the worker may have stopped in the middle of the message
                     self._partial[worker] = code
                     break
                 replies.append((worker, reply))
             if code & _LAST:
-                process.expected -= 1
-        if process.expected and process.lost is not None:
-            process.expected = 0
+                handle.expected -= 1
+        if handle.expected and handle.lost is not None:
+            handle.expected = 0
             self._partial.pop(worker, None)
-            replies.append((worker, process.lost))
+            replies.append((worker, handle.lost))
         return replies
 
     def _await_rest(self) -> None:
-        """Wait a moment for more of the messages of which a part has come; the doorbell does not ring for that."""
+        """Wait a moment for the rest of partially received messages, for which the doorbell does not ring."""
         poller = select.poll()
         for worker in self._partial:
-            poller.register(self._processes[worker].channel.fileno(), select.POLLIN)
+            poller.register(self._handles[worker].channel.fileno(), select.POLLIN)
         poller.poll(_REST_TICK_MS)
 
     def _look_for_deaths(self) -> None:
         self._looked = time.monotonic()
         if self._launcher is not None:
-            for pid, exitcode in self._launcher.deaths():
-                for process in self._processes:
-                    if process.pid == pid:
-                        process.lost = Lost(exitcode, self._launcher.crash_report(pid))
+            self._launcher.collect()
+            for handle in self._handles:
+                if handle.process.exitcode is not None:
+                    handle.lost = Lost(handle.process.exitcode, handle.process.crash_report)
 
-    def _await_death(self, process: _Process, patience: float = 1.0) -> None:
-        """Make sure that a worker is dead that has hung up or is to end; it may take so long to die by itself."""
+    def _await_death(self, handle: _Handle, patience: float = 1.0) -> None:
+        """Wait `patience` seconds for the death of a worker that has hung up or is to end, then kill it."""
         assert self._launcher is not None
-        if self._launcher.wait_gone([process.pid], patience):
-            self._launcher.kill(process.pid)
-            self._launcher.wait_gone([process.pid], 1.0)
+        if self._launcher.wait_gone([handle.process], patience):
+            self._launcher.kill(handle.process)
+            self._launcher.wait_gone([handle.process], 1.0)
         self._look_for_deaths()
-        process.lost = process.lost or Lost(None, "")
+        handle.lost = handle.lost or Lost(None, "")
 
     def interrupt(self) -> None:
         self._interrupted = True
@@ -276,34 +271,32 @@ class ProcessBackend(Backend):
             self._doorbell.wake.post()
 
     def stack(self, worker: int) -> str:
-        return self._launcher.stack(self._processes[worker].pid) if self._launcher is not None else ""
+        return self._launcher.stack(self._handles[worker].process) if self._launcher is not None else ""
 
     def stop(self, timeout: float) -> list[int]:
         launcher, self._launcher = self._launcher, None
         with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
             at_last.callback(self._release)
             if launcher is not None:
-                at_last.callback(self._control.close_fd)
                 at_last.callback(launcher.close)
-                pids = [process.pid for process in self._processes]
-                if left := launcher.wait_gone(pids, timeout):
-                    for worker, pid in enumerate(pids):
-                        if pid in left and timeout >= reports.WARNS_AFTER_S:
-                            stack = launcher.stack(pid)
+                processes = [handle.process for handle in self._handles]
+                if alive := launcher.wait_gone(processes, timeout):
+                    for worker, process in enumerate(processes):
+                        if process in alive and timeout >= reports.WARNS_AFTER_S:
+                            stack = launcher.stack(process)
                             text = reports.still_running(worker, self._shares[worker], timeout, stack)
                             reports.logger.warning("%s", text)
-                        launcher.terminate(pid)
-                    launcher.wait_gone(pids, _TERMINATED_WITHIN_S)
+                        launcher.kill(process, signal.SIGTERM)
+                    launcher.wait_gone(processes, _TERMINATED_WITHIN_S)
         return []
 
     def _release(self) -> None:
         self._partial.clear()
-        for process in self._processes:
-            process.expected = 0
-            process.channel.close()
-        if self._records_fd >= 0:
-            os.close(self._records_fd)
-            self._records_fd = -1
+        for handle in self._handles:
+            handle.expected = 0
+            handle.channel.close()
+        self._control.close_fd()
+        self._records.close_fd()
 
     def abandon(self) -> None:
         launcher, self._launcher = self._launcher, None
@@ -324,18 +317,13 @@ def _code_of_request(request: Request) -> int:
 
 
 def main(index: int, fds: Sequence[int]) -> None:
-    """Serve requests until one is to close.
-
-    Args:
-        index: The worker's number.
-        fds: The channel's socket, the control block, the file that the block of records will be in.
-    """
+    """Serve requests until one is to close; `fds` are the channel's socket, the control block, the file of records."""
     connection, control_fd, records_fd = fds
-    control = Block(control_fd, os.fstat(control_fd).st_size)
+    control = mapped(control_fd)
     channel = Channel(socket.socket(fileno=connection))
     spin, capacity = channel.receive()
-    queues, doorbell = QueuePair(control.buffer, index, capacity), Doorbell(control.buffer)
-    worker = Worker(queues.status, lambda layout: Block(records_fd, layout.nbytes).buffer, own_process=True)
+    queues, doorbell = QueuePair(control, index, capacity), Doorbell(control)
+    worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True)
     send, spin_s = _sender(queues, doorbell, channel), _SPIN_S if spin else 0.0
     while True:
         _await(queues.requests.ready, spin_s)
@@ -351,8 +339,8 @@ def _sender(queues: QueuePair, doorbell: Doorbell, channel: Channel) -> Callable
         message, env_ids, results, failures, completed, last = reply
         flags = _LAST if last else 0
         if message is not Message.STEP or results or failures:
-            # The code comes after the message, so that the parent is not woken for one that is not complete. A message
-            # that the socket has no room for is the exception: the parent must read so that the rest can be sent.
+            # The code comes after the message, so that the parent is not woken for an incomplete one. The exception is
+            # a message larger than the room in the socket: the parent must read so that the rest can be sent.
             channel.put(reply)
             queues.replies.put(_ON_CHANNEL | flags, completed)
             doorbell.ring()
@@ -370,7 +358,7 @@ def _await(ready: Semaphore, spin_s: float) -> None:
     while time.monotonic() < spin_until:
         if not try_wait():
             return
-        os.sched_yield()  # the parent may be waiting for this very CPU
+        os.sched_yield()  # the parent may need this CPU
     ready.take()
 
 

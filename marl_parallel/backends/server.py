@@ -3,7 +3,7 @@
     parent --- requests: socket ---> fork server --- forks ---> keepers --- fork ---> workers ---> simulators' processes
        ^                                                           |            ^
        +---- launches and deaths: the socket, a semaphore ---------+            |
-       +---- guard pipes of parent, server and keeper: the kernel kills a worker when one of these three goes
+       +---- guard pipes of parent, server and keeper: the kernel kills a worker when one of these three dies
 
 The server is a small process with one thread. A keeper adopts what its worker's simulators start, however often that
 forks or changes its session or environment (`PR_SET_CHILD_SUBREAPER`). When the worker dies, for whatever reason, the
@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import errno
 import fcntl
+import functools
 import gc
 import importlib
 import itertools
@@ -30,26 +31,24 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, NoReturn
 
 from marl_parallel.backends import descendants, interpreter
-from marl_parallel.backends.memory import Block, Semaphore, fill_standard, lifted, pipe
-
-MOST_FDS = 240
-"""The number of descriptors that a worker can be given; the kernel takes 253 in one message."""
+from marl_parallel.backends.memory import Semaphore, fill_standard, lifted, mapped, pipe
 
 CLEARED_WITHIN_S = 5.0
 """How long a keeper, or the server at its end, tries to kill what is left."""
 _REPORTS_WITHIN_S = 1.0
 """How long a keeper kills what is left before it reports the death, even if not everything is gone."""
+_MOST_FDS = 16  # in one request
 _REPORTED = 0
 """The exit code of a keeper that has reported how its worker died."""
 
 
 class Reply(IntEnum):
-    """What server and keepers report. With it go the request's number, and a result."""
+    """What server and keepers report, with the request's number and a result."""
 
     LAUNCHED = 1  # result: the worker's process id
     FAILED = 2  # result: the errno of the fork
@@ -58,15 +57,15 @@ class Reply(IntEnum):
 
 REPLY = struct.Struct("3q")
 REQUEST = struct.Struct("q")
-"""A request's number. With it come descriptors: the pickled `Setting`, the crash file, stdout, stderr, the worker's."""
+"""A request's number, sent with descriptors: the pickled `Setting`, the crash file, stdout, stderr, the worker's."""
 
 
 class Setting(NamedTuple):
-    """What a worker takes over from its parent as it is at the moment of the start."""
+    """What a worker takes over from its parent at the moment of the start."""
 
     worker: int
     entry: str  # the module whose `main(worker, fds)` it runs
-    loaded_threads: int | None  # for the numerical libraries that it finds loaded; None leaves them alone
+    loaded_threads: int | None  # for numerical libraries loaded before it starts; None leaves them alone
     path: list[str]
     argv: list[str]
     environ: dict[str, str]
@@ -76,51 +75,36 @@ class Setting(NamedTuple):
 # -- the server and the keepers ----------------------------------------------------------------------------------------
 
 
-def serve(
-    connection: int, guard: int, parent: int, context: str, entry: str, wake: tuple[int, int, int] | None
-) -> None:
-    """Serve until the parent dies or hangs up; then end all workers and all that they have started.
+class Server:
+    """The fork server.
 
     Args:
         connection: Descriptor of the socket to the parent.
         guard: Read end of a pipe of which the parent has the write end.
-        parent: Its process id.
+        wake: Descriptor of shared memory that begins with a semaphore, which each death posts.
+        parent: The parent's process id.
         context: "forkserver", "spawn" or "fork".
         entry: The workers' module, loaded here so that they find it loaded.
-        wake: Descriptor and size of a block and the offset of a semaphore in it, which is posted at each death.
     """
-    # The program that started the parent may have had signals blocked, of which SIGCHLD announces deaths.
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    fill_standard()
-    collects = gc.isenabled()
-    gc.disable()
-    if context == "forkserver":
-        for module in ("numpy", "gymnasium", entry):
-            importlib.import_module(module)
-        # Objects that are never looked at by the collector stay in pages that all workers share.
-        gc.freeze()
-    server = _Server(connection, guard, parent, context, wake, collects)
-    try:
-        server.run()
-    finally:
-        server.socket.close()
-        os.close(server.own_guard_end)  # kills the workers; their keepers end what has left their groups
-        server.wait_for_keepers(CLEARED_WITHIN_S)
-        descendants.kill_children(1.0)
 
-
-class _Server:
-    def __init__(
-        self, connection: int, guard: int, parent: int, context: str, wake: tuple[int, int, int] | None, collects: bool
-    ) -> None:
-        self.context, self.collects = context, collects
+    def __init__(self, connection: int, guard: int, wake: int, parent: int, context: str, entry: str) -> None:
+        # The program that started the parent may have had signals blocked, of which SIGCHLD announces deaths.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        fill_standard()
+        self.collects = gc.isenabled()
+        gc.disable()
+        if context == "forkserver":
+            for module in ("numpy", "gymnasium", entry):
+                importlib.import_module(module)
+            # Objects that the collector never visits stay in pages that all workers share.
+            gc.freeze()
+        self.context, self.parent, self.guard = context, parent, guard
         self.keepers: dict[int, int] = {}  # requests by process id
-        self.parent, self.guard = parent, guard
         # A second guard, for the case that this process is killed while the parent lives.
         self.own_guard, self.own_guard_end = pipe()
         self.socket = socket.socket(fileno=connection)
-        self.block = Block(*wake[:2]) if wake else None
-        self.wake = Semaphore(self.block.buffer, wake[2]) if self.block and wake else None
+        self.wake = Semaphore(mapped(wake), 0)
+        os.close(wake)
         descendants.adopt_orphans()
         self.child_died, child_died_end = pipe()
         for fd in (self.child_died, child_died_end):
@@ -131,6 +115,16 @@ class _Server:
         self.inherited = [self.own_guard_end, self.child_died, child_died_end]
 
     def run(self) -> None:
+        """Serve until the parent dies or hangs up; then end all workers and all that they have started."""
+        try:
+            self.serve()
+        finally:
+            self.socket.close()
+            os.close(self.own_guard_end)  # kills the workers; their keepers end what has left their groups
+            self.wait_for_keepers(CLEARED_WITHIN_S)
+            descendants.kill_children(1.0)
+
+    def serve(self) -> None:
         poll = select.poll()
         for fd in (self.socket.fileno(), self.child_died):
             poll.register(fd, select.POLLIN)
@@ -152,7 +146,7 @@ class _Server:
 
     def answer(self) -> bool:
         """Start the worker of one request; returns False if the parent has hung up."""
-        message, fds, flags, _ = socket.recv_fds(self.socket, REQUEST.size, MOST_FDS + 5, socket.MSG_CMSG_CLOEXEC)
+        message, fds, flags, _ = socket.recv_fds(self.socket, REQUEST.size, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
         if not message:
             return False
         (request,) = REQUEST.unpack(message)
@@ -176,22 +170,22 @@ class _Server:
 
     def reply(self, kind: Reply, request: int, result: int) -> None:
         self.socket.send(REPLY.pack(kind, request, result))
-        if kind is Reply.DIED and self.wake is not None:
+        if kind is Reply.DIED:
             self.wake.post()
 
     def reap_keepers(self) -> None:
-        """Reap keepers that have ended, and do the work of those that were killed."""
+        """Reap keepers that have ended. If a keeper was killed, kill what its worker has started, and report."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 request = self.keepers.pop(ended[0], None)
                 killed = os.waitstatus_to_exitcode(ended[1]) != _REPORTED
                 if request is not None and killed and self.socket.fileno() >= 0:
-                    # The kernel kills its worker, and this process inherits what that has started.
+                    # The kernel kills its worker, whose processes become children of this one.
                     descendants.kill_children(_REPORTS_WITHIN_S, spare=self.keepers.keys())
                     self.reply(Reply.DIED, request, -signal.SIGKILL)
 
     def wait_for_keepers(self, timeout: float) -> None:
-        """Give keepers the time to kill what their workers have left."""
+        """Wait until all keepers have killed what their workers have left."""
         deadline = time.monotonic() + timeout
         while self.keepers and time.monotonic() < deadline:
             self.reap_keepers()
@@ -201,7 +195,7 @@ class _Server:
         """Be a keeper: fork a worker, wait for its death, kill what it leaves behind, report."""
         exitcode = 1
         try:
-            os.setsid()  # Ctrl-C and the end of a terminal are no concern of this process
+            os.setsid()  # Ctrl-C and the end of a terminal must not end this process
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             descendants.adopt_orphans()
             guard, guard_end = pipe()
@@ -212,14 +206,15 @@ class _Server:
                 os._exit(_REPORTED)
             if not worker:
                 os.close(guard_end)
-                self.work(fds, guard)
+                run_and_exit(functools.partial(self.work, fds, guard))
             self.reply(Reply.LAUNCHED, request, worker)
             _close_all_but({guard_end, self.socket.fileno()})
-            code = _wait_for(worker)
-            descendants.send(worker, signal.SIGKILL)  # its group, while the number belongs to it
-            os.waitpid(worker, 0)
+            while (code := descendants.reap(worker)) is None:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+                if ended is not None and ended.si_pid != worker:
+                    os.waitpid(ended.si_pid, 0)
             descendants.kill_children(_REPORTS_WITHIN_S)
-            with contextlib.suppress(OSError):  # nobody listens any more
+            with contextlib.suppress(OSError):  # the parent is gone
                 self.reply(Reply.DIED, request, code)
             exitcode = _REPORTED
             descendants.kill_children(CLEARED_WITHIN_S - _REPORTS_WITHIN_S)
@@ -227,51 +222,48 @@ class _Server:
             os._exit(exitcode)
 
     def work(self, fds: Sequence[int], guard: int) -> NoReturn:
-        """Be a worker: let go of what is the server's, and take over the parent's output."""
-        try:
-            setting, crash, out, err, *own = fds
-            for fd in self.inherited:
-                os.close(fd)
-            self.socket.close()
-            self.wake = self.block = None
-            # Not the caller's stdin: a worker that reads from it takes away what was typed for the parent.
-            null = os.open(os.devnull, os.O_RDONLY)
-            for source, target in ((null, 0), (out, 1), (err, 2)):
-                os.dup2(source, target)
-                os.close(source)
-            guards = [self.guard, self.own_guard, guard]
-            if self.context == "spawn":
-                _execute(setting, own, crash, guards)
-            if self.context == "fork":
-                _forget_cleanup_of_parent()
-            if self.collects:
-                gc.enable()
-            become_worker(setting, own, crash, guards)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
+        """Be a worker: close what belongs to the server, and write to the parent's output."""
+        setting, crash, out, err, *worker_fds = fds
+        for fd in self.inherited:
+            os.close(fd)
+        self.socket.close()
+        del self.wake  # and with it the mapping
+        # Not the caller's stdin: a worker that reads it takes input that was typed for the parent.
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (out, 1), (err, 2)):
+            os.dup2(source, target)
+            os.close(source)
+        guards = [self.guard, self.own_guard, guard]
+        if self.context == "spawn":
+            _execute(setting, worker_fds, crash, guards)
+        if self.context == "fork":
+            _forget_cleanup_of_parent()
+        if self.collects:
+            gc.enable()
+        become_worker(setting, worker_fds, crash, guards)
 
 
-def _wait_for(worker: int) -> int:
-    """Reap what ends until the worker has ended, which is left to be reaped; returns its exit code."""
-    while True:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        if ended.si_pid == worker:
-            return descendants.exitcode_of(ended)
-        os.waitpid(ended.si_pid, 0)
+def run_and_exit(run: Callable[[], object]) -> NoReturn:
+    """Run a function in a forked process and end it: exit code 0, or 1 if the function raised, which is printed."""
+    exitcode = 1
+    try:
+        run()
+        exitcode = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(exitcode)
 
 
-def _close_all_but(kept: set[int]) -> None:
+def _close_all_but(open_fds: set[int]) -> None:
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
-            with contextlib.suppress(OSError):  # the one of this listing
+        if int(name) not in open_fds:
+            with contextlib.suppress(OSError):  # the descriptor of this listing
                 os.close(int(name))
 
 
 def _forget_cleanup_of_parent() -> None:
-    """Drop functions that are registered to run at exit: they clean up what is the parent's."""
+    """Drop what `atexit` and `multiprocessing` clean up at exit: it belongs to the parent. No public function does."""
     atexit._clear()
     if (util := sys.modules.get("multiprocessing.util")) is not None:
         util._finalizer_registry.clear()
@@ -284,7 +276,7 @@ def _forget_cleanup_of_parent() -> None:
 
 # -- the start of a worker ---------------------------------------------------------------------------------------------
 
-# A fresh interpreter is started with all signals blocked. It must be able to write its stack before it loads anything.
+# A fresh interpreter starts with all signals blocked. It must be able to write its stack before it loads anything.
 _FRESH_WORKER = """import faulthandler, signal
 faulthandler.enable({crash})
 faulthandler.register({stack_signal}, {crash})
@@ -297,15 +289,16 @@ become_worker({file}, {fds}, {crash}, {guards})
 def _execute(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -> None:
     """Become a fresh interpreter that becomes a worker; the arguments are those of `become_worker`."""
     os.setsid()
-    setting = _read(os.dup(file))
-    os.lseek(file, 0, os.SEEK_SET)
+    with open(file, "rb", closefd=False) as stream:
+        setting: Setting = pickle.load(stream)
+    os.lseek(file, 0, os.SEEK_SET)  # `become_worker` reads it again
     text = _FRESH_WORKER.format(
         stack_signal=descendants.STACK_SIGNAL, crash=crash, file=file, fds=[*fds], guards=[*guards]
     )
     command, program = interpreter.program(text, setting.path)
     for fd in (program, file, crash, *guards, *fds):
         os.set_inheritable(fd, True)
-    # A folder that was removed would keep the interpreter from importing some libraries.
+    # Some libraries cannot be imported in a folder that was removed.
     os.chdir(setting.cwd)
     # Python ignores these signals in itself, not in programs that it executes.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -313,19 +306,14 @@ def _execute(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -
     os.execve(command[0], command, setting.environ)
 
 
-def _read(file: int) -> Setting:
-    with open(file, "rb") as stream:
-        return Setting(*pickle.load(stream))
-
-
 def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -> NoReturn:
-    """Turn the process just started into a worker, run its main function, exit. Nothing returns or escapes from here.
+    """Turn the process just started into a worker, run its main function, exit.
 
     Args:
         file: Descriptor of the pickled `Setting`.
-        fds: Descriptors that the worker's main function gets.
+        fds: Descriptors for the worker's main function.
         crash: Descriptor that `faulthandler` writes to.
-        guards: Read ends of pipes nobody writes to; the worker is killed when the last write end of one is closed.
+        guards: Read ends of pipes that stay empty; the worker is killed when the last write end of one is closed.
     """
     exitcode = 1
     try:
@@ -336,7 +324,8 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
         for fd in (crash, *fds):  # a fresh interpreter has inherited them
             os.set_inheritable(fd, False)
         _open_output()
-        setting = _read(file)
+        with open(file, "rb") as setting_file:
+            setting: Setting = pickle.load(setting_file)
         _adopt(setting)
         for guard in guards:
             _arm(guard)
@@ -353,7 +342,8 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
                 print(exit_.code, file=sys.stderr)
         except BaseException:
             traceback.print_exc()
-        # What the interpreter does at its end, short of taking itself apart; simulators rely on it.
+        # What the interpreter does at its end, short of taking itself apart. Simulators rely on it, and no public
+        # function does it.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except BaseException:
@@ -378,7 +368,7 @@ def reset_signals() -> None:
     # A program started in the background ignores these; a simulator and its children must not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Libraries install handlers in C, of which Python knows nothing: SDL, say, makes an event of this one.
+    # Libraries install handlers in C that Python does not know: SDL makes an event of this one.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
@@ -412,13 +402,13 @@ def _arm(guard: int) -> None:
 
     A thread that watches would not run while the GIL is held or the process is stopped.
     """
-    # Owner and signal belong to the open file, which all workers share; opened anew it is this one's own.
-    own = os.open(f"/proc/self/fd/{guard}", os.O_RDONLY | os.O_NONBLOCK)
+    # Owner and signal belong to the open file, which all workers share. Opening it anew gives this worker its own.
+    reopened = os.open(f"/proc/self/fd/{guard}", os.O_RDONLY | os.O_NONBLOCK)
     os.close(guard)
-    fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpid())
-    fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(own, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
-    poll = select.poll()  # unlike `select.select`, it takes any number of descriptors
-    poll.register(own, select.POLLIN)
+    fcntl.fcntl(reopened, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(reopened, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(reopened, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+    poll = select.poll()  # unlike `select.select`, it accepts any descriptor number
+    poll.register(reopened, select.POLLIN)
     if poll.poll(0):  # the other end was closed before
         os.killpg(0, signal.SIGKILL)

@@ -1,22 +1,22 @@
-"""Worker processes by nothing but the standard library: for macOS, Windows and the like.
+"""Worker processes on macOS and Windows, with the standard library alone.
 
     parent                                                     worker process
-    post()  --- queue, sending thread ---> connection --->     a thread receives; end of file: the parent has gone
+    post()  --- queue, sending thread ---> connection --->     a thread receives; end of file: the parent is gone
     wait()  <-- queue, receiving thread -- connection <---     execute: actions and transitions in shared memory
 
-Requests and replies travel over a `multiprocessing` connection. In the parent, each connection has two threads, so that
-a worker which stops in the middle of a message never blocks `post` and `wait`. The process itself is started by
-`subprocess`, since `multiprocessing.Process` imports the caller's script again in the worker.
+Requests and replies travel over a `multiprocessing` connection with two threads in the parent, so that a worker which
+stops in the middle of a message never blocks `post` and `wait`. `subprocess` starts the process, since
+`multiprocessing.Process` imports the caller's script again in the worker.
 
 What is weaker here than in `process.py`, which needs Linux:
 
-- Each request and reply is pickled and sent, which costs some 200 us more a batch; nobody tries before it sleeps.
+- Each request and reply is pickled and sent, which costs about 200 us more per batch. Nothing spins before it sleeps.
 - A worker starts as a fresh interpreter, which takes some tenths of a second and memory of its own.
-- A thread of the worker notices that the parent has gone. It does not run while a simulator holds the interpreter's
-  lock or the process is stopped. The parent looks for deaths of workers every 20 ms.
-- Of what a simulator has started, only its process group is ended with it; what has left the group stays. On Windows
-  there is no such group: the simulator's own processes stay.
-- Where the system has no anonymous memory, it lies in an unlinked file in the folder for temporary files.
+- A thread of the worker notices that the parent is gone. It does not run while a simulator holds the GIL or the process
+  is stopped. The parent looks for deaths of workers every 20 ms.
+- Only a worker's process group ends with it. Processes that have left the group survive; on Windows, which has no such
+  groups, all processes that the simulator started survive.
+- Without anonymous memory in the system, the memory is an unlinked file in the folder for temporary files.
 - Windows: no stack of a worker that hangs.
 """
 
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from marl_parallel.backends import descendants, interpreter
 from marl_parallel.backends.descendants import CrashFile
-from marl_parallel.backends.memory import Block, anonymous_file, duplicate, fill_standard
+from marl_parallel.backends.memory import Block, fill_standard, mapped
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.columns import Layout
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _TICK_S = 0.02
-_GLANCE_S = 0.002
+_POLL_S = 0.002
 _STARTED_WITHIN_S = 60.0
 _TERMINATED_WITHIN_S = 0.5
 _KILLED_WITHIN_S = 5.0
@@ -59,7 +59,7 @@ _STARTED = "started"
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 _UNKNOWN = Lost(None, "")
 
-# The path comes first: what the folder that it runs in holds must not take the place of the standard library.
+# The path is set first: files in the working directory must not replace modules of the standard library.
 _PROGRAM = """import sys
 sys.path[:] = filter(None, sys.path)
 from multiprocessing import connection
@@ -83,21 +83,18 @@ class PortableProcessBackend(Backend):
     def __init__(self, *, threads: int | None = 1) -> None:
         self._threads = threads
         self._workers: list[_WorkerProcess] = []
-        self._status: Block | None = None
-        self._records_fd = -1
+        self._status, self._records = Block(), Block()
         self._open = True
         self._looked = 0.0  # when deaths were last looked for
-        self._events: SimpleQueue[bool] = SimpleQueue()
-        """An entry for each reply that has come, False, and for each interruption, True."""
+        self._events: SimpleQueue[bool] = SimpleQueue()  # False for each reply that has come, True for an interrupt
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self._shares = shares
         try:
-            self._status = Block.create(len(shares) * WorkerStatus.NBYTES)
-            self._records_fd = anonymous_file("marl_parallel-records")
+            self._status_view = memoryview(self._status.allocate(len(shares) * WorkerStatus.NBYTES))
             self.statuses = [self._new_status(worker) for worker in range(len(shares))]
             for worker in range(len(shares)):
-                self._workers.append(self._launched(worker))
+                self._workers.append(self._started(worker))
             deadline = time.monotonic() + _STARTED_WITHIN_S
             for process in self._workers:
                 process.wait_started(deadline)
@@ -106,37 +103,33 @@ class PortableProcessBackend(Backend):
             raise
 
     def _new_status(self, worker: int) -> WorkerStatus:
-        assert self._status is not None
-        status = memoryview(self._status.buffer)[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
+        status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
         status[:] = bytes(WorkerStatus.NBYTES)
         return WorkerStatus(status)
 
-    def _launched(self, worker: int) -> _WorkerProcess:
-        assert self._status is not None
-        fill_standard()  # else what is opened here may get the numbers of closed standard streams
-        return _WorkerProcess(worker, self._status.fd, self._records_fd, self._threads, self._events)
+    def _started(self, worker: int) -> _WorkerProcess:
+        return _WorkerProcess(worker, self._status.fd, self._records.fd, self._threads, self._events)
 
     def end(self, worker: int) -> list[Reply]:
         if not self._open:
             return []  # closed meanwhile by a signal handler
         process = self._workers[worker]
-        _end([process], _KILL, _KILLED_WITHIN_S)
+        _end([process])
         process.hang_up()
         return [reply for reply in process.received() if type(reply) is Reply]
 
     def replace(self, worker: int) -> None:
         if not self._open:
             return
-        _end([self._workers[worker]], _KILL, _KILLED_WITHIN_S)
+        _end([self._workers[worker]])
         self._workers[worker].close()
         self.statuses[worker] = self._new_status(worker)
-        self._workers[worker] = process = self._launched(worker)
-        with contextlib.suppress(RuntimeError):  # it has died already, as the one before
+        self._workers[worker] = process = self._started(worker)
+        with contextlib.suppress(RuntimeError):  # it has died as well, which `wait` reports
             process.wait_started(time.monotonic() + _STARTED_WITHIN_S)
 
     def allocate(self, layout: Layout) -> Any:
-        os.ftruncate(self._records_fd, layout.nbytes)
-        return Block(duplicate(self._records_fd), layout.nbytes).buffer
+        return self._records.allocate(layout.nbytes)
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         for worker, request in requests.items():
@@ -151,7 +144,7 @@ class PortableProcessBackend(Backend):
             if look:
                 self._looked = time.monotonic()
             for worker, process in enumerate(self._workers):
-                # A connection may be held open by what its worker has forked: hanging up loses no reply.
+                # A process that the worker has forked may hold the connection open. Hanging up loses no reply.
                 if look and process.expected and process.exitcode() is not None:
                     process.hang_up()
                 replies += [(worker, reply) for reply in process.received()]
@@ -177,7 +170,7 @@ class PortableProcessBackend(Backend):
         self._events.put(False)
         try:
             with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
-                at_last.callback(_end, workers, _KILL, _KILLED_WITHIN_S)
+                at_last.callback(_end, workers)
                 _wait_for_ends(workers, timeout)
                 for index, worker in enumerate(workers):
                     if timeout >= reports.WARNS_AFTER_S and worker.exitcode() is None:
@@ -191,26 +184,24 @@ class PortableProcessBackend(Backend):
             self._close_memory()
 
     def abandon(self) -> None:
-        # A worker takes the end of its connection for the parent's end: the copies in this process must go.
+        # A worker takes the end of its connection for the parent's end: the copies in this process must be closed.
         self._open = False
         for worker in self._workers:
             worker.free()
         self._close_memory()
 
     def _close_memory(self) -> None:
-        if self._status is not None:
-            self._status.close_fd()
-        if self._records_fd >= 0:
-            os.close(self._records_fd)
-            self._records_fd = -1
+        self._status.close_fd()
+        self._records.close_fd()
 
 
 class _WorkerProcess:
-    """One worker, as its parent sees it. Its process is started at once; `events` gets an entry for each reply."""
+    """A worker, as the parent sees it. `events` gets an entry for each reply."""
 
     def __init__(
         self, worker: int, status_fd: int, records_fd: int, threads: int | None, events: SimpleQueue[bool]
     ) -> None:
+        fill_standard()  # else what is opened here may get the numbers of closed standard streams
         self._worker, self._events = worker, events
         self.expected = 0  # how many requests it has not replied to
         self.lost: Lost | None = _UNKNOWN  # how it died; None while it lives and has started
@@ -230,7 +221,7 @@ class _WorkerProcess:
                 stdout=interpreter.output(sys.stdout, 1),
                 stderr=interpreter.output(sys.stderr, 2),
                 cwd=interpreter.working_directory(),
-                start_new_session=True,  # Ctrl-C is the parent's alone; and the group can be ended as a whole
+                start_new_session=True,  # Ctrl-C must reach the parent only; and the group can be killed
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
                 **inheriting,
             )
@@ -263,7 +254,7 @@ class _WorkerProcess:
                     return
                 _wait_for_ends([self], _DIES_WITHIN_S)
             if (exitcode := self.exitcode()) is not None:
-                self.lost = self._bury()
+                self.lost = self._manner_of_death()
                 died = f"worker {self._worker} ended with exit code {exitcode} while it started"
                 raise RuntimeError(f"{died}; its stderr says why")
             if time.monotonic() >= deadline:
@@ -275,7 +266,7 @@ class _WorkerProcess:
             self._requests.put(request)
 
     def received(self) -> list[Reply | Lost]:
-        """Take the replies that have come; its loss is the last of them."""
+        """Take the replies that have come, then the loss of the worker if it died with requests before it."""
         replies: list[Reply | Lost] = []
         while self.expected and self.lost is None:
             try:
@@ -283,7 +274,7 @@ class _WorkerProcess:
             except Empty:
                 break
             if reply is None:
-                self.lost = self._bury()
+                self.lost = self._manner_of_death()
                 break
             replies.append(reply)
             self.expected -= reply.last
@@ -293,18 +284,18 @@ class _WorkerProcess:
         return replies
 
     def exitcode(self) -> int | None:
-        """How it ended, and with it, its process group; None while it lives."""
+        """The exit code of a worker that has ended, whose process group is killed; None while it lives."""
         process = self._process
         if process.returncode is None:
             if hasattr(os, "waitid"):
                 process.returncode = descendants.reap(process.pid)
             elif process.poll() is not None and sys.platform != "win32":
-                # The number is nobody else's for as long as there is somebody in the group.
+                # No other group gets this number while a process is in the group.
                 descendants.send(process.pid, _KILL)
         return process.returncode
 
     def signal(self, number: int) -> None:
-        """Send its group a signal, or kill it where there are none; nothing happens if it has died."""
+        """Send its process group a signal, or kill it on Windows; nothing happens if it has died."""
         if self.exitcode() is not None:
             return
         if sys.platform == "win32":
@@ -312,11 +303,11 @@ class _WorkerProcess:
         else:
             descendants.send(self._process.pid, number)
 
-    def _bury(self) -> Lost:
-        """It has hung up: give it a moment to die, make sure that it does, and return how it was."""
+    def _manner_of_death(self) -> Lost:
+        """How the worker, which has hung up, died; it is killed if it does not die by itself."""
         _wait_for_ends([self], _DIES_WITHIN_S)
-        _end([self], _KILL, _DIES_WITHIN_S)
-        # Where the kernel reaps the children of this process, nobody can tell how they ended.
+        _end([self], timeout=_DIES_WITHIN_S)
+        # The exit code is unknown if the kernel reaps the children of this process.
         ignored = sys.platform != "win32" and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
         return Lost(None if ignored else self.exitcode(), self._crash_file.text())
 
@@ -339,34 +330,34 @@ class _WorkerProcess:
         self.free()
 
     def free(self) -> None:
-        """Close all that leads to it; all that is to be done in a forked child."""
+        """Close connection and file; a forked child does nothing else."""
         self._connection.close()
         self._crash_file.close()
         if self._process.returncode is None:
-            self._process.returncode = 0  # in a forked child; else it would be waited for when this object goes
+            self._process.returncode = 0  # in a forked child: else `Popen.__del__` would wait for it
 
 
-def _end(workers: Sequence[_WorkerProcess], number: int, patience: float) -> None:
+def _end(workers: Sequence[_WorkerProcess], number: int = _KILL, timeout: float = _KILLED_WITHIN_S) -> None:
     for worker in workers:
         worker.signal(number)
-    _wait_for_ends(workers, patience)
+    _wait_for_ends(workers, timeout)
 
 
 def _wait_for_ends(workers: Sequence[_WorkerProcess], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while any(worker.exitcode() is None for worker in workers) and time.monotonic() < deadline:
-        time.sleep(_GLANCE_S)
+        time.sleep(_POLL_S)
 
 
 def _inheritable(handle: int, fds: Sequence[int]) -> tuple[list[int], dict[str, Any]]:
-    """How a process inherits a connection and files: their numbers in it, and arguments for `subprocess.Popen`."""
+    """The numbers that a child process knows inherited files by, and the arguments for `subprocess.Popen`."""
     if sys.platform != "win32":
         return [*fds], {"pass_fds": (handle, *fds)}
     import msvcrt
 
     handles = [msvcrt.get_osfhandle(fd) for fd in fds]
-    for one in (handle, *handles):
-        os.set_handle_inheritable(one, True)
+    for inherited in (handle, *handles):
+        os.set_handle_inheritable(inherited, True)
     return handles, {"startupinfo": subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle, *handles]})}
 
 
@@ -376,7 +367,7 @@ def _inheritable(handle: int, fds: Sequence[int]) -> tuple[list[int], dict[str, 
 def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]) -> None:
     """Serve until a request is to close, or until the parent is gone.
 
-    `handles` are those of the memory with the status of all workers, the file of the records, the file for stacks.
+    `handles` are those of three files: the status of all workers, the records, the stacks.
     """
     fds = [*handles]
     if sys.platform == "win32":
@@ -384,7 +375,7 @@ def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]
 
         fds = [msvcrt.open_osfhandle(handle, os.O_RDWR) for handle in handles]
     else:
-        # What the program that started the parent has blocked or ignored is no concern of a simulator.
+        # A simulator must not inherit the signals that the program which started the parent has blocked or ignored.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.set_inheritable(link.fileno(), False)
@@ -397,9 +388,8 @@ def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]
     sys.argv[:] = argv
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    statuses = Block(status_fd, os.fstat(status_fd).st_size)
-    status = WorkerStatus(memoryview(statuses.buffer)[worker * WorkerStatus.NBYTES :])
-    executor = Worker(status, lambda layout: Block(records_fd, layout.nbytes).buffer, own_process=True)
+    status = WorkerStatus(memoryview(mapped(status_fd))[worker * WorkerStatus.NBYTES :])
+    executor = Worker(status, lambda _: mapped(records_fd), own_process=True)
     link.send(_STARTED)
     while True:
         request = requests.get()
@@ -409,7 +399,7 @@ def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]
 
 
 def _receive(link: Connection, requests: SimpleQueue[Request]) -> None:
-    """Receive requests as they come, so that the parent's thread does not wait; and notice when it has gone."""
+    """Receive requests as they come, so that the parent's thread does not wait, and end when the parent is gone."""
     try:
         while True:
             requests.put(link.recv())

@@ -25,6 +25,7 @@ from helpers.start_methods import CONTEXTS
 from marl_parallel.backends import descendants, launching
 from marl_parallel.backends.interpreter import thread_variables
 from marl_parallel.backends.launching import Launcher
+from marl_parallel.backends.memory import Block
 
 pytestmark = [pytest.mark.release_independent, linux_only]
 
@@ -97,16 +98,6 @@ def test_large_environment(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Non
     assert stage.death() == (pid, 0)
 
 
-def test_many_descriptors(served: Stage) -> None:
-    os.environ["TARGET"] = "waits"
-    try:
-        assert served.launcher.launch(0, [served.write_end] * 240) == served.hear()["ready"]
-        with pytest.raises(ValueError, match="240 file descriptors"):
-            served.launcher.launch(0, [served.write_end] * 241)
-    finally:
-        del os.environ["TARGET"]
-
-
 @pytest.mark.parametrize("limit", [1, 2, None])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_threads_of_numerical_libraries(context: str, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +134,7 @@ def test_exception(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
 def test_exit(stage: Stage, target: str, exitcode: int) -> None:
     pid = stage.launch(target)
     assert stage.death() == (pid, exitcode)
-    assert stage.launcher.crash_report(pid) == ""
+    assert stage.crash_report(pid) == ""
 
 
 def test_death_that_is_reported_with_the_launch(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +156,7 @@ def test_signal(stage: Stage, number: int) -> None:
     stage.hear()
     os.kill(pid, number)
     assert stage.death() == (pid, -number)
-    assert stage.launcher.deaths() == []
+    assert stage.deaths() == []
 
 
 def test_a_signal_that_c_code_has_laid_hands_on(stage: Stage) -> None:
@@ -189,35 +180,35 @@ def test_death_is_announced_at_once(served: Stage) -> None:
     os.kill(pid, signal.SIGKILL)
     assert served.wake.take(timeout=10)
     assert time.monotonic() - start < 1.0
-    assert served.launcher.deaths() == [(pid, -signal.SIGKILL)]
+    assert served.deaths() == [(pid, -signal.SIGKILL)]
 
 
 def test_every_death_is_told_once(stage: Stage) -> None:
     pids = [stage.launch("waits", index) for index in range(5)]
     for pid in pids[:4]:
-        stage.launcher.kill(pid)
-    assert stage.launcher.wait_gone(pids, timeout=1.0) == {pids[4]}
-    assert sorted(stage.launcher.deaths()) == sorted((pid, -signal.SIGKILL) for pid in pids[:4])
-    assert stage.launcher.deaths() == []
-    stage.launcher.terminate(pids[4])
-    assert stage.launcher.wait_gone(pids, timeout=5.0) == set()
-    assert stage.launcher.deaths() == [(pids[4], -signal.SIGTERM)]
-    stage.launcher.kill(pids[4])
+        stage.kill(pid)
+    assert stage.wait_gone(pids, timeout=1.0) == {pids[4]}
+    assert sorted(stage.deaths()) == sorted((pid, -signal.SIGKILL) for pid in pids[:4])
+    assert stage.deaths() == []
+    stage.kill(pids[4], signal.SIGTERM)
+    assert stage.wait_gone(pids, timeout=5.0) == set()
+    assert stage.deaths() == [(pids[4], -signal.SIGTERM)]
+    stage.kill(pids[4])
 
 
 def test_kill_right_after_launch(stage: Stage) -> None:
     for _ in range(10):
         pid = stage.launch("waits")
-        stage.launcher.kill(pid)
+        stage.kill(pid)
         assert stage.death() == (pid, -signal.SIGKILL)
 
 
 def test_wait_gone_keeps_to_its_timeout(stage: Stage) -> None:
     pid = stage.launch("waits")
     start = time.monotonic()
-    assert stage.launcher.wait_gone([pid], timeout=0.2) == {pid}
+    assert stage.wait_gone([pid], timeout=0.2) == {pid}
     assert 0.2 <= time.monotonic() - start < 1.0
-    assert stage.launcher.wait_gone([pid], timeout=0) == {pid}
+    assert stage.wait_gone([pid], timeout=0) == {pid}
 
 
 def test_what_a_signal_handler_raises_is_not_the_servers_end(served: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +221,8 @@ def test_what_a_signal_handler_raises_is_not_the_servers_end(served: Stage, monk
     with monkeypatch.context() as patch:
         patch.setattr(served.launcher._server, "reply", interrupted)
         with pytest.raises(TimeoutError, match="my own"):
-            served.launcher.deaths()
-    assert served.launcher.deaths() == []
+            served.deaths()
+    assert served.deaths() == []
     assert alive(pid)
     assert served.launch("waits") != pid
 
@@ -240,7 +231,9 @@ def test_what_a_signal_handler_raises_is_not_the_servers_end(served: Stage, monk
 
 
 def test_server_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
-    launcher = Launcher("forkserver", entry="no_such_module", wake=None, threads=1)
+    block = Block()
+    block.allocate(4096)
+    launcher = Launcher("forkserver", entry="no_such_module", wake=block, threads=1)
     with pytest.raises(RuntimeError, match="exit code 1"):
         launcher.launch(0, [])
     launcher.close()
@@ -249,7 +242,7 @@ def test_server_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_context() -> None:
     with pytest.raises(ValueError, match='"forkserver", "spawn" or "fork"'):
-        Launcher("teleport", entry="helpers.launch_targets")
+        Launcher("teleport", entry="helpers.launch_targets", wake=Block(), threads=1)
 
 
 # Closing
@@ -262,16 +255,18 @@ def test_close_twice_and_use_afterwards(stage: Stage) -> None:
     stage.launcher.close()
     stage.launcher.close()
     assert all_gone(other)
-    assert "Segmentation fault" in stage.launcher.crash_report(pid)
-    assert stage.launcher.deaths() == []
-    stage.launcher.kill(other)
+    assert "Segmentation fault" in stage.crash_report(pid)
+    assert stage.deaths() == []
+    stage.kill(other)
     with pytest.raises(RuntimeError, match="closed"):
         stage.launch("waits")
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_close_before_anything_was_launched(context: str) -> None:
-    Launcher(context, entry="helpers.launch_targets", wake=None, threads=1).close()
+    block = Block()
+    block.allocate(4096)
+    Launcher(context, entry="helpers.launch_targets", wake=block, threads=1).close()
 
 
 def test_close_by_another_thread_ends_a_launch(served: Stage) -> None:
@@ -315,15 +310,15 @@ def test_forked_child_touches_nothing(stage: Stage) -> None:
     if (pid := os.fork()) == 0:
         code = 1
         try:
-            stage.launcher.kill(worker)
+            stage.kill(worker)
             stage.launcher.close()
             stage.launcher.__del__()
-            code = 0 if stage.launcher.deaths() == [] else 2
+            code = 0 if stage.deaths() == [] else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert alive(worker)
-    assert stage.launcher.deaths() == []
+    assert stage.deaths() == []
     other = stage.launch("waits")
     assert stage.hear()["ready"] == other
 
@@ -338,7 +333,7 @@ def test_nothing_leaks(context: str) -> None:
         stage = Stage(context)
         pids = [stage.launch("waits", index) for index in range(2)]
         if number % 2:
-            stage.launcher.kill(pids[0])
+            stage.kill(pids[0])
             stage.death()
         stage.close()
         assert all_gone(*pids)

@@ -31,12 +31,12 @@ def test_children_die_with_their_worker(stage: Stage, end: str) -> None:
     pids = stage.hear()["pids"]
     assert all(alive(pid) for pid in [worker, *pids[1:]])
     if end == "kill":
-        stage.launcher.kill(worker)
+        stage.kill(worker)
     elif end == "SIGKILL":
         os.kill(worker, signal.SIGKILL)
     elif end == "stopped":
         os.killpg(worker, signal.SIGSTOP)
-        stage.launcher.kill(worker)
+        stage.kill(worker)
     else:
         stage.launcher.close()
         assert all_gone(bystander, worker, *pids)
@@ -50,15 +50,18 @@ PARENT = """
 import json, os, sys, time
 sys.path.insert(0, {tests!r})
 from marl_parallel.backends.launching import Launcher
+from marl_parallel.backends.memory import Block, Semaphore
 read_end, write_end = os.pipe()
-launcher = Launcher({context!r}, entry="helpers.launch_targets", wake=None, threads=1)
+block = Block()
+Semaphore(block.allocate(4096), 0).init(0)
+launcher = Launcher({context!r}, entry="helpers.launch_targets", wake=block, threads=1)
 pids = []
 for target in {targets!r}:
     os.environ["TARGET"] = target
-    pids.append(launcher.launch(0, [write_end]))
+    pids.append(launcher.launch(0, [write_end]).pid)
     heard = json.loads(os.read(read_end, 10000))
     pids += heard.get("pids", [])[1:]
-print(json.dumps([launcher._server._process.pid, *pids]), flush=True)
+print(json.dumps([launcher._server.pid, *pids]), flush=True)
 {then}
 """
 
@@ -130,7 +133,7 @@ def test_killed_server_takes_its_workers_along(served: Stage) -> None:
     os.kill(server, signal.SIGKILL)
     wait_for(lambda: all_gone(*workers))
     deaths: list[tuple[int, int]] = []
-    wait_for(lambda: len(deaths) == len(workers) or deaths.extend(served.launcher.deaths()))
+    wait_for(lambda: len(deaths) == len(workers) or deaths.extend(served.deaths()))
     assert sorted(deaths) == sorted((pid, -signal.SIGKILL) for pid in workers)
     wait_for(lambda: all_gone(server, *workers, *children))
     fresh = served.launch("waits")
@@ -190,7 +193,7 @@ def test_children_are_gone_when_a_death_is_reported(context: str) -> None:
         for _ in range(3):
             worker = stage.launch("has_children")
             pids = stage.hear()["pids"][1:]
-            stage.launcher.kill(worker)
+            stage.kill(worker)
             assert stage.death() == (worker, -signal.SIGKILL)
             assert all_gone(worker, *pids)
 
@@ -203,5 +206,5 @@ def test_killed_server_and_keeper_leave_nothing(context: str) -> None:
         marked = stage.hear()["pids"][1:3]  # in the worker's group, and in a session of its own
         for pid in (server_of(stage.launcher), psutil.Process(worker).ppid()):
             os.kill(pid, signal.SIGKILL)
-        wait_for(stage.launcher.deaths)
+        wait_for(stage.deaths)
         wait_for(lambda: all_gone(worker, *marked))

@@ -7,11 +7,12 @@ import os
 import signal
 import threading
 import time
+from mmap import mmap
 
 import numpy as np
 import pytest
 
-from marl_parallel.backends.memory import Block, Semaphore, has_semaphores
+from marl_parallel.backends.memory import Block, Semaphore, has_semaphores, mapped
 
 pytestmark = [
     pytest.mark.release_independent,
@@ -20,17 +21,17 @@ pytestmark = [
 
 
 @pytest.fixture
-def block() -> Block:
-    return Block.create(4096)
+def block() -> mmap:
+    return Block().allocate(4096)
 
 
-def make(block: Block, offset: int = 0, value: int = 0) -> Semaphore:
-    semaphore = Semaphore(block.buffer, offset)
+def make(block: mmap, offset: int = 0, value: int = 0) -> Semaphore:
+    semaphore = Semaphore(block, offset)
     semaphore.init(value)
     return semaphore
 
 
-def test_counts(block: Block) -> None:
+def test_counts(block: mmap) -> None:
     semaphore = make(block, 64, value=2)
     assert semaphore.try_take()
     assert semaphore.take()
@@ -40,14 +41,14 @@ def test_counts(block: Block) -> None:
     assert not semaphore.take(timeout=0)
 
 
-def test_init_starts_anew(block: Block) -> None:
+def test_init_starts_anew(block: mmap) -> None:
     semaphore = make(block, value=3)
     semaphore.init(0)
     assert not semaphore.try_take()
 
 
 @pytest.mark.parametrize("timeout", [0.0, 0.05, 1.2])
-def test_timeout(block: Block, timeout: float) -> None:
+def test_timeout(block: mmap, timeout: float) -> None:
     semaphore = make(block)
     start = time.monotonic()
     assert not semaphore.take(timeout)
@@ -55,7 +56,7 @@ def test_timeout(block: Block, timeout: float) -> None:
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
-def test_waits_until_posted_longer_than_one_slice(block: Block, timeout: float | None) -> None:
+def test_waits_until_posted_longer_than_one_slice(block: mmap, timeout: float | None) -> None:
     semaphore = make(block)
     timer = threading.Timer(1.2, semaphore.post)
     timer.start()
@@ -64,7 +65,7 @@ def test_waits_until_posted_longer_than_one_slice(block: Block, timeout: float |
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
-def test_ctrl_c_interrupts(block: Block, timeout: float | None) -> None:
+def test_ctrl_c_interrupts(block: mmap, timeout: float | None) -> None:
     semaphore = make(block)
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -75,7 +76,7 @@ def test_ctrl_c_interrupts(block: Block, timeout: float | None) -> None:
     timer.join()
 
 
-def test_interrupt_without_a_system_call_to_interrupt_is_not_lost(block: Block) -> None:
+def test_interrupt_without_a_system_call_to_interrupt_is_not_lost(block: mmap) -> None:
     semaphore = make(block)
     timer = threading.Timer(0.1, _thread.interrupt_main)
     timer.start()
@@ -84,7 +85,7 @@ def test_interrupt_without_a_system_call_to_interrupt_is_not_lost(block: Block) 
     timer.join()
 
 
-def test_other_signals_do_not_end_the_wait(block: Block) -> None:
+def test_other_signals_do_not_end_the_wait(block: mmap) -> None:
     semaphore = make(block)
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, _: (seen.append(number), semaphore.post()))
@@ -98,7 +99,7 @@ def test_other_signals_do_not_end_the_wait(block: Block) -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_waiting_lets_other_threads_run(block: Block) -> None:
+def test_waiting_lets_other_threads_run(block: mmap) -> None:
     semaphore = make(block)
     thread = threading.Thread(target=semaphore.take, args=(5.0,))
     thread.start()
@@ -107,9 +108,9 @@ def test_waiting_lets_other_threads_run(block: Block) -> None:
     assert not thread.is_alive()
 
 
-def test_no_hand_off_between_processes_is_lost(block: Block) -> None:
+def test_no_hand_off_between_processes_is_lost(block: mmap) -> None:
     there, back = make(block, 0), make(block, 64)
-    counter = np.frombuffer(block.buffer, dtype=np.int64, count=1, offset=128)
+    counter = np.frombuffer(block, dtype=np.int64, count=1, offset=128)
     hand_offs = 100_000
     if (pid := os.fork()) == 0:
         for _ in range(hand_offs):
@@ -128,31 +129,33 @@ def test_no_hand_off_between_processes_is_lost(block: Block) -> None:
     assert not back.try_take()
 
 
-def test_misplaced(block: Block) -> None:
+def test_misplaced(block: mmap) -> None:
     for offset in (-64, 4, 4096 - 32, 5000):
         with pytest.raises(ValueError, match="no room for a semaphore"):
-            Semaphore(block.buffer, offset)
+            Semaphore(block, offset)
 
 
-def test_keeps_its_memory(block: Block) -> None:
+def test_keeps_its_memory(block: mmap) -> None:
     semaphore = make(block)
     with pytest.raises(BufferError):
-        block.buffer.close()
+        block.close()
     del block
     semaphore.post()
     assert semaphore.try_take()
 
 
-def test_block_is_shared_through_its_descriptor(block: Block) -> None:
-    other = Block(os.dup(block.fd), block.nbytes)
-    make(block, 64)
-    Semaphore(block.buffer, 64).post()
-    assert Semaphore(other.buffer, 64).try_take()
+def test_block_is_shared_through_its_descriptor() -> None:
+    block = Block()
+    buffer = block.allocate(4096)
+    other = mapped(block.fd)
+    make(buffer, 64)
+    Semaphore(buffer, 64).post()
+    assert Semaphore(other, 64).try_take()
 
 
 def test_views_outlive_the_block() -> None:
-    block = Block.create(64)
-    array = np.frombuffer(block.buffer, dtype=np.uint8)
+    block = Block()
+    array = np.frombuffer(block.allocate(64), dtype=np.uint8)
     array[:] = 7
     block.close_fd()
     block.close_fd()
@@ -168,9 +171,7 @@ def test_blocks_leave_nothing_open() -> None:
 
     before = leftovers()
     for _ in range(50):
-        make(Block.create(1 << 20))
-    with pytest.raises(ValueError, match="greater than file size"):
-        Block(os.memfd_create("small"), 4096)
-    with pytest.raises(ValueError, match="at least one byte"):
-        Block.create(0)
+        make(Block().allocate(1 << 20))
+    with pytest.raises(ValueError, match="empty file"):
+        Block().allocate(0)
     assert leftovers() == before
