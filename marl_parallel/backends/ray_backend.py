@@ -4,7 +4,7 @@
                <-- the replies, the worker status, what was written into the records --------
                --- look, stack, remains of a dead worker, end ------------------------------> RayNodeMonitor
 
-Each end has a block of its own, laid out alike; record slices (`Parcels`) carry what one end has written to the other.
+Each end has a block of its own, laid out alike; `RecordSlices` carry what one end has written to the other.
 The actors are in `ray_worker.py`.
 """
 
@@ -42,7 +42,7 @@ from marl_parallel.backends.ray_worker import Greeting, RayNodeMonitor, RayWorke
 from marl_parallel.core.backend import Backend, usable_cpus
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Message, Reply, Request
-from marl_parallel.core.records import WITH_ACTIONS, Parcels
+from marl_parallel.core.records import WITH_ACTIONS, RecordSlices
 from marl_parallel.core.reports import logger
 from marl_parallel.core.worker_status import WorkerStatus
 from marl_parallel.types import ParallelEnvError
@@ -162,7 +162,7 @@ class RayBackend(Backend):
         self._disconnect: weakref.finalize[..., Any] | None = None
         self._group: PlacementGroup | None = None
         self._actors: list[Actor] = []
-        self._parcels: Parcels | None = None
+        self._slices: RecordSlices | None = None
         self._lost: list[tuple[int, Reply | Lost]] = []
         self._interrupted = False
         self._token = secrets.token_hex(8)
@@ -226,7 +226,7 @@ class RayBackend(Backend):
 
     def allocate(self, layout: Layout) -> Any:
         block = mmap.mmap(-1, layout.nbytes)
-        self._parcels = Parcels(layout, block)
+        self._slices = RecordSlices(layout, block)
         return block
 
     # -- there and back --------------------------------------------------------------------------------------------
@@ -249,8 +249,8 @@ class RayBackend(Backend):
         parts = [request._replace(env_ids=(env_id,)) for env_id in env_ids] if request.each else [request]
         for place, part in enumerate(parts, 1):
             actions = None
-            if self._parcels is not None and request.message in WITH_ACTIONS:
-                actions = self._parcels.actions(self._env_ids(worker, part))
+            if self._slices is not None and request.message in WITH_ACTIONS:
+                actions = self._slices.actions(self._env_ids(worker, part))
             actor.sent += 1
             order = pickle.dumps((actor.sent, part, actions, place == 1), pickle.HIGHEST_PROTOCOL)
             ref = actor.handle.execute.remote(order)
@@ -285,7 +285,7 @@ class RayBackend(Backend):
         for worker, actor in enumerate(self._actors):
             if actor.arriving is not None and time.monotonic() - actor.since > self._placement_timeout:
                 raise ParallelEnvError(
-                    f"worker {worker} could not be {'started' if self._parcels is None else 'replaced'} within "
+                    f"worker {worker} could not be {'started' if self._slices is None else 'replaced'} within "
                     f"{self._placement_timeout:g} s: {_shortage(self._resources, 1)}. Add nodes, or raise "
                     "RayBackend(placement_timeout=)",
                     env_ids=[*self._shares[worker]],
@@ -305,8 +305,8 @@ class RayBackend(Backend):
         result, pending = unpack(packed), actor.pending.popleft()
         if not result.replies:
             return []  # discarded
-        if result.records is not None and self._parcels is not None:
-            self._parcels.put_results(self._env_ids(worker, pending.request), result.records)
+        if result.records is not None and self._slices is not None:
+            self._slices.put_results(self._env_ids(worker, pending.request), result.records)
         actor.update(result.status, result.replies[-1].completed)
         actor.closed |= pending.request.message is Message.CLOSE
         return [actor.delivered(reply, pending) for reply in result.replies]
@@ -354,16 +354,16 @@ class RayBackend(Backend):
 
     def _salvage(self, worker: int, *, kill: bool) -> tuple[list[Reply], Lost]:
         """Take over the records of a dead worker; returns its replies that have not come, and how it died."""
-        actor, parcels, share = self._actors[worker], self._parcels, self._shares[worker]
-        span = (0, 0) if parcels is None else parcels.places(share)
+        actor, slices, share = self._actors[worker], self._slices, self._shares[worker]
+        span = (0, 0) if slices is None else slices.places(share)
         remains: Remains | None = None
         if actor.monitor is not None:
             remains = _answer(actor.monitor.remains.remote(actor.key, span, kill=kill))
         if remains is None:
             return [], Lost(None, "")
         actor.status.mirror(remains.status, actor.ahead)
-        if parcels is not None and remains.records:
-            parcels.put_records(share, remains.records)
+        if slices is not None and remains.records:
+            slices.put_records(share, remains.records)
         pending = {one.number: one for one in actor.pending}
         saved = [(pending[number], reply) for number, reply in remains.replies if number in pending]
         return [actor.delivered(reply, one) for one, reply in saved], remains.lost

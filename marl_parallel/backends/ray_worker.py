@@ -34,7 +34,7 @@ from marl_parallel.backends.descendants import CrashFile
 from marl_parallel.backends.memory import anonymous_file
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Reply
-from marl_parallel.core.records import WITH_RESULTS, Parcels
+from marl_parallel.core.records import WITH_RESULTS, RecordSlices
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -68,7 +68,7 @@ class Greeting(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The replies to an order, the bytes of the worker status, and what `Parcels.results` gives, if anything."""
+    """The replies to an order, the bytes of the worker status, and what `RecordSlices.results` gives, if anything."""
 
     replies: list[Reply]
     status: bytes
@@ -117,7 +117,7 @@ class RayWorker:
         self._share = share
         self._files = Files(*(anonymous_file(f"marl_parallel-{name}") for name in Files._fields))
         self._status = _mapped(self._files.status, WorkerStatus.NBYTES)
-        self._parcels: Parcels | None = None
+        self._slices: RecordSlices | None = None
         self._worker = Worker(WorkerStatus(self._status), self._attach, own_process=True)
         self._marker = os.environ[descendants.MARKER] = descendants.marker_value(token, os.getpid())
         descendants.report_to(self._files.crash)
@@ -132,14 +132,14 @@ class RayWorker:
         return Greeting(node, time.monotonic(), os.getpid(), self._marker, self._files)
 
     def execute(self, order: bytes) -> Packed:
-        """Execute an order: its number, a request, `Parcels.actions` or None, whether it is the request's first part.
+        """Execute an order: its number, a request, its actions or None, and whether it is the request's first part.
 
         The order is pickled, since Ray itself takes several times as long over it.
         """
         number, request, actions, first = pickle.loads(order)
         env_ids = self._share if request.env_ids is None else request.env_ids
-        if actions is not None and self._parcels is not None:
-            self._parcels.put_actions(env_ids, actions)
+        if actions is not None and self._slices is not None:
+            self._slices.put_actions(env_ids, actions)
         replies: list[Reply] = []
 
         def send(reply: Reply) -> None:
@@ -149,13 +149,13 @@ class RayWorker:
 
         self._worker.execute(request, send)
         records = None
-        if replies and self._parcels is not None and request.message in WITH_RESULTS:
-            records = self._parcels.results(env_ids, request.message)
+        if replies and self._slices is not None and request.message in WITH_RESULTS:
+            records = self._slices.results(env_ids, request.message)
         return pack(Result(replies, bytes(self._status), records))
 
     def _attach(self, layout: Layout) -> Any:
         block = _mapped(self._files.block, layout.nbytes)
-        self._parcels = Parcels(layout, block)
+        self._slices = RecordSlices(layout, block)
         return block
 
     def _save(self, number: int, reply: Reply, *, first: bool) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.columns import Group as ColumnGroup
+from marl_parallel.core.columns import Column, write_stacked
 from marl_parallel.core.records import BITS
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, copied, is_vector
@@ -188,7 +188,7 @@ class ArrayBatch(ArrayView):
         layout, schema = batch.layout, batch.layout.schema
         super().__init__(schema)
         self._batch, self._copy = batch, copy
-        self._columns = layout.observations.groups
+        self._columns = [column for column, _ in layout.observations.groups]
         self._in_block = bool(layout.agents) and layout.observations.agents == self.agents
         self._actions_in_block = bool(layout.agents) and layout.actions.agents == self.agents and not batch.checks
         self._num_envs = layout.num_records
@@ -200,7 +200,7 @@ class ArrayBatch(ArrayView):
         self._reward_spaces = {a: schema.reward_spaces[a] for a in self.agents if a in schema.reward_spaces}
         # Where the actions of agents lie that came together last.
         self._together: tuple[tuple[AgentID, ...], ...] | None = None
-        self._places: list[tuple[ColumnGroup, slice]] | None = None
+        self._places: list[tuple[Column, slice]] | None = None
 
     # -- actions ---------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class ArrayBatch(ArrayView):
                     self._together, self._places = together, self._find_places(together)
                 if self._places is not None:
                     for (agents, values), (group, rows) in zip(actions, self._places):
-                        group.write_stacked(rows, values, agents)
+                        write_stacked(group, rows, values, agents)
                     batch.actions.mark_present(wanted)
                     return {}
                 actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
@@ -230,7 +230,7 @@ class ArrayBatch(ArrayView):
         except Mismatch as error:
             raise ValueError(str(error)) from None
 
-    def _find_places(self, together: tuple[tuple[AgentID, ...], ...]) -> list[tuple[ColumnGroup, slice]] | None:
+    def _find_places(self, together: tuple[tuple[AgentID, ...], ...]) -> list[tuple[Column, slice]] | None:
         """Where the actions lie in the block; None unless they are those of all agents, each lot side by side."""
         columns = sorted(self._column.get(agent, -1) for agents in together for agent in agents)
         if not self._actions_in_block or columns != [*range(len(self.agents))]:
@@ -324,7 +324,7 @@ class ArrayBatch(ArrayView):
         there = (transitions.tags == VECTOR_TAG) & ((transitions.presence & _REWARDED) != 0)
         values = {}
         for group in columns.groups:
-            stacked = group.copied(None)
+            stacked = copied(group.column.array)
             for row, position in enumerate(group.positions):
                 agent = columns.agents[position]
                 values[agent] = stacked[:, row]
@@ -347,7 +347,7 @@ class ArrayBatch(ArrayView):
 
     def _all_observations(self) -> list[Any]:
         """Everybody's, as they lie in the block."""
-        observations = [group.copied(out) for group, out in zip(self._columns, self._observations)]
+        observations = [copied(column.array) for column in self._columns]
         if not self._copy:
             self._observations = observations
         return observations

@@ -185,7 +185,7 @@ class Batch:
     def read_rest(self, env_id: int, extras: Any) -> dict[Any, Any]:
         """The infos of one environment of which nothing else travelled pickled; all else is read from the block."""
         slot = self._slots[env_id]
-        infos, slot.acting, slot.alive, ended = self.transitions.read_rest(env_id, extras or {})
+        infos, slot.acting, slot.alive, ended = self.transitions.read_infos(env_id, extras or {})
         slot.over = ended and self.mode is not AutoresetMode.SAME_STEP
         self._all_act = False
         self._note_masks(slot, extras, infos, ended)

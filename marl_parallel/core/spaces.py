@@ -7,7 +7,7 @@ its space. `builder` compiles functions that make dicts of fixed keys quickly. S
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -153,46 +153,43 @@ def builder(tree: Any) -> Callable[..., Any]:
         >>> builder({"a": 0, "b": (0, {})})(1, 2)
         {'a': 1, 'b': (2, {})}
     """
-    build = _compiled(tree, "lambda {values}: {tree}")
-    return build or (lambda *values: _filled(tree, values))
+
+    def build(*values: Any) -> Any:
+        left = iter(values)
+        return tree_map(lambda _: next(left), tree)
+
+    return _compiled(tree, "lambda {values}: {tree}") or build
 
 
 def rows_builder(tree: Any) -> Callable[[Iterable[Any]], list[Any]]:
     """As `builder`, but the function takes an iterable of rows of values and returns a list of trees."""
-    build = _compiled(tree, "lambda rows: [{tree} for ({values}) in rows]")
-    return build or (lambda rows: [_filled(tree, row) for row in rows])
-
-
-def _filled(tree: Any, values: Iterable[Any]) -> Any:
-    left = iter(values)
-    return tree_map(lambda _: next(left), tree)
+    build = builder(tree)
+    return _compiled(tree, "lambda rows: [{tree} for ({values}) in rows]") or (lambda rows: [*starmap(build, rows)])
 
 
 def _compiled(tree: Any, source: str) -> Callable[..., Any] | None:
     """Compile a function from its source, with the tree and the names of its leaves filled in; None for large trees."""
     keys: list[Any] = []
-    numbers = count()
+    values: list[str] = []
 
     def source_of(part: Any) -> str:
         if type(part) in (spaces.Dict, spaces.Tuple):
             part = part.spaces
         if isinstance(part, dict):
-            entries = []
-            for key, child in part.items():
-                keys.append(key)
-                entries.append(f"k{len(keys) - 1}: {source_of(child)}")
-            return "{" + ", ".join(entries) + "}"
+            first = len(keys)
+            keys.extend(part)
+            return "{" + "".join([f"k{n}: {source_of(child)}, " for n, child in enumerate(part.values(), first)]) + "}"
         if isinstance(part, tuple):
             return "(" + "".join([f"{source_of(child)}, " for child in part]) + ")"
-        return f"v{next(numbers)}"
+        values.append(f"v{len(values)}")
+        return values[-1]
 
-    tree_source = source_of(tree)
-    size = next(numbers)
-    if max(size, len(keys)) > _MOST_LEAVES:
+    source = source.format(tree=source_of(tree), values="".join(f"{name}, " for name in values))
+    if max(len(values), len(keys)) > _MOST_LEAVES:
         return None
-    names, values = ("".join(f"{letter}{at}, " for at in range(n)) for letter, n in (("k", len(keys)), ("v", size)))
     # The source holds numbered names only; the keys themselves, whatever they are, come in as arguments.
-    make: Callable[..., Any] = eval(f"lambda {names}: {source.format(tree=tree_source, values=values)}")(*keys)
+    names = "".join(f"k{n}, " for n in range(len(keys)))
+    make: Callable[..., Any] = eval(f"lambda {names}: {source}")(*keys)
     return make
 
 
