@@ -34,13 +34,12 @@ from marl_parallel.core.spaces import (
     Mismatch,
     as_array,
     check_form,
+    check_same_form,
     conform,
     copied,
     fits_block,
-    leaves,
     numbers_of,
     rows_builder,
-    split,
 )
 
 RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
@@ -197,37 +196,42 @@ class NumberColumn:
 
 
 class TreeColumn:
-    """Dicts and tuples: a column for each leaf of their space; `array` has their arrays in the form of the space."""
+    """Dicts or tuples: a column for each entry of their space; `array` has their arrays in the same form."""
 
-    def __init__(self, rows: int, space: Space[Any], place: Place) -> None:
-        self._space, self._rows, self._build_rows = space, rows, rows_builder(space)
-        paths = [*leaves(space)]
+    def __init__(self, rows: int, space: Any, place: Place) -> None:
+        self._rows, self._space = rows, space.spaces
+        entries: dict[Any, Space[Any]] = dict(space.items() if type(space) is spaces.Dict else enumerate(space))
         # Placed in an order that all environments have in common, read in the space's own.
-        in_order = sorted(paths, key=lambda path: [*map(repr, path[0])])
-        columns: dict[Any, Any] = {path: column_of(leaf, rows, place) for path, leaf in in_order}
-        self._columns = [columns[path] for path, _ in paths]
+        placed = {key: column_of(entries[key], rows, place) for key in sorted(entries, key=repr)}
+        self._columns = {key: placed[key] for key in entries}
+        nested = [column.leaves if isinstance(column, TreeColumn) else [column] for column in self._columns.values()]
+        self.leaves: list[ArrayColumn | NumberColumn] = [*chain.from_iterable(nested)]
+        self._build_rows = rows_builder(space)
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
-        for column in self._columns:
+        for column in self._columns.values():
             column.bind(buffer, starts)
-        self.array = self._build_rows([[column.array for column in self._columns]])[0]
+        self.array: Any = self._build_rows([[leaf.array for leaf in self.leaves]])[0]
 
     def write(self, record: int, row: int, value: Any) -> None:
-        for column, (part,) in zip(self._columns, split(self._space, [value])):
-            column.write(record, row, part)
+        check_same_form(self._space, [value])
+        for key, column in self._columns.items():
+            column.write(record, row, value[key])
 
     def write_span(self, start: int, stop: int, values: Sequence[Any]) -> None:
-        for column, parts in zip(self._columns, split(self._space, values)):
-            column.write_span(start, stop, parts)
+        check_same_form(self._space, values)
+        for key, column in self._columns.items():
+            column.write_span(start, stop, [value[key] for value in values])
 
     def write_stacked(self, row: int | slice, values: Any) -> None:
-        for column, (part,) in zip(self._columns, split(self._space, [values], check_form)):
-            column.write_stacked(row, part)
+        check_form(self._space, [values])
+        for key, column in self._columns.items():
+            column.write_stacked(row, values[key])
 
     def read_span(self, start: int, stop: int, copy: bool) -> list[Any]:
-        if not self._columns:
+        if not self.leaves:
             return self._build_rows([()] * (self._rows * (stop - start)))
-        return self._build_rows(zip(*[column.read_span(start, stop, copy) for column in self._columns]))
+        return self._build_rows(zip(*[leaf.read_span(start, stop, copy) for leaf in self.leaves]))
 
 
 Column: TypeAlias = ArrayColumn | NumberColumn | TreeColumn
@@ -235,7 +239,7 @@ Column: TypeAlias = ArrayColumn | NumberColumn | TreeColumn
 
 def column_of(space: Space[Any], rows: int, place: Place) -> Column:
     """The column for the values of so many agents with this space."""
-    if type(space) in (spaces.Dict, spaces.Tuple):
+    if type(space) is spaces.Dict or type(space) is spaces.Tuple:
         return TreeColumn(rows, space, place)
     if isinstance(space, spaces.Discrete):
         return NumberColumn(rows, place)

@@ -584,7 +584,7 @@ class NativeArrays(ArrayView):
         new = self._arrays(received)
         parts = {name: tree_map(placed, getattr(last, name), getattr(new, name)) for name in _KEPT}
         parts |= {name: alone(getattr(last, name), getattr(new, name)) for name in _OF_THE_STEP}
-        self._latest = new._replace(**parts, together=False)
+        self._latest = new._replace(**parts, shared_flags=False)
         return self._latest
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
@@ -602,7 +602,7 @@ class NativeArrays(ArrayView):
             observations, received.rewards.astype(np.float64), received.terminations, received.truncations,
             received.terminated, received.truncated, present, self._pool.marks["acting"].copy(),
             InfoColumns(received, self.agents), present,
-            present, present, together=len(self.agents) == 1 and received.present is None,
+            present, present, shared_flags=len(self.agents) == 1 and received.present is None,
         )  # fmt: skip
 
 

@@ -331,7 +331,7 @@ class TransitionRecords:
             self._build(*rewards),
             flags.copy(),
             flags.copy(),
-            self._empty_infos() if extras is None else extras["infos"],
+            extras["infos"] if extras else self._empty_infos(),
         )
         return dicts, self.agents, self.agents, False
 

@@ -6,7 +6,7 @@ its space. `builder` compiles functions that make dicts of fixed keys quickly. S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import starmap
 from typing import Any
 
@@ -21,7 +21,7 @@ _SEQUENCES = (list, tuple)
 
 
 class Mismatch(ValueError):
-    """A value that is not what its space declares; the text says what was expected and what came.
+    """A value that is not what its space declares; the text names what was expected, and the value.
 
     Attributes:
         path: The keys of the part within its tree, as `['eyes'][1]`; empty for the whole value.
@@ -46,7 +46,7 @@ def tree_map(
         function: Takes one leaf of each tree.
         tree: Dicts, lists and tuples of leaves; or a space, whose leaves are those of `leaves`.
         others: Trees of the same form.
-        form: Called with each dict or tuple of `tree` and the parts of the others there; raises where the form differs.
+        form: Called with each dict or tuple of `tree` and the parts of the others there; raises if the form differs.
 
     Returns:
         A tree of the same form: dicts for `spaces.Dict`, tuples for `spaces.Tuple`. None stays None.
@@ -78,7 +78,7 @@ def tree_map(
 
 
 def check_form(tree: Any, others: Iterable[Any], remark: str = "") -> None:
-    """Raise `Mismatch` where one has other keys or another length than `tree`; a list may stand for a tuple."""
+    """Raise `Mismatch` if one has other keys or another length than `tree`; a list may stand for a tuple."""
     for other in others:
         if isinstance(tree, dict):
             if not isinstance(other, Mapping) or other.keys() != tree.keys():
@@ -88,7 +88,7 @@ def check_form(tree: Any, others: Iterable[Any], remark: str = "") -> None:
             raise Mismatch(f"expected a tuple of {len(tree)}{remark}, got {other!r:.200}")
 
 
-def _check_same_form(tree: Any, values: Iterable[Any]) -> None:
+def check_same_form(tree: Any, values: Iterable[Any]) -> None:
     """Check that a reader would rebuild the same dicts and tuples from the leaves; raises `DoesNotFit`."""
     if isinstance(tree, dict):
         keys = tree.keys()
@@ -97,25 +97,6 @@ def _check_same_form(tree: Any, values: Iterable[Any]) -> None:
                 raise DoesNotFit
     elif any(type(value) is not tuple or len(value) != len(tree) for value in values):
         raise DoesNotFit
-
-
-def split(
-    space: Space[Any], values: Sequence[Any], form: Callable[[Any, Sequence[Any]], None] = _check_same_form
-) -> list[Sequence[Any]]:
-    """The parts of all values, in one list for each leaf of their space; `form` raises where a value is not of it."""
-    # As `tree_map`, whose calls would take most of the time of writing a record.
-    if type(space) is not spaces.Dict and type(space) is not spaces.Tuple:
-        return [values]
-    tree: Any = space.spaces
-    form(tree, values)
-    columns: list[Sequence[Any]] = []
-    for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        parts = [value[key] for value in values]
-        if type(child) in _FIXED_SIZE:
-            columns.append(parts)
-        else:
-            columns += split(child, parts, form)
-    return columns
 
 
 def leaves(space: Space[Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Space[Any]]]:
@@ -133,7 +114,7 @@ def fits_block(space: Space[Any]) -> bool:
 
 
 def unfit_leaf(space: Space[Any]) -> str:
-    """The first part of a space whose values have no fixed size, with its path; empty if there is none."""
+    """The first leaf of a space whose values have no fixed size, with its path; empty if there is none."""
     for path, leaf in leaves(space):
         if type(leaf) not in _FIXED_SIZE:
             return f"{''.join(f'[{key!r}]' for key in path)}, {leaf}" if path else str(leaf)
@@ -141,7 +122,7 @@ def unfit_leaf(space: Space[Any]) -> str:
 
 
 _MOST_LEAVES = 256
-"""Trees with more leaves are built without compiled code: compiling takes time quadratic in their number."""
+"""Trees with more leaves are built without compiled code: the time to compile grows with the square of their number."""
 
 
 def builder(tree: Any) -> Callable[..., Any]:
@@ -272,7 +253,7 @@ def is_vector(reward: Any) -> bool:
 
 
 def copied(tree: Any) -> Any:
-    """The same in arrays of one's own; what is no array stays what it is."""
+    """A tree with copies of its arrays; other leaves stay."""
     return tree_map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
 
 

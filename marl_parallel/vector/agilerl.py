@@ -146,7 +146,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def _receive(self, timeout: float | None) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
         arrays = self._stepper.receive(timeout)
         flagged, flags = arrays.flagged, (arrays.terminations, arrays.truncations)
-        if not arrays.quiet:
+        if not arrays.plain:
             flagged = flagged | took_part(arrays, self.agents, same_step=True)
             flags = with_env_flags(arrays, flagged)
         return (

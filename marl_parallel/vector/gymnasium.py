@@ -211,7 +211,7 @@ class GymnasiumVectorEnv(ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, An
     def _results(self, arrays: Arrays) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         rows = self._rows
         flags = rows.of(arrays.terminations), rows.of(arrays.truncations)
-        if not arrays.together or rows.any_dead:
+        if not arrays.shared_flags or rows.any_dead:
             were_dead = rows.dead if rows.any_dead else None
             flags = rows.flags(arrays)
             if were_dead is not None:

@@ -169,7 +169,7 @@ class PettingZooVecEnv(ForwardedCalls):
     def _results(self, arrays: Arrays) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]:
         self._present, self._acting = arrays.present, arrays.acting
         flags = arrays.terminations, arrays.truncations
-        if not arrays.together and np.count_nonzero(
+        if not arrays.shared_flags and np.count_nonzero(
             (arrays.terminated | arrays.truncated)[:, None] > (arrays.terminations | arrays.truncations)
         ):
             same_step = self._runner.mode is AutoresetMode.SAME_STEP
