@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -22,7 +20,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.columns import AgentColumns, Column, write_stacked
+from marl_parallel.core.columns import write_stacked
 from marl_parallel.core.records import BITS
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, copied, is_vector, tree_map
@@ -99,6 +97,20 @@ Actions: TypeAlias = Mapping[Any, Any] | list[Stacked]
 environment; or of several agents at a time. Those of `Discrete` spaces reach simulators as int64."""
 
 
+def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:
+    """The actions of the agents that act; `TypeError` unless `actions` is a dict, `ValueError` if one is missing."""
+    if not isinstance(actions, Mapping):
+        kind = type(actions).__name__
+        raise TypeError(f"environment {env_id}: expected a dict of actions keyed by agent, got {kind}")
+    for agent in acting:
+        if agent not in actions:
+            raise ValueError(
+                f"environment {env_id}: no action for agent {agent!r}; expected one for each of {[*acting]}, "
+                f"got actions of {[*actions]}"
+            )
+    return {agent: actions[agent] for agent in acting}
+
+
 class ArrayView(ABC):
     """Reads and writes a batch as arrays; its schema names all agents, and a space for each of them.
 
@@ -160,12 +172,7 @@ class ArrayView(ABC):
         actions: Mapping[AgentID, Any], acting: Sequence[Sequence[AgentID]], env_ids: Sequence[int]
     ) -> None:
         for env_id in env_ids:
-            for agent in acting[env_id]:
-                if agent not in actions:
-                    raise ValueError(
-                        f"environment {env_id}: no action for agent {agent!r}; expected one for each of "
-                        f"{acting[env_id]}, got actions of {[*actions]}"
-                    )
+            of_acting(env_id, actions, acting[env_id])
 
 
 _ONLY_INFOS = {"infos", "reset_infos"}
@@ -191,7 +198,7 @@ class ArrayBatch(ArrayView):
         # Of environments that were read from dicts: their last observations, and which agents were present.
         self._from_dicts: dict[int, tuple[Mapping[Any, Any], NDArray[np.bool_]]] = {}
         self._reward_spaces = {a: schema.reward_spaces[a] for a in self.agents if a in schema.reward_spaces}
-        self._places_of = functools.lru_cache(8)(functools.partial(_places_of, layout.actions))
+        self._slices_of = functools.lru_cache(8)(layout.actions.slices_of)
 
     # -- actions ---------------------------------------------------------------------------------------------------
 
@@ -203,9 +210,9 @@ class ArrayBatch(ArrayView):
         ids = batch.env_ids if env_ids is None else env_ids
         try:
             if isinstance(actions, list):
-                places = self._places_of(tuple(tuple(of.agents) for of in actions)) if self._actions_in_block else None
-                if places is not None:
-                    for (agents, values), (column, rows) in zip(actions, places):
+                slices = self._slices_of(tuple(tuple(of.agents) for of in actions)) if self._actions_in_block else None
+                if slices is not None:
+                    for (agents, values), (column, rows) in zip(actions, slices):
                         write_stacked(column, rows, values, agents)
                     batch.actions.mark_present(acting)
                     return {}
@@ -421,11 +428,3 @@ class ArrayBatch(ArrayView):
                 "so that arrays have no row for it"
             )
         return agent
-
-
-def _places_of(actions: AgentColumns, together: tuple[tuple[AgentID, ...], ...]) -> list[tuple[Column, slice]] | None:
-    """Where actions that come together are in the block; None unless they are those of all agents, in slices."""
-    if Counter(chain.from_iterable(together)) != Counter(actions.agents):
-        return None
-    places = [actions.rows_of(agents) for agents in together]
-    return [place for place in places if place is not None] if None not in places else None

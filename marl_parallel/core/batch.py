@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import mask_of, own_mask
 from marl_parallel.adapters import AgentID, Rules
-from marl_parallel.core.arrays import ArrayBatch
+from marl_parallel.core.arrays import ArrayBatch, of_acting
 from marl_parallel.core.columns import Layout, span_of
 from marl_parallel.core.episode import needs_actions
 from marl_parallel.core.pickling import dumps_for_workers
@@ -278,17 +278,3 @@ class Batch:
         """The global states, stacked: from the block, or from those that travelled pickled, by environment."""
         column = self.layout.state
         return np.stack([pickled[env_id] if column is None else column.records[env_id][0] for env_id in env_ids])
-
-
-def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:
-    """The actions of the agents that act; `TypeError` unless `actions` is a dict, `ValueError` if one is missing."""
-    if not isinstance(actions, Mapping):
-        kind = type(actions).__name__
-        raise TypeError(f"environment {env_id}: expected a dict of actions keyed by agent, got {kind}")
-    for agent in acting:
-        if agent not in actions:
-            raise ValueError(
-                f"environment {env_id}: no action for agent {agent!r}; expected one for each of {[*acting]}, "
-                f"got {[*actions]}"
-            )
-    return {agent: actions[agent] for agent in acting}

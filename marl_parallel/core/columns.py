@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -63,7 +64,7 @@ def over_records(buffer: Any, starts: Sequence[int], offset: int, dtype: Any, sh
 
 
 def span_of(env_ids: Sequence[int]) -> range | None:
-    """The same environments as a range, where they are neighbours in ascending order; else None."""
+    """The same environments as a range; None unless they are neighbours in ascending order."""
     span = range(env_ids[0], env_ids[0] + len(env_ids)) if env_ids else None
     return span if span is None or [*span] == [*env_ids] else None
 
@@ -78,7 +79,7 @@ class ArrayColumn:
         self.rows, self.dtype, self.shape = rows, dtype, shape
         self.offset = place(rows * dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
         self._lengths = [shape[0] if shape else 0] * rows
-        # What `as_array` does with numbers of another dtype; integers want a look at each.
+        # As `as_array` casts numbers of another dtype; it compares each integer.
         self._casting: Literal["same_kind", "equiv"] = "same_kind" if dtype.kind in "fc" else "equiv"
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
@@ -90,7 +91,7 @@ class ArrayColumn:
         self._rows = [view[row, ...] for view in self.records for row in range(self.rows)]
 
     def write(self, record: int, row: int, value: Any) -> None:
-        """Write one value; raises `Mismatch` where it is no such array, `DoesNotFit` where it is None."""
+        """Write one value; raises `Mismatch` if it is no such array, `DoesNotFit` if it is None."""
         if value is None:
             raise DoesNotFit
         self._rows[record * self.rows + row][...] = as_array(value, self.dtype, self.shape)
@@ -109,7 +110,7 @@ class ArrayColumn:
                     self.array[start:stop] = end_to_end.reshape(stop - start, self.rows, *self.shape)
                     return
         except (TypeError, ValueError):
-            pass  # not arrays, or of a dtype that needs a look: one by one, which converts or says which is wrong
+            pass  # not arrays, or of another dtype: one by one, which converts, or tells which is wrong
         for place, value in enumerate(values):
             self.write(start + place // self.rows, place % self.rows, value)
 
@@ -147,7 +148,7 @@ class NumberColumn:
         self._tags = over_records(buffer, starts, self.offset + 8 * self.rows, np.uint8, (self.rows,))
 
     def write(self, record: int, row: int, value: Any) -> None:
-        """Write one value; raises `DoesNotFit` where it has another type or more than 64 bits."""
+        """Write one value; raises `DoesNotFit` if it has another type or more than 64 bits."""
         try:
             tag = _NUMBER_TAGS[type(value)]
             self.array[record, row] = value
@@ -350,13 +351,18 @@ class AgentColumns:
                 if agent in values:
                     write_stacked(column, row, values[agent], [agent])
 
-    def rows_of(self, agents: Sequence[AgentID]) -> tuple[Column, slice] | None:
-        """The column of these of `agents` and their rows, at equal distances; None if there is no such slice."""
-        places = [self._places[agent] for agent in agents if agent in self._places]
-        rows = evenly_spaced([row for _, row in places])
-        if rows is None or len(places) < len(agents) or any(column is not places[0][0] for column, _ in places):
+    def slices_of(self, together: Sequence[Sequence[AgentID]]) -> list[tuple[Column, slice]] | None:
+        """The columns and rows of agents that come together; None unless they are all `agents`, and each lot a slice."""
+        if Counter(chain.from_iterable(together)) != Counter(self.agents):
             return None
-        return places[0][0], rows
+        slices = []
+        for agents in together:
+            columns, rows = zip(*[self._places[agent] for agent in agents])
+            of_rows = evenly_spaced(rows)
+            if of_rows is None or any(column is not columns[0] for column in columns):
+                return None
+            slices.append((columns[0], of_rows))
+        return slices
 
 
 def write_stacked(column: Column, row: int | slice, values: Any, agents: Sequence[AgentID]) -> None:
@@ -369,7 +375,7 @@ def write_stacked(column: Column, row: int | slice, values: Any, agents: Sequenc
 
 
 def evenly_spaced(rows: Sequence[int]) -> slice | None:
-    """The slice that takes just these rows in this order, as of 1:6:2 for 1, 3, 5; None where there is none."""
+    """The slice with these rows in this order, such as 1:6:2 for 1, 3, 5; None if there is none."""
     step = rows[1] - rows[0] if len(rows) > 1 else 1
     if not rows or step < 1 or [*rows] != [*range(rows[0], rows[-1] + 1, step)]:
         return None

@@ -34,8 +34,7 @@ from marl_parallel.action_masks import own_mask
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.arrays import Actions, Arrays, ArrayView
-from marl_parallel.core.batch import of_acting
+from marl_parallel.core.arrays import Actions, Arrays, ArrayView, of_acting
 from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool import Results
