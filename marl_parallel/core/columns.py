@@ -352,7 +352,7 @@ class AgentColumns:
                     write_stacked(column, row, values[agent], [agent])
 
     def slices_of(self, together: Sequence[Sequence[AgentID]]) -> list[tuple[Column, slice]] | None:
-        """The columns and rows of agents that come together; None unless they are all `agents`, and each lot a slice."""
+        """The columns and rows of agents that come together; None unless these are all `agents`, each lot a slice."""
         if Counter(chain.from_iterable(together)) != Counter(self.agents):
             return None
         slices = []
