@@ -44,8 +44,8 @@ class Arrays(NamedTuple):
         observations: For each group, what its agents see: arrays `(num_envs, agents of the group, ...)`, in the form of
             the space (dicts and tuples of them). Values without a fixed form are an array of objects. Absent rows are
             zeros, or None.
-        rewards: `(num_envs, n)`, float64; 0.0 where there is none.
-        terminations: `(num_envs, n)`, bool; False where there is none.
+        rewards: `(num_envs, n)`, float64; 0.0 if there is none.
+        terminations: `(num_envs, n)`, bool; False if there is none.
         truncations: Likewise.
         terminated: `(num_envs,)`, bool: `terminateds["__all__"]`.
         truncated: Likewise.
@@ -148,7 +148,7 @@ class ArrayView(ABC):
 
     @abstractmethod
     def last(self) -> Arrays:
-        """The last observations of all environments, and who is present and acts; for `read_some`, before a step."""
+        """The last observations, and which agents are present and act; for `read_some`, before a step."""
 
     @abstractmethod
     def read_some(self, env_ids: Sequence[int], extras: Any, last: Arrays) -> Arrays:

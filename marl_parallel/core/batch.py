@@ -199,7 +199,7 @@ class Batch:
     def last_known(
         self, slot: Slot, extras: Any, *, partially_written: bool
     ) -> tuple[dict[AgentID, Any], list[AgentID]]:
-        """The last observations in one environment, in memory of their own, and who is alive.
+        """The last observations in one environment, in memory of their own, and the agents alive.
 
         They are zeros if the record was only `partially_written` when the worker died.
         """

@@ -1,4 +1,4 @@
-"""Where everything lies in the block of shared memory, and the values of agents in it.
+"""The layout of the block of shared memory, and the values of agents in it.
 
 Each environment has one record, contiguous and starting on a cache line:
 
@@ -133,7 +133,7 @@ _NUMBER_TAGS = {t: tag for tag, t in enumerate(NUMBER_TYPES)}
 
 
 class NumberColumn:
-    """Discrete values: 64-bit integers, `array`, then a tag each that says which type the number had."""
+    """Discrete values: 64-bit integers, `array`, then one tag each for the type of the number."""
 
     def __init__(self, rows: int, place: Place) -> None:
         self.rows = rows
@@ -306,7 +306,7 @@ class AgentColumns:
         """Write what fits; returns the agents whose value was written, and the other values, cast to their space.
 
         Raises:
-            Mismatch: A value is not what its space declares; the text says whose, and `what` it is.
+            Mismatch: A value is not what its space declares; the text names the agent, and `what` it is.
         """
         names = [*values]
         if names and names == self.agents:
@@ -390,7 +390,7 @@ def _aligned(offset: int, alignment: int) -> int:
 
 
 class Layout:
-    """Where everything lies, for a number of environments with one schema.
+    """The offsets of everything, for a number of environments with one schema.
 
     Without `arrays`, every agent is left out, so that all values travel pickled.
 
@@ -399,8 +399,8 @@ class Layout:
         agents: The agents with a place in the headers.
         action_header, transition_header: Offsets of the headers in a record; see `records.py`.
         step_end: Offset in a record after what every step writes; final observations and state follow.
-        rewards: Columns of the agents whose rewards are vectors; those that are numbers lie in the header.
-        state: The global state; None where there is none, or where it travels pickled.
+        rewards: Columns of the agents whose rewards are vectors; rewards that are numbers lie in the header.
+        state: The global state; None if there is none, or if it travels pickled.
     """
 
     def __init__(self, schema: Schema, num_records: int, *, arrays: bool = True) -> None:

@@ -431,7 +431,7 @@ class RecordSlices:
         self._records[_rows(env_ids), start : start + slices.shape[1]] = slices
 
     def places(self, env_ids: range) -> tuple[int, int]:
-        """Where the whole records of neighbours begin and end in a block, in bytes."""
+        """The first and last offset of neighbouring records in a block, in bytes."""
         return env_ids.start * self._layout.stride, env_ids.stop * self._layout.stride
 
     def put_records(self, env_ids: Sequence[int], records: bytes) -> None:

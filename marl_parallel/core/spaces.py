@@ -215,7 +215,7 @@ def conform(space: Space[Any], value: Any, *, strict: bool = False) -> Any:
 
 
 def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Turn a value into an array of exactly this dtype and shape; raises `Mismatch` where that would change numbers."""
+    """Turn a value into an array of exactly this dtype and shape; raises `Mismatch` if that would change numbers."""
     try:
         array = np.asarray(value)
     except Exception as error:  # whatever its `__array__` raises

@@ -95,7 +95,7 @@ _WITHOUT_REFERENCES = 2  # a version of the format: what is equal always marshal
 
 
 def reward_tag(rewards: Collection[Any]) -> int | None:
-    """The tag of the one type that all these numbers have; None where a double would not hold them exactly."""
+    """The tag of the one type that all these numbers have; None if a double would not hold them exactly."""
     kinds = {*map(type, rewards)}
     tag = _REWARD_TAGS.get(kinds.pop()) if len(kinds) == 1 else None
     if tag is None or tag < len(FLOATS):
@@ -196,7 +196,7 @@ def _copied(values: Values, memo: dict[int, Any]) -> Values:
         try:
             copied: Values = loads(dumps(values))
             return copied
-        except Exception:  # sending it raises an error that says what does not pickle
+        except Exception:  # sending it raises an error that names what does not pickle
             return values
 
 
