@@ -266,8 +266,8 @@ class TransitionRecords:
         if reset_infos and not are_empty(reset_infos.values()):
             extras["reset_infos"] = reset_infos
         code = (INFOS if extras else 0) | (FINAL if final is not None else 0)
-        rest = tags, *codes, bytes([bits | common for bits in presence[:n]])
-        self._struct.pack_into(self._buffer, self._headers[record], code, *numbers, *rest)
+        bits = bytes([own | common for own in presence[:n]])
+        self._struct.pack_into(self._buffer, self._headers[record], code, *numbers, tags, *codes, bits)
         return extras or None
 
     # -- reading -------------------------------------------------------------------------------------------------------

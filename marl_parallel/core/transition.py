@@ -139,15 +139,17 @@ class PlainForm:
         keys, empty = self._forms.get(count, (None, b""))
         if [*observations, *rewards, *terminateds, *truncateds] != keys or count != len(truncateds):
             return 0
-        flags = [*terminateds.values(), *truncateds.values()]
         try:
             # Marshalling is the quickest way to compare type and value of many things; nothing large gets there.
-            if not any(infos.values()) and empty == marshal.dumps((*flags, *infos.values()), _WITHOUT_REFERENCES):
+            if not any(infos.values()) and empty == marshal.dumps(
+                (*terminateds.values(), *truncateds.values(), *infos.values()), _WITHOUT_REFERENCES
+            ):
                 code = self._codes.get((*map(type, rewards.values()),))
                 if code is not None and [*infos] == agents:
                     return code
         except Exception:  # arrays and the like: they do not marshal, or have no truth value
             pass
+        flags = [*terminateds.values(), *truncateds.values()]
         if count > len(agents) and (flags.pop() is not False or flags.pop(count - 1) is not False):
             return 0
         kinds = {*map(type, flags)}
