@@ -42,7 +42,7 @@ from marl_parallel.backends.ray_worker import ProcessInfo, RayNodeMonitor, RayWo
 from marl_parallel.core.backend import Backend, usable_cpus
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Message, Reply, Request
-from marl_parallel.core.records import WITH_ACTIONS, Parcels
+from marl_parallel.core.records import WITH_ACTIONS, RecordSlices
 from marl_parallel.core.reports import logger
 from marl_parallel.core.worker_status import WorkerStatus
 from marl_parallel.types import ParallelEnvError
@@ -161,7 +161,7 @@ class RayBackend(Backend):
         self._disconnect: weakref.finalize[..., Any] | None = None
         self._group: PlacementGroup | None = None
         self._actors: list[Actor] = []
-        self._slices: Parcels | None = None
+        self._slices: RecordSlices | None = None
         self._lost: list[tuple[int, Reply | Lost]] = []
         self._interrupted = False
         self._token = secrets.token_hex(8)
@@ -224,7 +224,7 @@ class RayBackend(Backend):
 
     def allocate(self, layout: Layout) -> Any:
         block = mmap.mmap(-1, layout.nbytes)
-        self._slices = Parcels(layout, block)
+        self._slices = RecordSlices(layout, block)
         return block
 
     # -- requests and replies --------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from marl_parallel.backends.descendants import CrashFile
 from marl_parallel.backends.memory import anonymous_file
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Reply
-from marl_parallel.core.records import WITH_RESULTS, Parcels
+from marl_parallel.core.records import WITH_RESULTS, RecordSlices
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -110,7 +110,7 @@ class RayWorker:
         self._share = share
         self._files = Files(*(anonymous_file(f"marl_parallel-{name}") for name in Files._fields))
         self._status = _mapped(self._files.status, WorkerStatus.NBYTES)
-        self._slices: Parcels | None = None
+        self._slices: RecordSlices | None = None
         self._worker = Worker(WorkerStatus(self._status), self._attach, own_process=True)
         self._marker = os.environ[descendants.MARKER] = descendants.marker_value(token, os.getpid())
         descendants.report_to(self._files.crash)
@@ -125,7 +125,7 @@ class RayWorker:
         return ProcessInfo(node, time.monotonic(), os.getpid(), self._marker, self._files)
 
     def execute(self, order: bytes) -> Packed:
-        """Execute an order: its number, a request, slices of actions or None, whether it is the request's first part.
+        """Execute an order: its number, a request, its actions or None, and whether it is the request's first part.
 
         The order is pickled, since Ray itself takes several times as long.
         """
@@ -148,7 +148,7 @@ class RayWorker:
 
     def _attach(self, layout: Layout) -> Any:
         block = _mapped(self._files.block, layout.nbytes)
-        self._slices = Parcels(layout, block)
+        self._slices = RecordSlices(layout, block)
         return block
 
 

@@ -1,4 +1,4 @@
-"""Where everything lies in the block of shared memory, and the values of agents in it.
+"""The layout of the block of shared memory, and the values of agents in it.
 
 Each environment has one record, contiguous and starting on a cache line:
 
@@ -7,8 +7,8 @@ Each environment has one record, contiguous and starting on a cache line:
 
 A `Layout` follows from a `Schema` and the number of environments alone, so that workers and parent lay out the same
 block without exchanging offsets. `AgentColumns` are the values of all agents, such as their observations. Agents with
-equal spaces form a `Group`. A group has one column for each leaf of its space, with the values of all its agents side
-by side, so that they are written with one call and read as one array. Headers are described in `records.py`.
+equal spaces form a `Group`, whose values lie side by side in one column, so that they are written with one call and
+read as one array. Headers are described in `records.py`.
 
 A span is the records from `start` to `stop`; its values are those of all agents (or rows) of the first record, then
 those of the second, and so on. `row` is an agent's place in its group.
@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -30,18 +31,16 @@ from numpy.typing import NDArray
 from marl_parallel.adapters.protocol import AgentID, Schema
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import (
-    ARRAY_SPACES,
     DoesNotFit,
     Mismatch,
     as_array,
     check_form,
+    check_same_form,
     conform,
     copied,
     fits_block,
-    leaves,
     numbers_of,
     rows_builder,
-    split,
 )
 
 RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
@@ -65,12 +64,12 @@ def over_records(buffer: Any, starts: Sequence[int], offset: int, dtype: Any, sh
 
 
 def span_of(env_ids: Sequence[int]) -> range | None:
-    """The same environments as a range, where they are neighbours in ascending order; else None."""
+    """The same environments as a range; None unless they are neighbours in ascending order."""
     span = range(env_ids[0], env_ids[0] + len(env_ids)) if env_ids else None
     return span if span is None or [*span] == [*env_ids] else None
 
 
-# -- columns: the values of one leaf of a space. Both kinds have the same methods --------------------------------------
+# -- columns: the values of agents with equal spaces. All kinds have the same methods ----------------------------------
 
 
 class ArrayColumn:
@@ -80,7 +79,7 @@ class ArrayColumn:
         self.rows, self.dtype, self.shape = rows, dtype, shape
         self.offset = place(rows * dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
         self._lengths = [shape[0] if shape else 0] * rows
-        # What `as_array` does with numbers of another dtype; integers want a look at each.
+        # As `as_array` casts numbers of another dtype; it compares each integer.
         self._casting: Literal["same_kind", "equiv"] = "same_kind" if dtype.kind in "fc" else "equiv"
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
@@ -92,7 +91,7 @@ class ArrayColumn:
         self._rows = [view[row, ...] for view in self.records for row in range(self.rows)]
 
     def write(self, record: int, row: int, value: Any) -> None:
-        """Write one value; raises `Mismatch` where it is no such array, `DoesNotFit` where it is None."""
+        """Write one value; raises `Mismatch` if it is no such array, `DoesNotFit` if it is None."""
         if value is None:
             raise DoesNotFit
         self._rows[record * self.rows + row][...] = as_array(value, self.dtype, self.shape)
@@ -111,7 +110,7 @@ class ArrayColumn:
                     self.array[start:stop] = end_to_end.reshape(stop - start, self.rows, *self.shape)
                     return
         except (TypeError, ValueError):
-            pass  # not arrays, or of a dtype that needs a look: one by one, which converts or says which is wrong
+            pass  # not arrays, or of another dtype: one by one, which converts, or tells which is wrong
         for place, value in enumerate(values):
             self.write(start + place // self.rows, place % self.rows, value)
 
@@ -134,7 +133,7 @@ _NUMBER_TAGS = {t: tag for tag, t in enumerate(NUMBER_TYPES)}
 
 
 class NumberColumn:
-    """Discrete values: 64-bit integers, `array`, then a tag each that says which type the number had."""
+    """Discrete values: 64-bit integers, `array`, then one tag each for the type of the number."""
 
     def __init__(self, rows: int, place: Place) -> None:
         self.rows = rows
@@ -149,7 +148,7 @@ class NumberColumn:
         self._tags = over_records(buffer, starts, self.offset + 8 * self.rows, np.uint8, (self.rows,))
 
     def write(self, record: int, row: int, value: Any) -> None:
-        """Write one value; raises `DoesNotFit` where it has another type or more than 64 bits."""
+        """Write one value; raises `DoesNotFit` if it has another type or more than 64 bits."""
         try:
             tag = _NUMBER_TAGS[type(value)]
             self.array[record, row] = value
@@ -197,61 +196,66 @@ class NumberColumn:
         return [NUMBER_TYPES[tag](value) for value, tag in zip(values, tags)]
 
 
-Column: TypeAlias = ArrayColumn | NumberColumn
+class TreeColumn:
+    """Dicts or tuples: a column for each entry of their space; `array` has their arrays in the same form."""
 
-
-# -- the values of agents ----------------------------------------------------------------------------------------------
-
-
-class Group:
-    """Agents with equal spaces, by their positions, and the columns of the leaves of their space."""
-
-    def __init__(self, space: Space[Any], positions: list[int], place: Place) -> None:
-        self.space, self.positions = space, positions
-        parts = [*leaves(space)]
+    def __init__(self, rows: int, space: Any, place: Place) -> None:
+        self._rows, self._space = rows, space.spaces
+        entries: dict[Any, Space[Any]] = dict(space.items() if type(space) is spaces.Dict else enumerate(space))
         # Placed in an order that all environments have in common, read in the space's own.
-        columns: dict[Any, Column] = {}
-        for path, leaf in sorted(parts, key=lambda part: [*map(repr, part[0])]):
-            if isinstance(leaf, spaces.Discrete):
-                columns[path] = NumberColumn(len(positions), place)
-            else:
-                assert leaf.shape is not None
-                columns[path] = ArrayColumn(len(positions), np.dtype(leaf.dtype), leaf.shape, place)
-        self.columns = [columns[path] for path, _ in parts]
+        placed = {key: column_of(entries[key], rows, place) for key in sorted(entries, key=repr)}
+        self._columns = {key: placed[key] for key in entries}
+        nested = [column.leaves if isinstance(column, TreeColumn) else [column] for column in self._columns.values()]
+        self.leaves: list[ArrayColumn | NumberColumn] = [*chain.from_iterable(nested)]
         self._build_rows = rows_builder(space)
 
+    def bind(self, buffer: Any, starts: Sequence[int]) -> None:
+        for column in self._columns.values():
+            column.bind(buffer, starts)
+        self.array: Any = self._build_rows([[leaf.array for leaf in self.leaves]])[0]
+
     def write(self, record: int, row: int, value: Any) -> None:
-        """Write the value of one agent; raises `DoesNotFit` or `Mismatch`."""
-        for column, (part,) in zip(self.columns, split(self.space, [value])):
-            column.write(record, row, part)
+        check_same_form(self._space, [value])
+        for key, column in self._columns.items():
+            column.write(record, row, value[key])
 
-    def write_span(self, start: int, stop: int, values: list[Any]) -> None:
-        """Write the values of a span; raises as `write` does, when some may have been written."""
-        for column, parts in zip(self.columns, split(self.space, values)):
-            column.write_span(start, stop, parts)
+    def write_span(self, start: int, stop: int, values: Sequence[Any]) -> None:
+        check_same_form(self._space, values)
+        for key, column in self._columns.items():
+            column.write_span(start, stop, [value[key] for value in values])
 
-    def write_stacked(self, row: int | slice, values: Any, agents: Sequence[AgentID]) -> None:
-        """Write actions of one or several rows in all records; `Mismatch` when some may have been written."""
-        try:
-            for column, (part,) in zip(self.columns, split(self.space, [values], check_form)):
-                column.write_stacked(row, part)
-        except Mismatch as error:
-            whose = f"agent {agents[0]!r}" if isinstance(row, int) else f"agents {[*agents]}"
-            raise Mismatch(f"the actions of {whose}: {error}") from error
+    def write_stacked(self, row: int | slice, values: Any) -> None:
+        check_form(self._space, [values])
+        for key, column in self._columns.items():
+            column.write_stacked(row, values[key])
 
     def read_span(self, start: int, stop: int, copy: bool) -> list[Any]:
-        """The values of a span; arrays are views of the block unless `copy`."""
-        if not self.columns:
-            return self._build_rows([()] * (len(self.positions) * (stop - start)))
-        return self._build_rows(zip(*[column.read_span(start, stop, copy) for column in self.columns]))
+        if not self.leaves:
+            return self._build_rows([()] * (self._rows * (stop - start)))
+        return self._build_rows(zip(*[leaf.read_span(start, stop, copy) for leaf in self.leaves]))
 
-    def copied(self, out: Any) -> Any:
-        """All values, in arrays `(records, agents, ...)` in the form of the space; written to `out` unless None."""
-        if out is None:
-            return self._build_rows([[column.array.copy() for column in self.columns]])[0]
-        for column, (array,) in zip(self.columns, split(self.space, [out])):
-            np.copyto(array, column.array)
-        return out
+
+Column: TypeAlias = ArrayColumn | NumberColumn | TreeColumn
+
+
+def column_of(space: Space[Any], rows: int, place: Place) -> Column:
+    """The column for the values of so many agents with this space."""
+    if type(space) is spaces.Dict or type(space) is spaces.Tuple:
+        return TreeColumn(rows, space, place)
+    if isinstance(space, spaces.Discrete):
+        return NumberColumn(rows, place)
+    assert space.shape is not None
+    return ArrayColumn(rows, np.dtype(space.dtype), space.shape, place)
+
+
+# -- the values of all agents ------------------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Agents with equal spaces, by their positions, and the column of their values."""
+
+    column: Column
+    positions: list[int]
 
 
 class AgentColumns:
@@ -259,8 +263,8 @@ class AgentColumns:
 
     Attributes:
         agents: Those agents, in the order of `possible_agents`.
-        write_span: Writes the values of a span. Raises `DoesNotFit` or `Mismatch` where a value needs a look of its
-            own; some may have been written.
+        write_span: Writes the values of a span. Raises `DoesNotFit` or `Mismatch` if one has to be written alone, which
+            tells which and why; some may have been written.
         read_span: Reads the values of a span; takes `start`, `stop`, and whether arrays are copied.
     """
 
@@ -273,61 +277,59 @@ class AgentColumns:
     ) -> None:
         self._declared, self._cast = declared, cast
         self.agents = [agent for agent in agents if agent in declared and fits_block(declared[agent])]
-        self.groups = [Group(space, positions, place) for space, positions in alike(declared, self.agents)]
-        self._row = {self.agents[at]: (group, row) for group in self.groups for row, at in enumerate(group.positions)}
+        self.groups = [Group(column_of(space, len(of), place), of) for space, of in alike(declared, self.agents)]
+        self._places = {self.agents[at]: (column, row) for column, of in self.groups for row, at in enumerate(of)}
         self.write_span: Callable[[int, int, list[Any]], None] = self._write_groups
         self.read_span: Callable[[int, int, bool], list[Any]] = self._read_groups
-        if len(self.groups) == 1:
-            (group,) = self.groups
-            # Nearly always, a leaf: without calls in between.
-            one = group.columns[0] if group.columns and type(group.space) not in (spaces.Dict, spaces.Tuple) else group
-            self.write_span, self.read_span = one.write_span, one.read_span
+        if len(self.groups) == 1:  # without calls in between
+            self.write_span, self.read_span = self.groups[0].column.write_span, self.groups[0].column.read_span
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
-        for group in self.groups:
-            for column in group.columns:
-                column.bind(buffer, starts)
+        for column, _ in self.groups:
+            column.bind(buffer, starts)
 
     def _write_groups(self, start: int, stop: int, values: list[Any]) -> None:
         firsts = range(0, len(values), len(self.agents) or 1)
-        for group in self.groups:
-            group.write_span(start, stop, [values[first + at] for first in firsts for at in group.positions])
+        for column, positions in self.groups:
+            column.write_span(start, stop, [values[first + at] for first in firsts for at in positions])
 
     def _read_groups(self, start: int, stop: int, copy: bool) -> list[Any]:
         size = len(self.agents)
         values: list[Any] = [None] * (size * (stop - start))
-        for group in self.groups:
-            read, rows = group.read_span(start, stop, copy), len(group.positions)
-            for row, position in enumerate(group.positions):
-                values[position::size] = read[row::rows]
+        for column, positions in self.groups:
+            of_group = column.read_span(start, stop, copy)
+            for row, position in enumerate(positions):
+                values[position::size] = of_group[row :: len(positions)]
         return values
 
     def write(self, record: int, values: Mapping[AgentID, Any], what: str) -> tuple[list[AgentID], dict[Any, Any]]:
-        """Write what fits; returns the agents whose value is in the block, and the other values, cast to their space.
+        """Write what fits; returns the agents whose value was written, and the other values, cast to their space.
 
         Raises:
-            Mismatch: A value is not what its space declares; the text says whose, and `what` it is.
+            Mismatch: A value is not what its space declares; the text names the agent, and `what` it is.
         """
         names = [*values]
         if names and names == self.agents:
-            with contextlib.suppress(DoesNotFit, Mismatch):  # one by one finds which
+            try:  # `contextlib.suppress` would take a tenth of the time of writing a record
                 self.write_span(record, record + 1, [*values.values()])
                 return names, {}
-        inside: list[AgentID] = []
-        others: dict[Any, Any] = {}
+            except (DoesNotFit, Mismatch):
+                pass  # one by one finds which
+        written: list[AgentID] = []
+        left: dict[Any, Any] = {}
         for agent, value in values.items():
             try:
-                if agent in self._row:
-                    group, row = self._row[agent]
-                    with contextlib.suppress(DoesNotFit):  # of the declared space, but of another form: pickled
-                        group.write(record, row, value)
-                        inside.append(agent)
-                        continue
-                space = self._declared.get(agent)
-                others[agent] = value if space is None else self._cast(space, value)
+                try:
+                    if agent not in self._places:
+                        raise DoesNotFit
+                    column, row = self._places[agent]
+                    column.write(record, row, value)
+                    written.append(agent)
+                except DoesNotFit:
+                    left[agent] = self._cast(self._declared[agent], value) if agent in self._declared else value
             except Mismatch as error:
                 raise Mismatch(f"the {what} of agent {agent!r}: {error}") from error
-        return inside, others
+        return written, left
 
     def read(self, record: int, agents: Sequence[AgentID], copy: bool) -> dict[AgentID, Any]:
         """The values of some of `agents`, in this order; arrays are views of the block unless `copy`."""
@@ -337,29 +339,43 @@ class AgentColumns:
 
     def write_stacked(self, values: Mapping[AgentID, Any]) -> None:
         """Write the values of some of `agents` in every record; raises `Mismatch` with the name of the agent."""
-        for group in self.groups:
-            agents = [self.agents[position] for position in group.positions]
-            given: list[Any] = [values.get(agent) for agent in agents]
-            if {*map(type, given)} == {np.ndarray} and len({(array.dtype, array.shape) for array in given}) == 1:
+        for column, positions in self.groups:
+            agents = [self.agents[position] for position in positions]
+            of_group: list[Any] = [values.get(agent) for agent in agents]
+            if {*map(type, of_group)} == {np.ndarray} and len({(array.dtype, array.shape) for array in of_group}) == 1:
                 with contextlib.suppress(Mismatch):  # one by one finds which
                     # `np.stack` would cost more than all the rest.
-                    group.write_stacked(slice(None), np.array(given).swapaxes(0, 1), agents)
+                    column.write_stacked(slice(None), np.array(of_group).swapaxes(0, 1))
                     continue
             for row, agent in enumerate(agents):
                 if agent in values:
-                    group.write_stacked(row, values[agent], [agent])
+                    write_stacked(column, row, values[agent], [agent])
 
-    def rows_of(self, agents: Sequence[AgentID]) -> tuple[Group, slice] | None:
-        """Where the values of these of `agents` lie side by side, at equal distances; None where they do not."""
-        places = [self._row[agent] for agent in agents if agent in self._row]
-        span = evenly_spaced([row for _, row in places])
-        if span is None or len(places) < len(agents) or any(group is not places[0][0] for group, _ in places):
+    def slices_of(self, together: Sequence[Sequence[AgentID]]) -> list[tuple[Column, slice]] | None:
+        """The columns and rows of agents that come together; None unless these are all `agents`, each lot a slice."""
+        if Counter(chain.from_iterable(together)) != Counter(self.agents):
             return None
-        return places[0][0], span
+        slices = []
+        for agents in together:
+            columns, rows = zip(*[self._places[agent] for agent in agents])
+            of_rows = evenly_spaced(rows)
+            if of_rows is None or any(column is not columns[0] for column in columns):
+                return None
+            slices.append((columns[0], of_rows))
+        return slices
+
+
+def write_stacked(column: Column, row: int | slice, values: Any, agents: Sequence[AgentID]) -> None:
+    """Write actions of one or several agents in all records; after a `Mismatch`, some may have been written."""
+    try:
+        column.write_stacked(row, values)
+    except Mismatch as error:
+        whose = f"agent {agents[0]!r}" if isinstance(row, int) else f"agents {[*agents]}"
+        raise Mismatch(f"the actions of {whose}: {error}") from error
 
 
 def evenly_spaced(rows: Sequence[int]) -> slice | None:
-    """The slice that takes just these rows in this order, as of 1:6:2 for 1, 3, 5; None where there is none."""
+    """The slice with these rows in this order, such as 1:6:2 for 1, 3, 5; None if there is none."""
     step = rows[1] - rows[0] if len(rows) > 1 else 1
     if not rows or step < 1 or [*rows] != [*range(rows[0], rows[-1] + 1, step)]:
         return None
@@ -374,7 +390,7 @@ def _aligned(offset: int, alignment: int) -> int:
 
 
 class Layout:
-    """Where everything lies, for a number of environments with one schema.
+    """The offsets of everything, for a number of environments with one schema.
 
     Without `arrays`, every agent is left out, so that all values travel pickled.
 
@@ -382,9 +398,9 @@ class Layout:
         nbytes, stride, starts: Size of the block, bytes from one record to the next, offsets of the records.
         agents: The agents with a place in the headers.
         action_header, transition_header: Offsets of the headers in a record; see `records.py`.
-        rare: Where, in a record, the part begins which most steps leave alone: final observations and state.
-        rewards: Columns of the agents whose rewards are vectors; those that are numbers lie in the header.
-        state: The global state; None where there is none, or where it travels pickled.
+        step_end: Offset in a record after what every step writes; final observations and state follow.
+        rewards: Columns of the agents whose rewards are vectors; rewards that are numbers lie in the header.
+        state: The global state; None if there is none, or if it travels pickled.
     """
 
     def __init__(self, schema: Schema, num_records: int, *, arrays: bool = True) -> None:
@@ -397,13 +413,12 @@ class Layout:
         self.transition_header = place(8 + 12 * n + 2)
         self.rewards = AgentColumns(schema.reward_spaces, self.agents, place)
         self.observations = AgentColumns(schema.observation_spaces, self.agents, place)
-        self.rare = _aligned(self._record_nbytes, COLUMN_ALIGNMENT)
+        self.step_end = _aligned(self._record_nbytes, COLUMN_ALIGNMENT)
         self.final_observations = AgentColumns(schema.observation_spaces, self.agents, place)
         self.state: ArrayColumn | None = None
         if arrays and schema.state_space is not None and fits_block(schema.state_space):
-            columns = Group(schema.state_space, [0], place).columns
-            if type(schema.state_space) in ARRAY_SPACES:
-                self.state = columns[0]  # type: ignore[assignment]
+            column = column_of(schema.state_space, 1, place)
+            self.state = column if isinstance(column, ArrayColumn) else None
         self.stride = stride = _aligned(self._record_nbytes, RECORD_ALIGNMENT)
         self.nbytes = stride * num_records
         self.starts = [stride * record for record in range(num_records)]

@@ -26,12 +26,12 @@ from marl_parallel.core.transition import (
     COMMON,
     FINAL_OBS,
     RESET_INFO,
+    PlainForm,
     Transition,
-    UsualForm,
     check_infos,
     checked_flags,
+    copied_dicts,
     is_empty_info,
-    kept,
 )
 from marl_parallel.core.worker_status import Activity, WorkerStatus
 
@@ -54,7 +54,7 @@ class Episode:
         self._acting: list[AgentID] = []
         self._flagged: set[AgentID] = set()
         vectors = all(agent in env.reward_spaces for agent in env.possible_agents)
-        self._usual = UsualForm(env.possible_agents, vectors=vectors)
+        self._plain = PlainForm(env.possible_agents, vectors=vectors)
         self._all_act = False  # whether every possible agent is alive and acting, and no agent has been flagged
         self._over: tuple[Any, Any] | None = None
         self._postponed: Mapping[str, Any] | None = None
@@ -79,8 +79,8 @@ class Episode:
         rewards = no_rewards(observations, self.env.reward_spaces)
         terminateds = {**dict.fromkeys(observations, False), ALL: False}
         truncateds = {**terminateds}
-        usual = self._usual.code(observations, rewards, terminateds, truncateds, infos) if self._all_act else 0
-        return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting, usual)
+        code = self._plain.code(observations, rewards, terminateds, truncateds, infos) if self._all_act else 0
+        return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting, code)
 
     def step(self, actions: dict[Any, Any]) -> Transition:
         """Step once, or begin the next episode if that is due; if `ended_for_now`, `begin_next` needs the transition.
@@ -103,12 +103,12 @@ class Episode:
         finally:
             self._status.leave()
         if self._all_act:
-            usual = self._usual.code(observations, rewards, terminateds, truncateds, infos)
+            code = self._plain.code(observations, rewards, terminateds, truncateds, infos)
             # No agent's state changes, and the episode is over only if the simulator says that no agent is left.
-            if usual and (self._dict_rules or (left := self.env.agents_left()) is None or left):
+            if code and (self._dict_rules or (left := self.env.agents_left()) is None or left):
                 self._over = None
                 agents = self._acting
-                return Transition(observations, rewards, terminateds, truncateds, infos, agents, agents, usual)
+                return Transition(observations, rewards, terminateds, truncateds, infos, agents, agents, code)
         return self._interpret((observations, rewards, terminateds, truncateds, infos))
 
     def _interpret(self, dicts: Dicts) -> Transition:
@@ -140,7 +140,7 @@ class Episode:
             return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, acting)
         self.ended_for_now = True
         # Simulators that use the same arrays and dicts again would overwrite them with the next episode's.
-        return Transition(*kept((observations, rewards, terminateds, truncateds, infos)), self._alive, ())
+        return Transition(*copied_dicts((observations, rewards, terminateds, truncateds, infos)), self._alive, ())
 
     def begin_next(self, last: Transition) -> Transition:
         """Begin the next episode in a step: the rewards, flags and infos of `last` with the first observations."""

@@ -34,8 +34,7 @@ from marl_parallel.action_masks import own_mask
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.arrays import Actions, Arrays, ArrayView
-from marl_parallel.core.batch import of_acting
+from marl_parallel.core.arrays import Actions, Arrays, ArrayView, of_acting
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool import Results
@@ -557,7 +556,7 @@ class NativeArrays(ArrayView):
         fields = {name: getattr(last, name) for name in _KEPT}
         fields |= {name: np.zeros_like(getattr(last, name)) for name in _OF_THE_STEP}
         placed = {name: _placed(whole, received.env_ids, getattr(new, name)) for name, whole in fields.items()}
-        self._latest = new._replace(**placed, together=False)
+        self._latest = new._replace(**placed, shared_flags=False)
         return self._latest
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
@@ -575,7 +574,7 @@ class NativeArrays(ArrayView):
             observations, received.rewards.astype(np.float64), received.terminations, received.truncations,
             received.terminated, received.truncated, present, self._pool.marks["acting"].copy(),
             InfoColumns(received, self.agents), present,
-            present, present, together=len(self.agents) == 1 and received.present is None,
+            present, present, shared_flags=len(self.agents) == 1 and received.present is None,
         )  # fmt: skip
 
 

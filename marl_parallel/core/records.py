@@ -1,4 +1,4 @@
-"""Actions and transitions in and out of the records of the block, with what does not fit in there pickled beside it.
+"""Actions and transitions in and out of the records of the block; what does not fit there is pickled.
 
 The parent writes actions and reads transitions, the worker reads actions and writes transitions::
 
@@ -11,12 +11,12 @@ Columns are described in `columns.py`. The headers, in bytes, for the n agents t
     of actions:        form 1 | present n
     of a transition:   code 8 | rewards 8n | types of rewards n | terminated n+1 | truncated n+1 | presence n
 
-The form says whether the actions of all are there; if not, `present` says which are. A code with the bit `USUAL` says
-all but the observations and rewards (see `transition.py`); any other, what else there is, and the bytes after it say
-which agents are in which dicts, and of what types their numbers were.
+The form tells whether every agent has an action; if not, `present` tells which have one. A code with the bit `PLAIN`
+implies all but the observations and rewards (see `transition.py`). With other codes, the bytes after it tell which
+agents are in which dicts, and the types of their numbers.
 
-The four methods above are the fast path: spans of neighbouring records, in the usual form only. The others (`write`,
-`read`) take one record of any form. Compiled code may replace the four; it reads and writes the same bytes.
+The four methods above are the fast path: spans of neighbouring records, plain ones only. The others (`write`, `read`)
+take one record of any form. Compiled code may replace the four; it reads and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from marl_parallel.core.transition import (
     FLAG_SHIFT,
     FLAGS,
     INFOS,
+    PLAIN,
     REWARD_SHIFT,
     REWARD_TYPES,
-    USUAL,
     VECTOR_TAG,
     VECTORS,
     Transition,
-    is_empty_info,
+    are_empty,
     reward_tag,
 )
 
@@ -57,8 +57,8 @@ _ALL_IN_ORDER, _SOME = 1, 2
 _ALL = bytes((_ALL_IN_ORDER,))
 
 _CODE_NBYTES = 8
-_REMEMBERED, _REMEMBERED_AGENTS = 256, 100_000
-"""How many forms of presence are remembered, and how many agents in them: dead agents stay dead for a while."""
+_CACHED, _CACHED_AGENTS = 256, 100_000
+"""How many values of `presence` are cached, and how many agents in them: dead agents stay dead for a while."""
 
 _Rows: TypeAlias = tuple[dict[Any, Any], ...]
 Columns: TypeAlias = tuple[_Rows, _Rows, _Rows, _Rows, _Rows]
@@ -77,10 +77,10 @@ class ActionRecords:
         self._present = over_records(buffer, layout.starts, layout.action_header + 1, np.bool_, (len(agents),))
 
     def write_span(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
-        """Write the actions of all agents, in order, into neighbouring records; False where each needs `write`."""
+        """Write the actions of all agents, in order, into neighbouring records; False if each needs `write`."""
         if not self._complete:
             return False
-        values = [*chain.from_iterable([given.values() for given in actions])]
+        values = [*chain.from_iterable([of_env.values() for of_env in actions])]
         try:
             self._columns.write_span(span.start, span.stop, values)
         except (DoesNotFit, Mismatch):
@@ -89,24 +89,24 @@ class ActionRecords:
         return True
 
     def write(self, record: int, actions: Mapping[Any, Any]) -> Extras | None:
-        """Write what fits, and return the rest, to be pickled; `Mismatch` where an action is not of its space."""
-        inside, others = self._columns.write(record, actions, "action")
-        if inside == self._agents and not others and inside:
+        """Write what fits, and return the rest, to be pickled; `Mismatch` if an action is not of its space."""
+        written, extras = self._columns.write(record, actions, "action")
+        if written == self._agents and not extras and written:
             self._forms[record] = _ALL_IN_ORDER
             return None
-        there = {*inside}
+        there = {*written}
         self._present[record] = [agent in there for agent in self._agents]
         self._forms[record] = _SOME
-        return others or None
+        return extras or None
 
-    def mark_present(self, wanted: NDArray[np.bool_] | None) -> None:
-        """Say which actions count in records that were written by columns: `(records, agents)`; None for all."""
-        if wanted is not None:
-            self._present[...] = wanted
-        self._forms[...] = _ALL_IN_ORDER if wanted is None else _SOME
+    def mark_present(self, present: NDArray[np.bool_] | None) -> None:
+        """Set which actions count in records that were written by columns: `(records, agents)`; None for all."""
+        if present is not None:
+            self._present[...] = present
+        self._forms[...] = _ALL_IN_ORDER if present is None else _SOME
 
     def read_span(self, span: range) -> list[dict[Any, Any]]:
-        """The actions of neighbouring records, of which none has anything pickled beside it; as `read`."""
+        """The actions of neighbouring records without extras; as `read`."""
         if not self._complete or self._forms[span.start : span.stop].tobytes() != _ALL * len(span):
             return [self.read(record, None) for record in span]
         values = self._columns.read_span(span.start, span.stop, True)
@@ -130,7 +130,7 @@ BITS = {name: 1 << place for place, name in enumerate(_NAMES)}
 _REWARDED, _EVERYWHERE = BITS["rewards"], sum(BITS.values()) - BITS["final_observations"]
 
 
-def _present(agents: Sequence[AgentID], presence: bytes) -> dict[str, list[AgentID]]:
+def _agents_in(agents: Sequence[AgentID], presence: bytes) -> dict[str, list[AgentID]]:
     """The agents that have each of the bits, by its name."""
     return {name: [a for a, bits in zip(agents, presence, strict=True) if bits & bit] for name, bit in BITS.items()}
 
@@ -141,7 +141,7 @@ class TransitionRecords:
     Attributes:
         agents: The agents in the block; all possible ones, unless everything travels pickled.
         rewards, tags, presence: Views of all headers, `(records, agents)`.
-        flags: The codes of the flags, `(records, 2, agents + 1)`, `__all__` last; odd where True.
+        flags: The codes of the flags, `(records, 2, agents + 1)`, `__all__` last; odd if True.
     """
 
     def __init__(self, layout: Layout, buffer: Any, *, copy: bool = True) -> None:
@@ -149,8 +149,8 @@ class TransitionRecords:
         self.agents = agents = layout.agents
         self._n = n = len(agents)
         self._observations, self._vectors = layout.observations, layout.rewards
-        # Whether every agent's observation has a place in the block, and every agent's reward as a vector.
-        self._holds_usual = bool(agents) and layout.observations.agents == agents
+        # Whether the block has a place for every agent's observation, and for every agent's reward as a vector.
+        self._holds_plain = bool(agents) and layout.observations.agents == agents
         self._all_vectors = bool(agents) and layout.rewards.agents == agents
         # The headers, by record and as arrays of all records.
         self._headers = [start + layout.transition_header for start in layout.starts]
@@ -162,20 +162,22 @@ class TransitionRecords:
         self.tags = view(at + 8 * n, np.uint8, (n,))
         self.flags = view(at + 9 * n, np.uint8, (2, n + 1))
         self.presence = view(at + 11 * n + 2, np.uint8, (n,))
-        # What records of the usual form consist of.
+        self._flagged = [*agents, ALL]
+        self._places = {key: place for place, key in enumerate(self._flagged)}
+        # What plain records consist of.
         self._build, self._build_rows = builder(dict.fromkeys(agents, 0)), rows_builder(dict.fromkeys(agents, 0))
         self._empty_infos = builder({agent: {} for agent in agents})
         self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in FALSE_CODES.values()}
-        self._no_numbers = [0.0] * n
-        remembered = min(_REMEMBERED, max(_REMEMBERED_AGENTS // max(n, 1), 1))
-        self._who = functools.lru_cache(remembered)(functools.partial(_present, agents))
+        self._zeros = [0.0] * n
+        cached = min(_CACHED, max(_CACHED_AGENTS // max(n, 1), 1))
+        self._agents_in = functools.lru_cache(cached)(functools.partial(_agents_in, agents))
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def write(self, record: int, transition: Transition) -> Extras | None:
-        """Write what fits, and return the rest, to be pickled; `Mismatch` where a value is not of its space."""
-        code = transition.usual
-        if not code or not self._holds_usual:
+        """Write what fits, and return the rest, to be pickled; `Mismatch` if a value is not of its space."""
+        code = transition.code
+        if not code or not self._holds_plain:
             return self._write_any(record, transition)
         try:
             self._observations.write_span(record, record + 1, [*transition.observations.values()])
@@ -184,11 +186,11 @@ class TransitionRecords:
                 if not self._all_vectors:
                     return self._write_any(record, transition)
                 self._vectors.write_span(record, record + 1, [*rewards])
-                rewards = self._no_numbers
+                rewards = self._zeros
         except (DoesNotFit, Mismatch):
             return self._write_any(record, transition)  # one by one finds which
         header = self._headers[record]
-        # Where the record already has this code, all bytes of the header but the rewards follow from it.
+        # If the record already has this code, all bytes of the header but the rewards follow from it.
         if self._words[header >> 3] == code:
             self._rewards_struct.pack_into(self._buffer, header + _CODE_NBYTES, *rewards)
         else:
@@ -201,87 +203,91 @@ class TransitionRecords:
 
     def _write_any(self, record: int, transition: Transition) -> Extras | None:
         """Write a transition of any form."""
+        observations, rewards, terminateds, truncateds, infos, alive, acting, _, final, reset_infos = transition
+        n, everybody, places = self._n, self.agents, self._places
         extras: Extras = {}
-        everyone, in_all = [*self.agents, ALL], 0
-        presence = dict.fromkeys(everyone, 0)
+        common, presence = 0, [0] * (n + 1)  # the bits of all agents, and those of each agent; of `__all__`, any
 
-        def add(name: str, inside: Iterable[Any], others: Mapping[Any, Any] | None = None) -> None:
-            """Add the agents in a dict that have a place in the header, and the entries that do not fit."""
-            nonlocal in_all
-            bit, keys = BITS[name], [*inside]
-            if keys in (self.agents, everyone):
-                in_all |= bit
+        def add(name: str, agents: Sequence[AgentID], left: Mapping[Any, Any] | None = None) -> None:
+            """Note the agents in a dict whose value is written, and the entries that do not fit."""
+            nonlocal common
+            bit = BITS[name]
+            if agents in (everybody, self._flagged):
+                common |= bit
             else:
-                for agent in keys:
-                    presence[agent] |= bit
-            if others:
-                extras.setdefault(name, {}).update(others)
+                for agent in agents:
+                    presence[places[agent]] |= bit
+            if left:
+                extras.setdefault(name, {}).update(left)
 
-        add("observations", *self._observations.write(record, transition.observations, "observation"))
-        final = transition.final_observations
+        add("observations", *self._observations.write(record, observations, "observation"))
         if final is not None:
-            seen = self._layout.final_observations.write(record, final, "last observation")
-            add("final_observations", *seen)
-        rewards, declared = transition.rewards, self._layout.schema.reward_spaces
-        paid = {agent: reward for agent, reward in rewards.items() if agent in declared and is_vector(reward)}
-        numbers, tags = dict.fromkeys(self.agents, 0.0), dict.fromkeys(self.agents, 0)
-        if paid:
-            vectors, others = self._vectors.write(record, paid, "reward")
-            add("rewards", vectors, others)
-            tags.update(dict.fromkeys(vectors, VECTOR_TAG))
-        common = reward_tag(rewards.values())
+            add("final_observations", *self._layout.final_observations.write(record, final, "last observation"))
+        numbers, tags = [0.0] * n, bytearray(n)
+        written: list[AgentID] = []
+        left: dict[Any, Any] = {}
+        if declared := self._layout.schema.reward_spaces:
+            vectors = {agent: reward for agent, reward in rewards.items() if agent in declared and is_vector(reward)}
+            rewards = {agent: reward for agent, reward in rewards.items() if agent not in vectors}
+            written, left = self._vectors.write(record, vectors, "reward")
+            for agent in written:
+                tags[places[agent]] = VECTOR_TAG
+        tag = reward_tag(rewards.values())
+        if tag is not None and [*rewards] == everybody:
+            numbers, tags, written, rewards = [*rewards.values()], bytearray((tag,)) * n, everybody, {}
         for agent, reward in rewards.items():
-            if agent not in paid:
-                tag = reward_tag((reward,)) if common is None else common
-                if tag is None or agent not in numbers:
-                    add("rewards", (), {agent: reward})
+            place, own = places.get(agent, n), reward_tag((reward,)) if tag is None else tag
+            if own is None or place == n:
+                left[agent] = reward
+            else:
+                numbers[place], tags[place] = reward, own
+                written.append(agent)
+        add("rewards", written, left)
+        codes = []
+        for name, flags in (("terminateds", terminateds), ("truncateds", truncateds)):
+            row, written, left = bytearray(n + 1), [], {}
+            for key, flag in flags.items():
+                if type(flag) in FALSE_CODES and key in places:
+                    row[places[key]] = FALSE_CODES[type(flag)] + flag
+                    written.append(key)
                 else:
-                    numbers[agent], tags[agent] = reward, tag
-                    presence[agent] |= _REWARDED
-        flags = []
-        for name, given in (("terminateds", transition.terminateds), ("truncateds", transition.truncateds)):
-            codes = {
-                key: FALSE_CODES[type(flag)] + flag
-                for key, flag in given.items()
-                if type(flag) in FALSE_CODES and key in presence
-            }
-            add(name, codes, {key: flag for key, flag in given.items() if key not in codes})
-            flags.append(bytes([codes.get(key, 0) for key in everyone]))
-        for name, agents in (("alive", transition.alive), ("acting", transition.acting)):
-            known = [agent for agent in agents if agent in presence]
+                    left[key] = flag
+            add(name, written, left)
+            codes.append(row)
+        for name, agents in (("alive", alive), ("acting", acting)):
+            known = [agent for agent in agents if agent in places]
             add(name, known)
             if len(known) < len(agents):
-                extras[name] = [agent for agent in agents if agent not in presence]
-        infos, reset_infos = transition.infos, transition.reset_infos
-        if infos.keys() <= numbers.keys() and all(map(is_empty_info, infos.values())):
-            add("infos", infos)
+                extras[name] = [agent for agent in agents if agent not in places]
+        if infos.keys() <= places.keys() and are_empty(infos.values()):
+            add("infos", [*infos])
         else:
             extras["infos"] = infos
-        if reset_infos and not all(map(is_empty_info, reset_infos.values())):
+        if reset_infos and not are_empty(reset_infos.values()):
             extras["reset_infos"] = reset_infos
         code = (INFOS if extras else 0) | (FINAL if final is not None else 0)
-        rest = bytes(tags.values()), *flags, bytes([bits | in_all for bits in presence.values()])[:-1]
-        self._struct.pack_into(self._buffer, self._headers[record], code, *numbers.values(), *rest)
+        bits = bytes([own | common for own in presence[:n]])
+        self._struct.pack_into(self._buffer, self._headers[record], code, *numbers, tags, *codes, bits)
         return extras or None
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def runs(self, span: range, apart: Collection[int] = ()) -> list[tuple[range, int]]:
-        """Cut a span into runs with the code they have in common, 0 where it is not usual or the record is `apart`."""
+    def runs(self, span: range, exclude: Collection[int] = ()) -> list[tuple[range, int]]:
+        """Cut a span into runs with the code they have in common, 0 for records that are not plain or in `exclude`."""
         codes = self._codes[span.start : span.stop]
         first, raw = self._words[self._headers[span.start] >> 3], codes.tobytes()
-        if first & USUAL and not apart and raw == raw[:_CODE_NBYTES] * len(span):
+        if first & PLAIN and not exclude and raw == raw[:_CODE_NBYTES] * len(span):
             return [(span, first)]
-        usual = [code if code & USUAL and record not in apart else 0 for record, code in zip(span, codes.tolist())]
-        found, start = [], span.start
-        for code, run in groupby(usual):
+        plain = [code if code & PLAIN and record not in exclude else 0 for record, code in zip(span, codes.tolist())]
+        runs, start = [], span.start
+        for code, run in groupby(plain):
             stop = start + len([*run])
-            found.append((range(start, stop), code))
+            runs.append((range(start, stop), code))
             start = stop
-        return found
+        return runs
 
     def read_span(self, span: range, code: int, extras: Mapping[int, Extras]) -> Columns:
-        """The five dicts of records of the usual form, with their code, and by record what `write` returned."""
+        """The five dicts of plain records that have this code; `extras` is, by record, what `write` returned."""
         start, stop, n = span.start, span.stop, self._n
         observations = self._observations.read_span(start, stop, self._copy)
         if code & VECTORS:
@@ -305,11 +311,11 @@ class TransitionRecords:
         """Rebuild the five dicts of a record, with what an automatic reset adds to the infos.
 
         Returns:
-            The dicts; the agents who should act next, and those who are alive, lists not to be changed; whether the
-            episode is over.
+            The dicts; the agents that act next, and those that are alive, lists not to be changed; whether the episode
+            is over.
         """
         code = self._words[self._headers[record] >> 3]
-        if not code & USUAL:
+        if not code & PLAIN:
             return self._read_any(record, extras or {})
         # As `read_span`, which takes twice as long for one record.
         rewards: Iterable[Any]
@@ -325,16 +331,16 @@ class TransitionRecords:
             self._build(*rewards),
             flags.copy(),
             flags.copy(),
-            self._empty_infos() if extras is None else extras["infos"],
+            extras["infos"] if extras else self._empty_infos(),
         )
         return dicts, self.agents, self.agents, False
 
-    def read_rest(self, record: int, extras: Extras) -> tuple[dict[Any, Any], list[AgentID], list[AgentID], bool]:
-        """As `read`, with the infos in place of all dicts, where nothing else is pickled beside the record."""
+    def read_infos(self, record: int, extras: Extras) -> tuple[dict[Any, Any], list[AgentID], list[AgentID], bool]:
+        """As `read`, with the infos in place of all dicts, if `extras` have nothing but infos."""
         code, *_, terminated, truncated, presence = self._struct.unpack_from(self._buffer, self._headers[record])
-        who = self._who(presence)
+        agents_in = self._agents_in(presence)
         over = bool((terminated[-1] | truncated[-1]) & 1)
-        return self._infos(record, code, who, extras), who["acting"], who["alive"], over
+        return self._infos(record, code, agents_in, extras), agents_in["acting"], agents_in["alive"], over
 
     def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
         """The last observations, and the agents that are alive."""
@@ -344,51 +350,48 @@ class TransitionRecords:
     def observed(self, record: int) -> dict[AgentID, Any]:
         """The observations in a record, without those that are pickled; arrays are views."""
         *_, presence = self._struct.unpack_from(self._buffer, self._headers[record])
-        return self._observations.read(record, self._who(presence)["observations"], False)
+        return self._observations.read(record, self._agents_in(presence)["observations"], False)
 
     def _read_any(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Read a transition of any form."""
-        code, *numbers, tags, terminated, truncated, presence = self._struct.unpack_from(
-            self._buffer, self._headers[record]
-        )
-        who = self._who(presence)
-        seen = self._observations.read(record, who["observations"], self._copy)
-        vectors = {agent for agent, tag in zip(self.agents, tags) if tag == VECTOR_TAG} if VECTOR_TAG in tags else ()
-        paid = self._vectors.read(record, [a for a in who["rewards"] if a in vectors], True) if vectors else {}
+        header = self._struct.unpack_from(self._buffer, self._headers[record])
+        code, *numbers, tags, terminated, truncated, presence = header
+        agents_in = self._agents_in(presence)
+        observations = self._observations.read(record, agents_in["observations"], self._copy)
         rewards = {
-            agent: paid[agent] if agent in paid else REWARD_TYPES[tag](number)
+            agent: None if tag == VECTOR_TAG else REWARD_TYPES[tag](number)
             for agent, tag, number, bits in zip(self.agents, tags, numbers, presence)
             if bits & _REWARDED
         }
-        terminateds = self._flags("terminateds", terminated, presence, extras)
-        truncateds = self._flags("truncateds", truncated, presence, extras)
+        if VECTOR_TAG in tags:
+            vectors = [agent for agent, reward in rewards.items() if reward is None]
+            rewards |= self._vectors.read(record, vectors, True)
+        flags = []
+        for name, codes in (("terminateds", terminated), ("truncateds", truncated)):
+            bit = BITS[name]
+            of_agents = {agent: FLAGS[code] for agent, code, bits in zip(self.agents, codes, presence) if bits & bit}
+            flags.append(self._merged(name, {**of_agents, ALL: FLAGS[codes[-1]]}, extras))
         dicts = (
-            self._merged("observations", seen, extras),
+            self._merged("observations", observations, extras),
             self._merged("rewards", rewards, extras),
-            terminateds,
-            truncateds,
-            self._infos(record, code, who, extras),
+            flags[0],
+            flags[1],
+            self._infos(record, code, agents_in, extras),
         )
-        acting, alive = who["acting"], who["alive"]
+        acting, alive = agents_in["acting"], agents_in["alive"]
         if extras:
             acting, alive = acting + extras.get("acting", []), alive + extras.get("alive", [])
-        return dicts, acting, alive, bool(terminateds[ALL] or truncateds[ALL])
+        return dicts, acting, alive, bool(flags[0][ALL] or flags[1][ALL])
 
-    def _flags(self, name: str, codes: bytes, presence: bytes, extras: Extras) -> dict[Any, Any]:
-        bit = BITS[name]
-        inside = {agent: FLAGS[code] for agent, code, bits in zip(self.agents, codes, presence) if bits & bit}
-        inside[ALL] = FLAGS[codes[-1]]
-        return self._merged(name, inside, extras)
-
-    def _infos(self, record: int, code: int, who: Mapping[str, list[AgentID]], extras: Extras) -> dict[Any, Any]:
-        infos: dict[Any, Any] = extras["infos"] if "infos" in extras else {agent: {} for agent in who["infos"]}
+    def _infos(self, record: int, code: int, agents_in: Mapping[str, list[AgentID]], extras: Extras) -> dict[Any, Any]:
+        infos: dict[Any, Any] = extras["infos"] if "infos" in extras else {agent: {} for agent in agents_in["infos"]}
         if code & FINAL:
-            final = self._layout.final_observations.read(record, who["final_observations"], self._copy)
+            final = self._layout.final_observations.read(record, agents_in["final_observations"], self._copy)
             with_final(infos, self._merged("final_observations", final, extras), extras.get("reset_infos", {}))
         return infos
 
-    def _merged(self, name: str, inside: dict[Any, Any], extras: Extras) -> dict[Any, Any]:
-        return in_order(inside | extras[name], self._layout.schema.possible_agents) if name in extras else inside
+    def _merged(self, name: str, values: dict[Any, Any], extras: Extras) -> dict[Any, Any]:
+        return in_order(values | extras[name], self._layout.schema.possible_agents) if name in extras else values
 
 
 # -- slices of records, for workers that share no memory with the parent -----------------------------------------------
@@ -399,8 +402,8 @@ WITH_RESULTS = frozenset({Message.STEP, Message.RESET, Message.REBUILD, Message.
 """Requests whose replies are sent with the results that the worker has written."""
 
 
-class Parcels:
-    """Record slices: the same part of several records as an array `(records, bytes)`, a copy.
+class RecordSlices:
+    """The same part of several records as an array `(records, bytes)`, a copy.
 
     Each end has a block of its own; what one end has written, the other writes into its own.
     """
@@ -413,22 +416,22 @@ class Parcels:
     def actions(self, env_ids: Sequence[int]) -> NDArray[np.uint8]:
         return np.array(self._records[_rows(env_ids), : self._layout.transition_header], order="C")
 
-    def put_actions(self, env_ids: Sequence[int], parcel: NDArray[np.uint8]) -> None:
-        self._records[_rows(env_ids), : parcel.shape[1]] = parcel
+    def put_actions(self, env_ids: Sequence[int], slices: NDArray[np.uint8]) -> None:
+        self._records[_rows(env_ids), : slices.shape[1]] = slices
 
     def results(self, env_ids: Sequence[int], message: Message) -> NDArray[np.uint8]:
-        """What a worker has written to carry out a request, without the room for final observations if it has none."""
-        rows, head = _rows(env_ids), self._layout.transition_header
-        codes = np.ascontiguousarray(self._records[rows, head : head + _CODE_NBYTES]).view(np.uint64)
-        rare = message is Message.STATE or bool((codes & np.uint64(FINAL)).any())
-        return np.array(self._records[rows, head : self._layout.stride if rare else self._layout.rare], order="C")
+        """What a worker has written to carry out a request; final observations and state only if there are any."""
+        rows, start = _rows(env_ids), self._layout.transition_header
+        codes = np.ascontiguousarray(self._records[rows, start : start + _CODE_NBYTES]).view(np.uint64)
+        whole = message is Message.STATE or bool((codes & np.uint64(FINAL)).any())
+        return np.array(self._records[rows, start : None if whole else self._layout.step_end], order="C")
 
-    def put_results(self, env_ids: Sequence[int], parcel: NDArray[np.uint8]) -> None:
-        head = self._layout.transition_header
-        self._records[_rows(env_ids), head : head + parcel.shape[1]] = parcel
+    def put_results(self, env_ids: Sequence[int], slices: NDArray[np.uint8]) -> None:
+        start = self._layout.transition_header
+        self._records[_rows(env_ids), start : start + slices.shape[1]] = slices
 
     def places(self, env_ids: range) -> tuple[int, int]:
-        """Where the whole records of neighbours begin and end in a block, in bytes."""
+        """The first and last offset of neighbouring records in a block, in bytes."""
         return env_ids.start * self._layout.stride, env_ids.stop * self._layout.stride
 
     def put_records(self, env_ids: Sequence[int], records: bytes) -> None:

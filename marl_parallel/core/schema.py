@@ -21,32 +21,28 @@ from marl_parallel.core.pickling import ByValuePickler
 
 
 def common_schema(described: Sequence[Schema]) -> Schema:
-    """What all environments have in common.
-
-    Raises:
-        ValueError: They differ; the text says which, in what, for which agent.
-    """
+    """What all environments have in common; raises `ValueError` if they differ in rules, agents or spaces."""
     first = described[0]
     for env_id, other in enumerate(described):
-        if other is first:  # also where several environments gave the same description
+        if other is first:  # several environments may share one description
             continue
         if other.rules is not first.rules:
             raise _difference(env_id, "rules", other.rules.value, first.rules.value)
         if other.possible_agents != first.possible_agents:
             raise _difference(env_id, "possible_agents", other.possible_agents, first.possible_agents)
-        pairs = {"the state space": (first.state_space, other.state_space)}
+        if not equal(first.state_space, other.state_space, classes=True):
+            raise _difference(env_id, "the state space", other.state_space, first.state_space)
         for kind in ("observation", "action", "reward"):
             ours, theirs = (getattr(schema, f"{kind}_spaces") for schema in (first, other))
             for agent in {**ours, **theirs}:
-                pairs[f"the {kind} space of agent {agent!r}"] = ours.get(agent), theirs.get(agent)
-        for what, (own, another) in pairs.items():
-            if not equal(own, another, classes=True):
-                raise _difference(env_id, what, another, own)
+                if not equal(ours.get(agent), theirs.get(agent), classes=True):
+                    what = f"the {kind} space of agent {agent!r}"
+                    raise _difference(env_id, what, theirs.get(agent), ours.get(agent))
     return first
 
 
 def _difference(env_id: int, what: str, theirs: Any, ours: Any) -> ValueError:
-    if str(theirs) == str(ours):  # such as a class and what it is derived from
+    if str(theirs) == str(ours):  # such as a class and its base class
         ours = "what looks the same, but is of another class, or has one in it"
     return ValueError(
         f"all environments must have the same agents and spaces, but environment {env_id} differs from "
@@ -62,18 +58,18 @@ def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> 
     groups: list[tuple[Space[Any], list[int]]] = []
     group_of: dict[int, list[int]] = {}  # by the id of a space that has been compared: most agents share one object
     for position, agent in enumerate(agents):
-        own = declared[agent]
-        if id(own) not in group_of:
-            found = next((positions for space, positions in groups if equal(space, own)), None)
-            if found is None:
-                groups.append((own, found := []))
-            group_of[id(own)] = found
-        group_of[id(own)].append(position)
+        space = declared[agent]
+        if id(space) not in group_of:
+            group = next((positions for other, positions in groups if equal(other, space)), None)
+            if group is None:
+                groups.append((space, group := []))
+            group_of[id(space)] = group
+        group_of[id(space)].append(position)
     return groups
 
 
 def equal(ours: Space[Any] | None, theirs: Space[Any] | None, *, classes: bool = False) -> bool:
-    """Whether two spaces are equal; as `ours == theirs`, but quick for large boxes that are bit for bit the same.
+    """As `ours == theirs`, but quick for large boxes that are bit for bit the same.
 
     With `classes`, all parts must have the same classes, too: values of a derived class may travel in another way.
     """

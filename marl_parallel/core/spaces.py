@@ -6,8 +6,8 @@ its space. `builder` compiles functions that make dicts of fixed keys quickly. S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ _SEQUENCES = (list, tuple)
 
 
 class Mismatch(ValueError):
-    """A value that is not what its space declares; the text says what was expected and what came.
+    """A value that is not what its space declares; the text names what was expected, and the value.
 
     Attributes:
         path: The keys of the part within its tree, as `['eyes'][1]`; empty for the whole value.
@@ -46,7 +46,7 @@ def tree_map(
         function: Takes one leaf of each tree.
         tree: Dicts, lists and tuples of leaves; or a space, whose leaves are those of `leaves`.
         others: Trees of the same form.
-        form: Called with each dict or tuple of `tree` and the parts of the others there; raises where the form differs.
+        form: Called with each dict or tuple of `tree` and the parts of the others there; raises if the form differs.
 
     Returns:
         A tree of the same form: dicts for `spaces.Dict`, tuples for `spaces.Tuple`. None stays None.
@@ -78,7 +78,7 @@ def tree_map(
 
 
 def check_form(tree: Any, others: Iterable[Any], remark: str = "") -> None:
-    """Raise `Mismatch` where one has other keys or another length than `tree`; a list may stand for a tuple."""
+    """Raise `Mismatch` if one has other keys or another length than `tree`; a list may stand for a tuple."""
     for other in others:
         if isinstance(tree, dict):
             if not isinstance(other, Mapping) or other.keys() != tree.keys():
@@ -88,7 +88,7 @@ def check_form(tree: Any, others: Iterable[Any], remark: str = "") -> None:
             raise Mismatch(f"expected a tuple of {len(tree)}{remark}, got {other!r:.200}")
 
 
-def _check_same_form(tree: Any, values: Iterable[Any]) -> None:
+def check_same_form(tree: Any, values: Iterable[Any]) -> None:
     """Check that a reader would rebuild the same dicts and tuples from the leaves; raises `DoesNotFit`."""
     if isinstance(tree, dict):
         keys = tree.keys()
@@ -97,25 +97,6 @@ def _check_same_form(tree: Any, values: Iterable[Any]) -> None:
                 raise DoesNotFit
     elif any(type(value) is not tuple or len(value) != len(tree) for value in values):
         raise DoesNotFit
-
-
-def split(
-    space: Space[Any], values: Sequence[Any], form: Callable[[Any, Sequence[Any]], None] = _check_same_form
-) -> list[Sequence[Any]]:
-    """The parts of all values, in one list for each leaf of their space; `form` raises where a value is not of it."""
-    # As `tree_map`, whose calls would take most of the time of writing a record.
-    if type(space) is not spaces.Dict and type(space) is not spaces.Tuple:
-        return [values]
-    tree: Any = space.spaces
-    form(tree, values)
-    columns: list[Sequence[Any]] = []
-    for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        parts = [value[key] for value in values]
-        if type(child) in _FIXED_SIZE:
-            columns.append(parts)
-        else:
-            columns += split(child, parts, form)
-    return columns
 
 
 def leaves(space: Space[Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Space[Any]]]:
@@ -133,7 +114,7 @@ def fits_block(space: Space[Any]) -> bool:
 
 
 def unfit_leaf(space: Space[Any]) -> str:
-    """The first part of a space whose values have no fixed size, with its path; empty if there is none."""
+    """The first leaf of a space whose values have no fixed size, with its path; empty if there is none."""
     for path, leaf in leaves(space):
         if type(leaf) not in _FIXED_SIZE:
             return f"{''.join(f'[{key!r}]' for key in path)}, {leaf}" if path else str(leaf)
@@ -141,7 +122,7 @@ def unfit_leaf(space: Space[Any]) -> str:
 
 
 _MOST_LEAVES = 256
-"""Trees with more leaves are built without compiled code: compiling takes time quadratic in their number."""
+"""Trees with more leaves are built without compiled code: the time to compile grows with the square of their number."""
 
 
 def builder(tree: Any) -> Callable[..., Any]:
@@ -153,46 +134,43 @@ def builder(tree: Any) -> Callable[..., Any]:
         >>> builder({"a": 0, "b": (0, {})})(1, 2)
         {'a': 1, 'b': (2, {})}
     """
-    build = _compiled(tree, "lambda {values}: {tree}")
-    return build or (lambda *values: _filled(tree, values))
+
+    def build(*values: Any) -> Any:
+        left = iter(values)
+        return tree_map(lambda _: next(left), tree)
+
+    return _compiled(tree, "lambda {values}: {tree}") or build
 
 
 def rows_builder(tree: Any) -> Callable[[Iterable[Any]], list[Any]]:
     """As `builder`, but the function takes an iterable of rows of values and returns a list of trees."""
-    build = _compiled(tree, "lambda rows: [{tree} for ({values}) in rows]")
-    return build or (lambda rows: [_filled(tree, row) for row in rows])
-
-
-def _filled(tree: Any, values: Iterable[Any]) -> Any:
-    left = iter(values)
-    return tree_map(lambda _: next(left), tree)
+    build = builder(tree)
+    return _compiled(tree, "lambda rows: [{tree} for ({values}) in rows]") or (lambda rows: [*starmap(build, rows)])
 
 
 def _compiled(tree: Any, source: str) -> Callable[..., Any] | None:
     """Compile a function from its source, with the tree and the names of its leaves filled in; None for large trees."""
     keys: list[Any] = []
-    numbers = count()
+    values: list[str] = []
 
     def source_of(part: Any) -> str:
         if type(part) in (spaces.Dict, spaces.Tuple):
             part = part.spaces
         if isinstance(part, dict):
-            entries = []
-            for key, child in part.items():
-                keys.append(key)
-                entries.append(f"k{len(keys) - 1}: {source_of(child)}")
-            return "{" + ", ".join(entries) + "}"
+            first = len(keys)
+            keys.extend(part)
+            return "{" + "".join([f"k{n}: {source_of(child)}, " for n, child in enumerate(part.values(), first)]) + "}"
         if isinstance(part, tuple):
             return "(" + "".join([f"{source_of(child)}, " for child in part]) + ")"
-        return f"v{next(numbers)}"
+        values.append(f"v{len(values)}")
+        return values[-1]
 
-    tree_source = source_of(tree)
-    size = next(numbers)
-    if max(size, len(keys)) > _MOST_LEAVES:
+    source = source.format(tree=source_of(tree), values="".join(f"{name}, " for name in values))
+    if max(len(values), len(keys)) > _MOST_LEAVES:
         return None
-    names, values = ("".join(f"{letter}{at}, " for at in range(n)) for letter, n in (("k", len(keys)), ("v", size)))
     # The source holds numbered names only; the keys themselves, whatever they are, come in as arguments.
-    make: Callable[..., Any] = eval(f"lambda {names}: {source.format(tree=tree_source, values=values)}")(*keys)
+    names = "".join(f"k{n}, " for n in range(len(keys)))
+    make: Callable[..., Any] = eval(f"lambda {names}: {source}")(*keys)
     return make
 
 
@@ -237,7 +215,7 @@ def conform(space: Space[Any], value: Any, *, strict: bool = False) -> Any:
 
 
 def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Turn a value into an array of exactly this dtype and shape; raises `Mismatch` where that would change numbers."""
+    """Turn a value into an array of exactly this dtype and shape; raises `Mismatch` if that would change numbers."""
     try:
         array = np.asarray(value)
     except Exception as error:  # whatever its `__array__` raises
@@ -275,7 +253,7 @@ def is_vector(reward: Any) -> bool:
 
 
 def copied(tree: Any) -> Any:
-    """The same in arrays of one's own; what is no array stays what it is."""
+    """A tree with copies of its arrays; other leaves stay."""
     return tree_map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
 
 

@@ -17,7 +17,7 @@ _WHOLE_NUMBERS = np.dtype(np.int64)
 
 
 def zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
-    """Zeros with these leading axes; what has no fixed form is an array of objects, of None."""
+    """Zeros with these leading axes; for a space without a fixed form, an array of objects, each None."""
     if isinstance(space, spaces.Dict | spaces.Tuple):  # of a derived class too, which `tree_map` takes for a leaf
         return tree_map(lambda part: zeros(part, shape), space.spaces)
     if isinstance(space, spaces.Discrete):
@@ -28,7 +28,7 @@ def zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
 
 
 def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
-    """Give stacked values, of these leading axes, the dtype that their space declares; int64 for `Discrete`.
+    """Stacked values of these leading axes, cast to the dtype of their space; int64 for `Discrete`.
 
     Raises:
         Mismatch: They are of another form, shape or dtype.
@@ -41,19 +41,19 @@ def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
 
 
 def picked(space: Space[Any], values: Any, rows: Sequence[int], count: int) -> Sequence[Any]:
-    """Some of `count` stacked values, one by one, in the dtypes that their space declares; no other is looked at.
+    """Some of `count` stacked values, one by one, in the dtypes of their space; the other values may be anything.
 
     Raises:
         Mismatch: There is another number of values, or those of `rows` are of another form, shape or dtype.
     """
 
-    def of_leaf(leaf: Space[Any], given: Any) -> Any:
+    def of_leaf(leaf: Space[Any], stack: Any) -> Any:
         if not fits_block(leaf):
-            if not isinstance(given, list | tuple | np.ndarray) or len(given) != count:
-                got = f"{len(given)} values" if isinstance(given, list | tuple) else type(given).__name__
+            if not isinstance(stack, list | tuple | np.ndarray) or len(stack) != count:
+                got = f"{len(stack)} values" if isinstance(stack, list | tuple) else type(stack).__name__
                 raise Mismatch(f"expected a sequence of {count} values, got {got}")
-            return [given[row] for row in rows]
-        array, shape = np.asarray(given), leaf.shape or ()
+            return [stack[row] for row in rows]
+        array, shape = np.asarray(stack), leaf.shape or ()
         if array.shape[:1] != (count,):
             raise Mismatch(f"expected an array of shape {(count, *shape)}, got shape {array.shape}")
         return as_array(array[rows], _dtype(leaf), (len(rows), *shape))
@@ -66,7 +66,7 @@ def _dtype(space: Space[Any]) -> np.dtype[Any]:
 
 
 def whole(space: Space[Any], values: Any) -> Any:
-    """Whole numbers that come as floats as integers, where the space wants these; all else as it is."""
+    """Floats that are whole numbers as integers, if the space has integers; any other values as they are."""
     if not isinstance(space, (spaces.Discrete, *ARRAY_SPACES)) or np.dtype(space.dtype).kind not in "iu":
         return values
     array = np.asarray(values)
@@ -126,7 +126,7 @@ def column(stacked: Any, row: int) -> Any:
 
 
 def flat(stacked: NDArray[Any]) -> NDArray[Any]:
-    """The first two axes as one; a view, where they can be."""
+    """The first two axes as one; a view if possible."""
     rows, several, *shape = stacked.shape
     merged: NDArray[Any] = stacked[:, 0] if several == 1 else stacked.reshape(rows * several, *shape)
     return merged

@@ -160,7 +160,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
     def _results(self, arrays: Arrays) -> Results:
         flagged, flags = arrays.flagged, (arrays.terminations, arrays.truncations)
-        if not arrays.quiet:
+        if not arrays.plain:
             flagged = flagged | took_part(arrays, self.agents, same_step=True)
             flags = with_env_flags(arrays, flagged)
         return (

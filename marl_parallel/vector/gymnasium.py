@@ -173,7 +173,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         rows = self._rows
         were_dead = rows.dead if rows.any_dead else None
         flags = rows.of(arrays.terminations), rows.of(arrays.truncations)
-        if not arrays.together or were_dead is not None:
+        if not arrays.shared_flags or were_dead is not None:
             flags = rows.flags(arrays)
         terminations, truncations = flags[0].ravel(), flags[1].ravel()
         if self.reward_space is None:

@@ -142,7 +142,7 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
     def _results(self, arrays: Arrays) -> FiveByAgent:
         self._present, self._acting = arrays.present, arrays.acting
         flags = arrays.terminations, arrays.truncations
-        if not arrays.together and np.count_nonzero(
+        if not arrays.shared_flags and np.count_nonzero(
             (arrays.terminated | arrays.truncated)[:, None] > (arrays.terminations | arrays.truncations)
         ):
             same_step = self._runner.mode is AutoresetMode.SAME_STEP

@@ -114,7 +114,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         for info in infos:
             info["TimeLimit.truncated"] = False
         observations = self._rows.observations(arrays)
-        if arrays.quiet and not self._rows.any_dead:
+        if arrays.plain and not self._rows.any_dead:
             dones = np.zeros(self.num_envs, np.bool_)
         else:
             dones = self._end(arrays, observations, infos)

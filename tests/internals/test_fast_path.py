@@ -20,12 +20,12 @@ from marl_parallel.core.transition import (
     FLAG_SHIFT,
     FLOATS,
     INFOS,
+    PLAIN,
     REWARD_SHIFT,
     REWARD_TYPES,
-    USUAL,
     VECTOR_TAG,
     VECTORS,
-    UsualForm,
+    PlainForm,
 )
 
 AGENTS = ["a", "b"]
@@ -50,7 +50,7 @@ def dicts(kind: type = float) -> dict[str, dict[Any, Any]]:
 
 
 def code(parts: dict[str, dict[Any, Any]], agents: list[str] = AGENTS) -> int:
-    return UsualForm(agents).code(*(parts[name] for name in PARTS))
+    return PlainForm(agents).code(*(parts[name] for name in PARTS))
 
 
 @pytest.mark.parametrize("kind", FLOATS)
@@ -59,7 +59,7 @@ def test_usual(kind, with_all):
     parts = dicts(kind)
     if with_all:
         parts["terminateds"]["__all__"] = parts["truncateds"]["__all__"] = False
-    assert code(parts) == USUAL | REWARD_TYPES.index(kind) << REWARD_SHIFT
+    assert code(parts) == PLAIN | REWARD_TYPES.index(kind) << REWARD_SHIFT
 
 
 def test_nobody_is_never_usual():
@@ -77,7 +77,7 @@ def test_other_agents(part, change):
         changed["c"] = copy.copy(changed["b"])
     else:
         changed["a"] = changed.pop("a")
-    assert code(parts) == (USUAL | INFOS if part == "infos" else 0)
+    assert code(parts) == (PLAIN | INFOS if part == "infos" else 0)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_other_infos(value, agent):
     """They are pickled; all else may be as usual."""
     parts = dicts()
     parts["infos"][agent] = value
-    assert code(parts) == USUAL | INFOS
+    assert code(parts) == PLAIN | INFOS
 
 
 @pytest.mark.parametrize("value", [(), [], set(), np.zeros(2)])
@@ -118,7 +118,7 @@ def test_sequences_of_infos_are_refused(value, agent):
 
 @pytest.mark.parametrize("kind", [int, bool, np.int64, np.bool_])
 def test_rewards_of_other_types(kind):
-    assert code(dicts(kind)) == USUAL | REWARD_TYPES.index(kind) << REWARD_SHIFT
+    assert code(dicts(kind)) == PLAIN | REWARD_TYPES.index(kind) << REWARD_SHIFT
 
 
 def test_rewards_that_a_double_does_not_hold():
@@ -132,8 +132,8 @@ def test_rewards_that_are_vectors():
     parts["rewards"] = {"a": np.zeros(2), "b": [1.0, 2.0]}
     assert code(parts) == 0
     assert (
-        UsualForm(AGENTS, vectors=True).code(*(parts[name] for name in PARTS))
-        == USUAL | VECTORS | VECTOR_TAG << REWARD_SHIFT
+        PlainForm(AGENTS, vectors=True).code(*(parts[name] for name in PARTS))
+        == PLAIN | VECTORS | VECTOR_TAG << REWARD_SHIFT
     )
 
 
@@ -144,7 +144,7 @@ def test_flags_of_numpy(with_all):
         parts[part] = dict.fromkeys(AGENTS, np.False_)
         if with_all:
             parts[part]["__all__"] = False
-    assert code(parts) == USUAL | FALSE_CODES[np.bool_] << FLAG_SHIFT
+    assert code(parts) == PLAIN | FALSE_CODES[np.bool_] << FLAG_SHIFT
 
 
 @pytest.mark.parametrize("value", [True, 0, None, np.False_])

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Message
-from marl_parallel.core.records import ActionRecords, Parcels, TransitionRecords
+from marl_parallel.core.records import ActionRecords, RecordSlices, TransitionRecords
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import Activity, WorkerStatus
 
@@ -28,7 +28,7 @@ class End:
         self.layout.bind(self.buffer)
         self.actions = ActionRecords(self.layout, self.buffer)
         self.transitions = TransitionRecords(self.layout, self.buffer)
-        self.parcels = Parcels(self.layout, self.buffer)
+        self.slices = RecordSlices(self.layout, self.buffer)
 
 
 def told(number: int, *, last: bool = False) -> Transition:
@@ -47,7 +47,7 @@ def test_actions_arrive(env_ids):
     for env_id in range(4):
         here.actions.write(env_id, {agent: env_id + place for place, agent in enumerate(AGENTS)})
     before = bytes(there.buffer)
-    there.parcels.put_actions(env_ids, here.parcels.actions(env_ids))
+    there.slices.put_actions(env_ids, here.slices.actions(env_ids))
     for env_id in env_ids:
         assert there.actions.read(env_id, None) == {"a": env_id, "b": env_id + 1}
     untouched = [env_id for env_id in range(4) if env_id not in env_ids]
@@ -63,12 +63,12 @@ def test_results_arrive(env_ids, last):
     here, there = End(), End()
     for env_id in range(4):
         assert here.transitions.write(env_id, told(env_id, last=last and env_id == 2)) is None
-    parcel = here.parcels.results(env_ids, Message.STEP)
-    head, rare = here.layout.transition_header, here.layout.rare
+    slices = here.slices.results(env_ids, Message.STEP)
+    head, step_end = here.layout.transition_header, here.layout.step_end
     whole = last and 2 in env_ids
-    assert parcel.shape == (len(env_ids), (here.layout.stride if whole else rare) - head)
-    assert parcel.flags.c_contiguous
-    there.parcels.put_results(env_ids, parcel)
+    assert slices.shape == (len(env_ids), (here.layout.stride if whole else step_end) - head)
+    assert slices.flags.c_contiguous
+    there.slices.put_results(env_ids, slices)
     for env_id in env_ids:
         ours, theirs = here.transitions.read(env_id, None), there.transitions.read(env_id, None)
         for one, other in zip(ours[0], theirs[0], strict=True):
@@ -82,7 +82,7 @@ def test_states_arrive():
     assert here.layout.state is not None
     assert there.layout.state is not None
     here.layout.state.write(1, 0, np.array([0.1, 0.2, 0.3], np.float32))
-    there.parcels.put_results((1,), here.parcels.results((1,), Message.STATE))
+    there.slices.put_results((1,), here.slices.results((1,), Message.STATE))
     np.testing.assert_array_equal(there.layout.state.records[1][0], here.layout.state.records[1][0])
 
 
@@ -92,8 +92,8 @@ def test_whole_records_arrive_but_for_their_actions():
         here.transitions.write(env_id, told(env_id, last=env_id == 1))
         here.actions.write(env_id, dict.fromkeys(AGENTS, 7))
         there.actions.write(env_id, dict.fromkeys(AGENTS, 5))
-    start, stop = here.parcels.places(range(1, 3))
-    there.parcels.put_records(range(1, 3), bytes(here.buffer[start:stop]))
+    start, stop = here.slices.places(range(1, 3))
+    there.slices.put_records(range(1, 3), bytes(here.buffer[start:stop]))
     for env_id in (1, 2):
         np.testing.assert_equal(there.transitions.read(env_id, None)[0], here.transitions.read(env_id, None)[0])
         assert there.actions.read(env_id, None) == dict.fromkeys(AGENTS, 5)

@@ -12,7 +12,7 @@ from helpers.comparison import assert_same
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import TransitionRecords
-from marl_parallel.core.transition import Transition, UsualForm
+from marl_parallel.core.transition import PlainForm, Transition
 
 AGENTS = ["a", "b"]
 BOX = spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -34,7 +34,7 @@ def transition(number: int, *, kind: type = float, over: bool = False, infos: An
     no = {**dict.fromkeys(AGENTS, False), "__all__": False}
     dicts = observations, rewards, flags, no, infos or {agent: {} for agent in AGENTS}
     alive = [] if over else AGENTS
-    return Transition(*dicts, alive, alive, UsualForm(AGENTS).code(*dicts))
+    return Transition(*dicts, alive, alive, PlainForm(AGENTS).code(*dicts))
 
 
 def test_several_writers():

@@ -14,7 +14,7 @@ from helpers.comparison import assert_same, spoil
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import TransitionRecords
-from marl_parallel.core.transition import Transition, kept
+from marl_parallel.core.transition import Transition, copied_dicts
 
 AGENTS = ["a", "b", "c"]
 BOX = spaces.Box(-9, 9, (2,), np.float32)
@@ -61,7 +61,7 @@ def test_kept_whatever_becomes_of_it(value, part):
     dicts = last_step()
     dicts[part] = {"a": copy.deepcopy(value), "b": copy.deepcopy(value)}
     expected = copy.deepcopy(dicts)
-    ours = kept(tuple(dicts))
+    ours = copied_dicts(tuple(dicts))
     assert_same([*ours], expected)
     spoil(dicts)
     assert_same([*ours], expected)
@@ -69,7 +69,7 @@ def test_kept_whatever_becomes_of_it(value, part):
 
 def test_objects_in_arrays_are_kept():
     array = np.array([{"x": 1}, None])
-    observations, *_ = kept(tuple(last_step(observations={"a": array})))
+    observations, *_ = copied_dicts(tuple(last_step(observations={"a": array})))
     array[0]["x"] = 2
     assert observations["a"][0] == {"x": 1}
 
@@ -78,27 +78,27 @@ def test_objects_in_arrays_are_kept():
 def test_one_object_stays_one_object(value):
     """Between agents and between dicts."""
     dicts = last_step(observations=dict.fromkeys(AGENTS, value), infos=dict.fromkeys(AGENTS, value))
-    observations, *_, infos = kept(tuple(dicts))
+    observations, *_, infos = copied_dicts(tuple(dicts))
     assert observations["a"] is not value
     assert {id(one) for one in [*observations.values(), *infos.values()]} == {id(observations["a"])}
 
 
 def test_an_array_in_an_observation_and_in_an_info_stays_one():
     view = seen(1)
-    observations, *_, infos = kept(tuple(last_step(observations={"a": view}, infos={"a": {"view": view}})))
+    observations, *_, infos = copied_dicts(tuple(last_step(observations={"a": view}, infos={"a": {"view": view}})))
     assert infos["a"]["view"] is observations["a"] is not view
 
 
 @pytest.mark.parametrize("info", [{}, {"x": 1}, 1], ids=repr)
 def test_the_type_of_infos_is_kept(info):
-    *_, infos = kept(tuple(last_step(infos=defaultdict(list, a=info))))
+    *_, infos = copied_dicts(tuple(last_step(infos=defaultdict(list, a=info))))
     assert_same(infos, defaultdict(list, a=info))
     assert infos.default_factory is list
 
 
 def test_what_cannot_be_copied_stays():
     dicts = tuple(last_step(infos={"a": Uncopiable()}))
-    *others, infos = kept(dicts)
+    *others, infos = copied_dicts(dicts)
     assert infos is dicts[4]
     for own, given in zip(others, dicts[:4], strict=True):
         assert_same(own, given)

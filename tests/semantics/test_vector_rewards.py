@@ -19,7 +19,7 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import pickling
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import TransitionRecords
-from marl_parallel.core.transition import Transition, UsualForm
+from marl_parallel.core.transition import PlainForm, Transition
 from marl_parallel.vector import ArrayStepper, GymnasiumVectorEnv, PettingZooVecEnv
 from marl_parallel.vector.stepper import as_number, reward_rules
 
@@ -86,7 +86,7 @@ def test_the_record_of_a_usual_step_holds_vectors():
         flags = {**dict.fromkeys(agents, False), "__all__": False}
         observations = dict.fromkeys(agents, np.ones(1, np.float32))
         dicts = observations, rewards, flags, flags, {agent: {} for agent in agents}
-        usual = UsualForm(agents, vectors=True).code(*dicts)
+        usual = PlainForm(agents, vectors=True).code(*dicts)
         assert records.write(record, Transition(*dicts, agents, agents, usual)) is None
         due.append(rewards)
         assert_same(records.read(record, None)[0][1], rewards)
