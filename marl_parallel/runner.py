@@ -262,7 +262,7 @@ class BatchRunner:
             seed = None
         base, seeds = self._seeds_for(seed, env_ids)
         recovery, has_reset = self.pool.recovery, self.batch.has_reset
-        for_each = checked_options(options, len(env_ids))
+        for_each = checked_options(options, env_ids)
         for own_options in for_each:
             if own_options is not None:
                 self.schema.check_options(own_options)

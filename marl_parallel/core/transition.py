@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from marl_parallel.adapters import Misfit
+from marl_parallel.adapters import AdapterMismatch
 from marl_parallel.adapters.protocol import ALL as ALL
 from marl_parallel.adapters.protocol import COMMON as COMMON
 from marl_parallel.adapters.protocol import AgentID, Dicts, described
@@ -129,7 +129,7 @@ class UsualForm:
     def code(
         self, observations: Values, rewards: Values, terminateds: Values, truncateds: Values, infos: Values
     ) -> int:
-        """The code of the header where the form is usual, else 0; `Misfit` where an agent's info is a sequence."""
+        """The code of the header if the form is usual, else 0; `AdapterMismatch` if an agent's info is a sequence."""
         agents, count = self._agents, len(terminateds)
         keys, empty = self._forms.get(count, (None, b""))
         if [*observations, *rewards, *terminateds, *truncateds] != keys or count != len(truncateds):
@@ -210,7 +210,7 @@ _SEVERAL = (list, tuple, set, frozenset, np.ndarray)
 def checked_flags(flags: Values, what: str) -> Values:
     """The flags of a step, where each is one value; arrays of one element become the NumPy scalar they hold.
 
-    Several flags in place of one are a `Misfit`: a list is true whatever is in it, and would end every episode.
+    Several flags in place of one are an `AdapterMismatch`: a list is always true, and would end every episode.
     """
     if _FLAG_TYPES.issuperset(map(type, flags.values())):
         return flags
@@ -223,7 +223,7 @@ def _one_flag(agent: Any, flag: Any, what: str) -> Any:
     shape = getattr(flag, "shape", None)
     if isinstance(flag, Sized) if shape is None else math.prod(shape) != 1:
         instead = 'adapter="dict"' if isinstance(flag, Mapping) else 'adapter="tuple"'
-        raise Misfit(
+        raise AdapterMismatch(
             f"the {what} flag of agent {agent!r} must be True or False, got {described(flag)}; "
             f"if these are the flags of several agents, pass {instead}"
         )
@@ -231,11 +231,11 @@ def _one_flag(agent: Any, flag: Any, what: str) -> Any:
 
 
 def check_infos(infos: Mapping[Any, Any], agents: Iterable[Any]) -> None:
-    """Raise `Misfit` where the info of an agent is a sequence. What is under other keys may be anything."""
+    """Raise `AdapterMismatch` if the info of an agent is a sequence. What is under other keys may be anything."""
     if any(isinstance(info, _SEVERAL) for info in infos.values()):
         for agent in agents:
             if isinstance(infos.get(agent), _SEVERAL):
-                raise Misfit(
+                raise AdapterMismatch(
                     f"the info of agent {agent!r} must be a dict, got {described(infos[agent])}; "
                     'if these are the infos of several agents, pass adapter="tuple"'
                 )
