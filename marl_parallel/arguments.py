@@ -20,9 +20,7 @@ from marl_parallel.core.backend import Backend
 from marl_parallel.core.construction import missing_arguments
 from marl_parallel.types import RestartPolicy
 
-ATTRIBUTES = ("parallel_env", "env", "raw_env")
-"""The attributes of a module that may be constructors, in this order, if none is named."""
-
+_CONSTRUCTOR_NAMES = ("parallel_env", "env", "raw_env")  # in a module, in this order
 _POOL_SEEDS = 2**31  # seeds of EnvPool are 32-bit integers with a sign
 _ELEVEN_DAYS_S = 1e6  # in milliseconds, the longest wait that all operating systems take
 
@@ -38,17 +36,15 @@ def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
     constructors = list(env_constructors)
     if not constructors:
         raise ValueError("env_constructors is empty: at least one environment is needed")
-    for env_id, constructor in enumerate(constructors):
-        if not callable(constructor):
-            raise TypeError(
-                f"env_constructors[{env_id}] must be a callable that returns an environment, got {constructor!r}"
-                f"{_instead(constructor)}"
-            )
     checked: set[int] = set()  # often all constructors are one object, whose signature is read once
     for env_id, constructor in enumerate(constructors):
+        name = f"env_constructors[{env_id}]"
+        if not callable(constructor):
+            instead = _instead(constructor)
+            raise TypeError(f"{name} must be a callable that returns an environment, got {constructor!r}{instead}")
         if id(constructor) not in checked:
             checked.add(id(constructor))
-            check_signature(constructor, f"env_constructors[{env_id}]")
+            check_signature(constructor, name)
     return constructors
 
 
@@ -83,12 +79,7 @@ def _instead(value: Any) -> str:
 
 
 def find_constructor(name: str) -> Callable[..., Any]:
-    """The constructor that `module[:attribute]` names.
-
-    Example:
-        >>> find_constructor("gymnasium:make").__name__
-        'make'
-    """
+    """The constructor that `module[:attribute]` names."""
     if not isinstance(name, str):
         raise TypeError(f"name must be 'module' or 'module:attribute', got {name!r}; ParallelEnv takes constructors")
     module_name, colon, attribute = name.partition(":")
@@ -109,7 +100,7 @@ def find_constructor(name: str) -> Callable[..., Any]:
         if module_name in gymnasium.registry:
             hint = f"; for Gymnasium's {module_name}, pass 'gymnasium:make' with env_kwargs={{'id': {module_name!r}}}"
         raise ModuleNotFoundError(f"{error}{hint}", name=error.name) from None
-    candidates = [attribute] if attribute else ATTRIBUTES
+    candidates = [attribute] if attribute else _CONSTRUCTOR_NAMES
     for candidate in candidates:
         constructor = getattr(module, candidate, None)
         if callable(constructor):
@@ -118,12 +109,7 @@ def find_constructor(name: str) -> Callable[..., Any]:
 
 
 def autoreset_mode(auto_reset: bool | AutoresetMode | str) -> AutoresetMode:
-    """The auto-reset mode for True, False, a mode or its name.
-
-    Example:
-        >>> autoreset_mode("NEXT_STEP"), autoreset_mode(False)
-        (<AutoresetMode.NEXT_STEP: 'NextStep'>, <AutoresetMode.DISABLED: 'Disabled'>)
-    """
+    """The auto-reset mode for True, False, a mode or its name."""
     if isinstance(auto_reset, AutoresetMode):
         return auto_reset
     if isinstance(auto_reset, bool):
@@ -251,17 +237,16 @@ def pool_arguments(
         >>> pool_arguments(2, None, None, seed=3)
         ({'num_envs': 2, 'batch_size': 2}, [3, 4])
     """
-    optional = {"batch_size": num_envs if batch_size is None else batch_size, "num_threads": num_threads}
-    numbers = {"num_envs": at_least_one(num_envs, "num_envs")}
-    numbers |= {name: at_least_one(number, name) for name, number in optional.items() if number is not None}
-    if numbers["batch_size"] > num_envs:
+    batch_size = num_envs if batch_size is None else batch_size
+    passed = {"num_envs": num_envs, "batch_size": batch_size, "num_threads": num_threads}
+    numbers = {name: at_least_one(number, name) for name, number in passed.items() if number is not None}
+    if batch_size > num_envs:
         raise ValueError(f"batch_size={batch_size} is more than num_envs={num_envs}")
     if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes):
-        seeds = [_POOL_SEEDS if own is None else own for own in seeds_of(seed, range(num_envs))]
+        seeds = [_POOL_SEEDS if number is None else number for number in seeds_of(seed, range(num_envs))]
     else:
-        first = base_seed(seed)
-        if seed is None:
-            first = min(first, _POOL_SEEDS - num_envs)
+        base = base_seed(seed)
+        first = min(base, _POOL_SEEDS - num_envs) if seed is None else base
         seeds = [*range(first, first + num_envs)]
     if max(seeds) >= _POOL_SEEDS:
         raise ValueError(f"seed={seed!r}: EnvPool needs a seed from 0 to 2**31 - 1 for each environment")
@@ -269,12 +254,7 @@ def pool_arguments(
 
 
 def checked_ids(env_ids: Sequence[int], num_envs: int) -> tuple[int, ...]:
-    """Environment ids as a tuple, in the same order.
-
-    Example:
-        >>> checked_ids([2, 0], 4)
-        (2, 0)
-    """
+    """Environment ids as a tuple, in the same order."""
     try:
         values = [*env_ids]
         is_mask = any(isinstance(env_id, bool | np.bool_) for env_id in values)
@@ -297,9 +277,9 @@ def checked_options(options: Any, env_ids: Sequence[int]) -> list[Any]:
     """The options of each environment's reset, from a dict or None for all, or a list with one for each."""
     if not isinstance(options, list):
         options = [options] * len(env_ids)
-    for own in one_for_each(options, env_ids, "options"):
-        if own is not None and not isinstance(own, Mapping):
-            raise TypeError(f"options must be a dict or None, got {own!r}")
+    for entry in one_for_each(options, env_ids, "options"):
+        if entry is not None and not isinstance(entry, Mapping):
+            raise TypeError(f"options must be a dict or None, got {entry!r}")
     return options  # type: ignore[no-any-return]
 
 

@@ -633,7 +633,7 @@ class ParallelEnv:
         if pool.tracer is not None:
             raise RuntimeError(f"a trace is being recorded already, for {pool.tracer.path}: call stop_trace first")
         tracer = Tracer(arguments.checked_trace(path), pool.shares)
-        _, fault = self._trace_workers(True)
+        fault = self._trace_workers(True)
         if fault is not None:
             self._trace_workers(False)
             raise fault
@@ -658,22 +658,18 @@ class ParallelEnv:
         pool = self.runner.pool
         if pool.tracer is None:
             raise RuntimeError("no trace is being recorded: call start_trace first, or pass trace=")
-        tracer = pool.tracer
-        slices_of, fault = self._trace_workers(False)
-        for worker, slices in slices_of.items():
-            tracer.add(worker, slices, pool.ahead(worker))
+        fault = self._trace_workers(False)
         if fault is not None:
             raise fault
-        pool.tracer = None
+        tracer, pool.tracer = pool.tracer, None
         tracer.finish()
         return tracer.path
 
-    def _trace_workers(self, on: bool) -> tuple[dict[int, Any], ParallelEnvError | None]:
-        """Begin or end traces in all workers; returns their slices, and the first error of one that was replaced."""
+    def _trace_workers(self, on: bool) -> ParallelEnvError | None:
+        """Begin or end traces in all workers, and add their slices; returns the first error of a replaced worker."""
         pool = self.runner.pool
         if pool.recovery is not None:
             pool.recovery.traced = on
-        slices_of: dict[int, Any] = {}
         fault = None
         for worker, share in enumerate(pool.shares):  # one by one: an error must not lose the others' slices
             try:
@@ -682,9 +678,11 @@ class ParallelEnv:
                 if pool.closed:
                     raise
                 fault = fault or error
-            else:
-                slices_of.update((worker, slices) for slices in results.values())
-        return slices_of, fault
+                continue
+            for slices in results.values():
+                if pool.tracer is not None:
+                    pool.tracer.add(worker, slices, pool.ahead(worker))
+        return fault
 
     def stats(self) -> Stats:
         """Steps, resets and restarts so far, and seconds by kind of work; of each worker and in total."""
@@ -741,10 +739,6 @@ def tiled(frames: Sequence[Any]) -> NDArray[Any]:
     """Arrange frames in a grid, row by row, as square as possible.
 
     Frames are arrays `(height, width, ...)` of one dtype; smaller ones are padded with zeros to the right and below.
-
-    Example:
-        >>> tiled([np.ones((4, 6, 3), np.uint8)] * 5).shape
-        (8, 18, 3)
     """
     arrays = [np.asarray(frame) for frame in frames]
     for env_id, (frame, array) in enumerate(zip(frames, arrays, strict=True)):
