@@ -1,6 +1,6 @@
-"""Many copies of a multi-agent simulator, stepped side by side at the full speed of your cores.
+"""Step many multi-agent environments in parallel.
 
-`ParallelEnv` takes constructors and gives batches of dicts; `make` does so from the name of a module.
+`ParallelEnv` takes constructors and returns batches of dicts; `make` takes the name of a module instead.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -50,12 +50,12 @@ __all__ = [
     "make",
     "record_video",
 ]
-if installed("ray"):  # else to import everything would fail
+if installed("ray"):  # without Ray, `from marl_parallel import *` would fail
     __all__ += ["RayBackend"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RayBackend":  # only with Ray, which is not imported unless it is wanted
+    if name == "RayBackend":  # Ray is imported only on first use
         from marl_parallel.backends.ray_backend import RayBackend
 
         return RayBackend

@@ -1,4 +1,4 @@
-"""`ParallelEnv`: N environments stepped side by side, dicts in and dicts out; and `make`, from a module's name.
+"""`ParallelEnv`: N environments stepped in parallel, dicts in and dicts out; and `make`, from a module's name.
 
 A step::
 
@@ -8,17 +8,16 @@ A step::
       |    Pool.run               one slot per environment, one wait loop                       core/pool.py
       |      Backend.post         wakes the workers                                             backends/
       |        Worker.execute     in each process or thread                                     core/worker.py
-      |          Episode.step     steps the simulator, resets where the episode is over         core/episode.py
+      |          Episode.step     steps the simulator, resets it if the episode is over         core/episode.py
       |          TransitionRecords.write    the transition into shared memory                   core/records.py
       |      Backend.wait         until the last worker is done
       |  Batch.read               dicts from shared memory
       v
     observations, rewards, terminateds, truncateds, infos
 
-`send` and `recv` are its two halves. A crash: `Backend.wait` returns `Lost` in place of a reply; `Pool` raises an error
-and closes everything, or has `core/recovery.py` rebuild the environments in a new worker. With a simulator that steps
-many environments by itself (`from_native`), `NativePool` (`core/native.py`) replaces
-`Pool` and `Batch`.
+`send` and `recv` are its two halves. After a crash, `Backend.wait` returns `Lost` in place of a reply; then `Pool`
+raises an error and closes everything, or rebuilds the environments in a new worker (`core/recovery.py`). For simulators
+that step many environments by themselves (`from_native`), `core/native.py` replaces `Pool` and `Batch`.
 """
 
 from __future__ import annotations
@@ -79,54 +78,55 @@ if hasattr(os, "register_at_fork"):
 
 
 class ParallelEnv:
-    """Many multi-agent environments, stepped side by side.
+    """Many multi-agent environments, stepped in parallel.
 
     Environments are dict environments (`reset` returns observations and infos, `step` five dicts with `__all__` in
     the flags), PettingZoo's `ParallelEnv` and `AECEnv`, RLlib's `MultiAgentEnv`, ML-Agents' `BaseEnv` and Gymnasium's
     `Env` (whose one agent is `agent_0`). The values of their dicts arrive unchanged; the README lists the added keys.
 
     Args:
-        env_constructors: One callable for each environment, called inside its worker, with those of the keywords
-            `seed`, `env_id` and `restarts` (how often it has been rebuilt) that its signature names. Lambdas and
-            closures are allowed. See `docs/seeding.md` for `functools.partial(gymnasium.make, id)`.
-        auto_reset: When the next episode begins after `terminateds["__all__"]` or `truncateds["__all__"]`: True or
-            `AutoresetMode.SAME_STEP` in the same step, `NEXT_STEP` with the next; False or `DISABLED` never by itself.
+        env_constructors: One callable per environment, called inside its worker with those of the keywords `seed`,
+            `env_id` and `restarts` that its signature names; see `docs/seeding.md`. Lambdas are allowed.
+        auto_reset: When the next episode begins: True or `AutoresetMode.SAME_STEP` in the step that ends one,
+            `NEXT_STEP` in the next step, False or `DISABLED` only by `reset`.
         seed: Environment i is seeded with `seed + i`; None draws a base seed.
-        num_workers: How many workers share the environments evenly; None: one for each environment up to the number
-            of CPUs that this process may use, or the cluster has.
-        envs_per_worker: The most environments of one worker, in place of `num_workers`, whatever the number of CPUs.
+        num_workers: The number of workers, which share the environments evenly; None for one per environment, up to
+            the number of CPUs that this process may use, or the cluster has.
+        envs_per_worker: The most environments of one worker, instead of `num_workers`; see `docs/workers.md`.
         backend: Where the workers run: `"process"`, `"thread"`, `"serial"`, `"ray"` for actors of a Ray cluster, or
             a `Backend`, such as a `RayBackend` with the cluster's address and resources.
-        adapter: The kind of simulator, if it is not recognised correctly: `"dict"`, `"pettingzoo"`, `"aec"`,
-            `"gymnasium"`, `"rllib"`, `"mlagents"`, or a function that makes a `MultiAgentEnv` of it.
+        adapter: The kind of simulator, if it is not recognised correctly: a name from `docs/environments.md`, such as
+            `"dict"` or `"tuple"`, or a function that makes a `MultiAgentEnv` of it.
         shared_memory: False sends all values pickled.
         copy: False returns observations that are views of shared memory: each is valid until its environment is next
             stepped, sent to or reset, and stays readable after `close`.
         context: How worker processes start: `"forkserver"` (the default where available), `"spawn"` or `"fork"`.
-        check_actions: Check every action against its space.
+        check_actions: True checks every action against its space.
         on_error: What happens when an environment raises, or its worker dies or hangs: `"raise"` raises here and
-            closes everything; `"restart"` rebuilds it and goes on. In the step it interrupted, every agent is
-            truncated and `infos[i]["__common__"]` is `{"restarted": True, "error": <report>}`. A `reset` that failed
-            has this mark too: it returns the fresh environment's, with the same options and a seed of its own.
-        restart_policy: How often that may happen to one environment; then `RestartLimitExceeded` is raised.
+            closes everything; `"restart"` rebuilds the environment. The interrupted step truncates its agents and is
+            marked in `infos[i]["__common__"]`; see "Faults and restarts" in the README.
+        restart_policy: How often one environment may be rebuilt; after that, `RestartLimitExceeded` is raised.
         step_timeout: Seconds for each step, call, frame and attribute; None for no limit.
         reset_timeout: Seconds for each reset, automatic ones too; None for no limit.
-        start_timeout: Seconds for each constructor; None for no limit. Time in which the whole program is frozen (a
-            paused virtual machine or container) does not count.
+        start_timeout: Seconds for each constructor; None for no limit. For all three, time in which the whole program
+            is frozen (a paused virtual machine or container) does not count.
         worker_threads: Threads of BLAS, OpenMP and torch in each worker process; None leaves them alone.
         trace: Path of a timeline that is written by `close` or `stop_trace`; see `start_trace`.
 
     Raises:
         TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
         ValueError: There are no constructors, their environments' spaces differ, or agents' names cannot be used.
-        EnvError: A constructor raised, with `on_error="restart"` too.
-        WorkerCrashed: A worker died while constructing.
-        WorkerTimeout: A constructor took longer than `start_timeout`.
+        EnvError, WorkerCrashed, WorkerTimeout: A constructor raised, its worker died, or it took longer than
+            `start_timeout`; also with `on_error="restart"`.
 
-    For all methods: `env_ids` are environments in any order, None for all; unknown or doubled ones are a `ValueError`.
-    If arguments are refused, nothing has been done. Environments in flight (between `send` or `reset_async` and `recv`)
-    are an `AlreadyPendingCallError`, and so is a call in the middle of another one, from a second thread or a signal
-    handler. After `close` there is a `ClosedEnvironmentError`. `docs/concurrency.md` says what other threads may use.
+    All methods: `env_ids` are environments in any order, None for all; unknown or repeated ids are a `ValueError`. A
+    call whose arguments are refused changes nothing. A call that needs environments which are in flight (between `send`
+    or `reset_async` and `recv`) is an `AlreadyPendingCallError`, and so is a call during another one, from a second
+    thread or a signal handler (see `docs/concurrency.md`). Calls after `close` raise `ClosedEnvironmentError`.
+
+    If an environment raises, its worker dies, or it takes longer than its timeout, methods raise `EnvError`,
+    `WorkerCrashed` or `WorkerTimeout`, and everything is closed; with `on_error="restart"`, `step`, `reset` and `recv`
+    raise only `RestartLimitExceeded`.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -185,7 +185,7 @@ class ParallelEnv:
             )
         shares = share_out(len(seeds), arguments.workers_for(len(seeds), num_workers, envs_per_worker, opened))
         pool = Pool(opened, shares, limits)
-        self._own(pool)
+        self._close_at_exit(pool)
         started = False
         try:
             opened.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
@@ -209,27 +209,26 @@ class ParallelEnv:
             self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
             if trace is not None:
                 self.start_trace(trace)
-        except BaseException:
-            # Whatever went wrong, Ctrl-C included, nothing may be left behind.
+        except BaseException:  # Ctrl-C included: nothing may be left behind
             self._finalizer.detach()
             pool.close(ask=started)
             raise
 
     @classmethod
     def from_native(cls, simulator: NativeSimulator) -> ParallelEnv:
-        """Wrap a simulator that steps many environments by itself; there are no workers then.
+        """Wrap a simulator that steps many environments by itself, without workers.
 
-        Episodes begin again with the next step (`NEXT_STEP`). What such a simulator cannot do is an error: `reset` with
-        a seed or options, `recv` with a timeout or another `min_envs` than its `batch_size` or all in flight, traces.
-        After a partial reset, facades return the other environments' observations from the arrays returned last.
+        Episodes begin again with the next step (`NEXT_STEP`). It is an error to pass a seed or options to `reset`, or a
+        timeout or another `min_envs` than `batch_size` or all in flight to `recv`, or to start a trace. After a partial
+        reset, facades return the other environments' observations from the arrays returned last.
 
         Args:
-            simulator: Nobody else may use it; it is closed with this.
+            simulator: Nothing else may use it; `close` closes it.
         """
         check_agents(simulator.schema.possible_agents, simulator.name)
         env = cls.__new__(cls)
         pool = NativePool(simulator)
-        env._own(pool)
+        env._close_at_exit(pool)
         schema = replace(simulator.schema, metadata=simulator.metadata, render_mode=simulator.render_mode)
         env.runner = BatchRunner(pool, pool, schema, simulator.seeds)
         return env
@@ -244,14 +243,14 @@ class ParallelEnv:
         seed: int | Sequence[int] | None = 42,
         **task_arguments: Any,
     ) -> ParallelEnv:
-        """Step a task of EnvPool, whose environments run in threads of its own; as `from_native`.
+        """Wrap a task of EnvPool, whose environments run in its own threads; restrictions as of `from_native`.
 
         Args:
-            task: Its name there. The agent of a single-player task is `agent_0`; players are `agent_0`, `agent_1`, ...
-            num_envs: How many environments.
-            batch_size: How many results `recv` returns at a time, the quickest first; None for all that were sent.
+            task: Its name in EnvPool. The agent of a single-player task is `agent_0`; players are `agent_0`, ...
+            num_envs: The number of environments.
+            batch_size: How many results `recv` returns at a time, the first that are ready; None for all in flight.
             num_threads: Of EnvPool; None lets it choose.
-            seed: Environment i is seeded with `seed + i`; a sequence has one for each; None draws one.
+            seed: Environment i is seeded with `seed + i`; a sequence has one for each; None draws a base seed.
             task_arguments: For EnvPool, such as `max_episode_steps`.
         """
         from marl_parallel.backends.envpool import open_pool
@@ -259,8 +258,8 @@ class ParallelEnv:
         numbers, seeds = arguments.pool_arguments(num_envs, batch_size, num_threads, seed)
         return cls.from_native(open_pool(task, seeds, {**numbers, **task_arguments}))
 
-    def _own(self, pool: Pool | NativePool) -> None:
-        """Close the pool when this object is collected or the interpreter exits."""
+    def _close_at_exit(self, pool: Pool | NativePool) -> None:
+        """Close the pool when the interpreter exits or this object is collected."""
         _live.add(pool)
         self._finalizer = weakref.finalize(self, pool.close)
 
@@ -277,7 +276,7 @@ class ParallelEnv:
 
     @property
     def batch_size(self) -> int:
-        """The smallest number of results that come together: `num_envs`, unless a simulator has batches of its own."""
+        """How many results are ready at a time: `num_envs`, unless a native simulator has smaller batches."""
         return self.runner.pool.batch_size
 
     @property
@@ -300,11 +299,11 @@ class ParallelEnv:
 
     @property
     def action_masks(self) -> tuple[dict[AgentID, Any], ...]:
-        """For each environment, a dict of the action masks of the agents that act next and have one.
+        """For each environment, the action masks by agent, of the agents that act next and have one.
 
-        A mask is the entry `"action_mask"` of the agent's info, else of its observation, in the running episode. Arrays
-        of zeros and ones become bool, True for an allowed action; dicts and tuples stay as they are. All arrays are the
-        caller's own. The dict is empty for an environment whose next action does not count. See `docs/values.md`.
+        A mask is `"action_mask"` of the agent's info, else of its observation, in the running episode. Arrays of zeros
+        and ones become bool, True for an allowed action; dicts and tuples stay as they are. All arrays are copies. The
+        dict is empty for an environment whose next action is ignored. See `docs/values.md`.
         """
         return tuple(map(self.runner.batch.masks, self.runner.env_ids))
 
@@ -312,7 +311,7 @@ class ParallelEnv:
     def observation_space(self) -> spaces.Dict | None:
         """Spaces by agent, in the order of `possible_agents`; None if no agent declares one.
 
-        If agents are open-ended and belong to groups, it has the groups' spaces, and finds an agent's by its id.
+        If agents are open-ended and have groups, the keys are groups, and an agent's id also finds its group's space.
         """
         return _space_of(self.runner.schema.observation_spaces)
 
@@ -323,9 +322,9 @@ class ParallelEnv:
 
     @property
     def reward_space(self) -> spaces.Dict | None:
-        """Spaces by agent of those whose rewards are vectors of several objectives; None if no agent declares one.
+        """Spaces of the agents whose rewards are vectors, which arrive as arrays; None if there are none.
 
-        Such rewards are arrays of the space's dtype and shape, the caller's own; see `docs/values.md`.
+        See `docs/values.md`.
         """
         return _space_of(self.runner.schema.reward_spaces)
 
@@ -357,9 +356,9 @@ class ParallelEnv:
         """Begin new episodes.
 
         Args:
-            seed: Environment i gets `seed + i`, also with `env_ids`, and `seed` becomes the base; a sequence has one
-                for each of `env_ids`, None for an environment that gets none.
-            options: For each environment's own `reset`, also of one that is rebuilt because its reset fails.
+            seed: Environment i gets `seed + i`, also with `env_ids`, and `seed` becomes the base. Or a sequence with
+                one seed, or None for no seed, for each of `env_ids`.
+            options: Passed to each environment's own `reset`.
             env_ids: Which environments.
 
         Returns:
@@ -367,7 +366,6 @@ class ParallelEnv:
 
         Raises:
             ValueError: A wrong number of seeds, or options that the environments' `reset` does not take.
-            ParallelEnvError: A fault, as in `step`; everything has been closed.
         """
         ids, extras = self.runner.reset(seed, options, env_ids)
         observations, _, _, _, infos = self.runner.batch.read(ids, extras)
@@ -376,11 +374,11 @@ class ParallelEnv:
     def step(
         self, actions: Sequence[Mapping[AgentID, Any]], env_ids: Sequence[int] | None = None
     ) -> tuple[Dicts, Dicts, Dicts, Dicts, Dicts]:
-        """Step environments side by side, and begin new episodes where the auto-reset mode says so.
+        """Step environments in parallel, and begin new episodes as `auto_reset` says.
 
         Args:
             actions: One dict by agent for each environment, in the order of `env_ids`. An array is cast to its
-                space's dtype. With PettingZoo's rules, actions of agents that do not act are ignored.
+                space's dtype. Under PettingZoo's rules, actions of agents that do not act are ignored.
             env_ids: Which environments.
 
         Returns:
@@ -393,9 +391,6 @@ class ParallelEnv:
                 `check_actions`, outside its space.
             TypeError: Actions are not dicts.
             ResetNeeded: An environment has never been reset.
-            EnvError, WorkerCrashed, WorkerTimeout: An environment raised, its worker died, or it took longer than it
-                may; everything has been closed.
-            RestartLimitExceeded: With `on_error="restart"` in place of these, if a policy is exhausted.
         """
         runner = self.runner
         guard, entry = runner.guard, ("step", get_ident())
@@ -403,7 +398,7 @@ class ParallelEnv:
             if (first := guard.setdefault(CALL, entry)) is not entry:
                 guard.refuse(entry, first)
             ids, batch = runner.ids_to_step(env_ids), runner.batch
-            if type(actions) is not list or len(actions) != len(ids):  # the usual case first: it is quick to tell
+            if type(actions) is not list or len(actions) != len(ids):  # a quick check first
                 arguments.check_one_for_each(actions, ids)
             return batch.read(ids, runner.step(ids, batch.write_actions(ids, actions)))
         finally:
@@ -416,9 +411,9 @@ class ParallelEnv:
         actions: Sequence[Mapping[AgentID, Any]] | Mapping[int, Mapping[AgentID, Any]],
         env_ids: Sequence[int] | None = None,
     ) -> None:
-        """Begin to step environments and return; `recv` has the results, each as soon as it is there.
+        """Begin to step environments and return; `recv` returns each result as soon as it is ready.
 
-        With `backend="serial"`, the steps are taken here. Errors as of `step`.
+        With `backend="serial"`, the steps are carried out here. Errors as of `step`.
 
         Args:
             actions: As of `step`, or a mapping from env id to a dict by agent.
@@ -438,12 +433,12 @@ class ParallelEnv:
         options: dict[str, Any] | None = None,
         env_ids: Sequence[int] | None = None,
     ) -> None:
-        """Begin new episodes and return; `recv` has the first observations. Arguments and errors as of `reset`."""
+        """Begin new episodes and return; `recv` returns the observations. Arguments and errors as of `reset`."""
         self.runner.send_reset(seed, options, env_ids)
 
     @exclusive("recv")
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> StepBatch:
-        """Take the results of all environments in flight that are ready, in order of completion.
+        """Return the results of all environments in flight that are ready, in order of completion.
 
         Args:
             min_envs: How many to wait for; None for all in flight, 0 for none.
@@ -452,11 +447,9 @@ class ParallelEnv:
         Raises:
             NoAsyncCallError: Nothing is in flight.
             ValueError: `min_envs` is more than there are in flight.
-            TimeoutError: There were fewer than `min_envs` in time. Nothing is lost, and `recv` can be called again.
-            ParallelEnvError: A fault, as in `step`; everything has been closed.
+            TimeoutError: Fewer than `min_envs` were ready in time. Nothing is lost, and `recv` can be called again.
 
         Example:
-            >>> from marl_parallel import ParallelEnv
             >>> from mpe2 import simple_spread_v3
             >>> with ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2) as env:
             ...     env.reset_async()
@@ -473,9 +466,9 @@ class ParallelEnv:
 
     @exclusive("state")
     def state(self, *, env_ids: Sequence[int] | None = None) -> NDArray[Any]:
-        """The global states as they are now: an array `(num_envs, *state_space.shape)` of the caller's own.
+        """The current global states: a new array of shape `(num_envs, *state_space.shape)`; `step_timeout` applies.
 
-        Raises `NotImplementedError` if the environment has none; `step_timeout` applies.
+        Raises `NotImplementedError` if the environments have none.
         """
         runner = self.runner
         runner.check_idle("state")
@@ -489,17 +482,18 @@ class ParallelEnv:
         return batch.states(ids, runner.pool.execute_in(Message.STATE, ids))
 
     def seed(self) -> tuple[int, ...]:
-        """The seed that each environment uses: its own `unwrapped.seed` if that is an int, else the one it was given.
+        """The seed of each environment: its own `unwrapped.seed` if that is an int, else the one it got from here.
 
-        While environments are in flight, the seeds known last.
+        While environments are in flight, the last known seeds.
         """
-        self.runner.check_open()
-        if self.runner.pool.seeds_stale and not self.runner.pool.in_flight:
-            self._ask_for_seeds()
-        return self.runner.seeds
+        runner = self.runner
+        runner.check_open()
+        if runner.pool.seeds_stale and not runner.pool.in_flight:
+            self._update_seeds()
+        return runner.seeds
 
     @exclusive("seed")
-    def _ask_for_seeds(self) -> None:
+    def _update_seeds(self) -> None:
         runner = self.runner
         declared = runner.pool.execute_in(Message.SEED, runner.env_ids)
         runner.seeds, runner.pool.seeds_stale = tuple(declared[env_id] for env_id in runner.env_ids), False
@@ -508,7 +502,7 @@ class ParallelEnv:
     def call(
         self, name: str | Callable[..., Any], /, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """Call a method of each environment, looked for through wrappers and conversions.
+        """Call a method of each environment, looked up through wrappers and conversions.
 
         Args:
             name: The method's name; the value of an attribute that is not callable is returned as it is. Or a function,
@@ -518,25 +512,24 @@ class ParallelEnv:
             kwargs: For the method.
 
         Returns:
-            The results, one for each of `env_ids`: copies, as they are pickled in the worker.
+            The results, one for each of `env_ids`, pickled in the worker and unpickled here.
 
         Raises:
-            AttributeError: An environment has no such attribute. Nothing is closed.
-            TypeError: The arguments or the result cannot be pickled or unpickled. Nothing is closed.
-            ModuleNotFoundError: The arguments need a module that the worker cannot have. Nothing is closed.
-            EnvError: The method raised. Everything has been closed, or, with `"restart"`, the environment is rebuilt.
+            AttributeError: An environment has no such attribute.
+            TypeError: The arguments or the result cannot be pickled or unpickled.
+            ModuleNotFoundError: The arguments need a module that cannot be imported in the worker.
+            EnvError: The method raised. Only this error closes everything, or rebuilds the environment (`"restart"`).
         """
         runner = self.runner
         runner.check_idle("call")
         if not isinstance(name, str) and not callable(name):
             raise TypeError(f"name must be that of a method or attribute, or a function, got {name!r}")
-        ids = runner.checked_ids(env_ids)
-        results = self._execute_pickled(
+        what = f"the arguments of {name!r}"
+        return self._execute_pickled(
             Message.CALL,
-            ids,
-            lambda: dumps_for_workers((name, args, kwargs), f"the arguments of {name!r}", runner.local_modules),
+            runner.checked_ids(env_ids),
+            lambda: dumps_for_workers((name, args, kwargs), what, runner.local_modules),
         )
-        return tuple(results[env_id] for env_id in ids)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of each environment, as by `call`; of a method, the result without arguments."""
@@ -544,7 +537,7 @@ class ParallelEnv:
 
     @exclusive("set_attr")
     def set_attr(self, name: str, values: Any, env_ids: Sequence[int] | None = None) -> None:
-        """Set an attribute of each environment, on whichever of its wrappers has it. Errors as of `call`.
+        """Set an attribute of each environment, on the outermost of its wrappers that has it. Errors as of `call`.
 
         Args:
             name: The attribute's name; it must exist.
@@ -556,8 +549,7 @@ class ParallelEnv:
         ids = runner.checked_ids(env_ids)
         if not isinstance(values, list | tuple):
             values = [values] * len(ids)
-        if len(values) != len(ids):
-            raise ValueError(f"expected one value for each of {len(ids)} environments, got {len(values)}")
+        arguments.one_for_each(values, ids, "one value")
         self._execute_pickled(
             Message.ASSIGN,
             ids,
@@ -568,15 +560,15 @@ class ParallelEnv:
         )
 
     def _execute_pickled(
-        self, message: Message, env_ids: tuple[int, ...], pickled: Callable[[], Any]
-    ) -> dict[int, Any]:
-        """The results of a request with values of the caller's; modules that workers cannot import are pickled too."""
+        self, message: Message, env_ids: tuple[int, ...], pickle: Callable[[], Any]
+    ) -> tuple[Any, ...]:
+        """Execute a request with values of the caller's; modules that workers cannot import are pickled with them."""
         runner = self.runner
-        results: dict[int, Any] = runner.pool.execute_in(message, env_ids, pickled())
+        results: dict[int, Any] = runner.pool.execute_in(message, env_ids, pickle())
         while again := add_missing_modules(runner.local_modules, results, "what is sent to"):
             for env_id in again:
                 del results[env_id]
-            results.update(runner.pool.execute_in(message, again, pickled()))
+            results.update(runner.pool.execute_in(message, again, pickle()))
         for env_id in sorted(results):
             result = results[env_id]
             if isinstance(result, Refusal):
@@ -589,14 +581,14 @@ class ParallelEnv:
                         f"environment {env_id}: the result pickles there, but cannot be made again here: "
                         f"{type(error).__name__}: {error}"
                     ) from error
-        return results
+        return tuple(results.get(env_id) for env_id in env_ids)
 
     @exclusive("render")
     def render(self, *, tile: bool = False, env_ids: Sequence[int] | None = None) -> Any:
         """Render one frame of each environment; `step_timeout` applies.
 
         Args:
-            tile: Lay the frames, which must be arrays, out in a grid.
+            tile: Arrange the frames, which must be arrays, in a grid.
             env_ids: Which environments.
 
         Returns:
@@ -617,27 +609,27 @@ class ParallelEnv:
 
     @exclusive("start_trace")
     def start_trace(self, path: str | os.PathLike[str]) -> None:
-        """Keep a timeline of what workers and this process do, until `stop_trace` or `close`.
+        """Record a timeline of what workers and this process do, until `stop_trace` or `close`.
 
-        A step takes about a microsecond longer, and at most a million slices of time are kept for each worker. The
-        slices of a worker that dies are lost.
+        A step takes about a microsecond longer. At most a million time slices are recorded for each worker, and those
+        of a worker that dies are lost.
 
         Args:
             path: The file: JSON that https://ui.perfetto.dev and `chrome://tracing` show.
 
         Raises:
             ValueError: No file can be written there.
-            RuntimeError: A trace is being kept already.
-            ParallelEnvError: A worker has died meanwhile; no trace is kept.
+            RuntimeError: A trace is being recorded already.
+            ParallelEnvError: A worker has died; no trace is recorded.
         """
         self.runner.check_idle("start_trace")
         pool = self.runner.pool
         if isinstance(pool, NativePool):
             raise NotImplementedError(f"{pool.name} keeps no timeline: it has no workers")
         if pool.tracer is not None:
-            raise RuntimeError(f"a trace is being kept already, for {pool.tracer.path}: call stop_trace first")
+            raise RuntimeError(f"a trace is being recorded already, for {pool.tracer.path}: call stop_trace first")
         tracer = Tracer(arguments.checked_trace(path), pool.shares)
-        _, fault = self._trace_workers(pool, True)
+        fault = self._trace_workers(pool, True)
         if fault is not None:
             self._trace_workers(pool, False)
             raise fault
@@ -653,30 +645,26 @@ class ParallelEnv:
         """Write the trace that `start_trace` or the argument `trace` began; returns its path.
 
         Raises:
-            RuntimeError: No trace is being kept.
+            RuntimeError: No trace is being recorded.
             OSError: The file cannot be written.
-            ParallelEnvError: A worker has died meanwhile; with `on_error="restart"`, call this again for the others'.
+            ParallelEnvError: A worker has died; with `on_error="restart"`, call this again for the others' slices.
         """
         self.runner.check_idle("stop_trace")
         pool = self.runner.pool
         if isinstance(pool, NativePool) or pool.tracer is None:
-            raise RuntimeError("no trace is being kept: call start_trace first, or pass trace=")
-        tracer = pool.tracer
-        kept, fault = self._trace_workers(pool, False)
-        for worker, slices in kept.items():
-            tracer.add(worker, slices, pool.backend.ahead(worker))
+            raise RuntimeError("no trace is being recorded: call start_trace first, or pass trace=")
+        fault = self._trace_workers(pool, False)
         if fault is not None:
             raise fault
-        pool.tracer = None
+        tracer, pool.tracer = pool.tracer, None
         tracer.finish()
         return tracer.path
 
     @staticmethod
-    def _trace_workers(pool: Pool, on: bool) -> tuple[dict[int, Any], ParallelEnvError | None]:
-        """Begin or end traces in all workers; returns their slices, and the first error of one that was replaced."""
+    def _trace_workers(pool: Pool, on: bool) -> ParallelEnvError | None:
+        """Begin or end traces in all workers, and add their slices; returns the first error of a replaced worker."""
         if pool.recovery is not None:
             pool.recovery.traced = on
-        kept: dict[int, Any] = {}
         fault = None
         for worker, share in enumerate(pool.shares):  # one by one: an error must not lose the others' slices
             try:
@@ -685,17 +673,19 @@ class ParallelEnv:
                 if pool.closed:
                     raise
                 fault = fault or error
-            else:
-                kept.update((worker, slices) for slices in results.values())
-        return kept, fault
+                continue
+            for slices in results.values():
+                if pool.tracer is not None:
+                    pool.tracer.add(worker, slices, pool.backend.ahead(worker))
+        return fault
 
     def stats(self) -> Stats:
-        """Steps, resets and restarts so far, and where the time went; of each worker and summed up."""
+        """Steps, resets and restarts so far, and seconds by kind of work; of each worker and in total."""
         return self.runner.pool.stats()
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """The environments in flight: sent to, and not received yet."""
+        """The env ids in flight: sent to, and not received yet."""
         pool = self.runner.pool
         return () if pool.closed else pool.pending
 
@@ -705,15 +695,15 @@ class ParallelEnv:
         """Close all environments, end all workers and free everything. Idempotent.
 
         Args:
-            terminate: Do not let the environments close themselves first.
-            timeout: Seconds that they have for it; then workers are killed, if the backend can. None is no limit.
+            terminate: True skips the environments' own `close`.
+            timeout: Seconds that these may take; then workers are killed, if the backend can. None for no limit.
 
         Raises:
-            EnvError: An environment raised in its own `close`; everything has been freed all the same.
+            EnvError: An environment raised in its own `close`; everything has been freed nevertheless.
         """
-        patience = arguments.closing_time(timeout)
+        seconds = arguments.closing_time(timeout)
         self._finalizer.detach()
-        error = self.runner.pool.close(ask=not terminate, timeout=patience)
+        error = self.runner.pool.close(ask=not terminate, timeout=seconds)
         if error is not None:
             raise error
 
@@ -741,13 +731,9 @@ def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:
 
 
 def tiled(frames: Sequence[Any]) -> NDArray[Any]:
-    """Lay frames out in a grid, row by row, as square as can be.
+    """Arrange frames in a grid, row by row, as square as possible.
 
     Frames are arrays `(height, width, ...)` of one dtype; smaller ones are padded with zeros to the right and below.
-
-    Example:
-        >>> tiled([np.ones((4, 6, 3), np.uint8)] * 5).shape
-        (8, 18, 3)
     """
     arrays = [np.asarray(frame) for frame in frames]
     for env_id, (frame, array) in enumerate(zip(frames, arrays, strict=True)):
@@ -755,16 +741,15 @@ def tiled(frames: Sequence[Any]) -> NDArray[Any]:
             raise ValueError(
                 f"environment {env_id}: expected a frame of shape (height, width, ...), "
                 f"got {'None' if frame is None else f'{type(frame).__name__} of shape {array.shape}'}; "
-                'frames can be tiled where render_mode is "rgb_array"'
+                'frames can be tiled if render_mode is "rgb_array"'
             )
     height, width = (max(array.shape[axis] for array in arrays) for axis in (0, 1))
     columns = math.ceil(math.sqrt(len(arrays)))
     rows = -(-len(arrays) // columns)
-    picture = np.zeros((rows * height, columns * width, *arrays[0].shape[2:]), arrays[0].dtype)
+    picture: NDArray[Any] = np.zeros((rows, columns, height, width, *arrays[0].shape[2:]), arrays[0].dtype)
     for place, array in enumerate(arrays):
-        top, left = place // columns * height, place % columns * width
-        picture[top : top + array.shape[0], left : left + array.shape[1]] = array
-    return picture
+        picture[divmod(place, columns)][: array.shape[0], : array.shape[1]] = array
+    return np.reshape(picture.swapaxes(1, 2), (rows * height, columns * width, *arrays[0].shape[2:]))
 
 
 def make(
@@ -789,10 +774,12 @@ def make(
     """
     arguments.at_least_one(num_envs, "num_envs")
     if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
-        raise TypeError(f"env_kwargs must be a dict of keywords for each copy's constructor, got {env_kwargs!r}")
+        raise TypeError(f"env_kwargs must be a dict of keywords for each environment's constructor, got {env_kwargs!r}")
     unknown = [key for key in parallel_env_arguments if key not in inspect.signature(ParallelEnv).parameters]
     if unknown:
-        raise TypeError(f"ParallelEnv takes no argument {unknown[0]!r}; what is for each copy goes into env_kwargs")
+        raise TypeError(
+            f"ParallelEnv takes no argument {unknown[0]!r}; arguments of each environment go into env_kwargs"
+        )
     constructor = functools.partial(arguments.find_constructor(name), **(env_kwargs or {}))
     arguments.check_signature(constructor, name, "make(..., env_kwargs=dict({}))")
     return ParallelEnv([constructor] * num_envs, **parallel_env_arguments)

@@ -1,6 +1,6 @@
-"""`record_video`: step a `ParallelEnv` and write one video of all environments side by side.
+"""`record_video`: step a `ParallelEnv` and write one video of all environments in a grid.
 
-imageio and Pillow are imported only here, when they are needed.
+imageio and Pillow are imported only when they are needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_FPS = {".gif": 50.0, ".mp4": float("inf")}
 """By suffix; viewers show a GIF's frames of less than two hundredths of a second for ten."""
 _DEFAULT_FPS = 30.0
 _LABEL_SHARE = 14  # a frame is that many times as high as its label
-_LABEL_LEAST = 12
+_LABEL_LEAST = 12  # pixels
 
 
 def record_video(
@@ -46,18 +46,18 @@ def record_video(
 ) -> Path:
     """Reset all environments, step them, and write their frames as one video: a grid of all environments.
 
-    Above each frame stands the environment's number and its return so far: the sum of all agents' rewards in the
-    episode. With `auto_reset=True` the frame after an episode's last step is the next episode's first; with
-    `"NEXT_STEP"` the last frame is shown too. Environments that are over and do not reset themselves are reset here.
+    Above each frame are the environment's number and its return so far: the sum of all agents' rewards in the episode.
+    With `auto_reset=True` the frame after an episode's last step is the next episode's first; with `"NEXT_STEP"` the
+    last frame is shown too. Environments that do not reset themselves are reset here.
 
     Args:
-        env: Made of simulators whose `render_mode` is `"rgb_array"`. It stays open, in the middle of its episodes.
+        env: Simulators whose `render_mode` is `"rgb_array"`. It stays open, in the middle of its episodes.
         path: A `.gif` or `.mp4`. An existing file is replaced once the new one is complete.
-        steps: The number of steps; there is one frame more, the first after `reset`.
+        steps: The number of steps; the video has one frame more, the first after `reset`.
         policy: Returns the actions; None draws them at random, by action masks if there are any.
-        fps: Frames per second; None takes `render_fps` of the simulators' metadata, else 30. A GIF has at most 50, and
-            its frames are kept in memory until the end.
-        tile_width: Pixels; frames are scaled to it. None leaves them as they are. Later frames must not be larger than
+        fps: Frames per second; None for `render_fps` of the simulators' metadata, else 30. A GIF has at most 50, and
+            its frames stay in memory until the end.
+        tile_width: Width of each frame in pixels; None leaves frames as they are. Later frames must not be larger than
             the first ones.
         labels: False leaves out the text above the frames.
 
@@ -65,10 +65,10 @@ def record_video(
         The path of the file.
 
     Raises:
-        ImportError: imageio or Pillow are missing: they come with the extra `video`.
-        TypeError: `env` is no `ParallelEnv`, or `policy` cannot be called. Nothing has been reset or written.
-        ValueError: A wrong suffix, folder or number, environments that do not render arrays, or agents without action
-            spaces and no policy: nothing has been reset or written. Or frames that grow: nothing has been written.
+        ImportError: imageio or Pillow are missing; the extra `video` installs them.
+        TypeError: `env` is no `ParallelEnv`, or `policy` cannot be called.
+        ValueError: A wrong suffix, folder or number, environments that do not render arrays, agents without action
+            spaces and no policy, or frames that grow. Only the last is found after the first reset; no file is written.
 
     Example:
         >>> import tempfile
@@ -81,7 +81,7 @@ def record_video(
     if not isinstance(env, ParallelEnv):
         raise TypeError(f"a video is recorded of a ParallelEnv, got {type(env).__name__}")
     if policy is not None and not callable(policy):
-        raise TypeError(f"policy must take observations and give actions, or be None; got {policy!r}")
+        raise TypeError(f"policy must take observations and return actions, or be None; got {policy!r}")
     path = _checked_path(path)
     at_least_one(steps, "steps")
     if tile_width is not None:
@@ -95,16 +95,18 @@ def record_video(
         raise ValueError(f"fps must be {most:g} at most in a {path.suffix}, whose frames last longer, got {fps!r}")
     if env.render_mode != "rgb_array":
         raise ValueError(
-            f"a video wants simulators that render arrays; their render_mode is {env.render_mode!r}: "
+            f"a video needs simulators that render arrays; their render_mode is {env.render_mode!r}: "
             'construct them with render_mode="rgb_array"'
         )
-    act = _RandomActions(env) if policy is None else policy
-    picture, size = _Picture(tile_width, labels), None
+    policy = _random_policy(env) if policy is None else policy
+    size: tuple[int, ...] | None = None
     with _writer(path, float(fps)) as write:
-        for frames, returns in _run(env, steps, act):
-            pictures = [picture.of(frame, env_id, returns[env_id]) for env_id, frame in enumerate(frames)]
-            size = size or tuple(max(one.shape[axis] for one in pictures) for axis in (0, 1))
-            write(tiled([_padded(one, size, env_id) for env_id, one in enumerate(pictures)]))
+        for frames, returns in _run(env, steps, policy):
+            pictures = [
+                _picture(frame, env_id, returns[env_id], tile_width, labels) for env_id, frame in enumerate(frames)
+            ]
+            size = size or tuple(max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
+            write(tiled([_padded(picture, size, env_id) for env_id, picture in enumerate(pictures)]))
     return path
 
 
@@ -113,7 +115,7 @@ def _checked_path(path: str | os.PathLike[str]) -> Path:
     if path.suffix.lower() not in _MOST_FPS:
         raise ValueError(f"a video is written as {' or '.join(_MOST_FPS)}, got {path.name!r}")
     if path.is_dir():
-        raise ValueError(f"{str(path)!r} is a folder, no place for a video: name a file in it")
+        raise ValueError(f"{str(path)!r} is a folder: pass the path of a file in it")
     if not path.parent.is_dir():
         raise ValueError(f"no folder {str(path.parent)!r} to write {path.name!r} into")
     return path
@@ -126,10 +128,10 @@ def _run(env: ParallelEnv, steps: int, policy: Policy) -> Iterator[tuple[tuple[A
     returns, over = [0.0] * env.num_envs, [False] * env.num_envs
     yield env.render(), returns
     for _ in range(steps):
-        due = [env_id for env_id, is_over in enumerate(over) if is_over]
-        if due and mode is AutoresetMode.DISABLED:
-            fresh = dict(zip(due, env.reset(env_ids=due)[0]))
-            observations = tuple(fresh.get(env_id, old) for env_id, old in enumerate(observations))
+        if any(over) and mode is AutoresetMode.DISABLED:
+            due = [env_id for env_id, is_over in enumerate(over) if is_over]
+            first = dict(zip(due, env.reset(env_ids=due)[0]))
+            observations = tuple(first.get(env_id, last) for env_id, last in enumerate(observations))
         observations, rewards, terminateds, truncateds, _ = env.step([*policy(observations)])
         for env_id, one in enumerate(rewards):
             returns[env_id] = (0.0 if over[env_id] else returns[env_id]) + float(sum(map(np.sum, one.values())))
@@ -139,58 +141,50 @@ def _run(env: ParallelEnv, steps: int, policy: Policy) -> Iterator[tuple[tuple[A
         yield env.render(), returns
 
 
-class _RandomActions:
-    """Draws from copies of the action spaces, which leaves the generators of the environment's own alone."""
+def _random_policy(env: ParallelEnv) -> Policy:
+    """Random actions from copies of the action spaces, so that the generators of the env's own spaces do not change."""
+    action_space: Any = copy.deepcopy(env.action_space)  # agents need not be strings, as a Dict's keys are declared
+    if action_space is None:
+        raise ValueError("these simulators declare no action spaces to draw random actions from: pass a policy")
+    for agent in env.possible_agents:
+        try:
+            action_space[agent]
+        except KeyError:
+            raise ValueError(
+                f"agent {agent!r} declares no action space to draw random actions from: pass a policy"
+            ) from None
+    action_space.seed(0)
 
-    def __init__(self, env: ParallelEnv) -> None:
-        declared: Any = env.action_space  # agents need not be strings, as a Dict's keys are declared
-        if declared is None:
-            raise ValueError("these simulators declare no action spaces to draw random actions from: pass a policy")
-        for agent in env.possible_agents:
-            try:
-                declared[agent]
-            except KeyError:
-                raise ValueError(
-                    f"agent {agent!r} declares no action space to draw random actions from: pass a policy"
-                ) from None
-        self._env, self._spaces = env, copy.deepcopy(declared)
-        self._spaces.seed(0)
-
-    def __call__(self, _: Dicts) -> list[dict[AgentID, Any]]:
-        of = self._spaces
+    def policy(_: Dicts) -> list[dict[AgentID, Any]]:
         return [
-            {agent: of[agent].sample(for_sample(of[agent], masks.get(agent))) for agent in acting}
-            for acting, masks in zip(self._env.acting, self._env.action_masks)
+            {agent: action_space[agent].sample(for_sample(action_space[agent], masks.get(agent))) for agent in acting}
+            for acting, masks in zip(env.acting, env.action_masks)
         ]
 
+    return policy
 
-class _Picture:
-    """Makes pictures of frames: scaled and labelled."""
 
-    def __init__(self, width: int | None, labels: bool) -> None:
-        self._width, self._labels = width, labels
-        _, self._image, self._draw, self._font = _libraries()
-
-    def of(self, frame: Any, env_id: int, value: float) -> NDArray[np.uint8]:
-        array = np.asarray(frame)
-        if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8:
-            raise ValueError(
-                f"environment {env_id}: expected a frame of shape (height, width, 3) and dtype uint8, got "
-                f"{'None' if frame is None else f'shape {array.shape} and dtype {array.dtype}'}"
-            )
-        image = self._image.fromarray(array)
-        if self._width is not None:
-            height = max(round(image.height * self._width / image.width), 1)
-            image = image.resize((self._width, height), self._image.Resampling.LANCZOS)
-        if not self._labels:
-            return np.asarray(image)
+def _picture(frame: Any, env_id: int, value: float, width: int | None, labels: bool) -> NDArray[np.uint8]:
+    """A frame, scaled to a width and labelled with a return."""
+    array = np.asarray(frame)
+    if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8:
+        raise ValueError(
+            f"environment {env_id}: expected a frame of shape (height, width, 3) and dtype uint8, got "
+            f"{'None' if frame is None else f'shape {array.shape} and dtype {array.dtype}'}"
+        )
+    _, images, draw, fonts = _libraries()
+    image = images.fromarray(array)
+    if width is not None:
+        height = max(round(image.height * width / image.width), 1)
+        image = image.resize((width, height), images.Resampling.LANCZOS)
+    if labels:
         strip = max(image.height // _LABEL_SHARE, _LABEL_LEAST)
-        whole = self._image.new("RGB", (image.width, image.height + strip), "black")
-        whole.paste(image, (0, strip))
-        text = f"env {env_id}   return {value:.1f}"
-        font = self._font.load_default(strip * 0.75)
-        self._draw.Draw(whole).text((strip // 3, strip // 2), text, fill="white", font=font, anchor="lm")
-        return np.asarray(whole)
+        labelled = images.new("RGB", (image.width, image.height + strip), "black")
+        labelled.paste(image, (0, strip))
+        text, font = f"env {env_id}   return {value:.1f}", fonts.load_default(strip * 0.75)
+        draw.Draw(labelled).text((strip // 3, strip // 2), text, fill="white", font=font, anchor="lm")
+        image = labelled
+    return np.asarray(image)
 
 
 def _padded(picture: NDArray[np.uint8], size: tuple[int, ...], env_id: int) -> NDArray[np.uint8]:
@@ -206,17 +200,17 @@ def _padded(picture: NDArray[np.uint8], size: tuple[int, ...], env_id: int) -> N
 
 @contextlib.contextmanager
 def _writer(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], None]]:
-    """A function that takes frames; the file is there after the last one, or not at all."""
-    imageio, image, *_ = _libraries()
+    """A function that writes a frame; the file exists after the last one, and not if anything raises."""
+    imageio, images, *_ = _libraries()
     part = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
     try:
         if path.suffix.lower() == ".gif":
             frames: list[NDArray[np.uint8]] = []
             yield lambda frame: frames.append(_even(frame))
-            # Frames last whole hundredths of a second, some one more than others, so that the speed is right.
+            # A frame's time is whole hundredths of a second; some last one more, so that the speed is right.
             ends = [round(100 * count / fps) for count in range(len(frames) + 1)]
             lengths = [10 * (end - begin) for begin, end in pairwise(ends)]
-            first, *others = map(image.fromarray, frames)
+            first, *others = map(images.fromarray, frames)
             first.save(part, save_all=True, append_images=others, duration=lengths, loop=0)
         else:
             writer = imageio.get_writer(part, fps=fps, macro_block_size=2)
@@ -228,7 +222,7 @@ def _writer(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], No
 
 
 def _even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Add a row or column of black if their number is odd, which the codec of mp4 does not take."""
+    """Add a black row or column if their number is odd, which the codec of mp4 does not support."""
     return np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)))
 
 

@@ -246,7 +246,7 @@ class BatchRunner:
             seed = None
         base, seeds = self._seeds_for(seed, env_ids)
         recovery = pool.recovery
-        options_of = checked_options(options, len(env_ids))
+        options_of = checked_options(options, env_ids)
         for env_options in options_of:
             if env_options is not None:
                 self.schema.check_options(env_options)

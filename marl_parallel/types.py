@@ -1,6 +1,6 @@
 """Errors, results, statistics and the restart policy; this module imports nothing of the package.
 
-Errors of calls out of order are Gymnasium's own (`gymnasium.error`), those of bad arguments Python's.
+Calls out of order raise errors of `gymnasium.error`, bad arguments Python's own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def installed(library: str) -> bool:
-    """Whether a library can be imported; a folder that happens to have its name, such as Ray's `/tmp/ray`, is none.
+    """Whether a library can be imported; a mere folder with its name, such as Ray's `/tmp/ray`, does not count.
 
     Example:
         >>> installed("numpy"), installed("no_such_library")
@@ -30,7 +30,7 @@ class ParallelEnvError(RuntimeError):
 
     Attributes:
         env_ids: The environment that was running, or all of the worker's if that is unknown.
-        worker: The worker's number; None if there is none.
+        worker: The number of the worker; None if there is none.
     """
 
     def __init__(
@@ -39,18 +39,15 @@ class ParallelEnvError(RuntimeError):
         super().__init__(message)
         self.env_ids = tuple(env_ids)
         self.worker = worker
-        for name, value in attributes.items():  # those that a subclass declares
-            if not hasattr(type(self), name):
-                raise TypeError(f"{type(self).__name__} has no attribute {name!r}")
-            setattr(self, name, value)
+        vars(self).update(attributes)  # those that subclasses declare
 
 
 class EnvError(ParallelEnvError):
     """An environment raised. `__cause__` is the original exception if it could be pickled.
 
     Attributes:
-        method: What the environment was doing: `"constructor"`, `"reset"`, `"step"`, `"render"`, `"close"`, ...;
-            or `"observation_space('agent_0')"` if a method that gives a space raised.
+        method: The method that was running: `"constructor"`, `"reset"`, `"step"`, `"render"`, `"close"`, ...; or
+            `"observation_space('agent_0')"` if a method that returns a space raised.
         remote_traceback: The traceback from inside the worker, as text.
     """
 
@@ -78,11 +75,11 @@ class RestartLimitExceeded(ParallelEnvError):
 
 
 class WorkerTimeout(ParallelEnvError, TimeoutError):
-    """An environment took longer than it may.
+    """An environment took longer than its timeout.
 
     Attributes:
-        method: What the environment was doing, as in `EnvError`.
-        stack: The Python stack of the hung worker, taken while it hung; empty if it was not available.
+        method: The method that was running, as in `EnvError`.
+        stack: The Python stack of the worker while it hung; empty if it was not available.
     """
 
     method: str = ""
@@ -90,10 +87,10 @@ class WorkerTimeout(ParallelEnvError, TimeoutError):
 
 
 class StepBatch(NamedTuple):
-    """Results of some environments, in order of completion: one dict for each of `env_ids`.
+    """Results of some environments, in order of completion: one dict by agent for each of `env_ids`.
 
-    All dicts are by agent; the flags also have the key `"__all__"`. Steps and resets may be in the same batch: a
-    reset's rewards are 0.0 and its flags False, with the same agents.
+    The flags also have the key `"__all__"`. A batch may have results of steps and resets; a reset's rewards are 0.0 and
+    its flags False.
     """
 
     env_ids: tuple[int, ...]
@@ -106,12 +103,12 @@ class StepBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How often an environment may be restarted; then `RestartLimitExceeded` is raised.
+    """How often one environment may be restarted; after that, `RestartLimitExceeded` is raised.
 
     Attributes:
-        max_restarts: In all; None for no limit.
-        rate_limit: Within any `rate_period_s` seconds; None for no limit.
-        rate_period_s: Seconds.
+        max_restarts: The most restarts in total; None for no limit.
+        rate_limit: The most restarts within any `rate_period_s` seconds; None for no limit.
+        rate_period_s: The period in seconds.
 
     Example:
         >>> RestartPolicy(max_restarts=100).rate_limit
@@ -137,7 +134,7 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """What one worker has done, with the workers that it has replaced.
+    """What one worker has done, including the workers that it replaced.
 
     Attributes:
         steps: Environment steps.
@@ -158,17 +155,13 @@ class WorkerStats:
 
 @dataclass(frozen=True)
 class Stats(WorkerStats):
-    """The sums over all workers, and each worker's own.
-
-    Attributes:
-        workers: One entry per worker, in their order.
-    """
+    """The sums over all workers, and each worker's own in `workers`."""
 
     workers: tuple[WorkerStats, ...] = ()
 
     @classmethod
     def of(cls, workers: Iterable[WorkerStats]) -> Stats:
-        """Add up what the workers have done.
+        """The sums of workers' statistics.
 
         Example:
             >>> Stats.of([WorkerStats(steps=3), WorkerStats(steps=4)]).steps
@@ -179,7 +172,7 @@ class Stats(WorkerStats):
         return cls(**sums, workers=workers)
 
     def __str__(self) -> str:
-        r"""A table: a line for each worker, and one for all of them.
+        r"""A table with a line for each worker and one for all of them.
 
         Example:
             >>> busy = WorkerStats(steps=1200, resets=48, simulator_s=0.2614, transport_s=0.0121, waiting_s=0.0032)

@@ -1,7 +1,7 @@
 """Recognise the kind of a simulator, and make a `MultiAgentEnv` of it with the adapter of its kind.
 
 `protocol.py` has the `MultiAgentEnv` and what all adapters share, `attributes.py` looks up what simulators declare, and
-each kind has a module of its own.
+each kind has a module of its own. `docs/environments.md` explains how a kind is recognised.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv  # type: ignore[import-untyped]
 
 from marl_parallel.adapters import attributes
-from marl_parallel.adapters.attributes import AgentID, LookupFailed, agent_names, declared, number_of_agents, type_name
+from marl_parallel.adapters.attributes import AgentID, LookupFailed, declared, type_name
 from marl_parallel.adapters.dict_env import DictEnv, ListActionsEnv, RLlibEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.mlagents import MLAgentsEnv
 from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, TurnBasedAECEnv, adapt_aec
 from marl_parallel.adapters.protocol import (
     CHOICES,
+    AdapterMismatch,
     Dicts,
     GroupSpaces,
     InvalidAgents,
-    Misfit,
     MultiAgentEnv,
     NotAnEnvironment,
     Rules,
@@ -34,7 +34,7 @@ from marl_parallel.adapters.protocol import (
 from marl_parallel.adapters.tuple_env import TupleEnv, length_of
 
 __all__ = [
-    "ADAPTERS", "AgentID", "Dicts", "GroupSpaces", "InvalidAgents", "LookupFailed", "Misfit", "MultiAgentEnv",
+    "ADAPTERS", "AdapterMismatch", "AgentID", "Dicts", "GroupSpaces", "InvalidAgents", "LookupFailed", "MultiAgentEnv",
     "NotAnEnvironment", "Rules", "Schema", "adapt", "adapter_function", "attributes", "check_agents",
 ]  # fmt: skip
 
@@ -53,16 +53,15 @@ ADAPTERS: dict[str, AdapterFunction] = {
 
 
 def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentEnv:
-    """Make a `MultiAgentEnv` of a simulator; one that is a `MultiAgentEnv` already stays as it is.
+    """Make a `MultiAgentEnv` of a simulator; a `MultiAgentEnv` is returned as it is.
 
     Args:
         env: The simulator, as its constructor returned it.
-        adapter: None to recognise its kind, the name of a kind, or a class or function that makes a `MultiAgentEnv` of
-            the simulator.
+        adapter: The name of its kind, or a class or function that makes a `MultiAgentEnv` of it; None to recognise it.
 
     Raises:
-        TypeError: It is no environment of a known kind, or lacks the methods of the kind that was named, or the adapter
-            made something other than a `MultiAgentEnv` of it.
+        TypeError: It is no environment of a known kind, lacks methods of the kind named by `adapter`, or the adapter
+            did not return a `MultiAgentEnv`.
         ValueError: No adapter has that name, or agents have names that cannot be used (`InvalidAgents`).
 
     Example:
@@ -114,23 +113,19 @@ def _recognise(env: Any) -> MultiAgentEnv:
 
 
 def _recognise_by_spaces(env: Any) -> MultiAgentEnv | None:
-    """The adapter of an environment whose names of agents and spaces say that it has several; else None."""
+    """The adapter of an environment that declares several agents by their names or spaces; None for any other."""
     observation_space, action_space = declared(env, "observation_space"), declared(env, "action_space")
-    keys, names = _keys_of(observation_space), agent_names(env)
-    if (
+    keys, names = _keys_of(observation_space), attributes.agent_names(env)
+    several = (
         declared(env, "possible_agents") is not None
         or (keys and keys == _keys_of(action_space))
         or (names and _may_be_of(names, observation_space) and _may_be_of(names, action_space))
-    ):
-        return _dict_env(env)
-    if keys and action_space is None:
-        return _dict_env(env, certain=number_of_agents(env) == len(keys))
+    )
+    if several or (keys and action_space is None):
+        if attributes.is_wrapped(env, ("vmas.simulator.environment.gym.base", "BaseGymWrapper")):
+            return ListActionsEnv(env)
+        return DictEnv(env, certain=bool(several) or attributes.number_of_agents(env) == len(keys))
     return TupleEnv(env) if _is_of_tuples(env, observation_space, action_space) else None
-
-
-def _dict_env(env: Any, certain: bool = True) -> DictEnv:
-    takes_a_list = attributes.is_wrapped(env, ("vmas.simulator.environment.gym.base", "BaseGymWrapper"))
-    return ListActionsEnv(env) if takes_a_list else DictEnv(env, certain)
 
 
 def _keys_of(space: Any) -> set[Any]:
@@ -138,13 +133,14 @@ def _keys_of(space: Any) -> set[Any]:
 
 
 def _may_be_of(names: list[AgentID], space: Any) -> bool:
-    """Whether something is keyed by some of these agents, or is no space, which leaves open what its agents are."""
+    """Whether a space is keyed by some of these agents; True if it is no space, which does not say anything."""
     return not isinstance(space, spaces.Space) or (bool(keys := _keys_of(space)) and keys <= {*names})
 
 
 def _is_of_tuples(env: Any, observation_space: Any, action_space: Any) -> bool:
     """Whether spaces and number of agents are those of a tuple environment; `NotAnEnvironment` if they contradict."""
-    number, observations, actions = number_of_agents(env), length_of(observation_space), length_of(action_space)
+    number = attributes.number_of_agents(env)
+    observations, actions = length_of(observation_space), length_of(action_space)
     if observations is not None and observations == actions:
         if number not in (None, observations):
             raise NotAnEnvironment(
@@ -165,11 +161,11 @@ def _recognise_by_methods(env: Any) -> MultiAgentEnv:
         hint = " It can be called: did a constructor return another constructor?" if callable(env) else ""
         raise NotAnEnvironment(
             "Looked for a PettingZoo ParallelEnv or AECEnv, a gymnasium.Env, an RLlib MultiAgentEnv, an ML-Agents "
-            f"BaseEnv, or any object with methods `reset` and `step`; came upon {type_name(env)} without "
+            f"BaseEnv, or any object with methods `reset` and `step`; got {type_name(env)} without "
             f"`{'` and `'.join(missing)}`.{hint}"
         )
     if attributes.is_a(env, "gym", "Env"):
-        if declared(env, "possible_agents") is not None or agent_names(env):
+        if declared(env, "possible_agents") is not None or attributes.agent_names(env):
             return DictEnv(env)
         raise NotAnEnvironment(
             f"{type_name(env)} is an environment of OpenAI's gym, whose API differs from Gymnasium's. Convert it with "
@@ -177,7 +173,7 @@ def _recognise_by_methods(env: Any) -> MultiAgentEnv:
             f"or, if its `step` returns five values, pass {CHOICES}."
         )
     space = declared(env, "observation_space")
-    if callable(space):  # a method that takes an agent, as only PettingZoo has it
+    if callable(space):  # a method that takes an agent, which only PettingZoo has
         return PettingZooEnv(env)
     if adapted := _recognise_by_spaces(env):
         return adapted

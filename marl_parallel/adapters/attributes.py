@@ -1,7 +1,7 @@
 """What a simulator declares: its attributes, agents and spaces, looked up through wrappers and conversions.
 
-Everything here is a function of an arbitrary object, since a simulator may be of any class. A simulator that is not
-ready may raise anything when an optional attribute is read: the attribute counts as absent then.
+A simulator may be of any class. If reading an optional attribute raises anything, the attribute counts as absent, since
+the simulator may not be ready.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gymnasium import Space, spaces
 
 AgentID: TypeAlias = Hashable
 
-LINKS = ("env", "aec_env", "par_env", "unwrapped")
+_LINKS = ("env", "aec_env", "par_env", "unwrapped")
 _ABSENT = object()
 _RESET_KEYWORDS = frozenset({"seed", "options"})
 # These turn vector rewards into numbers, and still pass on the `reward_space` of what they wrap.
@@ -27,34 +27,31 @@ _SCALARISING_WRAPPERS = (
 
 
 class LookupFailed(Exception):
-    """A simulator's own method (`method`) that returns a space raised; `__cause__` is its exception."""
+    """The simulator's `method`, which returns a space, raised; `__cause__` is its exception."""
 
     def __init__(self, method: str, error: Exception) -> None:
         super().__init__(f"{method} raised {type(error).__name__}: {error}")
         self.method = method
 
 
-# -- attributes --------------------------------------------------------------------------------------------------------
-
-
 def layers(source: Any) -> Iterator[Any]:
     """Yield an object and the environments beneath it, outermost first and each once.
 
-    Only links that an object holds itself are followed, not those that a wrapper forwards, so that the order is that of
-    the wrapping. Objects without a `step` are not environments and are left out.
+    Links that a wrapper only forwards are not followed, so that the order is that of the wrapping. Objects without a
+    `step` are not environments and are left out.
     """
-    seen: dict[int, Any] = {}  # with the objects themselves: an id is unique only while its object lives
-    waiting = [source]
-    while waiting:
-        layer = waiting.pop()
+    seen: dict[int, Any] = {}  # holds the objects, since an id is unique only while its object lives
+    to_visit = [source]
+    while to_visit:
+        layer = to_visit.pop()
         if id(layer) not in seen:
             seen[id(layer)] = layer
             yield layer
-            beneath = (declared(layer, link) for link in reversed(LINKS) if owns(layer, link))
-            waiting.extend(inner for inner in beneath if callable(declared(inner, "step")))
+            beneath = (declared(layer, link) for link in reversed(_LINKS) if _owns(layer, link))
+            to_visit.extend(inner for inner in beneath if callable(declared(inner, "step")))
 
 
-def owns(layer: Any, name: str) -> bool:
+def _owns(layer: Any, name: str) -> bool:
     """Whether an object or its type defines the attribute, rather than forwards it to another object."""
     return inspect.getattr_static(layer, name, _ABSENT) is not _ABSENT
 
@@ -76,11 +73,11 @@ def find(source: Any, name: str) -> Any:
             return getattr(layer, name)
         except AttributeError as error:
             failure = failure or error
-    raise AttributeError(f"{_nobody_has(source, name)}: {failure}") from failure
+    raise AttributeError(f"{_no_layer_has(source, name)}: {failure}") from failure
 
 
 def has(source: Any, name: str) -> bool:
-    """Whether any layer has the attribute, which is not called."""
+    """Whether any layer has the attribute."""
     try:
         find(source, name)
     except AttributeError:
@@ -90,9 +87,9 @@ def has(source: Any, name: str) -> bool:
 
 def assign(source: Any, name: str, value: Any) -> None:
     """Set an attribute on the outermost layer that owns it; `AttributeError` if none does, or all are read-only."""
-    owners = [layer for layer in layers(source) if owns(layer, name)]
+    owners = [layer for layer in layers(source) if _owns(layer, name)]
     if not owners:
-        raise AttributeError(f"{_nobody_has(source, name)}, so it cannot be set")
+        raise AttributeError(f"{_no_layer_has(source, name)}, so it cannot be set")
     for layer in owners:
         definition = inspect.getattr_static(layer, name)
         if not isinstance(definition, property) or definition.fset is not None:
@@ -101,20 +98,20 @@ def assign(source: Any, name: str, value: Any) -> None:
     raise AttributeError(f"{name!r} of {type(owners[0]).__name__} is a property that can only be read")
 
 
-def _nobody_has(source: Any, name: str) -> str:
+def _no_layer_has(source: Any, name: str) -> str:
     outermost, *inner = [type(layer).__name__ for layer in layers(source)]
     beneath = f", nor has anything beneath it ({', '.join(inner)})" if inner else ""
     return f"{outermost} has no attribute {name!r}{beneath}"
 
 
 def is_a(source: Any, module: str, name: str) -> bool:
-    """Whether an object is of a class, given by its name and its module or package, so that neither is imported."""
+    """Whether an object is of a class that has this name in a module or package, without an import of it."""
     bases = type(source).__mro__
     return any(base.__name__ == name and f"{base.__module__}.".startswith(f"{module}.") for base in bases)
 
 
 def is_wrapped(source: Any, kind: tuple[str, str]) -> bool:
-    """Whether any layer is of a class, given by its exact module and name, so that nothing is imported."""
+    """Whether any layer is of a class, given by its exact module and name, without an import of it."""
     return any((base.__module__, base.__qualname__) == kind for layer in layers(source) for base in type(layer).__mro__)
 
 
@@ -123,17 +120,14 @@ def type_name(source: Any) -> str:
     return f"{type(source).__module__}.{type(source).__qualname__}"
 
 
-# -- seeds, agents and spaces ------------------------------------------------------------------------------------------
-
-
 def declared_seed(source: Any) -> int | None:
-    """The seed that the innermost environment says it uses; None if its `seed` is a method or absent."""
+    """The attribute `seed` of the innermost environment; None if it is no integer or absent."""
     seed = declared(declared(source, "unwrapped", source), "seed")
     return int(seed) if isinstance(seed, Integral) and not isinstance(seed, bool) else None
 
 
 def reset_keywords(reset: Callable[..., Any]) -> frozenset[str]:
-    """Which of `seed` and `options` a simulator's `reset` takes; both where its signature cannot be read."""
+    """Which of `seed` and `options` a simulator's `reset` takes; both if its signature cannot be read."""
     try:
         parameters = inspect.signature(reset).parameters.values()
     except (TypeError, ValueError):  # a method written in C
@@ -144,16 +138,10 @@ def reset_keywords(reset: Callable[..., Any]) -> frozenset[str]:
     return _RESET_KEYWORDS & {parameter.name for parameter in parameters if parameter.kind in by_keyword}
 
 
-def declared_agents(source: Any) -> list[AgentID]:
-    """The `possible_agents` of a simulator; none if it declares none."""
-    agents = declared(source, "possible_agents")
-    return [] if agents is None else list(agents)
-
-
 def agent_names(source: Any) -> list[AgentID]:
     """The agents that a simulator names as `agent_ids` or `get_agent_ids()`; those of a set are sorted by name."""
     for name in ("agent_ids", "get_agent_ids"):
-        names = called(declared(source, name))
+        names = _called(declared(source, name))
         if isinstance(names, Iterable) and not isinstance(names, str | bytes):
             agents = sorted(names, key=str) if isinstance(names, Set) else [*names]
             if agents and all(isinstance(agent, Hashable) for agent in agents):
@@ -165,13 +153,13 @@ def number_of_agents(source: Any) -> int | None:
     """The number of agents that a simulator declares as `n_agents`, `num_agents` or `get_num_agents()`, or None."""
     for name in ("n_agents", "num_agents", "get_num_agents"):
         count = declared(source, name)
-        count = called(count) if name.startswith("get_") else count
+        count = _called(count) if name.startswith("get_") else count
         if isinstance(count, Integral) and not isinstance(count, bool) and int(count) > 0:
             return int(count)
     return None
 
 
-def called(value: Any) -> Any:
+def _called(value: Any) -> Any:
     """The result of a method without arguments, None if it raises; anything else as it is."""
     try:
         return value() if callable(value) else value
@@ -186,44 +174,43 @@ def spaces_by_agent(declaration: Any) -> dict[AgentID, Space[Any]]:
 
 
 def spaces_of(agents: Iterable[AgentID], lookup: Callable[[AgentID], Any]) -> dict[AgentID, Space[Any]]:
-    """The spaces that a simulator's own method returns for these agents, without those who have none."""
-    found = {}
+    """The spaces that a simulator's own method returns for these agents, without agents that have none."""
+    of_agents = {}
     for agent in agents:
         try:
             space = lookup(agent)
-        except (KeyError, NotImplementedError):  # of the base classes, for an agent they know no space of
+        except (KeyError, NotImplementedError):  # raised by base classes for an agent without a space
             continue
         except Exception as error:
             raise LookupFailed(f"{getattr(lookup, '__name__', 'space')}({agent!r})", error) from error
         if isinstance(space, Space):
-            found[agent] = space
-    return found
+            of_agents[agent] = space
+    return of_agents
 
 
 def vector_reward_spaces(source: Any, agents: Sequence[AgentID]) -> dict[AgentID, Space[Any]]:
     """The reward spaces of the agents whose rewards are vectors: a `Box` with at least one axis.
 
-    MOMAland and MO-Gymnasium declare them as `reward_space`: a method that takes an agent, a mapping by agent, or one
-    space for all agents; else as a mapping `reward_spaces`. A wrapper that returns numbers declares
-    `reward_space = None`.
+    `docs/values.md` lists how simulators declare them. A wrapper that returns numbers declares `reward_space = None`.
     """
     if any(is_wrapped(source, wrapper) for wrapper in _SCALARISING_WRAPPERS):
         return {}
     declaration = declared(source, "reward_space", _ABSENT)
     if declaration is _ABSENT:
         declaration = declared(source, "reward_spaces")
-    found: Mapping[AgentID, Space[Any]] = {}
+    of_agents: Mapping[AgentID, Space[Any]] = {}
     if isinstance(declaration, Mapping):
-        found = spaces_by_agent(declaration)
+        of_agents = spaces_by_agent(declaration)
     elif isinstance(declaration, Space):
-        found = dict.fromkeys(agents, declaration)
+        of_agents = dict.fromkeys(agents, declaration)
     elif callable(declaration):
-        found = spaces_of(agents, declaration)
-    return {agent: found[agent] for agent in agents if type(found.get(agent)) is spaces.Box and found[agent].shape}
+        of_agents = spaces_of(agents, declaration)
+    vectors = {agent: space for agent, space in of_agents.items() if type(space) is spaces.Box and space.shape}
+    return {agent: vectors[agent] for agent in agents if agent in vectors}
 
 
 def declared_state_space(source: Any) -> Space[Any] | None:
-    """The space of the global state, where states are arrays, which can be stacked."""
+    """The space of the global state, if states are arrays or numbers, which can be stacked."""
     space = declared(source, "state_space")
     is_array = isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
     return space if is_array and callable(declared(source, "state")) else None

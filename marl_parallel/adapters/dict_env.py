@@ -1,7 +1,7 @@
-"""Dict environments: `reset` returns two dicts, `step` five, and the environment says `__all__` itself.
+"""Dict environments: `reset` returns two dicts, `step` five, `__all__` in the flags among them.
 
-Their spaces are Dicts keyed by agent. One reward or flag for all agents is given to each of them. RLlib's
-environments, recognised and used without importing ray, differ only in how their spaces are found.
+Their spaces are Dicts keyed by agent. One reward or flag for all agents goes to each of them. RLlib's environments
+differ only in how their spaces are found; ray is not imported.
 """
 
 from __future__ import annotations
@@ -12,26 +12,17 @@ from typing import Any, ClassVar
 import numpy as np
 from gymnasium import Space
 
-from marl_parallel.adapters.attributes import (
-    AgentID,
-    agent_names,
-    declared,
-    declared_agents,
-    spaces_by_agent,
-    spaces_of,
-    type_name,
-    vector_reward_spaces,
-)
-from marl_parallel.adapters.protocol import ALL, Adapter, Dicts, Misfit, Rules
+from marl_parallel.adapters.attributes import AgentID, agent_names, declared, spaces_by_agent, spaces_of, type_name
+from marl_parallel.adapters.protocol import ALL, Adapter, AdapterMismatch, Dicts, Rules
 
 
 class DictEnv(Adapter):
-    """A simulator with dicts of its own; actions reach it, and its results the caller, unchanged.
+    """A simulator with dicts of its own; actions and results are passed on unchanged.
 
     Args:
         source: The simulator.
-        certain: Whether it is known to have several agents. If not, the first step decides: one reward for all is
-            refused, since a single agent has the same.
+        certain: Whether it is known to have several agents. If not, one reward for all in the first step is an error,
+            since a single agent has the same.
     """
 
     rules: ClassVar[Rules] = Rules.DICT
@@ -40,30 +31,30 @@ class DictEnv(Adapter):
     def __init__(self, source: Any, certain: bool = True) -> None:
         super().__init__(source)
         self._certain = certain
-        self.possible_agents = self._agents()
-        self.observation_spaces = self._spaces("observation")
-        self.action_spaces = self._spaces("action")
-        self.reward_spaces = vector_reward_spaces(source, self.possible_agents)
 
     def _by_agent(self, result: Any) -> Any:
         if not isinstance(result, tuple | list) or len(result) != 5:
             return result
-        observations, *others, infos = result
-        if not (_is_dict(observations) and _is_dict(infos)) or any(map(_has_several, others)):
+        observations, *values, infos = result  # rewards, terminated and truncated flags
+        if not (isinstance(observations, dict) and isinstance(infos, dict)) or any(map(_has_several, values)):
             return result
-        if not self._certain and not all(map(_is_dict, others)):
-            raise Misfit(
+        if not self._certain and not all(isinstance(value, dict) for value in values):
+            raise AdapterMismatch(
                 f"{type_name(self.source)} has a Dict observation space and no action space, and its `step` returned "
                 'one reward or flag: pass adapter="gymnasium" if it has one agent, or adapter="dict" if the keys of '
                 "its observations are agents that share it."
             )
         agents, flagged = [*observations], [*observations, ALL]
-        shared = [values.reshape(())[()] if isinstance(values, np.ndarray) else values for values in others]
-        each = (one if _is_dict(one) else dict.fromkeys(to, one) for to, one in zip((agents, flagged, flagged), shared))
-        return observations, *each, infos
+        for place, keys in enumerate((agents, flagged, flagged)):
+            value = values[place]
+            if isinstance(value, np.ndarray):
+                value = value.reshape(())[()]
+            if not isinstance(value, dict):
+                values[place] = dict.fromkeys(keys, value)
+        return observations, *values, infos
 
     def _agents(self) -> list[AgentID]:
-        if agents := declared_agents(self.source):
+        if agents := super()._agents():
             return agents
         names, with_a_space = agent_names(self.source), self._agents_with_a_space()
         # Names that none of the spaces has are names of something else.
@@ -97,26 +88,22 @@ class ListActionsEnv(DictEnv):
 
 
 class RLlibEnv(DictEnv):
-    """An RLlib environment; its `get_observation_space` also knows of one space that all agents share."""
+    """An RLlib environment; its `get_observation_space` also returns one space that all agents share."""
 
     kind: ClassVar[str] = "An RLlib environment"
 
     def _agents(self) -> list[AgentID]:
         # Spaces come first: in older releases `get_agent_ids` has only the agents present.
-        return declared_agents(self.source) or self._agents_with_a_space() or agent_names(self.source)
+        return Adapter._agents(self) or self._agents_with_a_space() or agent_names(self.source)
 
     def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
         lookup = declared(self.source, f"get_{what}_space")
-        found = spaces_of(self.possible_agents, lookup) if callable(lookup) else {}
-        return found or super()._spaces(what)
-
-
-def _is_dict(values: Any) -> bool:
-    return isinstance(values, dict)
+        of_agents = spaces_of(self.possible_agents, lookup) if callable(lookup) else {}
+        return of_agents or super()._spaces(what)
 
 
 def _has_several(values: Any) -> bool:
-    """Whether a reward or flag that is no dict is several in one, or none at all."""
+    """Whether a reward or flag is neither a dict nor one value for all agents."""
     if isinstance(values, dict):
         return False
     size = getattr(values, "size", None)

@@ -1,24 +1,14 @@
-"""PettingZoo's environments: parallel ones, and AEC ones through PettingZoo's own conversions to parallel.
-
-The adapters report which agents are left and whose turn it is; `core/episode.py` decides whether an episode is over.
-"""
+"""PettingZoo's environments: parallel ones, and AEC ones through PettingZoo's own conversions to parallel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from gymnasium import Space
 from pettingzoo.utils import conversions  # type: ignore[import-untyped]
 
-from marl_parallel.adapters.attributes import (
-    AgentID,
-    declared,
-    declared_agents,
-    layers,
-    spaces_by_agent,
-    spaces_of,
-    vector_reward_spaces,
-)
+from marl_parallel.adapters.attributes import AgentID, declared, layers, spaces_by_agent, spaces_of
 from marl_parallel.adapters.protocol import Adapter, Dicts, Rules
 
 
@@ -28,12 +18,8 @@ class PettingZooEnv(Adapter):
     rules: ClassVar[Rules] = Rules.PETTINGZOO
     kind: ClassVar[str] = "A PettingZoo parallel environment"
 
-    def __init__(self, source: Any) -> None:
-        super().__init__(source)
-        self.possible_agents = declared_agents(source)
-        self.observation_spaces = spaces_of(self.possible_agents, _space_lookup(source, "observation"))
-        self.action_spaces = spaces_of(self.possible_agents, _space_lookup(source, "action"))
-        self.reward_spaces = vector_reward_spaces(source, self.possible_agents)
+    def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
+        return spaces_of(self.possible_agents, _space_lookup(self.source, what))
 
     def agents_left(self) -> Sequence[AgentID] | None:
         agents: Sequence[AgentID] | None = getattr(self._simulator, "agents", None)
@@ -54,8 +40,8 @@ class ParallelizableAECEnv(PettingZooEnv):
 class TurnBasedAECEnv(PettingZooEnv):
     """An AEC environment in which one step is the turn of one agent."""
 
-    kind: ClassVar[str] = "A PettingZoo AEC environment"
-    methods: ClassVar[tuple[str, ...]] = ("reset", "step", "observe", "last")
+    kind: ClassVar[str] = ParallelizableAECEnv.kind
+    methods: ClassVar[tuple[str, ...]] = ParallelizableAECEnv.methods
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)
@@ -63,12 +49,12 @@ class TurnBasedAECEnv(PettingZooEnv):
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         observations, infos = super().reset(**keywords)
-        # PettingZoo's conversion says whose turn it is with every step, but not with the reset.
+        # PettingZoo's conversion reports whose turn it is with every step, but not with the reset.
         turn, agents = {"active_agent": self.turn()}, {*self._simulator.agents}
         return observations, {key: {**info, **turn} if key in agents else info for key, info in infos.items()}
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
-        # With nobody left, PettingZoo's conversion returns four dicts.
+        # When no agent is left, PettingZoo's conversion returns four dicts.
         return super().step(actions) if self._simulator.agents else ({}, {}, {}, {}, {})
 
     def turn(self) -> AgentID | None:
@@ -82,10 +68,10 @@ def adapt_aec(env: Any) -> PettingZooEnv:
 
 
 def _space_lookup(env: Any, what: str) -> Callable[[AgentID], Any]:
-    """The method of the outermost layer that has its own for an agent's space.
+    """The method of the outermost layer that defines one for an agent's space.
 
-    PettingZoo's base classes and wrappers only pass on to it. If no layer has one, they end in a dict and a warning, so
-    the dict is read directly.
+    PettingZoo's base classes and wrappers only forward to it. If no layer has one, they warn and return an entry of a
+    dict, so the dict is read directly.
     """
     base = declared(env, "unwrapped")
     for layer in layers(env):

@@ -1,7 +1,6 @@
 """The `MultiAgentEnv` protocol that every kind of simulator is adapted to, and what all adapters share.
 
-The other modules here each adapt one kind of simulator. What the results of a step mean is decided in
-`marl_parallel.core.episode`.
+`core/episode.py` decides what the results of a step mean.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from gymnasium import Space, spaces
 
+from marl_parallel.adapters import attributes
 from marl_parallel.adapters.attributes import AgentID as AgentID
-from marl_parallel.adapters.attributes import declared, declared_state_space, reset_keywords, type_name
+from marl_parallel.adapters.attributes import declared, type_name
 
 Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]
 """Observations, rewards, terminateds, truncateds, infos."""
@@ -45,28 +45,28 @@ CHOICES = (
 
 
 class NotAnEnvironment(TypeError):
-    """A constructor returned something that cannot be reset and stepped, or not in the way asked for."""
+    """A constructor returned something that cannot be reset and stepped, or not as `adapter=` requires."""
 
 
 class InvalidAgents(ValueError):
     """Two agents have the same name, or one has the name of a reserved key."""
 
 
-class Misfit(TypeError):
-    """The simulator cannot be called, or does not answer, as its adapter expects. A restart cannot change that."""
+class AdapterMismatch(TypeError):
+    """The simulator takes other arguments than its adapter passes, or returns another form of result than it expects.
 
-
-# -- the protocol ------------------------------------------------------------------------------------------------------
+    A restart cannot change that.
+    """
 
 
 class Rules(Enum):
-    """Which convention an environment follows: who says that an episode is over, and who must act."""
+    """Which convention an environment follows: when its episode is over, and which agents must act."""
 
     DICT = "dict"
-    """The environment says `__all__` itself and is given the caller's actions unchanged."""
+    """The environment returns `__all__` itself and receives the caller's actions unchanged."""
     PETTINGZOO = "pettingzoo"
-    """The episode is over when no agent is left, unless the environment says `__all__`; every acting agent must act,
-    nobody else may."""
+    """The episode is over when no agent is left, unless the environment returns `__all__`. Each acting agent needs an
+    action; actions of other agents are dropped."""
 
 
 class MultiAgentEnv(ABC):
@@ -75,17 +75,16 @@ class MultiAgentEnv(ABC):
     Attributes:
         rules: The convention it follows.
         seeded_when_made: Whether only its constructor takes a seed, so that a seed for `reset` is an error.
-        options_last: Whether the options of a reset hold for all later episodes; a restarted environment is given them
-            again.
-        needs_all_actions: Whether every acting agent must be given an action under dict rules too.
+        options_last: Whether the options of a reset hold for all later episodes, also after a restart.
+        needs_all_actions: Whether every acting agent needs an action under dict rules too.
         source: The simulator as its constructor returned it, where attributes and methods are looked up; by default the
             `MultiAgentEnv` itself.
-        possible_agents: All agents that may appear, in the simulator's own order; empty where open-ended.
-        observation_spaces: Of the agents that declare one, in the order of `possible_agents`; where these are
-            open-ended, `GroupSpaces`.
+        possible_agents: All agents that may appear, in the simulator's own order; empty if that is open-ended.
+        observation_spaces: By agent, in the order of `possible_agents`, without agents that declare none;
+            `GroupSpaces` if agents are open-ended.
         action_spaces: Likewise.
         reward_spaces: Of the agents whose rewards are vectors; empty if all rewards are numbers.
-        state_space: Of the global state, None if there is none.
+        state_space: Of the global state; None if there is none.
         metadata: The simulator's metadata (not copied).
         render_mode: The simulator's render mode.
         reset_keywords: Which of `seed` and `options` the simulator's `reset` takes.
@@ -107,22 +106,22 @@ class MultiAgentEnv(ABC):
 
     @abstractmethod
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        """Start an episode, with some of `reset_keywords`; returns the simulator's observations and infos."""
+        """Start an episode, with some of `reset_keywords`; returns observations and infos."""
 
     @abstractmethod
     def step(self, actions: dict[Any, Any]) -> Dicts:
-        """Step once; returns the simulator's five dicts, with `__all__` only if it knows itself when it is over."""
+        """Step once; returns five dicts, with `__all__` only if the simulator itself decides when it is over."""
 
     @staticmethod  # noqa: B027  # most take any
     def check_options(options: Any) -> None:
         """Raise `ValueError` for options that `reset` cannot take; called before any environment is reset."""
 
     def agents_left(self) -> Sequence[AgentID] | None:
-        """The agents that the simulator itself still lists; None if it keeps no such list."""
+        """The agents in the simulator's own list of those that are left; None if it has no such list."""
         return None
 
     def alive(self) -> Sequence[AgentID] | None:
-        """The agents alive, if the adapter keeps count; None: all that have been seen and have not been flagged."""
+        """The agents alive, if the adapter tracks them; None: all agents seen so far without a flag."""
         return None
 
     def turn(self) -> AgentID | None:
@@ -146,8 +145,8 @@ class MultiAgentEnv(ABC):
 class Schema:
     """The description of an environment: the attributes of its `MultiAgentEnv` that hold for its whole life.
 
-    It is made in the worker, pickled once and passed whole. Schemas of equal environments mostly pickle to the same
-    bytes, so that nothing else has to be compared. Sets, which pickle in any order, are sorted tuples here.
+    Schemas of equal environments mostly pickle to the same bytes, which makes comparing them cheap. So sets, which
+    pickle in any order, are sorted tuples here.
     """
 
     possible_agents: list[AgentID]
@@ -166,22 +165,20 @@ class Schema:
 
     @classmethod
     def of(cls, env: MultiAgentEnv) -> Schema:
-        """The schema of an environment as it is now."""
-        own = {attribute.name: getattr(env, attribute.name) for attribute in fields(cls)}
-        own["possible_agents"] = list(env.possible_agents)
-        own["metadata"], own["reward_spaces"] = dict(env.metadata), dict(env.reward_spaces)
-        own["reset_keywords"] = tuple(sorted(env.reset_keywords))
-        return cls(**own)
+        values = {attribute.name: getattr(env, attribute.name) for attribute in fields(cls)}
+        values["possible_agents"] = list(env.possible_agents)
+        values["metadata"], values["reward_spaces"] = dict(env.metadata), dict(env.reward_spaces)
+        values["reset_keywords"] = tuple(sorted(env.reset_keywords))
+        return cls(**values)
 
 
 class GroupSpaces(Mapping[AgentID, Space[Any]]):
-    """The spaces of agents whose ids are not known beforehand, by the group that an agent belongs to.
-
-    Its keys are the groups; the id of an agent is looked up as its group.
+    """The spaces of agents whose ids are not known beforehand: its keys are groups, and an agent's id also finds its
+    group's space.
 
     Args:
         by_group: The space that all agents of a group have.
-        group_of: The group of an agent; it must pickle.
+        group_of: Returns the group of an agent; it must pickle.
 
     Example:
         >>> declared = GroupSpaces({"wolf": spaces.Discrete(5)}, lambda agent: agent.partition("_")[0])
@@ -193,8 +190,8 @@ class GroupSpaces(Mapping[AgentID, Space[Any]]):
         self._by_group, self._group_of = dict(by_group), group_of
 
     def __getitem__(self, key: AgentID) -> Space[Any]:
-        found = self._by_group.get(key)
-        return self._by_group[self._group_of(key)] if found is None else found
+        space = self._by_group.get(key)
+        return self._by_group[self._group_of(key)] if space is None else space
 
     def __iter__(self) -> Iterator[AgentID]:
         return iter(self._by_group)
@@ -203,7 +200,7 @@ class GroupSpaces(Mapping[AgentID, Space[Any]]):
         return len(self._by_group)
 
     def as_space(self) -> spaces.Dict:
-        """A `Dict` keyed by group, in which an agent's id is looked up as here."""
+        """A `Dict` keyed by group, in which an agent's id also finds its group's space."""
         return _SpacesByGroup(self)
 
 
@@ -216,13 +213,10 @@ class _SpacesByGroup(spaces.Dict):
         return self._declared[key]
 
 
-# -- names of agents ---------------------------------------------------------------------------------------------------
-
-
 def check_agents(agents: Iterable[Any], kind: str) -> None:
-    """Raise `InvalidAgents` where two agents are equal, one is a reserved key, or one cannot be the key of a dict.
+    """Raise `InvalidAgents` if two agents are equal, one is a reserved key, or one cannot be the key of a dict.
 
-    `kind` is what declares the agents, for the error.
+    `kind` names what declares the agents, for the error.
     """
     place_of: dict[Any, tuple[int, Any]] = {}
     for place, agent in enumerate(agents):
@@ -236,7 +230,7 @@ def check_agents(agents: Iterable[Any], kind: str) -> None:
         if first != place:
             raise InvalidAgents(
                 f"{kind} declares agents {first} and {place} as {earlier!r} and {agent!r}, which are the same key in a "
-                "dict: every agent needs a name of its own in possible_agents"
+                "dict: every agent in possible_agents needs a different name"
             )
     for key, meaning in _RESERVED.items():
         if key in place_of:
@@ -259,8 +253,8 @@ def refuse_reserved(method: str, observations: Mapping[Any, Any], rewards: Mappi
 class Adapter(MultiAgentEnv):
     """A simulator with a `reset` and a `step` of its own, which return dicts keyed by agent if not overridden here.
 
-    Subclasses set `possible_agents` and the spaces, and `_simulator` where a conversion of `source` is what is stepped.
-    `kind` is the simulator's name in error messages, `methods` are the methods that it must have.
+    Subclasses override `_agents` and `_spaces`, and set `_simulator` if a conversion of `source` is stepped. `kind` is
+    the simulator's name in error messages, `methods` are the methods that it must have.
     """
 
     kind: ClassVar[str]
@@ -274,8 +268,19 @@ class Adapter(MultiAgentEnv):
         metadata, render_mode = declared(source, "metadata"), declared(source, "render_mode")
         self.metadata = metadata if isinstance(metadata, Mapping) else {}
         self.render_mode = render_mode if isinstance(render_mode, str) else None
-        self.state_space = declared_state_space(source)
-        self.reset_keywords = reset_keywords(source.reset)
+        self.state_space = attributes.declared_state_space(source)
+        self.reset_keywords = attributes.reset_keywords(source.reset)
+        self.possible_agents = self._agents()
+        self.observation_spaces, self.action_spaces = self._spaces("observation"), self._spaces("action")
+        self.reward_spaces = attributes.vector_reward_spaces(source, self.possible_agents)
+
+    def _agents(self) -> list[AgentID]:
+        agents = declared(self.source, "possible_agents")
+        return [] if agents is None else list(agents)
+
+    @abstractmethod
+    def _spaces(self, what: str) -> Mapping[AgentID, Space[Any]]:
+        """The declared spaces by agent; `what` is "observation" or "action"."""
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         observations, infos = self._dicts("reset", self._reset(keywords))
@@ -292,7 +297,7 @@ class Adapter(MultiAgentEnv):
         return result
 
     def _by_agent(self, result: Any) -> Any:
-        """The result of a step that is not five dicts, with what is one for all agents given to each of them."""
+        """Turn the result of a step into five dicts, if a simulator of this kind may return anything else."""
         return result
 
     def render(self) -> Any:
@@ -314,9 +319,9 @@ class Adapter(MultiAgentEnv):
             raise
 
     def _check_call(self, error: TypeError, method: str, *args: Any, **keywords: Any) -> None:
-        """Raise `Misfit` if an error of the simulator's `reset` or `step` says that it does not take these arguments.
+        """Raise `AdapterMismatch` if an error means that the simulator's `reset` or `step` takes other arguments.
 
-        The error then comes from the call itself, or from beneath a library's wrappers.
+        Such an error comes from the call itself, or from within a library's wrappers.
         """
         trace = error.__traceback__
         if trace is not None and trace.tb_next is not None:
@@ -327,32 +332,31 @@ class Adapter(MultiAgentEnv):
                 return
             if not re.search(rf"\b{method}\(\) (got|missing|takes)\b", str(error)):
                 return
-        given = ", ".join([*map(reprlib.repr, args), *(f"{k}={reprlib.repr(v)}" for k, v in keywords.items())])
-        raise self._misfit(f"{type_name(self.source)} cannot be called as {method}({given}): {error}") from error
+        passed = ", ".join([*map(reprlib.repr, args), *(f"{k}={reprlib.repr(v)}" for k, v in keywords.items())])
+        raise self._mismatch(f"{type_name(self.source)} cannot be called as {method}({passed}): {error}") from error
 
     def _dicts(self, method: str, result: Any) -> Any:
-        """The dicts that a multi-agent `reset` or `step` returned, as a tuple; raises `Misfit` for anything else."""
+        """The dicts that a multi-agent `reset` or `step` returned, as a tuple; else raises `AdapterMismatch`."""
         number, expected = _EXPECTED[method]
         if isinstance(result, tuple | list) and [isinstance(one, dict) for one in result] == [True] * number:
             return tuple(result)
-        raise self._wrong(method, expected, result)
+        raise self._wrong_result(method, expected, result)
 
-    def _wrong(self, method: str, expected: str, got: Any) -> Misfit:
-        """The error of a method that returned something of another form."""
-        who = f"`{method}` of {type_name(self.source)}"
-        return self._misfit(f"{who} must return {expected}; it returned {described(got)}")
+    def _wrong_result(self, method: str, expected: str, got: Any) -> AdapterMismatch:
+        return self._mismatch(
+            f"`{method}` of {type_name(self.source)} must return {expected}; it returned {described(got)}"
+        )
 
-    def _misfit(self, text: str) -> Misfit:
-        """An error that says what kind the simulator was taken for, and which `adapter=` to pass."""
+    def _mismatch(self, text: str) -> AdapterMismatch:
         kind = self.kind[0].lower() + self.kind[1:]
-        return Misfit(f"{text}. It was taken for {kind}; if it is of another kind, pass {CHOICES}.")
+        return AdapterMismatch(f"{text}. It was treated as {kind}; if it is of another kind, pass {CHOICES}.")
 
 
 def described(value: Any) -> str:
     """The form of a value in words, for messages, such as "2 values: (float, dict)" or "one value of type bool"."""
     if isinstance(value, tuple | list):
-        shown = [type(entry).__name__ for entry in value[:_MOST_TYPES_SHOWN]]
-        names = ", ".join([*shown, *["..."] * (len(value) > len(shown))])
+        names = ", ".join([type(entry).__name__ for entry in value[:_MOST_TYPES_SHOWN]])
+        names += ", ..." * (len(value) > _MOST_TYPES_SHOWN)
         is_old = len(value) == 4 and isinstance(value[-1], Mapping) and not isinstance(value[-2], Mapping)
         old = "; four values are the API of OpenAI's gym, which Shimmy converts" if is_old else ""
         return f"{len(value)} values: ({names}){old}"

@@ -1,7 +1,6 @@
 """Tuple environments: actions, observations, rewards and flags come as sequences with one entry per agent.
 
-Level-based foraging, RWARE, POGEMA, highway-env's multi-agent intersections, VMAS's Gymnasium wrapper and EPyMARL's
-environments are of this kind.
+`docs/environments.md` describes them and lists simulators of this kind.
 """
 
 from __future__ import annotations
@@ -12,15 +11,12 @@ from typing import Any, ClassVar
 import numpy as np
 from gymnasium import Space, spaces
 
-from marl_parallel.adapters.attributes import AgentID, declared, number_of_agents, type_name, vector_reward_spaces
+from marl_parallel.adapters.attributes import AgentID, declared, number_of_agents, type_name
 from marl_parallel.adapters.protocol import ALL, COMMON, Adapter, Dicts, NotAnEnvironment, Rules, described
 
 
 class TupleEnv(Adapter):
     """A simulator whose `step` takes one action per agent, in order, and returns sequences in the same order.
-
-    Agents are named `agent_0` to `agent_{n-1}`. The actions are a tuple if the action space is a `Tuple`, else a list.
-    One reward or flag for all is given to each agent. The episode is over when every agent has terminated or truncated.
 
     Attributes:
         sequence: The type of the actions that the simulator's `step` takes.
@@ -34,47 +30,57 @@ class TupleEnv(Adapter):
     def __init__(self, source: Any) -> None:
         super().__init__(source)
         observation_space, action_space = declared(source, "observation_space"), declared(source, "action_space")
-        number = number_of_agents(source) or length_of(action_space) or length_of(observation_space)
-        if not number:
-            raise NotAnEnvironment(
-                f"{self.kind} has one space per agent or an attribute `n_agents`, but {type_name(source)} has neither: "
-                f"its observation space is {observation_space}, its action space is {action_space}"
-            )
-        agents: list[AgentID] = [f"agent_{place}" for place in range(number)]
-        self.possible_agents = agents
-        self.observation_spaces = self._spaces("observation", observation_space)
-        self.action_spaces = self._spaces("action", action_space)
-        self.reward_spaces = vector_reward_spaces(source, agents)
         self.sequence = tuple if isinstance(action_space, spaces.Tuple) else list
         self._shared_shape = None if length_of(observation_space) else getattr(observation_space, "shape", None)
-        self._no_flags = dict.fromkeys([*agents, ALL], False)
+        self._no_flags = dict.fromkeys([*self.possible_agents, ALL], False)
         self._alive: list[AgentID] = []
-        self._over: tuple[bool, bool] | None = None
+        self._over: tuple[bool, bool] | None = None  # the flags `__all__` of an episode that is over
+
+    def _agents(self) -> list[AgentID]:
+        observation_space, action_space = (declared(self.source, f"{what}_space") for what in ("observation", "action"))
+        number = number_of_agents(self.source) or length_of(action_space) or length_of(observation_space)
+        if not number:
+            raise NotAnEnvironment(
+                f"{self.kind} has one space per agent or an attribute `n_agents`, but {type_name(self.source)} has "
+                f"neither: its observation space is {observation_space}, its action space is {action_space}"
+            )
+        return [f"agent_{place}" for place in range(number)]
+
+    def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
+        agents, declaration = self.possible_agents, declared(self.source, f"{what}_space")
+        if length_of(declaration) == len(agents):
+            return {agent: space for agent, space in zip(agents, declaration) if isinstance(space, Space)}
+        if declaration is None or isinstance(declaration, Space):
+            return {} if declaration is None else dict.fromkeys(agents, declaration)
+        raise NotAnEnvironment(
+            f"{type_name(self.source)} has {len(agents)} agents, but its {what}_space is {described(declaration)}; "
+            "expected one space per agent, or one space that all share"
+        )
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         result = self._reset(keywords)
         if not isinstance(result, tuple | list) or len(result) != 2:
-            raise self._wrong("reset", "(observations, info)", result)
+            raise self._wrong_result("reset", "(observations, info)", result)
         observations, info = result
         if self._shared_shape and getattr(observations, "shape", None) == self._shared_shape:
-            raise self._wrong("reset", "one observation per agent", observations)
+            raise self._wrong_result("reset", "one observation per agent", observations)
         self._alive, self._over = self.possible_agents, None
         return self._for_each("reset", "observations", observations), self._infos("reset", info)
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
-        if self._over is not None:  # until the caller resets nothing happens, as in single-agent environments
+        if self._over is not None:  # nothing happens until the caller resets, as in single-agent environments
             terminated, truncated = self._over
             return {}, {}, {ALL: terminated}, {ALL: truncated}, {}
         agents = self.possible_agents
         in_order = [*actions.values()] if [*actions] == agents else [self._action(agent, actions) for agent in agents]
-        sent = self.sequence(in_order)
+        sequence = self.sequence(in_order)
         try:
-            result = self.source.step(sent)
+            result = self.source.step(sequence)
         except TypeError as error:
-            self._check_call(error, "step", sent)
+            self._check_call(error, "step", sequence)
             raise
         if not isinstance(result, tuple | list) or len(result) != 5:
-            raise self._wrong("step", "(observations, rewards, terminated, truncated, info)", result)
+            raise self._wrong_result("step", "(observations, rewards, terminated, truncated, info)", result)
         observations, rewards, terminated, truncated, info = result
         if terminated is False and truncated is False:
             self._alive = agents
@@ -82,7 +88,7 @@ class TupleEnv(Adapter):
         else:
             terminateds = self._of_each_or_all(terminated, "terminated flags")
             truncateds = self._of_each_or_all(truncated, "truncated flags")
-            self._note_ends(terminateds, truncateds)
+            self._add_ends(terminateds, truncateds)
         return (
             self._for_each("step", "observations", observations),
             self._of_each_or_all(rewards, "rewards"),
@@ -94,13 +100,15 @@ class TupleEnv(Adapter):
     def alive(self) -> Sequence[AgentID]:
         return self._alive
 
-    def _note_ends(self, terminateds: dict[AgentID, Any], truncateds: dict[AgentID, Any]) -> None:
-        ended, cut_off = [*map(_is_true, terminateds.values())], [*map(_is_true, truncateds.values())]
-        self._alive = [agent for agent, *flags in zip(self.possible_agents, ended, cut_off) if not any(flags)]
+    def _add_ends(self, terminateds: dict[AgentID, Any], truncateds: dict[AgentID, Any]) -> None:
+        """Add `__all__` to the flags; the agents without a flag stay alive."""
+        terminated, truncated = [*map(_is_true, terminateds.values())], [*map(_is_true, truncateds.values())]
+        self._alive = [agent for agent, *flags in zip(self.possible_agents, terminated, truncated) if not any(flags)]
         if self._alive:
             terminateds[ALL] = truncateds[ALL] = False
         else:
-            self._over = terminateds[ALL], truncateds[ALL] = all(ended), all(cut_off) or not all(ended)
+            all_terminated = all(terminated)
+            self._over = terminateds[ALL], truncateds[ALL] = all_terminated, all(truncated) or not all_terminated
 
     def _action(self, agent: AgentID, actions: Mapping[Any, Any]) -> Any:
         if agent in actions:
@@ -112,7 +120,7 @@ class TupleEnv(Adapter):
     def _for_each(self, method: str, what: str, values: Any) -> dict[AgentID, Any]:
         agents = self.possible_agents
         if not _is_sequence(values) or len(values) != len(agents):
-            raise self._wrong(method, f"{len(agents)} {what}, one per agent", values)
+            raise self._wrong_result(method, f"{len(agents)} {what}, one per agent", values)
         return dict(zip(agents, values))
 
     def _of_each_or_all(self, values: Any, what: str) -> dict[AgentID, Any]:
@@ -121,7 +129,7 @@ class TupleEnv(Adapter):
         if _is_sequence(values):
             return self._for_each("step", what, values)
         if values is None or (isinstance(values, Iterable) and not hasattr(values, "shape")):
-            raise self._wrong("step", f"{what}, one per agent or one for all", values)
+            raise self._wrong_result("step", f"{what}, one per agent or one for all", values)
         return dict.fromkeys(self.possible_agents, values)
 
     def _infos(self, method: str, info: Any) -> dict[Any, Any]:
@@ -130,20 +138,9 @@ class TupleEnv(Adapter):
             if any(agent in info for agent in agents):
                 return dict(info)
             return {agent: {} for agent in agents} | ({COMMON: info} if info else {})
-        if not _is_sequence(info) or not all(isinstance(own, Mapping) for own in info):
-            raise self._wrong(method, "one dict of infos, or one per agent", info)
+        if not _is_sequence(info) or not all(isinstance(entry, Mapping) for entry in info):
+            raise self._wrong_result(method, "one dict of infos, or one per agent", info)
         return self._for_each(method, "infos", info)
-
-    def _spaces(self, what: str, declaration: Any) -> dict[AgentID, Space[Any]]:
-        agents = self.possible_agents
-        if length_of(declaration) == len(agents):
-            return {agent: space for agent, space in zip(agents, declaration) if isinstance(space, Space)}
-        if declaration is None or isinstance(declaration, Space):
-            return {} if declaration is None else dict.fromkeys(agents, declaration)
-        raise NotAnEnvironment(
-            f"{type_name(self.source)} has {len(agents)} agents, but its {what}_space is {described(declaration)}; "
-            "expected one space per agent, or one space that all share"
-        )
 
 
 def length_of(declaration: Any) -> int | None:
@@ -152,22 +149,22 @@ def length_of(declaration: Any) -> int | None:
 
 
 def _is_sequence(values: Any) -> bool:
-    if isinstance(values, list | tuple | np.ndarray):
+    if isinstance(values, list | tuple | np.ndarray):  # decided without the slower checks below
         return not isinstance(values, np.ndarray) or values.ndim > 0
     if isinstance(values, str | bytes | Mapping | set | frozenset) or not hasattr(values, "__len__"):
         return False
-    return getattr(values, "shape", True) != () and isinstance(values, Iterable)  # arrays and tensors of others
+    return getattr(values, "shape", True) != () and isinstance(values, Iterable)  # other libraries' arrays
 
 
 def _is_true(flag: Any) -> bool:
     try:
         return bool(flag)
-    except Exception:  # not a single flag: refused where transitions are made, for every kind of environment
+    except Exception:  # several flags in one: `core/transition.py` raises, for every kind of environment
         return False
 
 
 def _idle(space: Space[Any] | None) -> Any:
-    """The action for an agent that has ended and was given none: zeros, or what is nearest to them in its space."""
+    """The action for an agent that has ended, if the caller passes none: zeros or the nearest value in the space."""
     if isinstance(space, spaces.Discrete):
         return int(space.start)
     if isinstance(space, spaces.MultiDiscrete):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from marl_parallel.adapters import Misfit
+from marl_parallel.adapters import AdapterMismatch
 from marl_parallel.adapters.protocol import ALL as ALL
 from marl_parallel.adapters.protocol import COMMON as COMMON
 from marl_parallel.adapters.protocol import AgentID, Dicts, described
@@ -134,7 +134,7 @@ class PlainForm:
     def code(
         self, observations: Values, rewards: Values, terminateds: Values, truncateds: Values, infos: Values
     ) -> int:
-        """The code of the header if the dicts are plain, else 0; `Misfit` if an agent's info is a sequence."""
+        """The code of the header if the dicts are plain, else 0; `AdapterMismatch` if an agent's info is a sequence."""
         agents, count = self._agents, len(terminateds)
         keys, empty = self._forms.get(count, (None, b""))
         if [*observations, *rewards, *terminateds, *truncateds] != keys or count != len(truncateds):
@@ -212,7 +212,7 @@ def checked_flags(flags: Values, what: str) -> Values:
     """The flags of a step, one value each; arrays of one element become the NumPy scalar they hold.
 
     Raises:
-        Misfit: Several flags in place of one: a list is true whatever is in it, and would end every episode.
+        AdapterMismatch: Several flags in place of one: a list is true whatever is in it, and would end every episode.
     """
     if _FLAG_TYPES.issuperset(map(type, flags.values())):
         return flags
@@ -221,7 +221,7 @@ def checked_flags(flags: Values, what: str) -> Values:
         shape = getattr(flag, "shape", None)
         if isinstance(flag, Sized) if shape is None else math.prod(shape) != 1:
             instead = 'adapter="dict"' if isinstance(flag, Mapping) else 'adapter="tuple"'
-            raise Misfit(
+            raise AdapterMismatch(
                 f"the {what} flag of agent {agent!r} must be True or False, got {described(flag)}; "
                 f"if these are the flags of several agents, pass {instead}"
             )
@@ -230,11 +230,11 @@ def checked_flags(flags: Values, what: str) -> Values:
 
 
 def check_infos(infos: Mapping[Any, Any], agents: Iterable[Any]) -> None:
-    """Raise `Misfit` if the info of an agent is a sequence. Other keys may have any value."""
+    """Raise `AdapterMismatch` if the info of an agent is a sequence. Other keys may have any value."""
     if any(isinstance(info, _SEVERAL) for info in infos.values()):
         for agent in agents:
             if isinstance(infos.get(agent), _SEVERAL):
-                raise Misfit(
+                raise AdapterMismatch(
                     f"the info of agent {agent!r} must be a dict, got {described(infos[agent])}; "
                     'if these are the infos of several agents, pass adapter="tuple"'
                 )

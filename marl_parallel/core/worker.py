@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from marl_parallel.adapters import InvalidAgents, LookupFailed, Misfit, NotAnEnvironment, Schema, adapt
+from marl_parallel.adapters import AdapterMismatch, InvalidAgents, LookupFailed, NotAnEnvironment, Schema, adapt
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.core.columns import Layout, span_of
 from marl_parallel.core.construction import call_constructor
@@ -315,7 +315,7 @@ def _unpickled(payload: bytes) -> Any:
 
 def _failure(error: BaseException, doing: Activity | Message, partially_written: bool) -> Failure:
     method, to_do = doing.name.lower(), ""
-    if isinstance(error, Misfit):
+    if isinstance(error, AdapterMismatch):
         to_do = "see which adapter= fits the simulator, or change the simulator; a restart would not help"
     if isinstance(error, LookupFailed) and error.__cause__ is not None:
         method, error = error.method, error.__cause__

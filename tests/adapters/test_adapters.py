@@ -141,7 +141,7 @@ class OldGym(Crossing):
             Bare(),
             None,
             TypeError,
-            r"Looked for a PettingZoo .*came upon .*Bare without `reset` and `step`\.$",
+            r"Looked for a PettingZoo .*got .*Bare without `reset` and `step`\.$",
         ),
         (lambda: 0, None, TypeError, "did a constructor return another constructor"),
         (OldGym(), None, TypeError, r"OldGym looks like a single-agent .*Box.*subclass of gymnasium\.Env"),

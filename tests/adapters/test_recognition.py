@@ -15,7 +15,7 @@ from mpe2 import simple_spread_v3
 from simulators.kinds import BOX, MOVES, Crossing, DictGym, Open
 
 from marl_parallel import EnvError, ParallelEnv, RestartLimitExceeded, RestartPolicy
-from marl_parallel.adapters import Misfit, Rules, adapt
+from marl_parallel.adapters import AdapterMismatch, Rules, adapt
 from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.pettingzoo_env import TurnBasedAECEnv
@@ -249,7 +249,7 @@ def test_one_flag_for_all_ends_the_episode_in_every_backend(each, build):
 
 @pytest.mark.parametrize("said", [([1.0, 2.0], False, False), (1.0, (True, False), False), (1.0, None, False)], ids=str)
 def test_several_rewards_for_dict_observations_are_refused(said):
-    with pytest.raises(EnvError, match=r"must return five dicts keyed by agent.*was taken for a dict environment"):
+    with pytest.raises(EnvError, match=r"must return five dicts keyed by agent.*was treated as a dict environment"):
         stepped(functools.partial(Shared, *said))
 
 
@@ -478,6 +478,6 @@ def test_misfits_are_type_errors():
         def reset(self, seed=None, options=None):
             return {}
 
-    with pytest.raises(TypeError, match="was taken for a PettingZoo parallel environment") as caught:
+    with pytest.raises(TypeError, match="was treated as a PettingZoo parallel environment") as caught:
         adapt(Pair()).reset()
-    assert type(caught.value) is Misfit
+    assert type(caught.value) is AdapterMismatch

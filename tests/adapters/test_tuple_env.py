@@ -12,7 +12,7 @@ from helpers.scenarios import TUPLE_AGENTS, random_actions
 from simulators.tuple_envs import VIEW, Cooperative, Foraging, Intersection, Pathfinding
 
 from marl_parallel import ParallelEnv
-from marl_parallel.adapters import Misfit, Rules, adapt
+from marl_parallel.adapters import AdapterMismatch, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.tuple_env import TupleEnv
 from marl_parallel.cli.measure import adapted_for_loop, draw_actions, plain_loop
@@ -237,7 +237,7 @@ def test_infos_are_by_agent_or_common(info, expected):
     ],
 )
 def test_results_of_another_form_are_refused(said, text):
-    with pytest.raises(Misfit, match=rf'{text}.*was taken for a tuple environment; .*pass adapter="dict"'):
+    with pytest.raises(AdapterMismatch, match=rf'{text}.*was treated as a tuple environment; .*pass adapter="dict"'):
         told(**said)
 
 
@@ -250,7 +250,7 @@ def test_one_observation_for_all_is_refused():
             super().reset(seed=seed)
             return self.look(), {}
 
-    with pytest.raises(Misfit, match=r'one observation per agent; .*shape \(3,\).*adapter="gymnasium"'):
+    with pytest.raises(AdapterMismatch, match=r'one observation per agent; .*shape \(3,\).*adapter="gymnasium"'):
         adapt(OneForAll()).reset(seed=1)
 
 

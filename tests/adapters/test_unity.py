@@ -179,8 +179,8 @@ def test_what_is_passed_to_unity(asked):
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"seed": 3}, TypeError, r"takes no seed, as each copy has its own: pass ParallelEnv\(seed=...\)"),
-        ({"worker_id": 3}, TypeError, "takes no worker_id, as each copy has its own: pass base_port"),
+        ({"seed": 3}, TypeError, r"takes no seed, as each environment has its own: pass ParallelEnv\(seed=...\)"),
+        ({"worker_id": 3}, TypeError, "takes no worker_id, as each environment has its own: pass base_port"),
         ({"side_channels": [EnvironmentParametersChannel()]}, ValueError, r"own: pass reset\(options=...\)"),
         ({"side_channels": [EngineConfigurationChannel()]}, ValueError, "own: pass engine="),
     ],

@@ -341,8 +341,8 @@ def test_torchrl_resets_what_is_over(pooled):
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1"),
         ({"num_threads": -1}, ValueError, "num_threads must be at least 1"),
         ({"seed": [1, 2]}, ValueError, "expected one seed for each of 6 environments, got 2"),
-        ({"seed": 2**31 - 3}, ValueError, "a pool wants a seed from 0 to 2"),
-        ({"seed": [None] * 6}, ValueError, "a pool wants a seed from 0 to 2"),
+        ({"seed": 2**31 - 3}, ValueError, "EnvPool needs a seed from 0 to 2"),
+        ({"seed": [None] * 6}, ValueError, "EnvPool needs a seed from 0 to 2"),
         (
             {"on_error": "restart"},
             TypeError,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from simulators.failing import Fragile
 
-from marl_parallel.adapters import Misfit
+from marl_parallel.adapters import AdapterMismatch
 from marl_parallel.backends.channel import Channel
 from marl_parallel.core.transition import (
     FALSE_CODES,
@@ -112,7 +112,7 @@ def test_other_infos(value, agent):
 def test_sequences_of_infos_are_refused(value, agent):
     parts = dicts()
     parts["infos"][agent] = value
-    with pytest.raises(Misfit, match=f"the info of agent '{agent}' must be a dict"):
+    with pytest.raises(AdapterMismatch, match=f"the info of agent '{agent}' must be a dict"):
         code(parts)
 
 

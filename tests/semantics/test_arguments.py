@@ -150,7 +150,11 @@ def two():
             "must be numbers of environments, got a mask",
         ),
         (lambda env: env.reset(env_ids=np.array([True, False])), TypeError, "got a mask"),
-        (lambda env: env.reset(env_ids=[]), ValueError, "that is nobody; there are environments 0 to 1"),
+        (
+            lambda env: env.reset(env_ids=[]),
+            ValueError,
+            "pass at least one environment id, or None for all; there are environments 0 to 1",
+        ),
         (lambda env: env.reset(options=[{}]), ValueError, "expected options for each of 2 environments, got 1"),
         (lambda env: env.reset(options="x"), TypeError, "options must be a dict or None, got 'x'"),
         (lambda env: (env.reset_async(), env.recv(min_envs=-1)), ValueError, "min_envs must not be negative, got -1"),

@@ -344,7 +344,7 @@ def test_make_what_is_not_there(each):
         ({"name": "./a/sims.py"}, ImportError, r"^'\./a/sims\.py' is a file, .* sys\.path and pass 'sims'$"),
         ({"name": ""}, ValueError, "name must be 'module' or 'module:attribute', got ''"),
         ({"env_kwargs": "N=5"}, TypeError, "env_kwargs must be a dict of keywords"),
-        ({"N": 5}, TypeError, "ParallelEnv takes no argument 'N'; what is for each copy goes into env_kwargs"),
+        ({"N": 5}, TypeError, "ParallelEnv takes no argument 'N'; arguments of each environment go into env_kwargs"),
         ({"num_envs": "two"}, TypeError, "num_envs must be an integer"),
         ({"num_envs": 0}, ValueError, "num_envs must be at least 1"),
     ],

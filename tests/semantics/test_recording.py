@@ -18,7 +18,7 @@ from helpers.processes import gone
 from mpe2 import simple_spread_v3
 from PIL import Image
 
-from marl_parallel import AutoresetMode, EnvError, ParallelEnv, record_video
+from marl_parallel import AutoresetMode, EnvError, ParallelEnv, record_video, recording
 from marl_parallel.recording import _LABEL_LEAST
 
 HEIGHT, WIDTH = 40, 61
@@ -102,7 +102,7 @@ def test_copies_lie_in_a_grid_below_their_labels(tile_width, size, tmp_path):
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_labels_tell_the_return_of_the_episode_so_far(mode, tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr("marl_parallel.recording._Picture.of", lambda self, frame, *said: told.append(said) or frame)
+    monkeypatch.setattr("marl_parallel.recording._picture", lambda frame, *args: told.append(args[:2]) or frame)
     with lamps(mode.name) as env:
         record_video(env, tmp_path / "lamp.gif", 6)
     after = {
@@ -126,11 +126,8 @@ def test_several_agents_are_summed_up_and_the_policy_is_asked(tmp_path):
     told = []
     constructor = functools.partial(simple_spread_v3.parallel_env, render_mode="rgb_array")
     with ParallelEnv([constructor] * 2, num_workers=1) as env, pytest.MonkeyPatch.context() as patch:
-        original = record_video.__globals__["_Picture"].of
-        patch.setattr(
-            record_video.__globals__["_Picture"], "of",
-            lambda self, frame, *said: told.append(said) or original(self, frame, *said),
-        )  # fmt: skip
+        original = recording._picture
+        patch.setattr(recording, "_picture", lambda frame, *args: told.append(args[:2]) or original(frame, *args))
         record_video(env, tmp_path / "spread.mp4", 3, policy, tile_width=64)
         assert [len(one) for one in seen] == [2] * 3
         first = env.reset(seed=42)[0]
@@ -222,7 +219,7 @@ def test_what_is_no_batch_or_policy(tmp_path):
         record_video(Lamp(), tmp_path / "lamp.gif", 2)
     with (
         lamps() as env,
-        pytest.raises(TypeError, match=r"policy must take observations and give actions, .* got 3"),
+        pytest.raises(TypeError, match=r"policy must take observations and return actions, .* got 3"),
     ):
         record_video(env, tmp_path / "lamp.gif", 2, policy=3)
 

@@ -164,12 +164,12 @@ def test_no_file_can_be_written_there(tmp_path, caplog):
             ParallelEnv(fragile(tmp_path), trace=path)
     with pytest.raises(TypeError, match="trace must be the path"):
         ParallelEnv(fragile(tmp_path), trace=True)
-    with pytest.raises(RuntimeError, match="no trace is being kept"), ParallelEnv(fragile(tmp_path)) as env:
+    with pytest.raises(RuntimeError, match="no trace is being recorded"), ParallelEnv(fragile(tmp_path)) as env:
         env.stop_trace()
     folder = tmp_path / "goes"
     folder.mkdir()
     with caplog.at_level(logging.WARNING), ParallelEnv(fragile(tmp_path), trace=folder / "run.json") as env:
-        with pytest.raises(RuntimeError, match="is being kept already"):
+        with pytest.raises(RuntimeError, match="is being recorded already"):
             env.start_trace(tmp_path / "other.json")
         folder.rmdir()
     assert "the trace could not be written" in caplog.text
@@ -211,7 +211,7 @@ def test_a_worker_that_dies_where_a_trace_begins_or_ends(which, tmp_path):
         with pytest.raises(WorkerCrashed):
             env.start_trace(file)
         env.step([ACTIONS] * 2)
-        with pytest.raises(RuntimeError, match="no trace is being kept"):
+        with pytest.raises(RuntimeError, match="no trace is being recorded"):
             env.stop_trace()
         env.start_trace(file)
         env.step([ACTIONS] * 2)
