@@ -34,7 +34,7 @@ from pettingzoo.butterfly import pistonball_v6
 from pettingzoo.sisl import multiwalker_v9
 from synthetic import Synthetic, rounds_per_microsecond
 
-from marl_parallel.cli.measure import LOOP, contenders, measure, turns
+from marl_parallel.cli.measure import LOOP, contenders, measure, num_turns
 from marl_parallel.cli.report import (
     Report,
     in_microseconds,
@@ -154,7 +154,7 @@ def run(chosen: list[Case], backends: list[str], workers: list[int], seconds: fl
     against = {case.name: contenders(backends, workers, case.num_envs) for case in chosen}
     described = machine(("mpe2",))
     measurements = []
-    with progress(sum(turns(len(who), repeats) for who in against.values())) as on_turn:
+    with progress(sum(num_turns(len(who), repeats) for who in against.values())) as on_turn:
         for name, constructor, num_envs in chosen:
             measurements += measure(
                 name,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -52,8 +52,8 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 _ENVS_PER_CPU = 16
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(version: bool) -> None:
+    if version:
         print(f"marl-parallel {package.__version__}")
         raise typer.Exit
 
@@ -103,28 +103,24 @@ def bench(
         if plot_file is not None and plot_file.suffix.lower() not in reporting.FORMATS:
             formats = " ".join(reporting.FORMATS)
             raise CommandError(f"--plot {plot_file}: no picture is saved as {plot_file.suffix!r}", formats)
-        writers: list[tuple[Path | None, Callable[[Report, Path], None]]] = [
-            (json_file, reporting.write_json),
-            (csv_file, reporting.write_csv),
-            (plot_file, reporting.save_plot),
-        ]
-        outputs = [(path, write) for path, write in writers if path is not None]
+        writers = {reporting.write_json: json_file, reporting.write_csv: csv_file, reporting.save_plot: plot_file}
+        outputs = [(path, write) for write, path in writers.items() if path is not None]
         for path, _ in outputs:  # before anything is measured
             if path.is_dir():
                 raise CommandError(f"{path} is a directory", "name a file")
-            above = next(folder for folder in path.absolute().parents if folder.exists())  # the others are made
+            above = next(folder for folder in path.absolute().parents if folder.exists())  # the others will be created
             if not above.is_dir():
                 raise CommandError(f"{path}: {above} is no directory", "name a file in a directory")
         described = machine(distributions_of(env))
-        with progress(measuring.turns(len(against), repeats)) as on_turn:
-            measured = measuring.measure(
+        with progress(measuring.num_turns(len(against), repeats)) as on_turn:
+            measurements = measuring.measure(
                 env, constructor, num_envs, against, seconds=seconds, repeats=repeats, on_turn=on_turn
             )
         settings = {"seconds": seconds, "repeats": repeats, "env_kwargs": json.loads(env_kwargs)}
-        result = Report(described, settings, measured)
-        reporting.show(result)
+        report = Report(described, settings, measurements)
+        reporting.show(report)
         for path, write in outputs:
-            write(result, path)
+            write(report, path)
             typer.echo(f"wrote {path}", err=True)
 
 
@@ -142,7 +138,7 @@ def check(
     """Check ENV alone and with every backend: its API, spaces, determinism, pickling, processes, and what steps cost.
 
     Everything runs in worker processes: a crash or a hang is a finding. The exit code is 1 if there is a problem,
-    something that does not work here; 0 if there are remarks only, as where a test of PettingZoo fails, or nothing.
+    something that does not work here; 0 if there are remarks only, such as a failing test of PettingZoo, or nothing.
 
     [bold]Example[/bold]:  marl-parallel check mpe2.simple_spread_v3 --env-kwargs '{"N": 5}'
     """
@@ -150,12 +146,12 @@ def check(
         job = checking.Job("alone", env, env_kwargs, timeout=timeout, seconds=seconds, steps=steps)
         names = names_in(backends, BACKENDS)
         with progress(4 + len(names), "checking") as on_start:
-            found = checking.examine(job, names, on_start)
+            result = checking.examine(job, names, on_start)
         if as_json:
-            typer.echo(json.dumps(found.as_json(), indent=2))
+            typer.echo(json.dumps(result.as_json(), indent=2))
         else:
-            checking.show(found)
-    raise typer.Exit(0 if found.healthy else 1)
+            checking.show(result)
+    raise typer.Exit(0 if result.healthy else 1)
 
 
 @app.command()
@@ -188,29 +184,24 @@ def tune(
     """
     with short_errors(debug), stdout_to_stderr() if as_json else nullcontext():
         cpus = usable_cpus()
-        usual = sorted({*(2**n for n in range(cpus.bit_length())), cpus, 2 * cpus})
+        powers_of_two = [2**n for n in range(cpus.bit_length())]
         settings = measuring.grid(
-            positive_numbers("--workers", workers) if workers else usual,
+            positive_numbers("--workers", workers) if workers else [*powers_of_two, cpus, 2 * cpus],
             positive_numbers("--envs-per-worker", envs_per_worker),
             max_envs or _ENVS_PER_CPU * cpus,
         )
         limit = parsed_size(memory) if memory else psutil.virtual_memory().available
         constructor = constructor_of(env, env_kwargs)
-        with measuring.made(constructor, 1) as (one,):
-            adapted = measuring.adapted_for_loop(one)
+        with measuring.simulators(constructor, 1) as (simulator,):
+            adapted = measuring.adapted_for_loop(simulator)
         described = machine(distributions_of(env))
-        with progress(measuring.most_turns(settings) + measuring.ROUNDS, "tuning") as on_turn:
-
-            def measure_some(alike: Sequence[measuring.Setting]) -> tuple[list[float], int]:
-                for one in alike:
-                    on_turn(f"{one.num_workers} workers x {one.envs_per_worker}, {one.way}")
-                return measuring.measured(constructor, adapted, seconds, alike)
-
-            best, trials = measuring.search(settings, measure_some, limit)
-            in_turns = measuring.compare(constructor, adapted, seconds, best, measure_some)
-    found = reporting.tuned(env, json.loads(env_kwargs), best, trials, in_turns)
-    found |= {"machine": described, "memory_limit": limit}
+        with progress(measuring.max_turns(settings) + measuring.ROUNDS, "tuning") as on_turn:
+            measure = functools.partial(measuring.measure_alike, constructor, adapted, seconds, on_turn)
+            best, trials = measuring.search(settings, measure, limit)
+            in_turns = measuring.compare(constructor, adapted, seconds, best, measure)
+    result = reporting.tune_result(env, json.loads(env_kwargs), best, trials, in_turns)
+    result |= {"machine": described, "memory_limit": limit}
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(result, indent=2))
     else:
-        reporting.show_tuned(found)
+        reporting.show_tune(result)

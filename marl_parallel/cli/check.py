@@ -1,14 +1,14 @@
 """`marl-parallel check`: does an environment work with this package, and with others that speak its API?
 
-A probe is a generator that runs in the worker of a `ParallelEnv` of its own. Before each call of the simulator it
-yields what it does next, so that each such call is one call of the worker, with a timeout::
+A probe is a generator that runs in the worker of its own `ParallelEnv`. Before each call of the simulator it yields
+the finding that a crash or a hang in that call becomes, so each such call is one call of the worker, with a timeout::
 
     run_probes                            worker process
     env.call("advance")  -------------->  Probe.advance: the probe runs to its next `yield`
-                         <--------------  what it has found, and what it does next
+                         <--------------  the new findings, and the finding that the next call may become
 
-If the simulator then crashes or hangs, `ParallelEnv` raises `WorkerCrashed` or `WorkerTimeout`, which becomes a
-finding; all earlier findings have arrived. The probes:
+If the simulator then crashes or hangs, `ParallelEnv` raises `WorkerCrashed` or `WorkerTimeout`, and all earlier
+findings have arrived. The probes:
 
 `alone`     one environment by itself: spaces, types, pickling, processes left behind, costs; then two in one process
 `again`     the same run in a fresh process, for comparison
@@ -55,7 +55,7 @@ from marl_parallel.action_masks import allows_nothing, for_sample, mask_of
 from marl_parallel.adapters import AgentID, InvalidAgents, MultiAgentEnv, NotAnEnvironment, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.backends import descendants
-from marl_parallel.cli.target import CommandError, constructor_of, in_brief
+from marl_parallel.cli.target import DEBUG_HINT, CommandError, constructor_of, in_brief
 from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.construction import construct_one
 from marl_parallel.core.episode import Episode
@@ -112,7 +112,7 @@ class Question(str, Enum):
 
 
 class Finding(NamedTuple):
-    """Something that is not as it should be: what was seen and what to do about it, in a sentence each."""
+    """A fault of the simulator, and the advice: one sentence each."""
 
     question: Question
     severity: Severity
@@ -126,16 +126,16 @@ _ONE_PER_PROCESS = (
     "one simulation per process: pass envs_per_worker=1 to ParallelEnv, so that each environment has a worker process "
     'of its own; backend="serial" and "thread" have one process for all'
 )
-# By name: the question, the severity, what is seen and what to do about it, with fields to fill in.
+# By name: the question, the severity, the fault and the advice, with fields to fill in.
 # fmt: off
 _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
     "unpicklable constructor": (Question.PICKLING, PROBLEM,
-        "the constructor cannot be pickled ({reason}), so no worker process can be given it",
+        "the constructor cannot be pickled ({reason}), so it cannot be sent to a worker process",
         "create what does not pickle (locks, connections, windows, open files) when the constructor is called"),
     "unpicklable info": (Question.PICKLING, PROBLEM, "the info of {key} cannot be pickled ({reason})",
         "put plain numbers, texts and arrays into infos, no objects of the simulator's"),
     "unpicklable exception": (Question.PICKLING, REMARK,
-        "its exception {name} cannot be pickled and made again ({reason})",
+        "its exception {name} cannot be pickled and unpickled ({reason})",
         "let {name}.__init__ pass all of its arguments to super().__init__, and hold plain values only; "
         "else errors arrive as text, without the exception as their __cause__"),
     "no environment": (Question.API, PROBLEM, "it is no environment: {error}",
@@ -157,14 +157,14 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
     "flag": (Question.API, PROBLEM, "the {name} of {agent} is of type {kind}, not bool", "return True or False"),
     "no __all__": (Question.API, REMARK, f"terminateds lacks the key {ALL!r}, which says when the episode is over",
         f"set {ALL!r} in every step; without it, the episode counts as going on"),
-    "unlooked": (Question.RUNS, PROBLEM, "what it returns cannot be looked at: {error}",
+    "unreadable": (Question.RUNS, PROBLEM, "the values that it returns cannot be read: {error}",
         "return what its spaces say, and plain numbers and dicts"),
     "not reset": (Question.DETERMINISM, REMARK,
         f"reset(seed={SEED}) of a used environment gives another episode than of a fresh one: {{where}}",
         "set everything back in `reset`, also counters and generators"),
     "seed ignored": (Question.DETERMINISM, PROBLEM,
         "the seed is ignored: episodes vary, but all environments begin alike whatever the seed of `reset`",
-        "make the generator anew in `reset` where a seed is given (gymnasium.utils.seeding.np_random)"),
+        "make a new generator in `reset` if a seed is passed (gymnasium.utils.seeding.np_random)"),
     "no seed": (Question.DETERMINISM, PROBLEM,
         "it takes no seed: episodes vary, but those of all environments are alike",
         "let `reset` take a `seed`, and make the generator from it (gymnasium.utils.seeding.np_random)"),
@@ -172,21 +172,21 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
         f"{_IN_RESET}; look for default_rng() without a seed, for the time, for threads"),
     "random of the process": (Question.DETERMINISM, PROBLEM,
         "two runs with the same seed and actions differ: {where}",
-        f"{_IN_RESET}, not from `random` or `np.random`, which belong to the whole process, and sort what is a set"),
+        f"{_IN_RESET}, not from `random` or `np.random`, which belong to the whole process, and sort sets"),
     "random without a seed": (Question.DETERMINISM, PROBLEM,
         "an episode that begins with a seed can be repeated, but one that begins without, as after an automatic "
         "reset, cannot: two runs with the same seed and actions differ from {where} on",
-        "in `reset`, make a new generator only if a seed is given, and else go on with the one that is there "
+        "in `reset`, make a new generator only if a seed is passed, and else go on with the present one "
         "(`super().reset(seed=seed)` and `self.np_random` of gymnasium.Env do that)"),
     "processes left": (Question.PROCESSES, PROBLEM, "{after}() leaves {count} behind: {first}",
         "end them in `close`, and wait for them: each restart would leave more of them"),
-    "beside another": (Question.RUNS, REMARK, "{what}", _ONE_PER_PROCESS),
+    "not alone": (Question.RUNS, REMARK, "{what}", _ONE_PER_PROCESS),
     "no test": (Question.API, REMARK, "{name} cannot be imported: {error}",
         "install what {name} needs, if it is wanted"),
     "shared": (Question.SERIAL, PROBLEM,
-        "beside others, environment {env_id} does not do what it does alone: {where}",
+        "together with others, environment {env_id} gives other results than alone: {where}",
         "let environments share nothing: no globals, class attributes that change, files or ports of one "
-        "name; or pass envs_per_worker=1, where one process has to have one"),
+        "name; or pass envs_per_worker=1, so that each has a process of its own"),
     "uneven steps": (Question.COST, REMARK, "step times are uneven: the p99 is {ratio:.0f}x the median",
         "with `step`, everyone waits for the slowest environment; send and recv(min_envs=...) go on with the others"),
     "long resets": (Question.COST, REMARK, "a reset takes as long as {ratio:.0f} steps",
@@ -208,7 +208,7 @@ Trace: TypeAlias = list[tuple[bool, dict[str, str]]]
 
 @dataclass
 class Examination:
-    """What is known of an environment, or what one probe has found."""
+    """The results of one probe, or of all probes of an environment."""
 
     environment: str
     facts: dict[str, Any] = field(default_factory=dict)
@@ -222,16 +222,12 @@ class Examination:
 
     def add(self, findings: Iterable[Finding]) -> None:
         """Add findings, each once, and sort all."""
-        order = [*Question]
-        self.findings = sorted(
-            dict.fromkeys([*self.findings, *findings]),
-            key=lambda one: (one.severity is not PROBLEM, order.index(one.question)),
-        )
+        unique, order = dict.fromkeys([*self.findings, *findings]), [*Question]
+        self.findings = sorted(unique, key=lambda one: (one.severity is not PROBLEM, order.index(one.question)))
 
     def merge(self, other: Examination) -> None:
-        """Add everything that another examination has found."""
-        tests = sorted({*self.facts.get("tests", ()), *other.facts.get("tests", ())})
-        self.facts |= other.facts | ({"tests": tests} if tests else {})
+        """Add all results of another examination."""
+        self.facts |= other.facts
         self.checked |= other.checked
         self.traces |= other.traces
         self.add(other.findings)
@@ -250,7 +246,7 @@ class Examination:
         return answers
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the traces, in values that JSON knows."""
+        """Everything but the traces, in values that JSON has."""
         answers = self.answers().items()
         return {
             "environment": self.environment,
@@ -280,8 +276,12 @@ class Job:
     generators: int = 0  # selects seeds of the process-wide generators, and of the order of sets of strings
     backend: str = "serial"  # of the `ParallelEnv` that the probe `parallel` makes
     cycles: int = 100  # the number of steps of a test of another project
-    test: str = ""  # the one test of another project to run; empty for all
+    test: str = ""  # the test of another project that the probe `official` runs
     shares_process: bool = True  # whether several environments can live in one process
+
+    @property
+    def name(self) -> str:
+        return self.backend if self.probe == "parallel" else self.probe
 
     @property
     def limit_s(self) -> float:
@@ -291,20 +291,25 @@ class Job:
 
     @property
     def question(self) -> Question:
-        """The question that a crash or a hang answers, unless the probe says which."""
+        """The question that a crash or a hang answers, unless the probe has another one."""
         backend = Question.of_backend(self.backend)
         of_probe = {"official": Question.API, "again": Question.DETERMINISM, "parallel": backend}
         return of_probe.get(self.probe, Question.RUNS)
 
     def doing(self, what: str) -> Finding:
-        """A call of the simulator that comes next; nothing breaks here if a test of another project then crashes."""
+        """The start of a finding: the next call of the simulator; in a test of another project, it is a remark."""
         return Finding(self.question, REMARK if self.probe == "official" else PROBLEM, what, "")
 
 
 def run_probes(
-    jobs: Iterable[Job], at_once: int, on_start: Callable[[Job], None] = lambda job: None
+    jobs: Iterable[Job], at_once: int, on_start: Callable[[str], None] = lambda name: None
 ) -> Iterator[tuple[Job, Examination]]:
-    """Run probes, at most `at_once` at the same time, and yield what each has found as they end.
+    """Run probes, at most `at_once` at the same time, and yield their results as they end.
+
+    Args:
+        jobs: The probes.
+        at_once: The number of threads that run them.
+        on_start: Gets the name of each probe that starts.
 
     Raises:
         CommandError: There is no such environment, or it cannot be imported.
@@ -313,8 +318,8 @@ def run_probes(
     stopping = threading.Event()
 
     def run(job: Job) -> Examination:
-        on_start(job)
-        found, doing = Examination(job.environment), job.doing("starting")
+        on_start(job.name)
+        result, doing = Examination(job.environment), job.doing("starting")
         with _starting:  # workers inherit the environment variables of this process
             before = os.environ.get("PYTHONHASHSEED")
             os.environ["PYTHONHASHSEED"] = str(job.generators)
@@ -328,10 +333,10 @@ def run_probes(
         try:
             while doing is not None and not stopping.is_set():
                 ((new, doing),) = env.call("advance")
-                found.merge(new)
+                result.merge(new)
         except (WorkerCrashed, WorkerTimeout) as error:
             assert doing is not None
-            found.add([_ended(error, doing, job)])
+            result.add([_fault(error, doing, job)])
         except EnvError as error:
             if isinstance(error.__cause__, CommandError):
                 raise CommandError(*error.__cause__.args) from error
@@ -339,7 +344,7 @@ def run_probes(
         finally:
             running.discard(env)
             env.close(terminate=True)
-        return found
+        return result
 
     pool = ThreadPoolExecutor(at_once)
     try:
@@ -353,7 +358,7 @@ def run_probes(
             env.close(terminate=True)
 
 
-def _ended(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job) -> Finding:
+def _fault(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job) -> Finding:
     """The finding that a worker has crashed or hung in a call of the simulator."""
     where = place(error.stack)
     if isinstance(error, WorkerTimeout):
@@ -380,7 +385,7 @@ Spaces: TypeAlias = Mapping[Any, Space[Any]]
 
 
 class Stopped(Exception):
-    """The probe cannot go on; a finding says why."""
+    """The probe cannot go on; a finding has the reason."""
 
 
 class Probe:
@@ -390,9 +395,9 @@ class Probe:
     observation_space = action_space = spaces.Dict({"nobody": spaces.Discrete(1)})
 
     def __init__(self, job: Job) -> None:
-        self.job, self.found = job, Examination(job.environment)  # what was found since the last `advance`
-        self.took_s = 0.0  # seconds that the latest call of the simulator took
-        self._pid, self._seen = os.getpid(), set[str]()
+        self.job, self.result = job, Examination(job.environment)  # the results since the last `advance`
+        self.elapsed_s = 0.0  # of the latest call of the simulator
+        self._pid, self._kinds = os.getpid(), set[str]()
         self._steps = self._run()
         with open(os.devnull, "wb") as null:  # nothing that simulators print is shown
             for output in (1, 2):
@@ -413,21 +418,21 @@ class Probe:
         except CommandError:
             raise
         except (Exception, SystemExit) as error:
-            raise CommandError(in_brief(error), "--debug shows the whole traceback") from error
+            raise CommandError(in_brief(error), DEBUG_HINT) from error
         yield from PROBES[self.job.probe](self, constructor)
 
     def advance(self) -> tuple[Examination, Finding | None]:
-        """Run the probe to its next `yield`; returns what it has found, and what it does next (None at its end)."""
+        """Run the probe to its next `yield`; returns the new results, and the value of `yield` (None at the end)."""
         doing = None
         try:
-            with contextlib.suppress(Stopped):  # a finding says why
+            with contextlib.suppress(Stopped):  # a finding has the reason
                 doing = next(self._steps, None)
         except CommandError:
             raise
         except (Exception, SystemExit) as error:
-            self.add(_finding("unlooked", error=in_brief(error))._replace(question=self.job.question))
-        found, self.found = self.found, Examination(self.job.environment)
-        return found, doing
+            self.add(_finding("unreadable", error=in_brief(error))._replace(question=self.job.question))
+        result, self.result = self.result, Examination(self.job.environment)
+        return result, doing
 
     def find(self, name: str, /, **fields: Any) -> None:
         """Add a finding of the table."""
@@ -435,9 +440,9 @@ class Probe:
 
     def add(self, finding: Finding, kind: str = "") -> None:
         """Add a finding, unless there has been one of its kind."""
-        if (kind or finding.what) not in self._seen:
-            self._seen.add(kind or finding.what)
-            self.found.add([finding])
+        if (kind or finding.what) not in self._kinds:
+            self._kinds.add(kind or finding.what)
+            self.result.add([finding])
 
     def calling(self, doing: str, function: Callable[[], Any]) -> Steps:
         """Call the simulator; an exception becomes a finding, and ends the probe with `Stopped`."""
@@ -445,7 +450,7 @@ class Probe:
         try:
             return self.call(function)
         except (Exception, SystemExit, GeneratorExit) as error:
-            self._find_raised(doing, error)
+            self._add_raised(doing, error)
             raise Stopped from error
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -457,11 +462,11 @@ class Probe:
             raised = error
             raise
         finally:
-            self.took_s = time.perf_counter() - started
+            self.elapsed_s = time.perf_counter() - started
             if os.getpid() != self._pid:
                 end_forked_copy(raised)
 
-    def _find_raised(self, doing: str, error: BaseException) -> None:
+    def _add_raised(self, doing: str, error: BaseException) -> None:
         question, what, to_do = self.job.question, _raises(doing, error), "fix that line"
         if isinstance(error, TypeError) and not _place_of(error):
             # The adapter raises it because of what the simulator returned; or Python, because of how it was called.
@@ -501,7 +506,7 @@ class Actor:
             space.seed(seed + number)
 
     def __call__(self, acting: Sequence[AgentID], observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> Any:
-        """Actions of those who act; a mask that allows nothing, or has another form than the space, is ignored."""
+        """Actions of the acting agents; a mask that allows nothing, or is not of the space's form, is ignored."""
         actions = {}
         for agent in sorted(acting, key=lambda agent: self._rank.get(agent, len(self._rank))):
             if (space := self._spaces.get(agent)) is not None:
@@ -516,15 +521,15 @@ class Actor:
 class Solo:
     """One environment by itself: an adapted simulator and its `Episode`, as in a worker, without the transport.
 
-    `Episode`, which decides who acts and when an episode is over, calls this in place of the adapter, so that what the
-    simulator returns is timed, and passed to `look` before anything is added.
+    `Episode`, which decides who acts and when an episode is over, calls this in place of the adapter, so that each call
+    is timed, and its results are passed to `inspect` before anything is added to them.
     """
 
-    look: Callable[[Sequence[dict[Any, Any]]], None] | None = None
+    inspect: Callable[[Sequence[dict[Any, Any]]], None] | None = None
 
     def __init__(self, env: MultiAgentEnv) -> None:
         self.env, as_env = env, cast(MultiAgentEnv, self)
-        self.took: dict[str, list[float]] = {"reset": [], "step": []}  # seconds of each call
+        self.seconds: dict[str, list[float]] = {"reset": [], "step": []}  # of each call
         self.episode = Episode(as_env, 0, AutoresetMode.DISABLED, WorkerStatus(bytearray(WorkerStatus.NBYTES)))
 
     def __getattr__(self, name: str) -> Any:
@@ -538,11 +543,11 @@ class Solo:
 
     def _timed(self, method: str, *args: Any, **keywords: Any) -> Any:
         started = time.perf_counter()
-        returned = getattr(self.env, method)(*args, **keywords)
-        self.took[method].append(time.perf_counter() - started)
-        if self.look is not None:
-            self.look(returned)
-        return returned
+        dicts = getattr(self.env, method)(*args, **keywords)
+        self.seconds[method].append(time.perf_counter() - started)
+        if self.inspect is not None:
+            self.inspect(dicts)
+        return dicts
 
     def begin(self, seed: int | None = None) -> Transition:
         """Begin an episode, with the seed if the simulator takes one."""
@@ -573,7 +578,7 @@ def _run(
     return a list of `Transition`.
     """
 
-    def note(env_id: int, now: Transition, is_step: bool) -> None:
+    def record(env_id: int, now: Transition, is_step: bool) -> None:
         latest[env_id] = now
         entry = {f"observation of {key}": fingerprint(one, space_of.get(key)) for key, one in now.observations.items()}
         entry |= {f"info of {key}": fingerprint(info) for key, info in now.infos.items()}
@@ -582,23 +587,20 @@ def _run(
                 entry |= {f"{part} of {key}": fingerprint(value) for key, value in values.items() if key != ALL}
         traces[env_id].append((is_step, entry))
 
-    def reset(env_ids: Sequence[int]) -> Steps:
-        for env_id, now in zip(env_ids, (yield from calling("reset", lambda: begin(env_ids)))):
-            note(env_id, now, False)
-
     latest: dict[int, Transition] = {}
     traces: list[Trace] = [[] for _ in actors]
     deadline = time.monotonic() + seconds
-    yield from reset(range(len(actors)))
-    for _ in range(steps):
+    over = [*range(len(actors))]
+    for count in itertools.count():
+        if over:
+            for env_id, now in zip(over, (yield from calling("reset", functools.partial(begin, over)))):
+                record(env_id, now, False)
+        if count == steps or (count and time.monotonic() > deadline):
+            return traces
         actions = [actor.act(latest[env_id]) for env_id, actor in enumerate(actors)]
         for env_id, now in enumerate((yield from calling("step", functools.partial(act, actions)))):
-            note(env_id, now, True)
-        if over := [env_id for env_id, now in latest.items() if _is_over(now)]:
-            yield from reset(over)
-        if time.monotonic() > deadline:
-            break
-    return traces
+            record(env_id, now, True)
+        over = [env_id for env_id, now in latest.items() if _is_over(now)]
 
 
 def _is_over(now: Transition) -> bool:
@@ -606,7 +608,7 @@ def _is_over(now: Transition) -> bool:
 
 
 def first_difference(one: Trace, other: Trace) -> tuple[int, str] | None:
-    """The first difference of two runs with the same actions: its index and text. The longer one's rest is ignored.
+    """The first difference of two runs with the same actions: its index and text; the rest of a longer run is ignored.
 
     Example:
         >>> first_difference([(True, {"reward of a": "0f"})], [(True, {"reward of a": "1e"}), (False, {})])
@@ -624,41 +626,41 @@ def first_difference(one: Trace, other: Trace) -> tuple[int, str] | None:
 
 
 def alone(probe: Probe, constructor: Constructor) -> Steps:
-    """One environment by itself: whether it works, what it returns, what it costs, what it leaves behind."""
+    """One environment by itself: whether it works, what it returns, what it costs, which processes it leaves behind."""
     job, before = probe.job, _started()
     yield Finding(Question.PICKLING, PROBLEM, "pickling the constructor", "")
     if (reason := probe.call(lambda: pickling_error(constructor))) is not None:
         probe.find("unpicklable constructor", reason=reason)
-    solo: Solo = yield from _made(probe, constructor)
+    solo: Solo = yield from _construct(probe, constructor)
     env, types = solo.env, {"reward": set[str](), "flag": set[str]()}
-    probe.found.facts |= {
+    takes_seed = "seed" in env.reset_keywords
+    probe.result.facts |= {
         "kind": getattr(type(env), "kind", type(env).__name__),
         "rules": env.rules.value,
         "agents": [str(agent) for agent in env.possible_agents],
-        "takes_seed": "seed" in env.reset_keywords,
+        "takes_seed": takes_seed,
         "official": _names_of_tests(env),
-        "construct_s": probe.took_s,
+        "construct_s": probe.elapsed_s,
     }
     unknown = [agent for agent in env.possible_agents if agent not in env.action_spaces]
     if unknown or not env.action_spaces:
         probe.find("no action space", whose=f"agent {unknown[0]!r} declares" if unknown else "its agents declare")
         return
 
-    def look(returned: Sequence[dict[Any, Any]]) -> None:
-        step = len(solo.took["step"])
-        for one in _oddities(env, returned, types):
+    def inspect(dicts: Sequence[dict[Any, Any]]) -> None:
+        step = len(solo.seconds["step"])
+        for one in _findings_in(env, dicts, types):
             what = f"{one.what} ({f'in step {step}' if step else 'at the first reset'})"
             probe.add(one._replace(what=what), f"{one.question} {one.advice}")
 
-    solo.look = look
-    yield from again(probe, constructor, solo, job.seconds)
-    trace = probe.found.traces[0]
-    solo.look = None
-    probe.found.facts |= {"steps": sum(is_step for is_step, _ in trace)}
-    probe.found.facts |= {f"{part}_types": sorted(names) for part, names in types.items()}
-    probe.found.checked.add(Question.SPACES)
+    solo.inspect = inspect
+    trace = yield from again(probe, constructor, solo, job.seconds)
+    solo.inspect = None
+    probe.result.facts |= {"steps": sum(is_step for is_step, _ in trace)}
+    probe.result.facts |= {f"{part}_types": sorted(names) for part, names in types.items()}
+    probe.result.checked.add(Question.SPACES)
     used = yield from _run_alone(probe, solo, SEED, min(job.steps, 20), job.seconds)
-    if (where := first_difference(used, trace)) is not None and "seed" in env.reset_keywords:
+    if takes_seed and (where := first_difference(used, trace)) is not None:
         probe.find("not reset", where=where[1])
     unseeded, seeded = set[str](), set[str]()  # the first observations of episodes
     for beginnings, seeds in ((unseeded, [None] * _RESETS), (seeded, range(SEED, SEED + _RESETS))):
@@ -667,40 +669,41 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
             beginnings.add(fingerprint(now.observations))
     yield from _measure_cost(probe, solo)
     yield from probe.calling("close", env.close)
-    probe.found.checked.add(Question.RUNS)
+    probe.result.checked.add(Question.RUNS)
     _check_nothing_left(probe, before, "close")
-    other: Solo = yield from _made(probe, constructor, 1)
-    probe.found.traces[1] = yield from _run_alone(probe, other, SEED + 1, job.steps, job.seconds)
+    other: Solo = yield from _construct(probe, constructor, 1)
+    other_trace = yield from _run_alone(probe, other, SEED + 1, job.steps, job.seconds)
+    probe.result.traces[1] = other_trace
     if len(unseeded) > 1 and len(seeded) == 1:
         probe.find("seed ignored")
-    elif len(unseeded) > 1 and trace[0] == probe.found.traces[1][0]:
+    elif len(unseeded) > 1 and trace[0] == other_trace[0]:
         probe.find("no seed")
     yield from _check_two_in_one_process(probe, other, constructor)
     yield from _provoke_exceptions(probe, constructor)
-    probe.found.checked.add(Question.PICKLING)
+    probe.result.checked.add(Question.PICKLING)
 
 
-def _made(probe: Probe, constructor: Constructor, env_id: int = 0) -> Steps:
+def _construct(probe: Probe, constructor: Constructor, env_id: int = 0) -> Steps:
     """Construct an environment; returns a `Solo`."""
     seed = SEED + env_id
     random.seed(seed + 1_000_003 * probe.job.generators)
     np.random.seed(seed + 1_000_003 * probe.job.generators)
     make = functools.partial(construct_one, constructor, seed=seed, env_id=env_id)
     simulator = yield from probe.calling("the constructor", make)
-    construct_s = probe.took_s
+    construct_s = probe.elapsed_s
     yield probe.job.doing("reading its spaces")
     try:
         env = probe.call(lambda: adapt(simulator))
     except (NotAnEnvironment, InvalidAgents) as error:
         probe.find("ambiguous agents" if isinstance(error, InvalidAgents) else "no environment", error=error)
         raise Stopped from error
-    probe.took_s = construct_s
+    probe.elapsed_s = construct_s
     return Solo(env)
 
 
 def _measure_cost(probe: Probe, solo: Solo) -> Steps:
     """Time steps and resets, many of them in each call of the worker."""
-    solo.took = {"step": [], "reset": []}
+    solo.seconds = {"step": [], "reset": []}
     actor, now = Actor(solo.env.action_spaces, SEED), (yield from probe.calling("reset", solo.begin))
     deadline = time.perf_counter() + probe.job.seconds
 
@@ -712,23 +715,23 @@ def _measure_cost(probe: Probe, solo: Solo) -> Steps:
             if time.perf_counter() > pause:
                 return
 
-    while time.perf_counter() < deadline or not solo.took["step"]:
+    while time.perf_counter() < deadline or not solo.seconds["step"]:
         yield from probe.calling("a step or reset", stretch)
-    for method, seconds in solo.took.items():
-        median, p99 = (float(np.percentile(seconds, percent)) for percent in (50, 99))
-        probe.found.facts[method] = {"count": len(seconds), "median_s": median, "p99_s": p99}
-    probe.found.checked.add(Question.COST)
+    for method, seconds in solo.seconds.items():
+        median, p99 = map(float, np.percentile(seconds, (50, 99)))
+        probe.result.facts[method] = {"count": len(seconds), "median_s": median, "p99_s": p99}
+    probe.result.checked.add(Question.COST)
 
 
 def _check_two_in_one_process(probe: Probe, first: Solo, constructor: Constructor) -> Steps:
-    """Make and step a second environment while the first is open; the fact `shares_process` says if that works."""
-    probe.found.facts["shares_process"] = False
+    """Make and step a second environment while the first is open; the fact `shares_process` is whether that works."""
+    probe.result.facts["shares_process"] = False
     doing = ""
 
     def calling(method: str, function: Callable[[], Any]) -> Steps:
         nonlocal doing
         doing = f"with another environment open in the same process, {method}"
-        yield _finding("beside another", what=doing)
+        yield _finding("not alone", what=doing)
         return probe.call(function)
 
     try:
@@ -742,16 +745,16 @@ def _check_two_in_one_process(probe: Probe, first: Solo, constructor: Constructo
             yield from calling("step", functools.partial(solo.episode.step, actions))
         yield from calling("close", both[1].env.close)
     except (Exception, SystemExit) as error:
-        probe.find("beside another", what=_raises(doing, error))
+        probe.find("not alone", what=_raises(doing, error))
     else:
-        probe.found.facts["shares_process"] = True
+        probe.result.facts["shares_process"] = True
     yield from probe.calling("close", first.env.close)
 
 
 def _provoke_exceptions(probe: Probe, constructor: Constructor) -> Steps:
-    """Step an environment before its first reset, and with actions that make no sense, to see what it raises."""
+    """Step an environment before its first reset, and with invalid actions, to see the exceptions that it raises."""
     for doing, reset in (("a step before the first reset", False), ("a step with actions that make no sense", True)):
-        solo: Solo = yield from _made(probe, constructor, 2)
+        solo: Solo = yield from _construct(probe, constructor, 2)
         if reset:
             yield from probe.calling("reset", functools.partial(solo.begin, SEED))
         actions: dict[Any, Any] = dict.fromkeys(solo.env.possible_agents, object())
@@ -776,16 +779,16 @@ def _check_nothing_left(probe: Probe, before: set[psutil.Process], after: str) -
     if left:
         count = f"{len(left)} process{'es' * (len(left) > 1)}"
         probe.find("processes left", after=after, count=count, first=left[0])
-    probe.found.checked.add(Question.PROCESSES)
+    probe.result.checked.add(Question.PROCESSES)
 
 
 def _command_lines(processes: Iterable[psutil.Process]) -> Iterator[str]:
-    """Of the simulator's live processes; `multiprocessing` has some of its own, which end with their parent."""
+    """The command lines of live processes, without those of `multiprocessing`, which end with their parent."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             line = " ".join(process.cmdline()).strip()[:80]
-            own = re.search(r"multiprocessing\.(resource_tracker|forkserver)", line)
-            if not own and process.status() != psutil.STATUS_ZOMBIE:
+            helper = re.search(r"multiprocessing\.(resource_tracker|forkserver)", line)
+            if not helper and process.status() != psutil.STATUS_ZOMBIE:
                 yield line
 
 
@@ -793,15 +796,16 @@ def _command_lines(processes: Iterable[psutil.Process]) -> Iterator[str]:
 
 
 def again(probe: Probe, constructor: Constructor, solo: Solo | None = None, seconds: float = math.inf) -> Steps:
-    """The run that is compared; then an unseeded one, so that there is one reset without a seed in any case."""
-    solo = solo or (yield from _made(probe, constructor))
+    """The run that is compared, and whose trace is returned; then an unseeded one, so that there is always one."""
+    solo = solo or (yield from _construct(probe, constructor))
     trace = yield from _run_alone(probe, solo, SEED, probe.job.steps, seconds)
     after = yield from _run_alone(probe, solo, None, 1, seconds)
-    probe.found.traces |= {0: trace, AFTER: after}
+    probe.result.traces |= {0: trace, AFTER: after}
+    return trace
 
 
 def parallel(probe: Probe, constructor: Constructor) -> Steps:
-    """Three environments, two of them in the same worker if a process can have two."""
+    """Three environments in a `ParallelEnv`, two of them in the same worker if a process can have two."""
     job, before = probe.job, _started()
     limit = None if job.backend == "serial" else job.timeout
     options: dict[str, Any] = {"num_workers": 2} if job.shares_process else {"envs_per_worker": 1}
@@ -817,12 +821,12 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
             return ParallelEnv([constructor] * _NUM_ENVS, False, SEED, backend=job.backend, **options)
 
     def begin(env_ids: Sequence[int]) -> list[Transition]:
-        everyone = zip(env_ids, *env.reset(env_ids=env_ids))
-        return [Transition(seen, {}, {}, {}, infos, (), env.acting[i]) for i, seen, infos in everyone]
+        resets = zip(env_ids, *env.reset(env_ids=env_ids))
+        return [Transition(observations, {}, {}, {}, infos, (), env.acting[i]) for i, observations, infos in resets]
 
     def act(actions: Sequence[Any]) -> list[Transition]:
         results = zip(*env.step(actions), env.acting)
-        return [Transition(*dicts, (), who) for *dicts, who in results]  # type: ignore[call-arg]
+        return [Transition(*dicts, (), acting) for *dicts, acting in results]  # type: ignore[call-arg]
 
     try:
         env: ParallelEnv = yield from calling("", make)
@@ -830,7 +834,7 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
             actors = [Actor(env.action_space or {}, SEED + env_id) for env_id in range(_NUM_ENVS)]
             space_of: Spaces = env.observation_space or {}
             traces = yield from _run(calling, begin, act, actors, space_of, job.steps, job.seconds)
-            probe.found.traces |= dict(enumerate(traces))
+            probe.result.traces |= dict(enumerate(traces))
         finally:
             yield from calling("close", env.close)
     except (ParallelEnvError, TypeError, ValueError, OSError) as error:
@@ -842,35 +846,36 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
         _check_nothing_left(probe, before, "ParallelEnv.close")
 
 
+_TESTS: dict[type, tuple[str, ...]] = {
+    pettingzoo.AECEnv: ("pettingzoo.test.api_test", SEED_TESTS[0]),
+    pettingzoo.ParallelEnv: ("pettingzoo.test.parallel_api_test", SEED_TESTS[1]),
+    gymnasium.Env: (_GYMNASIUM_TEST,),
+}
+
+
 def _names_of_tests(env: MultiAgentEnv) -> list[str]:
     """The tests of other projects for this kind of environment; there are none for dict environments."""
-    kinds: list[tuple[type, list[str]]] = [
-        (pettingzoo.AECEnv, ["pettingzoo.test.api_test", SEED_TESTS[0]]),
-        (pettingzoo.ParallelEnv, ["pettingzoo.test.parallel_api_test", SEED_TESTS[1]]),
-        (gymnasium.Env, [_GYMNASIUM_TEST] if isinstance(env, GymnasiumEnv) else []),
-    ]
-    return next((names for kind, names in kinds if isinstance(env.source, kind)), [])
+    names = next((names for kind, names in _TESTS.items() if isinstance(env.source, kind)), ())
+    return [name for name in names if name != _GYMNASIUM_TEST or isinstance(env, GymnasiumEnv)]
 
 
 def official(probe: Probe, constructor: Constructor) -> Steps:
-    """The tests that the environment's own project has for it, or one of them."""
-    solo: Solo = yield from _made(probe, constructor)
-    names = [probe.job.test] if probe.job.test else _names_of_tests(solo.env)
-    for name in names:
-        yield probe.job.doing(f"the import of {name}")
-        try:
-            test = _test_of(name, solo.env, constructor, probe.job)
-        except ImportError as error:
-            probe.find("no test", name=name, error=error)
-            continue
+    """A test that the environment's own project has for it."""
+    solo: Solo = yield from _construct(probe, constructor)
+    name = probe.job.test
+    yield probe.job.doing(f"the import of {name}")
+    try:
+        test = _test_of(name, solo.env, constructor, probe.job)
+    except ImportError as error:
+        probe.find("no test", name=name, error=error)
+    else:
         question = Question.DETERMINISM if name in SEED_TESTS else Question.API
         breaks = f"nothing breaks here; other libraries may rely on what {name} asks for"
         doing = Finding(question, REMARK, name, f"{breaks}: run it by itself, with a debugger")
         yield doing
         for outcome in probe.call(functools.partial(_outcome_of, test)):
             probe.add(doing._replace(what=f"{name.rpartition('.')[2]} {outcome}"))
-    probe.found.facts["tests"] = names
-    probe.found.checked.add(Question.API)
+    probe.result.checked.add(Question.API)
 
 
 def _test_of(name: str, env: MultiAgentEnv, constructor: Constructor, job: Job) -> Callable[[], object]:
@@ -885,9 +890,9 @@ def _test_of(name: str, env: MultiAgentEnv, constructor: Constructor, job: Job) 
 
 
 def _outcome_of(test: Callable[[], object]) -> list[str]:
-    """Run a test: how it fails, and what it warns of."""
+    """Run a test; returns how it fails, and its warnings."""
     outcome = []
-    with warnings.catch_warnings(record=True) as warned:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             test()
@@ -896,7 +901,7 @@ def _outcome_of(test: Callable[[], object]) -> list[str]:
             outcome = [f"fails: {in_brief(error) if str(error) else asserted}"]
         except (Exception, SystemExit) as error:
             outcome = [_raises("", error).replace(" raises", "fails", 1)]
-    texts = dict.fromkeys(str(one.message) for one in warned if issubclass(one.category, UserWarning))
+    texts = dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, UserWarning))
     if texts:  # without Gymnasium's colours
         plain = [re.sub(r"^(\x1b\[33m)?(WARN: )?|\x1b\[0m$", "", text) for text in texts]
         outcome.append(f"warns: {'; '.join(plain)}")
@@ -908,21 +913,20 @@ PROBES: dict[str, Callable[[Probe, Constructor], Steps]] = {
 }  # fmt: skip
 
 
-# -- what a simulator returns ------------------------------------------------------------------------------------------
+# -- the values that a simulator returns -------------------------------------------------------------------------------
 
 
-def _oddities(env: MultiAgentEnv, returned: Sequence[dict[Any, Any]], types: dict[str, set[str]]) -> Iterator[Finding]:
+def _findings_in(env: MultiAgentEnv, dicts: Sequence[dict[Any, Any]], types: dict[str, set[str]]) -> Iterator[Finding]:
     """Findings about the two dicts of a reset or the five of a step; adds names of types to `types`."""
-    observations, *results, infos = returned
+    observations, *results, infos = dicts
     for agent, observation in observations.items():
         space = env.observation_spaces.get(agent)
         if env.possible_agents and agent not in env.possible_agents:
             yield _finding("unknown agent", agent=agent)
         elif space is None:
             yield _finding("no observation space", agent=agent)
-        elif (found := misfit(observation, space)) is not None:
-            what = _about(f"the observation of {agent}", found)
-            yield Finding(Question.SPACES, PROBLEM if found.breaks else REMARK, what, found.advice)
+        elif (finding := mismatch(observation, space, f"the observation of {agent}")) is not None:
+            yield finding
     for agent, space in env.action_spaces.items():
         mask = mask_of(observations.get(agent), infos.get(agent))
         if not allows_nothing(mask) and for_sample(space, mask) is None:
@@ -932,19 +936,18 @@ def _oddities(env: MultiAgentEnv, returned: Sequence[dict[Any, Any]], types: dic
         types["reward"] |= {type(reward).__name__ for reward in rewards.values()}
         types["flag"] |= {type(flag).__name__ for flags in results[1:] for flag in flags.values()}
         for agent, reward in rewards.items():
-            space = env.reward_spaces.get(agent)
-            if (odd := odd_reward(reward)) is not None:
-                yield Finding(Question.API, PROBLEM, f"the reward of {agent} {odd.what}", odd.advice)
+            name, space = f"the reward of {agent}", env.reward_spaces.get(agent)
+            if (error := reward_error(reward)) is not None:
+                yield Finding(Question.API, PROBLEM, f"{name} {error[0]}", error[1])
             elif space is None and is_vector(reward):
                 yield _finding("undeclared vector", agent=agent, kind=type(reward).__name__)
-            elif space is not None and (found := misfit(reward, space)) is not None and found.breaks:
-                advice = f"{found.advice} (reward_space)"
-                yield Finding(Question.SPACES, PROBLEM, f"the reward of {agent} {found.what}", advice)
+            elif space is not None and (finding := mismatch(reward, space, name)) and finding.severity is PROBLEM:
+                yield finding._replace(advice=f"{finding.advice} (reward_space)")
         for name, flags in (("termination", terminateds), ("truncation", truncateds)):
             for agent, flag in flags.items():
                 if not is_flag(flag):
-                    one = _finding("flag", name=name, agent=agent, kind=type(flag).__name__)
-                    yield one._replace(severity=REMARK if isinstance(flag, int) else PROBLEM)
+                    finding = _finding("flag", name=name, agent=agent, kind=type(flag).__name__)
+                    yield finding._replace(severity=REMARK if isinstance(flag, int) else PROBLEM)
         if env.rules is Rules.DICT and ALL not in terminateds:
             yield _finding("no __all__")
     for key, info in infos.items():
@@ -952,74 +955,67 @@ def _oddities(env: MultiAgentEnv, returned: Sequence[dict[Any, Any]], types: dic
             yield _finding("unpicklable info", key=key, reason=reason)
 
 
-class Misfit(NamedTuple):
-    """How a value is wrong: the end of a sentence that begins with its name, and the advice."""
-
-    what: str
-    advice: str
-    breaks: bool = True  # it stops a `ParallelEnv` or ruins training; else the value arrives, cast to its space's dtype
-
-
 _KNOWN = (spaces.Dict, spaces.Tuple, spaces.Discrete, *ARRAY_SPACES)
 
 
-def misfit(value: Any, space: Space[Any]) -> Misfit | None:
-    """How a value does not fit a space; None if it fits.
+def mismatch(value: Any, space: Space[Any], name: str = "") -> Finding | None:
+    """The finding that a value, which it calls `name`, does not fit a space; None if it fits.
+
+    It is a problem if the value stops a `ParallelEnv` or ruins training, else a remark.
 
     Example:
-        >>> misfit(np.zeros(3, np.float32), spaces.Box(0, 1, (4,), np.float32)).what
+        >>> mismatch(np.zeros(3, np.float32), spaces.Box(0, 1, (4,), np.float32)).what
         'has shape (3,), but its space says (4,)'
-        >>> misfit({"ammo": 7}, spaces.Dict(ammo=spaces.Discrete(5))).what
+        >>> mismatch({"ammo": 7}, spaces.Dict(ammo=spaces.Discrete(5))).what
         "['ammo'] is 7 (int), which is not in Discrete(5)"
     """
+
+    def finding(what: str, advice: str, severity: Severity = PROBLEM) -> Finding:
+        return Finding(Question.SPACES, severity, f"{name} {what}".lstrip(), advice)
+
     if type(space) not in _KNOWN and space.contains(value):
-        return None  # a simulator's own class of spaces says what is in it
+        return None  # the simulator's own class of space decides
+    if isinstance(space, ARRAY_SPACES):
+        parts = _array_mismatch(value, space)
+        return parts and finding(*parts)
     if isinstance(space, spaces.Dict):
         keys = list(space.spaces)
         if not isinstance(value, Mapping):
-            return Misfit(f"is {_brief(value)}, but its space says a dict", f"return a dict with {keys}")
+            return finding(f"is {_brief(value)}, but its space says a dict", f"return a dict with {keys}")
         if value.keys() != space.spaces.keys():
-            return Misfit(f"has the keys {list(value)}, but its space says {keys}", "return exactly these keys")
+            return finding(f"has the keys {list(value)}, but its space says {keys}", "return exactly these keys")
         children: Iterable[tuple[Any, Space[Any]]] = space.spaces.items()
     elif isinstance(space, spaces.Tuple):
         if not isinstance(value, tuple | list) or len(value) != len(space.spaces):
             got = f"{len(value)} values" if isinstance(value, tuple | list) else type(value).__name__
-            return Misfit(f"is {got}, but its space says a tuple of {len(space.spaces)}", "return such a tuple")
+            return finding(f"is {got}, but its space says a tuple of {len(space.spaces)}", "return such a tuple")
         children = enumerate(space.spaces)
-    elif isinstance(space, ARRAY_SPACES):
-        return _misfit_of_array(value, space)
     elif space.contains(value):
         return None
     else:
-        what = f"is {_brief(value)}, which is not in {space}"
-        return Misfit(what, "return what is in the space, or declare another one")
-    named = ((f"[{key!r}]", misfit(value[key], child)) for key, child in children)
-    found = [one._replace(what=_about(name, one)) for name, one in named if one is not None]
-    return min(found, key=lambda one: not one.breaks, default=None)
+        advice = "return what is in the space, or declare another one"
+        return finding(f"is {_brief(value)}, which is not in {space}", advice)
+    inside = [mismatch(value[key], child, f"{name}[{key!r}]") for key, child in children]
+    return min(filter(None, inside), key=lambda one: one.severity is not PROBLEM, default=None)
 
 
-def _about(name: str, found: Misfit) -> str:
-    return f"{name}{found.what}" if found.what.startswith("[") else f"{name} {found.what}"
-
-
-def _misfit_of_array(value: Any, space: Any) -> Misfit | None:
+def _array_mismatch(value: Any, space: Any) -> tuple[str, str, Severity] | None:
+    """How an array does not fit a space: the end of a sentence, the advice, and the severity; None if it fits."""
     try:
         array = np.asarray(value)
     except ValueError:
-        return Misfit(f"is {_brief(value)}, which is no array", "return an array of one dtype")
+        return f"is {_brief(value)}, which is no array", "return an array of one dtype", PROBLEM
     if array.shape != space.shape:
         advice = f"return arrays of shape {space.shape}, or declare a space of shape {array.shape}"
-        return Misfit(f"has shape {array.shape}, but its space says {space.shape}", advice)
+        return f"has shape {array.shape}, but its space says {space.shape}", advice, PROBLEM
     if isinstance(value, np.ndarray | np.generic) and not np.can_cast(array.dtype, space.dtype):
-        return Misfit(
-            f"has dtype {array.dtype}, but its space says {space.dtype}",
-            f"return arrays of this dtype, as with .astype(np.{space.dtype}), or declare dtype=np.{array.dtype}",
-            breaks=not np.can_cast(array.dtype, space.dtype, "same_kind"),
-        )
+        advice = f"return arrays of this dtype, as with .astype(np.{space.dtype}), or declare dtype=np.{array.dtype}"
+        severity = REMARK if np.can_cast(array.dtype, space.dtype, "same_kind") else PROBLEM
+        return f"has dtype {array.dtype}, but its space says {space.dtype}", advice, severity
     if array.dtype.kind not in "biufc":
-        return Misfit(f"is {_brief(value)}, which is not of numbers", f"return arrays of dtype {space.dtype}")
+        return f"is {_brief(value)}, which is not of numbers", f"return arrays of dtype {space.dtype}", PROBLEM
     if array.dtype.kind == "f" and np.isnan(array).any():
-        return Misfit("contains NaN", "find where it comes from, such as a division by zero")
+        return "contains NaN", "find where it comes from, such as a division by zero", PROBLEM
     if isinstance(space, spaces.Box):
         low, high = space.low, space.high
     else:
@@ -1030,17 +1026,17 @@ def _misfit_of_array(value: Any, space: Any) -> Misfit | None:
         return None
     first = tuple(map(int, outside[0]))
     what = f"is {array[first]}{f' at {list(first)}' if first else ''}, but its space says {low[first]} to {high[first]}"
-    return Misfit(what, "widen the space's bounds, or clip what is returned", breaks=False)
+    return what, "widen the space's bounds, or clip what is returned", REMARK
 
 
-def odd_reward(reward: Any) -> Misfit | None:
-    """What is wrong with a reward; None if it is a finite number, or an array of several."""
+def reward_error(reward: Any) -> tuple[str, str] | None:
+    """What is wrong with a reward, and the advice; None if it is a finite number, or an array of several."""
     if isinstance(reward, Real | np.bool_):
         advice = "find where it comes from: one such number ruins what is trained with it"
-        return None if math.isfinite(reward) else Misfit(f"is {reward}", advice)
+        return None if math.isfinite(reward) else (f"is {reward}", advice)
     if isinstance(reward, np.ndarray | list | tuple) and np.asarray(reward).dtype.kind in "biuf":
         return None
-    return Misfit(f"is {_brief(reward)}, which is no number", "return a float for each agent")
+    return f"is {_brief(reward)}, which is no number", "return a float for each agent"
 
 
 def is_flag(flag: Any) -> bool:
@@ -1049,7 +1045,7 @@ def is_flag(flag: Any) -> bool:
 
 
 def pickling_error(value: Any) -> str | None:
-    """Why a value cannot be pickled and made again; None if it can."""
+    """Why a value cannot be pickled and unpickled; None if it can."""
     try:
         pickle.loads(dumps(value))
     except Exception as error:  # a simulator's class may raise anything
@@ -1071,7 +1067,7 @@ def fingerprint(value: Any, space: Space[Any] | None = None) -> str:
 
 
 def _bytes_of(value: Any, space: Space[Any] | None, above: tuple[int, ...] = ()) -> Iterator[bytes]:
-    """The bytes that a fingerprint is made of; `above` has the ids of the containers of the value, to end cycles."""
+    """The bytes of a fingerprint; `above` has the ids of the containers of the value, to end cycles."""
     if id(value) in above:
         yield f"^{above.index(id(value))}".encode()
         return
@@ -1106,61 +1102,53 @@ def _bytes_of(value: Any, space: Space[Any] | None, above: tuple[int, ...] = ())
 # -- all probes of one environment -------------------------------------------------------------------------------------
 
 
-def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lambda label: None) -> Examination:
+def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lambda name: None) -> Examination:
     """Run all probes, `job` first, and compare their runs; `on_start` gets the name of each probe that starts."""
-
-    def name_of(job: Job) -> str:
-        return job.backend if job.probe == "parallel" else job.probe
-
-    def run(jobs: Sequence[Job], at_once: int = 1) -> Iterator[tuple[Job, Examination]]:
-        return run_probes(jobs, at_once, lambda job: on_start(name_of(job)))
-
-    found = Examination(job.environment)
-    ((_, first),) = run([job])
-    found.merge(first)
-    if Question.RUNS not in found.checked:
-        return found
-    facts = found.facts
+    ((_, result),) = run_probes([job], 1, on_start)
+    if Question.RUNS not in result.checked:
+        return result
+    facts, first = result.facts, {**result.traces}
     job = replace(job, shares_process=facts.get("shares_process", True))
-    same = replace(job, probe="again", steps=facts["steps"])
-    others = [replace(same, generators=1), *_official(job, facts)]
+    again = replace(job, probe="again", steps=facts["steps"])
+    others = [replace(again, generators=1), *_official(job, facts)]
     # Environments that need a process each can only live in workers that are processes.
     others += [
         replace(job, probe="parallel", backend=one) for one in backends if job.shares_process or one == "process"
     ]
-    found.checked.add(Question.API)
+    result.checked.add(Question.API)
     traces: dict[str, dict[int, Trace]] = {}
-    for done, outcome in run(others, usable_cpus()):
-        found.merge(outcome)
+    for done, outcome in run_probes(others, usable_cpus(), on_start):
+        result.merge(outcome)
         if outcome.traces:
-            traces[name_of(done)] = outcome.traces
-    if (again := traces.pop("again", None)) is not None:
-        found.checked.add(Question.DETERMINISM)
-        if (where := _difference(first.traces, again)) is not None:
-            index, text = where
-            first_episodes = {env_id: _first_episode(trace) for env_id, trace in first.traces.items()}
+            traces[done.name] = outcome.traces
+        if Question.API in outcome.checked:  # a test of another project came to its end
+            facts["tests"] = sorted([*facts.get("tests", ()), done.test])
+    if (repeated := traces.pop("again", None)) is not None:
+        result.checked.add(Question.DETERMINISM)
+        if (difference := _difference(first, repeated)) is not None:
+            index, where = difference
+            first_episodes = {env_id: _first_episode(trace) for env_id, trace in first.items()}
             unseeded = index >= len(first_episodes[0]) and facts["takes_seed"]
             # Then remarks on determinism say nothing new, nor does a comparison beyond what can be repeated.
-            found.findings = [one for one in found.findings if one[:2] != (Question.DETERMINISM, REMARK)]
-            ((_, once_more),) = run([same])
-            if once_more.traces and _difference(first.traces, once_more.traces) is None:
-                one = _finding("random of the process", where=text)
-            else:
-                one = _finding("random without a seed" if unseeded else "random", where=text)
+            result.findings = [one for one in result.findings if one[:2] != (Question.DETERMINISM, REMARK)]
+            ((_, third),) = run_probes([again], 1, on_start)
+            of_process = third.traces and _difference(first, third.traces) is None
+            name = "random of the process" if of_process else "random without a seed" if unseeded else "random"
+            finding = _finding(name, where=where)
             if not facts["takes_seed"]:
-                one = one._replace(advice=f"let `reset` take a `seed`; {one.advice}")
-            found.add([one])
-            first.traces, traces = first_episodes, traces if unseeded else {}
-    for backend, others_traces in traces.items():
+                finding = finding._replace(advice=f"let `reset` take a `seed`; {finding.advice}")
+            result.add([finding])
+            first, traces = first_episodes, traces if unseeded else {}
+    for backend, together in traces.items():
         question = Question.of_backend(backend)
-        found.checked.add(question)
-        for env_id in first.traces.keys() & others_traces.keys():
-            where = first_difference(first.traces[env_id], others_traces[env_id])
-            if where is not None:
-                found.add([_finding("shared", env_id=env_id, where=where[1])._replace(question=question)])
+        result.checked.add(question)
+        for env_id in first.keys() & together.keys():
+            if (difference := first_difference(first[env_id], together[env_id])) is not None:
+                finding = _finding("shared", env_id=env_id, where=difference[1])
+                result.add([finding._replace(question=question)])
                 break
-    found.add(_about_cost(facts))
-    return found
+    result.add(_cost_findings(facts))
+    return result
 
 
 def _official(job: Job, facts: dict[str, Any]) -> list[Job]:
@@ -1185,7 +1173,7 @@ def _first_episode(trace: Trace) -> Trace:
     return trace[: resets[1]] if len(resets) > 1 else trace
 
 
-def _about_cost(facts: dict[str, Any]) -> Iterator[Finding]:
+def _cost_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     step_s, p99_s, reset_s = facts["step"]["median_s"], facts["step"]["p99_s"], facts["reset"]["median_s"]
     if p99_s > max(5 * step_s, 1e-3):
         yield _finding("uneven steps", ratio=p99_s / step_s)
@@ -1195,21 +1183,20 @@ def _about_cost(facts: dict[str, Any]) -> Iterator[Finding]:
         yield _finding("short steps", us=1e6 * step_s)
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------
+# -- the report in the terminal ----------------------------------------------------------------------------------------
 
 
-def show(found: Examination) -> None:
-    """Print the answers, what steps cost, and each finding with what to do about it."""
-    console, facts = Console(highlight=False, soft_wrap=True), found.facts
-    title = found.environment
+def show(result: Examination) -> None:
+    """Print the answers, the cost of steps, and each finding with its advice."""
+    console, facts, title = Console(highlight=False, soft_wrap=True), result.facts, result.environment
     if "kind" in facts:
-        agents = facts["agents"]
-        named = f"{len(agents)} agent{'s' * (len(agents) != 1)}" if agents else "agents not known beforehand"
-        title += f": {facts['kind'][0].lower()}{facts['kind'][1:]}, {named}"
+        count = len(facts["agents"])
+        agents = f"{count} agent{'s' * (count != 1)}" if count else "agents not known beforehand"
+        title += f": {facts['kind'][0].lower()}{facts['kind'][1:]}, {agents}"
     console.print(f"[bold]{escape(title)}")
     table = Table(show_header=False)
     colours = {"yes": "green", "no": "red", "not checked": "dim"}
-    for question, answer in found.answers().items():
+    for question, answer in result.answers().items():
         table.add_row(question.value, f"[{colours.get(answer, 'yellow')}]{answer}")
     console.print(table)
     if "step" in facts:
@@ -1223,12 +1210,14 @@ def show(found: Examination) -> None:
         console.print(f"Types: rewards {rewards}; flags {flags}")
     if facts.get("tests"):
         console.print(f"Tests run: {', '.join(facts['tests'])}")
-    alike: dict[Any, list[Finding]] = {}  # the same finding about several backends is shown once
-    for one in found.findings:
-        alike.setdefault(one.what if one.question.name.lower() in BACKENDS else one, []).append(one)
-    for one, *others in alike.values():
-        names = [each.question.name.lower() for each in (one, *others)]
-        where = f" (backend: {', '.join(names)})" if names[0] in BACKENDS else ""
+    groups: dict[Any, tuple[Finding, list[str]]] = {}  # the same finding about several backends is shown once
+    for one in result.findings:
+        name = one.question.name.lower()
+        about_backend = name in BACKENDS
+        _, backends = groups.setdefault(one.what if about_backend else one, (one, []))
+        backends.extend([name] * about_backend)
+    for one, backends in groups.values():
+        where = f" (backend: {', '.join(backends)})" if backends else ""
         colour = "red" if one.severity is PROBLEM else "yellow"
         console.print(f"\n[{colour}]{one.severity.value}[/]: {escape(one.what)}{where}")
         console.print(f"  what to do: {escape(one.advice)}")

@@ -1,11 +1,8 @@
 """Measure how fast environments are stepped: by a plain loop, and by `ParallelEnv` in several ways.
 
 The plain loop is what a user writes without this package; it shares no code with it. `measure` (for `bench`) and
-`compare` (for `tune`) give contenders short turns in rounds, so that a machine that slows down or gets busy affects
-all of them alike.
-
-`search` finds the best numbers of workers and environments by successive halving: it measures every setting of a grid
-once, the better half of them twice more and the best quarter three times more.
+`compare` (for `tune`) measure contenders in short turns, round after round, so that a machine that slows down or gets
+busy affects all of them alike. `search` finds the best numbers of workers and environments by successive halving.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -58,26 +55,22 @@ BATCHES = 64  # of actions, drawn beforehand and used in turn
 # -- environments, and actions that are drawn beforehand ---------------------------------------------------------------
 
 
-@contextmanager
-def closed_after(env: Any) -> Iterator[Any]:
-    """Close an environment at the end of the block; an exception of its `close` becomes a warning."""
+def _close(env: Any) -> None:
+    """Close an environment; an exception of its `close` becomes a warning."""
     try:
-        yield env
-    finally:
-        try:
-            getattr(env, "close", lambda: None)()
-        except (Exception, SystemExit) as error:
-            warnings.warn(f"close raises {in_brief(error)}", RuntimeWarning, stacklevel=3)
+        getattr(env, "close", lambda: None)()
+    except (Exception, SystemExit) as error:
+        warnings.warn(f"close raises {in_brief(error)}", RuntimeWarning, stacklevel=2)
 
 
 @contextmanager
-def made(constructor: Constructor, num_envs: int) -> Iterator[list[Any]]:
-    """Bare environments, constructed with the seeds that `ParallelEnv` uses."""
+def simulators(constructor: Constructor, num_envs: int) -> Iterator[list[Any]]:
+    """Environments without a `ParallelEnv`, constructed with the seeds that it would use."""
     with ExitStack() as stack:
         envs = []
         for env_id in range(num_envs):
-            env = construct_one(constructor, seed=42 + env_id, env_id=env_id)
-            envs.append(stack.enter_context(closed_after(env)))
+            envs.append(construct_one(constructor, seed=42 + env_id, env_id=env_id))
+            stack.callback(_close, envs[-1])
         yield envs
 
 
@@ -85,7 +78,7 @@ def adapted_for_loop(env: Any) -> MultiAgentEnv:
     """Adapt an environment; a `CommandError` if it cannot be stepped with actions that were drawn beforehand."""
     if isinstance(env, AECEnv):
         raise CommandError(
-            f"{env} is an AECEnv, whose agents take turns; measured are those whose agents act at once",
+            f"{env} is an AECEnv, whose agents take turns; only environments whose agents act at once are measured",
             "does its module have a `parallel_env`? name that: module:parallel_env",
         )
     if isinstance(env, MultiAgentEnv):
@@ -114,18 +107,20 @@ def _is_masked(env: MultiAgentEnv, agent: Any) -> bool:
 
 
 def draw_actions(action_spaces: Mapping[Any, Space[Any]], num_envs: int) -> list[list[Actions]]:
-    """Batches of random actions, the same in each call; they are reused, so nobody may write into them."""
-    own = copy.deepcopy(dict(action_spaces))
-    for seed, space in enumerate(own.values()):
+    """Batches of random actions, the same in each call; they are reused, so no one may write into them."""
+    spaces = copy.deepcopy(dict(action_spaces))
+    for seed, space in enumerate(spaces.values()):
         space.seed(seed)
-    return [[{agent: space.sample() for agent, space in own.items()} for _ in range(num_envs)] for _ in range(BATCHES)]
+    return [
+        [{agent: space.sample() for agent, space in spaces.items()} for _ in range(num_envs)] for _ in range(BATCHES)
+    ]
 
 
 # -- the plain loop ----------------------------------------------------------------------------------------------------
 
 
 def plain_loop(envs: Sequence[Any], adapted: MultiAgentEnv) -> StepAll:
-    """Reset environments; returns the loop body that a user would write for their kind, which `adapted` tells."""
+    """Reset environments; returns the loop body that a user would write for the kind of `adapted`."""
     seeded = "seed" in adapted.reset_keywords
     first = [env.reset(**({"seed": 42 + i} if seeded else {})) for i, env in enumerate(envs)]
     if isinstance(adapted, GymnasiumEnv):
@@ -181,24 +176,19 @@ def _of(actions: Actions, acting: Sequence[Any]) -> Actions:
 
 @contextmanager
 def stepping(
-    constructors: Sequence[Constructor], batches: Batches, rules: Rules, way: str = STEP, **arguments: Any
-) -> Iterator[Run]:
-    """A `ParallelEnv` with these arguments, stepped with actions from `draw_actions`; see `run_of`."""
-    with opened(constructors, **arguments) as env:
-        yield run_of(env, batches, rules, way)
-
-
-@contextmanager
-def opened(constructors: Sequence[Constructor], **arguments: Any) -> Iterator[ParallelEnv]:
-    """A `ParallelEnv` that may have more workers than there are CPUs."""
+    constructors: Sequence[Constructor], batches: Batches, rules: Rules, ways: Sequence[str] = (STEP,), **arguments: Any
+) -> Iterator[list[Run]]:
+    """Open a `ParallelEnv` with these arguments; yields, for each way, the function that steps it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
+        warnings.simplefilter("ignore", ResourceWarning)  # of more workers than CPUs
         env = ParallelEnv(constructors, **arguments)
-    with closed_after(env):
-        yield env
+    try:
+        yield [_run_of(env, batches, rules, way) for way in ways]
+    finally:
+        _close(env)
 
 
-def run_of(env: ParallelEnv, batches: Batches, rules: Rules, way: str) -> Run:
+def _run_of(env: ParallelEnv, batches: Batches, rules: Rules, way: str) -> Run:
     """Reset environments; returns the function that steps them: by `STEP`, `ASYNC`, or through one of `FACADES`."""
     if way in FACADES:
         return _through_facade(env, batches, way)
@@ -212,15 +202,14 @@ def run_of(env: ParallelEnv, batches: Batches, rules: Rules, way: str) -> Run:
 
 def _through_facade(env: ParallelEnv, batches: Batches, way: str) -> Run:
     def stacked(space: Space[Any], actions: list[Any]) -> Any:
-        out: Any = create_empty_array(space, len(actions))
-        return concatenate(space, actions, out)
+        return concatenate(space, actions, create_empty_array(space, len(actions)))  # type: ignore[arg-type]
 
     facade: Any
     if way == PETTINGZOO:
         facade = PettingZooVecEnv(env)
         spaces = {agent: facade.single_action_space(agent) for agent in env.possible_agents}
         arrays: list[Any] = [
-            {agent: stacked(space, [own[agent] for own in batch]) for agent, space in spaces.items()}
+            {agent: stacked(space, [actions[agent] for actions in batch]) for agent, space in spaces.items()}
             for batch in batches
         ]
     else:
@@ -230,7 +219,7 @@ def _through_facade(env: ParallelEnv, batches: Batches, way: str) -> Run:
             hint = "--facade pettingzoo takes agents of all kinds"
             raise CommandError(f"--facade gymnasium: {error}", hint) from error
         space, agents = facade.single_action_space, facade.agents
-        arrays = [stacked(space, [own[agent] for own in batch for agent in agents]) for batch in batches]
+        arrays = [stacked(space, [actions[agent] for actions in batch for agent in agents]) for batch in batches]
     facade.reset()
     return repeatedly(facade.step, arrays, env.num_envs)
 
@@ -240,10 +229,11 @@ def _by_halves(env: ParallelEnv, batches: Batches, rules: Rules) -> Run:
     half = max(1, env.num_envs // 2)
 
     def send(batch: Sequence[Actions], env_ids: Sequence[int]) -> int:
-        actions = [batch[env_id] for env_id in env_ids]
-        if rules is not Rules.PETTINGZOO:
+        if rules is Rules.PETTINGZOO:
+            actions = [batch[env_id] for env_id in env_ids]
+        else:
             acting = env.acting
-            actions = [_of(own, acting[env_id]) for own, env_id in zip(actions, env_ids)]
+            actions = [_of(batch[env_id], acting[env_id]) for env_id in env_ids]
         env.send(actions, env_ids)
         return len(env_ids)
 
@@ -310,7 +300,7 @@ class Contender(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one contender achieved on one environment; a step is that of one environment with all of its agents."""
+    """The result of one contender on one environment; a step is that of one environment with all of its agents."""
 
     environment: str
     num_envs: int
@@ -351,7 +341,7 @@ def contenders(
     ]
 
 
-def turns(num_contenders: int, repeats: int) -> int:
+def num_turns(num_contenders: int, repeats: int) -> int:
     """How often `measure` calls `on_turn`: once to warm up each contender, once for each of its turns."""
     return (1 + num_contenders) * (1 + repeats)
 
@@ -368,7 +358,7 @@ def measure(
 ) -> list[Measurement]:
     """Measure the plain loop, whose measurement comes first, and each contender in turns of so many seconds.
 
-    `on_turn` gets the name of the contender before each of `turns(len(against), repeats)` turns.
+    `on_turn` gets the name of the contender before each of `num_turns(len(against), repeats)` turns.
 
     Raises:
         CommandError: Actions cannot be drawn for this kind of environment before its observations are known.
@@ -378,15 +368,17 @@ def measure(
     rounds: dict[Contender, list[float]] = {contender: [] for contender in everyone}
     with ExitStack() as stack:
         on_turn(str(loop))
-        envs = stack.enter_context(made(constructor, num_envs))
+        envs = stack.enter_context(simulators(constructor, num_envs))
         adapted = adapted_for_loop(envs[0])
         batches = draw_actions(adapted.action_spaces, num_envs)
         runs = {loop: warm(repeatedly(plain_loop(envs, adapted), batches, num_envs), seconds)}
         for contender in against:
             on_turn(str(contender))
-            options = {"backend": contender.backend, "num_workers": contender.workers}
-            run = stepping([constructor] * num_envs, batches, adapted.rules, contender.way, **options)
-            runs[contender] = warm(stack.enter_context(run), seconds)
+            backend, workers, way = contender
+            options = {"backend": backend, "num_workers": workers}
+            opened = stepping([constructor] * num_envs, batches, adapted.rules, [way], **options)
+            (run,) = stack.enter_context(opened)
+            runs[contender] = warm(run, seconds)
         for contender in everyone * repeats:
             on_turn(str(contender))
             rounds[contender].append(rate(runs[contender], seconds))
@@ -394,23 +386,22 @@ def measure(
     for (backend, workers, way), rates in rounds.items():
         median = statistics.median(rates)
         speedup = statistics.median(map(operator.truediv, rates, rounds[loop]))
-        efficiency = speedup / min(workers, usable_cpus())
-        speed = median, 1e6 / median, spread(rates), speedup, efficiency
-        measurements.append(Measurement(environment, num_envs, backend, workers, *speed, rates, way))
+        numbers = median, 1e6 / median, spread(rates), speedup, speedup / min(workers, usable_cpus())
+        measurements.append(Measurement(environment, num_envs, backend, workers, *numbers, rates, way))
     return measurements
 
 
 # -- the search of `tune` ----------------------------------------------------------------------------------------------
 
-RUNGS = ((1.0, 1), (0.5, 2), (0.25, 3))  # of the search: the share of all settings, and in how many rounds
+RUNGS = ((1.0, 1), (0.5, 2), (0.25, 3))  # of the search: the share of all settings, and the number of rounds
 FINALISTS = 3  # the smallest number of settings in a rung
-AS_GOOD = 0.02  # `search` takes the smallest of those that are at most this share slower than the fastest
+AS_GOOD = 0.02  # `search` chooses the smallest of the settings that are at most this share slower than the fastest
 PLAIN_LOOP, SERIAL, WORKERS = "plain loop", "serial", "workers"
 ROUNDS = 3  # of `compare`
 
 
 class Setting(NamedTuple):
-    """A number of workers, of environments in each, and the way they are stepped: `STEP` or `ASYNC`."""
+    """The number of workers, the number of environments in each, and the way they are stepped: `STEP` or `ASYNC`."""
 
     num_workers: int
     envs_per_worker: int
@@ -431,7 +422,7 @@ MeasureAlike: TypeAlias = Callable[[Sequence[Setting]], tuple[list[float], int]]
 
 @dataclass
 class Trial:
-    """What a setting achieved: steps per second in each round, the most memory in bytes, and whether that fits."""
+    """The results of a setting: steps per second in each round, the most memory in bytes, and whether that fits."""
 
     setting: Setting
     rounds: list[float] = field(default_factory=list)
@@ -463,12 +454,12 @@ def search(settings: Sequence[Setting], measure: MeasureAlike, limit: float = ma
     if not settings:
         raise CommandError("there is nothing to try", "allow more with --max-envs")
     trials: dict[Setting, Trial] = {}
-    kept = list(settings)
+    candidates = list(settings)
     for share, rounds in RUNGS:
-        kept = sorted(kept[: _size_of_rung(share, settings)], key=lambda one: (one.num_envs, one))
-        groups = [[*group] for _, group in itertools.groupby(kept, key=operator.itemgetter(0, 1))]
+        rung = sorted(candidates[: _size_of_rung(share, settings)], key=lambda one: (one.num_envs, one))
+        groups = [[*group] for _, group in itertools.groupby(rung, key=operator.itemgetter(0, 1))]
         for group in groups * rounds:
-            if any(group[0].exceeds(one.setting) for one in trials.values() if not one.fits):
+            if any(group[0].exceeds(trial.setting) for trial in trials.values() if not trial.fits):
                 continue
             rates, memory = measure(group)
             for setting, steps_per_second in zip(group, rates):
@@ -476,22 +467,20 @@ def search(settings: Sequence[Setting], measure: MeasureAlike, limit: float = ma
                 trial.rounds.append(steps_per_second)
                 trial.memory = max(trial.memory, memory)
                 trial.fits = trial.memory <= limit
-        fitting = sorted((one for one in trials.values() if one.fits), key=lambda one: -one.steps_per_second)
+        fitting = sorted((trial for trial in trials.values() if trial.fits), key=lambda one: -one.steps_per_second)
         if not fitting:
-            raise CommandError(
-                "nothing keeps within --memory: the least that was tried uses "
-                f"{in_size(min(trial.memory for trial in trials.values()))}",
-                "allow more, or try fewer environments with --workers and --envs-per-worker",
-            )
-        kept = [trial.setting for trial in fitting if trial.setting in kept] or [trial.setting for trial in fitting]
-    finalists = [trials[setting] for setting in kept]
+            least = in_size(min(trial.memory for trial in trials.values()))
+            hint = "allow more, or try fewer environments with --workers and --envs-per-worker"
+            raise CommandError(f"nothing keeps within --memory: the least that was tried uses {least}", hint)
+        candidates = [trial.setting for trial in fitting if trial.setting in rung] or [one.setting for one in fitting]
+    finalists = [trials[setting] for setting in candidates]
     enough = (1 - AS_GOOD) * max(trial.steps_per_second for trial in finalists)
     as_good = [trial for trial in finalists if trial.steps_per_second >= enough]
     best = min(as_good, key=lambda one: (one.setting.num_envs, one.setting[:2], one.setting.way != STEP))
     return best, list(trials.values())
 
 
-def most_turns(settings: Sequence[Setting]) -> int:
+def max_turns(settings: Sequence[Setting]) -> int:
     """The largest number of measurements that `search` makes."""
     return sum(rounds * _size_of_rung(share, settings) for share, rounds in RUNGS)
 
@@ -510,27 +499,32 @@ def in_size(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.0f} MB" if nbytes < 1e9 else f"{nbytes / 1e9:,.1f} GB"
 
 
-def measured(
-    constructor: Constructor, adapted: MultiAgentEnv, seconds: float, settings: Sequence[Setting]
+def measure_alike(
+    constructor: Constructor,
+    adapted: MultiAgentEnv,
+    seconds: float,
+    on_turn: Callable[[str], None],
+    settings: Sequence[Setting],
 ) -> tuple[list[float], int]:
-    """Measure settings that differ only in the way, in worker processes of their own; as `MeasureAlike`."""
+    """Measure settings in the same new worker processes; see `MeasureAlike`. `on_turn` gets the name of each."""
+    for workers, envs_per_worker, way in settings:
+        on_turn(f"{workers} workers x {envs_per_worker}, {way}")
+    num_envs, ways = settings[0].num_envs, [setting.way for setting in settings]
     before = {*psutil.Process().children(recursive=True)}
-    batches = draw_actions(adapted.action_spaces, settings[0].num_envs)
-    with opened([constructor] * settings[0].num_envs, num_workers=settings[0].num_workers) as env:
-        rates = [rate(warm(run_of(env, batches, adapted.rules, one.way), seconds), seconds) for one in settings]
+    batches, options = draw_actions(adapted.action_spaces, num_envs), {"num_workers": settings[0].num_workers}
+    with stepping([constructor] * num_envs, batches, adapted.rules, ways, **options) as runs:
+        rates = [rate(warm(run, seconds), seconds) for run in runs]
         return rates, _memory_of({*psutil.Process().children(recursive=True)} - before)
 
 
 def _memory_of(processes: set[psutil.Process]) -> int:
-    """Bytes that processes use together; pages that they share count once where the system can tell."""
-    used = 0
+    """Bytes that processes use together; pages that they share count once where the system reports that."""
+    nbytes = 0
     for process in processes:
-        try:
+        with suppress(psutil.NoSuchProcess):
             memory = process.memory_full_info()
-        except psutil.NoSuchProcess:
-            continue
-        used += getattr(memory, "pss", memory.rss)
-    return used
+            nbytes += getattr(memory, "pss", memory.rss)
+    return nbytes
 
 
 def compare(
@@ -538,17 +532,17 @@ def compare(
 ) -> dict[str, list[float]]:
     """Measure a plain loop, `backend="serial"` and the best setting in turns; returns their rates in each round.
 
-    The first two step as many environments as one worker of the best setting has: that many are known to work in one
-    process, and to fit into its memory.
+    The first two step as many environments as one worker of the best setting has: one process can have that many, and
+    their memory fits.
     """
     num_envs = best.setting.envs_per_worker
     batches = draw_actions(adapted.action_spaces, num_envs)
     rounds: dict[str, list[float]] = {PLAIN_LOOP: [], SERIAL: [], WORKERS: []}
     for _ in range(ROUNDS):
-        with made(constructor, num_envs) as envs:
+        with simulators(constructor, num_envs) as envs:
             loop = warm(repeatedly(plain_loop(envs, adapted), batches, num_envs), seconds)
             rounds[PLAIN_LOOP].append(rate(loop, seconds))
-        with stepping([constructor] * num_envs, batches, adapted.rules, backend="serial") as run:
+        with stepping([constructor] * num_envs, batches, adapted.rules, backend="serial") as (run,):
             rounds[SERIAL].append(rate(warm(run, seconds), seconds))
         rounds[WORKERS].append(measure([best.setting])[0][0])
     return rounds

@@ -1,4 +1,4 @@
-"""Results of `bench` and `tune`: tables in the terminal, JSON, CSV and pictures, with the machine they are from."""
+"""Results of `bench` and `tune`: tables in the terminal, JSON, CSV and plots, with a description of the machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import datetime
 import itertools
 import json
 import platform
+import re
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
+from importlib.metadata import distributions as installed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +24,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from marl_parallel.cli.measure import (
-    ASYNC,
-    LOOP,
-    PLAIN_LOOP,
-    SERIAL,
-    STEP,
-    WORKERS,
-    Measurement,
-    Trial,
-    in_size,
-    spread,
-)
+from marl_parallel.cli.measure import ASYNC, LOOP, PLAIN_LOOP, SERIAL, WORKERS, Measurement, Trial, in_size, spread
 from marl_parallel.core.backend import usable_cpus
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import, which only pictures need
@@ -54,25 +44,22 @@ _LEGEND_ENTRY_IN = 1.5
 
 
 def machine(distributions: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Describe this machine, with the versions of installed distributions: the usual ones and those given."""
+    """Describe this machine, with the versions of `_DISTRIBUTIONS` and of more installed distributions."""
     cpuinfo = Path("/proc/cpuinfo")
-    models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] * cpuinfo.is_file()
+    model = re.search(r"^model name.*?:(.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.is_file() else None
+    versions = {
+        name: next((one.version for one in installed(name=name)), None)
+        for name in dict.fromkeys((*_DISTRIBUTIONS, *distributions))
+    }
     return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.processor() or platform.machine(),
+        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
         "cpus": usable_cpus(),
         "load": round(psutil.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in dict.fromkeys((*_DISTRIBUTIONS, *distributions))},
+        "versions": versions,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def in_one_line(described: dict[str, Any]) -> str:
@@ -86,7 +73,7 @@ def in_one_line(described: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """Measurements, grouped by environment with its plain loop first; the machine and the settings they are from."""
+    """Measurements, grouped by environment with its plain loop first; the machine and the settings of the run."""
 
     machine: dict[str, Any]
     settings: dict[str, Any]
@@ -94,7 +81,7 @@ class Report:
 
     def tables(self) -> list[list[Measurement]]:
         """The measurements of each environment and number of environments, in their order."""
-        grouped = groupby(self.measurements, key=lambda one: (one.environment, one.num_envs))
+        grouped = itertools.groupby(self.measurements, key=lambda one: (one.environment, one.num_envs))
         return [list(group) for _, group in grouped]
 
 
@@ -106,9 +93,9 @@ def progress(total: int, description: str = "measuring") -> Iterator[Callable[[s
     """
     console = Console(stderr=True)
     with Progress(console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bar:
-        task, begun = bar.add_task(description, total=total), itertools.count()
+        task, done = bar.add_task(description, total=total), itertools.count()
         yield lambda turn: bar.update(
-            task, completed=next(begun), description=f"{description} {escape(turn)}", refresh=True
+            task, completed=next(done), description=f"{description} {escape(turn)}", refresh=True
         )
 
 
@@ -116,23 +103,22 @@ def show(report: Report) -> None:
     """Print a table for each environment, and the machine."""
     console = Console()
     for measurements in report.tables():
-        first = measurements[0]
-        title = escape(f"{first.environment}, {first.num_envs} environments")
-        table = Table("", title=title, title_justify="left", title_style="bold")
+        loop = measurements[0]
+        table = _table(f"{loop.environment}, {loop.num_envs} environments")
+        table.add_column()
         for heading in ("steps/s", "± %", "µs/step", "x loop", "efficiency"):
             table.add_column(heading, justify="right")
         for one in measurements:
-            table.add_row(
-                str(one.contender),
-                f"{one.steps_per_second:,.0f}",
-                f"{100 * one.spread:.0f}",
-                in_microseconds(one),
-                f"{one.speedup:.2f}",
-                "" if one.backend == LOOP else f"{one.efficiency:.2f}",
-                end_section=one.backend == LOOP,
-            )
+            is_loop = one.backend == LOOP
+            speed, deviation = f"{one.steps_per_second:,.0f}", f"{100 * one.spread:.0f}"
+            ratios = f"{one.speedup:.2f}", "" if is_loop else f"{one.efficiency:.2f}"
+            table.add_row(str(one.contender), speed, deviation, in_microseconds(one), *ratios, end_section=is_loop)
         console.print(table)
     console.print(f"[dim]{escape(in_one_line(report.machine))}", highlight=False)
+
+
+def _table(title: str, **options: Any) -> Table:
+    return Table(title=escape(title), title_justify="left", title_style="bold", **options)
 
 
 def in_microseconds(measurement: Measurement) -> str:
@@ -141,28 +127,25 @@ def in_microseconds(measurement: Measurement) -> str:
     return f"{microseconds:,.0f}" if microseconds >= 100 else f"{microseconds:.1f}"
 
 
-def show_tuned(found: dict[str, Any]) -> None:
-    """Print the result of `tuned`: the settings, the fastest first, the advice and the line to paste."""
-    console, best, pays_off = Console(), found["best"], found["pays_off"]
-    title = escape(found["environment"])
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
-    )
+def show_tune(result: dict[str, Any]) -> None:
+    """Print a `tune_result` with its machine: the settings, the fastest first, the advice and the line to paste."""
+    console, best, pays_off = Console(), result["best"], result["pays_off"]
+    table = _table(result["environment"], box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("workers", "in each", "envs", "by", "steps/s", "± %", "rounds", "memory", ""):
         table.add_column(heading, justify="left" if heading in ("by", "") else "right", no_wrap=True)
-    for trial in found["trials"]:
+    for trial in result["trials"]:
         remark, style = ("", None) if trial["fits"] else ("too large", "dim")
         if trial == best:
             remark, style = "proposed" if pays_off else "fastest", "bold green"
         counts = [str(trial[name]) for name in ("num_workers", "envs_per_worker", "num_envs")]
-        way = {STEP: "step", ASYNC: "send, recv"}[trial["way"]]
+        way = "send, recv" if trial["way"] == ASYNC else "step"
         table.add_row(*counts, way, *_speed(trial["rounds"]), in_size(trial["memory"]), remark, style=style)
     for name in (SERIAL, PLAIN_LOOP):
-        table.add_row("", "", str(best["envs_per_worker"]), name, *_speed(found["in_turns"][name]), "", "")
+        table.add_row("", "", str(best["envs_per_worker"]), name, *_speed(result["in_turns"][name]), "", "")
     console.print(table)
-    console.print(f"[dim]{escape(in_one_line(found['machine']))}", highlight=False)
-    console.print(f"\n{found['advice']}", style=None if pays_off else "bold yellow", markup=False, highlight=False)
-    console.print(found["code"], markup=False, highlight=False, soft_wrap=True)
+    console.print(f"[dim]{escape(in_one_line(result['machine']))}", highlight=False)
+    console.print(f"\n{result['advice']}", style=None if pays_off else "bold yellow", markup=False, highlight=False)
+    console.print(result["code"], markup=False, highlight=False, soft_wrap=True)
 
 
 def _speed(rounds: Sequence[float]) -> tuple[str, str, str]:
@@ -170,25 +153,27 @@ def _speed(rounds: Sequence[float]) -> tuple[str, str, str]:
     return f"{statistics.median(rounds):,.0f}", deviation, f"{len(rounds)}"
 
 
-def tuned(
+def tune_result(
     environment: str, env_kwargs: dict[str, Any], best: Trial, trials: Sequence[Trial], in_turns: dict[str, list[float]]
 ) -> dict[str, Any]:
-    """What `tune` measured, the fastest trials first, and what it proposes, in values that JSON knows."""
+    """The measurements of `tune`, the fastest trials first, and its proposal, in values that JSON has."""
     loop, serial, workers = (statistics.median(in_turns[name]) for name in (PLAIN_LOOP, SERIAL, WORKERS))
     pays_off, setting = workers > loop, best.setting
-    advice = f"{workers / loop:.2f} times the speed of a plain loop."
-    if not pays_off:
+    path, colon, attribute = environment.partition(":")
+    # The line to paste names a file by its module: it runs in the folder of the file.
+    name = f"{Path(path).stem}{colon}{attribute}" if path.endswith(".py") else environment
+    arguments = [f'"{name}"', f"num_envs={setting.num_envs}", *([f"env_kwargs={env_kwargs!r}"] if env_kwargs else [])]
+    if pays_off:
+        advice = f"{workers / loop:.2f} times the speed of a plain loop."
+        arguments.append(f"num_workers={setting.num_workers}")
+    else:
         faster = "a plain loop or backend='serial' is" if serial > workers else "a plain loop is"
         advice = (
             f"Do not parallelise this simulator: {faster} faster. A plain loop takes {loop:,.0f} steps/s, "
             f"backend='serial' {serial:,.0f}, the fastest number of workers {workers:,.0f}."
         )
-    path, colon, attribute = environment.partition(":")
-    # The line to paste names a file by its module: it runs beside the file.
-    name = f"{Path(path).stem}{colon}{attribute}" if path.endswith(".py") else environment
-    arguments = [f'"{name}"', f"num_envs={setting.num_envs}", *([f"env_kwargs={env_kwargs!r}"] if env_kwargs else [])]
-    how = f"num_workers={setting.num_workers}" if pays_off else 'backend="serial"'
-    code = f"env = marl_parallel.make({', '.join([*arguments, how])})"
+        arguments.append('backend="serial"')
+    code = f"env = marl_parallel.make({', '.join(arguments)})"
     if pays_off and setting.way == ASYNC:
         half = max(1, setting.num_envs // 2)
         code += f"\n# env.reset_async(); then repeat: env.recv(min_envs={half}), env.send actions to those it returned"
@@ -226,14 +211,14 @@ def write_csv(report: Report, path: Path) -> None:
     write_rows(report.measurements, path)
 
 
-def write_rows(measured: Sequence[Any], path: Path) -> None:
+def write_rows(results: Sequence[Any], path: Path) -> None:
     """Save one line for each dataclass, all of one class, without its `rounds`."""
-    names = [field.name for field in fields(measured[0]) if field.name != "rounds"]
+    names = [field.name for field in fields(results[0]) if field.name != "rounds"]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(names)
-        for one in measured:
+        for one in results:
             values = [getattr(one, name) for name in names]
             writer.writerow([float(f"{value:.6g}") if isinstance(value, float) else value for value in values])
 
@@ -243,14 +228,13 @@ def save_plot(report: Report, path: Path) -> None:
     panels = report.tables()
     columns = min(len(panels), COLUMNS)
     rows = -(-len(panels) // columns)
-    kinds = [*dict.fromkeys(m.kind for m in report.measurements if m.backend != LOOP)]
-    backends, ways = ([*dict.fromkeys(kind.partition(", ")[part] for kind in kinds)] for part in (0, 2))
-    others, patterns = itertools.cycle(OTHER_COLOURS), dict(zip(ways, itertools.cycle(_PATTERNS)))
-    colours = {backend: COLOURS.get(backend) or next(others) for backend in backends}
-    styles: dict[str, dict[str, Any]] = {}
-    for kind in kinds:
-        backend, _, way = kind.partition(", ")
-        styles[kind] = {"color": colours[backend], "hatch": patterns[way], "edgecolor": "white"}
+    others, patterns = itertools.cycle(OTHER_COLOURS), itertools.cycle(_PATTERNS)
+    colours, hatches = defaultdict(others.__next__, COLOURS), defaultdict[str, str](patterns.__next__)
+    styles = {
+        m.kind: {"color": colours[m.backend], "hatch": hatches[m.way], "edgecolor": "white"}
+        for m in report.measurements
+        if m.backend != LOOP
+    }
     width = max(3.2 * columns, 6.0)
     figure = framed(width, 2.9 * rows + 0.8 + 0.2 * (-(-(len(styles) + 2) // _legend_columns(width))))
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -264,6 +248,8 @@ def save_plot(report: Report, path: Path) -> None:
 
 def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, styles: dict[str, dict[str, Any]]) -> None:
     """Bars in groups, one group for each number of workers; the ideal is a dashed line over each group."""
+    from matplotlib.ticker import EngFormatter
+
     loop, *others = measurements
     counts = sorted({m.workers for m in others})
     panel.axhline(loop.steps_per_second, color=GREY, linewidth=1, label="plain loop")
@@ -286,13 +272,8 @@ def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, styles: d
     panel.set_xticks(range(len(counts)), [str(count) for count in counts])
     panel.set_title(f"{loop.environment}\n{loop.num_envs} environments", fontsize=9)
     panel.set_xlabel("workers", fontsize=8)
-    panel.yaxis.set_major_formatter(_short)
+    panel.yaxis.set_major_formatter(EngFormatter(sep=""))
     tidy(panel)
-
-
-def _short(value: float, _: object) -> str:
-    unit, suffix = (1e6, "M") if value >= 1e6 else (1e3, "k") if value >= 1e3 else (1.0, "")
-    return f"{value / unit:g}{suffix}"
 
 
 def framed(width: float, height: float) -> Figure:

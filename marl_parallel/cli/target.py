@@ -1,7 +1,4 @@
-"""The values of the command line: environments, lists and sizes; and how a command reports an error.
-
-`ENV` is `module[:attribute]` or `path/to/file.py[:function]`.
-"""
+"""Arguments of the command line (environments, lists and sizes), and how a command reports an error."""
 
 from __future__ import annotations
 
@@ -24,15 +21,14 @@ from marl_parallel.backends import NAMES
 FORMS = "ENV is module[:attribute] or path/to/file.py[:function]"
 _JSON_HINT = "single quotes around it, double quotes within: --env-kwargs '{\"N\": 5}'"
 _EXITS = "the simulator, or a module it imports, calls sys.exit"
-_DEBUG_HINT = "--debug shows the whole traceback"
+DEBUG_HINT = "--debug shows the whole traceback"
 
 
 class CommandError(Exception):
-    """A command cannot run; `hint` says what to try instead."""
+    """A command cannot run: a message, and a hint what to try instead."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)
-        self.hint = hint
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -56,20 +52,18 @@ def short_errors(debug: bool) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         exits = isinstance(error, SystemExit)
-        if debug and not exits:
-            raise
-        if debug:
+        if debug and exits:
             raise RuntimeError(f"{in_brief(error)}: {_EXITS}") from error
-        hint = f"{_EXITS}; {_DEBUG_HINT}" if exits else _DEBUG_HINT
-        if isinstance(error, CommandError):
-            hint = error.hint
+        if debug:
+            raise
+        hint = error.args[1] if isinstance(error, CommandError) else f"{_EXITS}; {DEBUG_HINT}" if exits else DEBUG_HINT
         print(f"error: {in_brief(error)}\nhint: {hint}", file=sys.stderr)
         raise SystemExit(1) from None
 
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send to standard error what simulators print to standard output, in this process and in those it starts."""
+    """Redirect standard output to standard error, in this process and in those it starts."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -78,12 +72,12 @@ def stdout_to_stderr() -> Iterator[None]:
             yield
     finally:
         if sys.platform != "win32":
-            ctypes.CDLL(None).fflush(None)  # what native code has printed is still in C's own buffer
+            ctypes.CDLL(None).fflush(None)  # native code prints into C's own buffer
         os.dup2(stdout, 1)
         os.close(stdout)
 
 
-# -- lists and sizes: a text that has another form is a CommandError ---------------------------------------------------
+# -- lists and sizes: text of another form raises a CommandError -------------------------------------------------------
 
 
 def names_in(text: str, known: Sequence[str] = NAMES, kind: str = "backend") -> list[str]:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from marl_parallel import __version__
 from marl_parallel.adapters import Rules
 from marl_parallel.cli.app import app
-from marl_parallel.cli.measure import Contender, contenders, draw_actions, measure, stepping, turns
+from marl_parallel.cli.measure import Contender, contenders, draw_actions, measure, num_turns, stepping
 from marl_parallel.cli.report import read_json
 from marl_parallel.cli.target import constructor_of
 from marl_parallel.core.backend import usable_cpus
@@ -232,7 +232,7 @@ def test_every_kind_of_environment_can_be_measured(constructor):
     against = [Contender("serial"), Contender("thread", 2)]
     found = measure("it", constructor, 2, against, seconds=0.05, repeats=2, on_turn=heard.append)
     assert [one.contender for one in found] == [Contender("loop"), *against]
-    assert len(heard) == turns(len(against), repeats=2)
+    assert len(heard) == num_turns(len(against), repeats=2)
     assert found[0].speedup == found[0].efficiency == 1.0
     for one in found:
         assert one.microseconds_per_step == pytest.approx(1e6 / one.steps_per_second)
@@ -300,7 +300,7 @@ def test_a_run_counts_the_steps_it_takes(way):
     """Of a way: what it says it took is what the copies have seen, with everything that was sent received."""
     pool = draw_actions(Listed().action_spaces, 3)
     going = iter([True] * 20 + [False])
-    with stepping([Listed] * 3, pool, Rules.PETTINGZOO, way, backend="thread") as run:
+    with stepping([Listed] * 3, pool, Rules.PETTINGZOO, [way], backend="thread") as (run,):
         Listed.seen.clear()
         assert run(lambda: next(going)) == len(Listed.seen) >= 21
     assert all(Listed().action_space(agent).contains(own) for acts in Listed.seen for agent, own in acts.items())

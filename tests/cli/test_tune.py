@@ -14,7 +14,7 @@ from simulators.waiting import steps_per_second
 from typer.testing import CliRunner
 
 from marl_parallel.cli.app import app
-from marl_parallel.cli.measure import ASYNC, FINALISTS, RUNGS, STEP, Setting, grid, most_turns, search
+from marl_parallel.cli.measure import ASYNC, FINALISTS, RUNGS, STEP, Setting, grid, max_turns, search
 from marl_parallel.cli.target import CommandError
 
 pytestmark = pytest.mark.release_independent
@@ -140,7 +140,7 @@ def test_how_many_turns_there_are_is_known(workers, seed):
     landscape = Landscape(seed)
     settings = grid(workers, (1, 2), 64)
     search(settings, landscape)
-    assert len(landscape.measured) == most_turns(settings)
+    assert len(landscape.measured) == max_turns(settings)
 
 
 # -- the command, on simulators that wait ------------------------------------------------------------------------------
