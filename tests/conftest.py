@@ -14,6 +14,7 @@ they are installed. `release_independent` marks tests to which no release of a l
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import re
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from helpers import start_methods
+from helpers import ROOT, TESTS, start_methods
 from helpers.setups import (
     ALL_SETUPS,
     BACKEND_SETUPS,
@@ -61,12 +62,38 @@ class OptionalLibraries:
         return True if any(importlib.util.find_spec(library) is None for library in libraries) else None
 
 
+class MachineLock:
+    """Runs each test marked `whole_machine` while no other process of pytest-xdist runs a test.
+
+    A plugin rather than a hook of this file, so that it holds for the package's doctests, too.
+    """
+
+    def __init__(self) -> None:
+        # Two folders that there are in every checkout; nothing in them is locked.
+        self._queue, self._machine = os.open(TESTS, os.O_RDONLY), os.open(ROOT, os.O_RDONLY)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the test's timeout begins
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        alone = item.get_closest_marker("whole_machine") is not None
+        fcntl.flock(self._queue, fcntl.LOCK_EX)
+        fcntl.flock(self._machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        # Who waits for the machine keeps the queue: otherwise new tests could go on sharing the machine for ever.
+        fcntl.flock(self._queue, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            # Not by closing them: processes that a test has forked may still hold them open.
+            fcntl.flock(self._machine, fcntl.LOCK_UN)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--setups", choices=["once", "rest", "all", "ray"], default="once", help="see tests/conftest.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(OptionalLibraries())
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist
+        config.pluginmanager.register(MachineLock())
     # What a shell script puts into the background begins with Ctrl-C ignored; it is tested there all the same.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -90,7 +117,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _skips_count(config: pytest.Config) -> bool:
-    return bool(os.environ.get("CI") and config.pluginmanager.get_plugin("terminalreporter").stats.get("skipped"))
+    reporter = config.pluginmanager.get_plugin("terminalreporter")  # none in the processes of pytest-xdist
+    return bool(os.environ.get("CI") and reporter and reporter.stats.get("skipped"))
 
 
 @pytest.fixture(params=ALL_SETUPS, ids=str)

@@ -194,7 +194,7 @@ ODD = [
     (spaces.Discrete(3), np.ones((3, 1))),
     (spaces.Discrete(3), "all"),
     (spaces.Discrete(3), [0.5, 0.5, 0]),
-    (spaces.Discrete(3), object()),
+    pytest.param(spaces.Discrete(3), object(), id="Discrete(3)-object"),
     (spaces.MultiDiscrete([2, 3]), [1, 1, 1]),
     (spaces.Box(0, 1, (2,)), [1, 1]),
     (spaces.Tuple((spaces.Discrete(2),)), [1, 1]),

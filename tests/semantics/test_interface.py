@@ -337,7 +337,12 @@ def test_make_what_is_not_there(each):
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ({"name": gymnasium.make}, TypeError, "name must be 'module' or 'module:attribute', got <function make"),
+        pytest.param(
+            {"name": gymnasium.make},
+            TypeError,
+            "name must be 'module' or 'module:attribute', got <function make",
+            id="name is a function",
+        ),
         ({"name": "CartPole-v1"}, ImportError, r"pass 'gymnasium:make' with env_kwargs=\{'id': 'CartPole-v1'\}"),
         ({"name": "json.loads"}, ImportError, "a function of a module is named 'json:loads'"),
         ({"name": "sims.py:Base"}, ImportError, r"^'sims\.py' is a file, .* sys\.path and pass 'sims:Base'$"),
