@@ -1,19 +1,22 @@
 """Fixtures and options of the tests.
 
-pytest                 every test once per backend: on two workers that start in the default way, through shared memory
-pytest --setups=rest   what this leaves out: other numbers of workers, other start methods, no shared memory
+pytest                 every test once per backend: two workers with the default start method, shared memory
+pytest --setups=rest   the other setups: other numbers of workers, other start methods, no shared memory
 pytest --setups=all    both
-pytest --setups=ray    the tests that are repeated on setups, those on Ray; it must be installed
+pytest --setups=ray    the tests that are repeated on setups, on Ray, which must be installed
+pytest -n 0            all tests in this process, one at a time; the default is two processes (pytest-xdist)
 CI=true pytest         a skipped test makes the run fail
 
-Markers: `needs("ray", ...)` names the libraries without which a file cannot be imported: it is collected only where
-they are installed. `release_independent` marks tests to which no release of a library makes a difference.
-`whole_machine` marks tests that look at shared memory and temporary files of all programs: nothing may run beside them.
+Markers: `needs("ray", ...)` names the libraries that a file imports: it is collected only if they are installed.
+`release_independent` marks tests whose result is the same with every release of every library. `whole_machine` marks
+tests that look at shared memory, processes or temporary files of all programs: while one of them runs, the other
+process of pytest-xdist waits (`MachineLock`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import re
@@ -25,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from helpers import start_methods
+from helpers import ROOT, TESTS, start_methods
 from helpers.setups import (
     ALL_SETUPS,
     BACKEND_SETUPS,
@@ -38,8 +41,8 @@ from helpers.setups import (
 )
 
 if TYPE_CHECKING:
-    from helpers.launching import Stage
-    from helpers.ray_clusters import Grounds
+    from helpers.launching import LauncherHarness
+    from helpers.ray_clusters import RayClusters
 
     from marl_parallel import ParallelEnv
 
@@ -49,7 +52,7 @@ collect_ignore = ["helpers", "simulators"]
 class OptionalLibraries:
     """Ignores files whose libraries are missing: by the marker `needs`, in the package by `__doctest_requires__`.
 
-    A plugin rather than a hook of this file, so that it holds for the package, too.
+    A plugin, because hooks of this file do not apply to the package's doctests.
     """
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
@@ -61,13 +64,39 @@ class OptionalLibraries:
         return True if any(importlib.util.find_spec(library) is None for library in libraries) else None
 
 
+class MachineLock:
+    """Runs each test marked `whole_machine` while no other process of pytest-xdist runs a test.
+
+    A plugin, because hooks of this file do not apply to the package's doctests.
+    """
+
+    def __init__(self) -> None:
+        # Locks on two folders of the checkout: nothing has to be created or cleaned up.
+        self._queue, self._machine = os.open(TESTS, os.O_RDONLY), os.open(ROOT, os.O_RDONLY)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the test's timeout begins
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        alone = item.get_closest_marker("whole_machine") is not None
+        fcntl.flock(self._queue, fcntl.LOCK_EX)
+        fcntl.flock(self._machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        # A process that waits for the machine holds the queue; otherwise other tests could share the machine forever.
+        fcntl.flock(self._queue, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            # Unlock instead of closing: processes forked by a test may still have the folder open.
+            fcntl.flock(self._machine, fcntl.LOCK_UN)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--setups", choices=["once", "rest", "all", "ray"], default="once", help="see tests/conftest.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(OptionalLibraries())
-    # What a shell script puts into the background begins with Ctrl-C ignored; it is tested there all the same.
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist
+        config.pluginmanager.register(MachineLock())
+    # Background jobs of shell scripts start with SIGINT ignored, but some tests need it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -79,7 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """What is skipped on somebody's laptop may be what the laptop lacks; where nobody looks, it is a failure."""
+    """A skipped test is a failure if CI is set, because nobody reads the summary there."""
     if _skips_count(session.config) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -90,7 +119,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _skips_count(config: pytest.Config) -> bool:
-    return bool(os.environ.get("CI") and config.pluginmanager.get_plugin("terminalreporter").stats.get("skipped"))
+    reporter = config.pluginmanager.get_plugin("terminalreporter")  # none in the processes of pytest-xdist
+    return bool(os.environ.get("CI") and reporter and reporter.stats.get("skipped"))
 
 
 @pytest.fixture(params=ALL_SETUPS, ids=str)
@@ -100,42 +130,42 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 
 @pytest.fixture(params=TWO_WORKERS, ids=str)
-def packed(request: pytest.FixtureRequest) -> Setup:
-    """Every backend, with and without shared memory: for what does not depend on the number of workers."""
+def two_worker_setup(request: pytest.FixtureRequest) -> Setup:
+    """Every backend on two workers, with and without shared memory."""
     return request.param
 
 
 @pytest.fixture(params=BACKEND_SETUPS, ids=str)
-def each(request: pytest.FixtureRequest) -> Setup:
-    """Every backend: for what depends on nothing else."""
+def backend_setup(request: pytest.FixtureRequest) -> Setup:
+    """Every backend on two workers, with shared memory."""
     return request.param
 
 
 @pytest.fixture(params=CONCURRENT_SETUPS, ids=str)
-def beside(request: pytest.FixtureRequest) -> Setup:
-    """Every backend whose workers run while the caller does: for what serial cannot show."""
+def concurrent_setup(request: pytest.FixtureRequest) -> Setup:
+    """Every backend whose workers run concurrently with the caller."""
     return request.param
 
 
 @pytest.fixture(params=PROCESS_SETUPS, ids=str)
-def processes(request: pytest.FixtureRequest) -> Setup:
-    """Worker processes in three numbers: for how they work."""
+def process_setup(request: pytest.FixtureRequest) -> Setup:
+    """Worker processes in three numbers, with shared memory."""
     return request.param
 
 
 @pytest.fixture(params=KILLABLE_SETUPS, ids=str)
-def killable(request: pytest.FixtureRequest) -> Setup:
-    """Processes of whichever backend, in three numbers: for what only a process can do."""
+def killable_setup(request: pytest.FixtureRequest) -> Setup:
+    """Workers that are processes, of every backend and in three numbers."""
     return request.param
 
 
 @pytest.fixture(scope="session")
-def grounds() -> Iterator[Grounds]:
-    """Where Ray runs."""
-    from helpers.ray_clusters import Grounds
+def ray_clusters() -> Iterator[RayClusters]:
+    """Ray clusters, shared by all tests."""
+    from helpers.ray_clusters import RayClusters
 
-    with contextlib.closing(Grounds()) as grounds:
-        yield grounds
+    with contextlib.closing(RayClusters()) as clusters:
+        yield clusters
 
 
 @pytest.fixture
@@ -147,7 +177,7 @@ def build(request: pytest.FixtureRequest) -> Iterator[Callable[..., ParallelEnv]
 
     def make(constructors: Sequence[Any], setup: Setup, mode: Any = True, seed: Any = 42, **more: Any) -> ParallelEnv:
         if setup.backend == "ray":
-            request.getfixturevalue("grounds").one_node()
+            request.getfixturevalue("ray_clusters").one_node()
         backend = start_methods.arguments("portable") if setup.backend == "portable" else {}
         arguments = {**setup._asdict(), **backend, **more}
         arguments["num_workers"] = min(arguments["num_workers"], max(len(constructors), 1))
@@ -171,32 +201,32 @@ def parallel(build: Callable[..., ParallelEnv]) -> Callable[..., ParallelEnv]:
     return make
 
 
-@pytest.fixture(params=start_methods.WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    """Every way in which worker processes start."""
+@pytest.fixture(params=start_methods.START_METHODS)
+def start_method(request: pytest.FixtureRequest) -> str:
+    """Every start method of worker processes."""
     return request.param
 
 
 @pytest.fixture(params=start_methods.CONTEXTS)
-def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
-    """A launcher of each context, and what it needs."""
-    from helpers.launching import Stage
+def harness(request: pytest.FixtureRequest) -> Iterator[LauncherHarness]:
+    """A launcher of each context."""
+    from helpers.launching import LauncherHarness
 
-    with contextlib.closing(Stage(request.param)) as stage:
-        yield stage
+    with contextlib.closing(LauncherHarness(request.param)) as harness:
+        yield harness
 
 
 @pytest.fixture
-def served() -> Iterator[Stage]:
-    """A launcher that forks workers from a server, and what it needs."""
-    from helpers.launching import Stage
+def server_harness() -> Iterator[LauncherHarness]:
+    """A launcher that forks workers from a server."""
+    from helpers.launching import LauncherHarness
 
-    with contextlib.closing(Stage("forkserver")) as stage:
-        yield stage
+    with contextlib.closing(LauncherHarness("forkserver")) as harness:
+        yield harness
 
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """For temporary files: the name of a socket in it must not get too long."""
+    """A temporary folder with a short path, because the paths of sockets are limited."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)

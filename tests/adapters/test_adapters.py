@@ -1,4 +1,4 @@
-"""Each kind of simulator is recognised and becomes a `MultiAgentEnv`; what cannot become one says why."""
+"""Every kind of simulator is recognised and becomes a `MultiAgentEnv`; errors say why one cannot."""
 
 import pickle
 
@@ -36,7 +36,7 @@ from marl_parallel.adapters.pettingzoo_env import ParallelizableAECEnv, PettingZ
         (lambda: real("pettingzoo.classic.tictactoe_v3", maker="raw_env"), TurnBasedAECEnv, Rules.PETTINGZOO),
     ],
 )
-def test_recognises_each_kind(make, kind, rules):
+def test_every_kind_is_recognised(make, kind, rules):
     source = make()
     adapted = adapt(source)
     assert type(adapted) is kind
@@ -47,7 +47,7 @@ def test_recognises_each_kind(make, kind, rules):
 
 
 @pytest.mark.parametrize("make", [Crossing, Declared, lambda: gymnasium.make("CartPole-v1")])
-def test_schema_describes_an_environment(make):
+def test_schema(make):
     adapted = adapt(make())
     schema = Schema.of(adapted)
     for name in ("possible_agents", "observation_spaces", "action_spaces", "reward_spaces", "state_space", "metadata"):
@@ -59,7 +59,7 @@ def test_schema_describes_an_environment(make):
     assert pickle.loads(pickle.dumps(schema)) == schema
 
 
-def test_gymnasium_env_with_equal_dict_spaces_hosts_several_agents():
+def test_gymnasium_env_with_equal_dict_spaces_is_multi_agent():
     class Equal(gymnasium.Env):
         observation_space = spaces.Dict({"a": BOX, "b": BOX})
         action_space = spaces.Dict({"a": MOVES, "b": MOVES})
@@ -78,8 +78,8 @@ def test_adapter_by_name_and_by_callable():
     assert type(adapt(Crossing(), lambda env: PettingZooEnv(env))) is PettingZooEnv
 
 
-class Native(MultiAgentEnv):
-    """Written against the protocol, with nothing behind it."""
+class CustomMultiAgentEnv(MultiAgentEnv):
+    """Implements the protocol itself, without a wrapped simulator."""
 
     rules = Rules.DICT
     possible_agents = ["a"]  # noqa: RUF012
@@ -108,8 +108,8 @@ class Native(MultiAgentEnv):
         return 7
 
 
-def test_a_multi_agent_env_is_its_own_simulator():
-    with ParallelEnv([Native] * 2, backend="serial", seed=5) as env:
+def test_multi_agent_env_is_used_unchanged():
+    with ParallelEnv([CustomMultiAgentEnv] * 2, backend="serial", seed=5) as env:
         env.reset()
         assert env.step([{"a": 0}] * 2)[1] == ({"a": 1.0}, {"a": 1.0})
         assert (env.seed(), env.call("size")) == ((5, 6), (7, 7))
@@ -154,7 +154,7 @@ class OldGym(Crossing):
         ),
     ],
 )
-def test_what_cannot_be_adapted_says_why(env, adapter, error, text):
+def test_error_for_unknown_kinds(env, adapter, error, text):
     with pytest.raises(error, match=text):
         adapt(env, adapter)
 
@@ -166,9 +166,9 @@ def test_dict_results_and_actions_pass_unchanged():
     adapted = adapt(Crossing())
     adapted.reset(seed=3)
     assert adapted.source.seed_given == 3
-    given = {"left": 1, "nobody": object()}
-    observations, rewards, terminateds, truncateds, infos = adapted.step(given)
-    assert adapted.source.actions is given
+    sent = {"left": 1, "nobody": object()}
+    observations, rewards, terminateds, truncateds, infos = adapted.step(sent)
+    assert adapted.source.actions is sent
     assert list(observations) == ["left"]
     assert (rewards, terminateds) == ({"left": 0.5}, {"left": False, "__all__": False})
     assert (truncateds, infos) == ({"__all__": False}, {"note": 7})
@@ -198,7 +198,7 @@ def test_dict_spaces_and_agents():
     assert plural.action_spaces == {"left": MOVES}
 
 
-def test_dict_env_is_seen_through_gymnasium_wrappers():
+def test_dict_env_in_gymnasium_wrappers():
     class Full(DictGym):
         metadata = {"render_modes": ["ansi"]}  # noqa: RUF012
         render_mode = "ansi"
@@ -233,7 +233,7 @@ def test_dict_env_is_seen_through_gymnasium_wrappers():
         (None, "one value of type NoneType"),
     ],
 )
-def test_wrong_results_are_told(result, text):
+def test_wrong_results(result, text):
     class Wrong:
         def reset(self):
             return result
@@ -248,7 +248,7 @@ def test_wrong_results_are_told(result, text):
         adapted.step({})
 
 
-def test_single_agent_result_of_a_dict_env_is_told():
+def test_single_agent_result_of_a_dict_env():
     adapted = adapt(gymnasium.make("CartPole-v1"), "dict")
     with pytest.raises(TypeError, match=r"2 values: \(ndarray, dict\)"):
         adapted.reset()
@@ -284,7 +284,7 @@ def test_reset_keywords_follow_the_signature(reset, keywords):
 # RLlib
 
 
-def test_rllib_finds_spaces_as_rllib_does():
+def test_rllib_spaces_are_found_as_in_rllib():
     class Spaced(FakeRLlib):
         possible_agents = [1, 0, "ghost"]  # noqa: RUF012
         observation_spaces = {0: BOX, 1: MOVES}  # noqa: RUF012
@@ -308,12 +308,12 @@ def test_rllib_finds_spaces_as_rllib_does():
     assert adapt(FakeRLlib()).observation_spaces == {}
 
 
-def test_a_class_of_that_name_from_elsewhere_is_not_rllibs():
+def test_multi_agent_env_of_another_library_is_not_rllibs():
     elsewhere = type("MultiAgentEnv", (Crossing,), {"__module__": "ray.rllibrary"})
     assert type(adapt(elsewhere())) is DictEnv
 
 
-class Sumo(FakeRLlib):
+class Wrestlers(FakeRLlib):
     """Two wrestlers, each pushed by the other; the older is out after two steps, both after three."""
 
     possible_agents = [1, 0]  # noqa: RUF012
@@ -336,15 +336,15 @@ class Sumo(FakeRLlib):
         return seen, rewards, flags, {"__all__": False}, {1: {"time": self.time}} if self.time == 2 else {}
 
 
-def test_rllib_envs_side_by_side(packed, build):
-    """The same as in a plain loop; only the class of RLlib finds one action space for all agents."""
-    env, loop = build([Sumo] * 4, packed, False, 3), [Sumo() for _ in range(4)]
+def test_rllib_envs_equal_a_plain_loop(two_worker_setup, build):
+    """Only the RLlib class finds one action space for all agents."""
+    env, loop = build([Wrestlers] * 4, two_worker_setup, False, 3), [Wrestlers() for _ in range(4)]
     assert env.action_space == spaces.Dict([(1, MOVES), (0, MOVES)])
     for _ in range(2):
         assert_same(env.reset(seed=3), (*zip(*[one.reset(seed=3 + i) for i, one in enumerate(loop)]),))
         for time in range(3):
             actions = [{agent: (time + i + agent) % 2 for agent in acting} for i, acting in enumerate(env.acting)]
-            assert_same(env.step(actions), (*zip(*[one.step(given) for one, given in zip(loop, actions)]),))
+            assert_same(env.step(actions), (*zip(*[one.step(sent) for one, sent in zip(loop, actions)]),))
             assert env.acting == ({0: [1, 0], 1: [0], 2: []}[time],) * 4
 
 
@@ -373,7 +373,7 @@ def test_single_agent_env():
     adapted.close()
 
 
-def test_single_agent_results_of_a_wrong_form_are_told():
+def test_single_agent_results_of_a_wrong_form():
     class Before(gymnasium.Env):
         observation_space, action_space = BOX, MOVES
 
@@ -390,6 +390,6 @@ def test_single_agent_results_of_a_wrong_form_are_told():
         adapted.step({"agent_0": 0})
 
 
-def test_every_name_is_tested():
+def test_every_adapter_name_is_tested():
     kinds = {"dict", "pettingzoo", "aec", "aec-turn-based", "gymnasium", "tuple", "rllib", "mlagents"}
     assert set(ADAPTERS) == kinds

@@ -40,7 +40,7 @@ class Slotted:
 
 
 class Forwarding:
-    """Forwards what it does not have, except what begins with an underscore, as PettingZoo's wrappers do."""
+    """Forwards missing attributes, except private ones, like PettingZoo's wrappers."""
 
     def __init__(self, env):
         self.env = env
@@ -55,7 +55,7 @@ def names(source):
     return [type(layer).__name__ for layer in attributes.layers(source)]
 
 
-def test_layers_go_inwards_and_end():
+def test_layers_from_outside_to_inside():
     env = Forwarding(Slotted(Track()))
     assert names(env) == ["Forwarding", "Slotted", "Track"]
     circular = Slotted(None)
@@ -80,14 +80,14 @@ def test_find():
     assert attributes.find(simple_spread_v3.parallel_env(), "max_cycles") == 25
 
 
-def test_find_tells_who_was_asked():
+def test_error_of_find_names_the_layers():
     with pytest.raises(AttributeError, match=r"Forwarding has no attribute 'wings', nor .* \(Slotted, Track\)"):
         attributes.find(Forwarding(Slotted(Track())), "wings")
     with pytest.raises(AttributeError, match=r"^Track has no attribute 'wings': "):
         attributes.find(Track(), "wings")
 
 
-def test_find_repeats_what_the_simulator_said():
+def test_error_of_find_includes_the_simulators_message():
     class Unready(Track):
         @property
         def position(self):
@@ -126,7 +126,7 @@ def test_assign_through_real_wrappers_and_conversions():
     assert cart.unwrapped.render_mode == cart.render_mode == "rgb_array"
 
 
-def test_assign_refuses_what_is_missing_or_read_only():
+def test_assign_refuses_missing_and_read_only_attributes():
     env = Forwarding(Track())
     with pytest.raises(AttributeError, match=r"Forwarding has no attribute 'wings', nor .* cannot be set"):
         attributes.assign(env, "wings", 2)
@@ -157,24 +157,24 @@ def test_declared_seed(seed, expected):
     assert attributes.declared_seed(plain) == expected
 
 
-def test_declared_seed_where_there_is_none_or_asking_fails():
-    class Grumpy(Track):
+def test_declared_seed_missing_or_failing():
+    class RaisingProperty(Track):
         @property
         def seed(self):
             raise RuntimeError("not now")
 
     assert attributes.declared_seed(Track()) is None
-    assert attributes.declared_seed(Grumpy()) is None
+    assert attributes.declared_seed(RaisingProperty()) is None
 
 
-def test_whether_there_is_one_is_told_without_calling_it():
+def test_presence_is_checked_without_a_call():
     env = Forwarding(Slotted(Track()))
     assert attributes.has(env, "scaled")
     assert attributes.has(env, "gear") is False
     assert attributes.has(env, "speed")
 
 
-def test_wrappers_are_known_by_name_and_by_what_they_are_derived_from():
+def test_wrappers_are_recognised_by_name_and_base_class():
     class Slow(TimeLimit):
         pass
 

@@ -1,4 +1,4 @@
-"""The page on kinds of environments: its code runs, and it names every adapter."""
+"""`docs/environments.md`: its code runs, and it names every adapter."""
 
 import re
 import subprocess
@@ -14,7 +14,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=["first", "tuples"])
-def test_code_prints_what_its_comments_say(block, tmp_path):
+def test_code_prints_the_commented_output(block, tmp_path):
     done = subprocess.run([sys.executable, "-"], input=block, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""ML-Agents: a `BaseEnv` in Python against the bare one in a plain loop, and a player that speaks Unity's protocol."""
+"""ML-Agents: a `BaseEnv` in Python compared with a plain loop over it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from marl_parallel.vector import GymnasiumVectorEnv
 
 pytestmark = pytest.mark.needs("mlagents_envs")
 
-# What it becomes
+# Results
 
 
-def test_recognised_and_described():
-    """The kind is told without a word; agents are open-ended; spaces are looked up by behaviour."""
+def test_recognition_and_schema():
+    """Recognised without `adapter=`; agents are open-ended; spaces are looked up by behaviour."""
     env = adapt(Arena())
     assert isinstance(env, MLAgentsEnv)
     assert env.rules is Rules.PETTINGZOO
@@ -59,14 +59,14 @@ def test_recognised_and_described():
     assert env.render() is None
 
 
-def test_by_name():
+def test_adapter_by_name():
     assert isinstance(adapt(Arena(), "mlagents"), MLAgentsEnv)
     with pytest.raises(NotAnEnvironment, match=r"An ML-Agents environment has no method `reset` and no method `step`"):
         adapt(object(), "mlagents")
 
 
 @pytest.mark.parametrize("max_steps", [0, -1])
-def test_a_limit_is_positive(max_steps):
+def test_max_steps_must_be_positive(max_steps):
     with pytest.raises(ValueError, match="max_steps must be a positive number of steps or None"):
         MLAgentsEnv(Arena(), max_steps=max_steps)
 
@@ -76,8 +76,8 @@ def test_a_limit_is_positive(max_steps):
 
 @each_mode
 @pytest.mark.parametrize("same_id", [False, True], ids=["new ids", "same id"])
-def test_side_by_side(same_id, mode, packed, build):
-    env = build([functools.partial(arena, same_id=same_id)] * 4, packed, mode)
+def test_results_equal_a_plain_loop(same_id, mode, two_worker_setup, build):
+    env = build([functools.partial(arena, same_id=same_id)] * 4, two_worker_setup, mode)
     reference = BareReference(functools.partial(Arena, same_id=same_id), 4, mode, MAX_STEPS)
     rng = random.Random(5)
     assert_same(env.reset(), reference.reset())
@@ -93,14 +93,14 @@ def test_side_by_side(same_id, mode, packed, build):
             "reset_info" in info and not over[i] for i, one in enumerate(got[4]) for info in one.values()
         )
         if mode is AutoresetMode.DISABLED and over[2]:
-            given = {"env_ids": [2], "options": {"wind": 0.5}}
-            assert_same(env.reset(**given), reference.reset(**given))
+            arguments = {"env_ids": [2], "options": {"wind": 0.5}}
+            assert_same(env.reset(**arguments), reference.reset(**arguments))
     assert ended >= 4 * 2
     assert (asked_again > 20) is same_id
 
 
-def test_views(build, packed):
-    env = build([arena] * 2, packed, copy=False)
+def test_views(build, two_worker_setup):
+    env = build([arena] * 2, two_worker_setup, copy=False)
     reference = BareReference(Arena, 2, AutoresetMode.SAME_STEP, MAX_STEPS)
     rng = random.Random(1)
     assert_same(env.reset(), reference.reset())
@@ -109,9 +109,9 @@ def test_views(build, packed):
         assert_same(env.step(actions), reference.step(actions))
 
 
-def test_it_never_ends_by_itself(each, build):
-    """Not even where all agents have ended and nobody asks; those who come later act."""
-    env = build([functools.partial(arena, max_steps=None)] * 2, each)
+def test_episode_does_not_end_by_itself(backend_setup, build):
+    """Not even if all agents have ended; agents that join later act."""
+    env = build([functools.partial(arena, max_steps=None)] * 2, backend_setup)
     env.reset()
     rng, alone = random.Random(0), 0
     for time in range(1, 40):
@@ -125,8 +125,8 @@ def test_it_never_ends_by_itself(each, build):
     assert any(env.acting)
 
 
-def test_who_waits_is_alive_and_does_not_act(each, build):
-    env = build([arena], each)
+def test_waiting_agents_are_alive_and_do_not_act(backend_setup, build):
+    env = build([arena], backend_setup)
     env.reset()
     (pilot,) = env.get_attr("group_map")[0][PILOT]
     assert pilot in env.acting[0]
@@ -138,9 +138,9 @@ def test_who_waits_is_alive_and_does_not_act(each, build):
     assert pilot in env.acting[0]
 
 
-def test_the_limit_cuts_off_everybody(each, build):
-    """Also who waits; terminated is who has ended by itself."""
-    env = build([functools.partial(arena, max_steps=3)], each, "DISABLED")
+def test_max_steps_truncates_all_agents(backend_setup, build):
+    """Also waiting ones; agents that ended by themselves are terminated."""
+    env = build([functools.partial(arena, max_steps=3)], backend_setup, "DISABLED")
     env.reset()
     for _ in range(3):
         alive = {agent for agents in env.get_attr("group_map")[0].values() for agent in agents}
@@ -152,8 +152,8 @@ def test_the_limit_cuts_off_everybody(each, build):
     assert not any(env.get_attr("group_map")[0].values())
 
 
-def test_agents_by_behaviour(each, build):
-    env = build([arena] * 2, each)
+def test_agents_by_behaviour(backend_setup, build):
+    env = build([arena] * 2, backend_setup)
     observations, _ = env.reset()
     for group_map, seen in zip(env.get_attr("group_map"), observations, strict=True):
         assert [*group_map] == [CHASER, OTHER_TEAM, MINER, PILOT]
@@ -162,42 +162,42 @@ def test_agents_by_behaviour(each, build):
         assert all(behavior_of(agent) == behavior for behavior, agents in group_map.items() for agent in agents)
 
 
-def test_masks_are_what_sampling_takes(each, build):
-    """Where Unity says True an action may not be taken; sampling with the mask never takes one."""
-    env = build([arena], each)
+def test_masks_for_sampling(backend_setup, build):
+    """Unity's True means forbidden; sampling with the mask never draws a forbidden action."""
+    env = build([arena], backend_setup)
     _, infos = env.reset()
     assert env.action_space is not None
     bare = Arena(42)
-    bare.reset()  # it tells its behaviours
+    bare.reset()  # it reports its behaviours
     bare.reset()
     for number, masks in zip(bare.get_steps(MINER)[0].agent_id, zip(*bare.get_steps(MINER)[0].action_mask)):
         agent = f"{MINER}?agent_id={number}"
-        told = infos[0][agent]["action_mask"]
-        for given, mask in zip(told, masks, strict=True):
-            assert given.tolist() == [int(not unavailable) for unavailable in mask]
+        returned = infos[0][agent]["action_mask"]
+        for arguments, mask in zip(returned, masks, strict=True):
+            assert arguments.tolist() == [int(not unavailable) for unavailable in mask]
         for _ in range(30):
-            action = env.action_space[agent].sample(mask=told)
-            assert not any(mask[taken] for mask, taken in zip(masks, action, strict=True))
+            action = env.action_space[agent].sample(mask=returned)
+            assert not any(mask[drawn] for mask, drawn in zip(masks, action, strict=True))
     (pilot,) = env.get_attr("group_map")[0][PILOT]
     (mask,) = bare.get_steps(PILOT)[0].action_mask
     for _ in range(30):
-        _, taken = env.action_space[pilot].sample(mask=infos[0][pilot]["action_mask"])
-        assert not mask[0][taken]
+        _, drawn = env.action_space[pilot].sample(mask=infos[0][pilot]["action_mask"])
+        assert not mask[0][drawn]
     assert env.action_space[CHASER] == ACTION_SPACES[CHASER]
     assert env.observation_space == spaces.Dict([*OBSERVATION_SPACES.items()])
 
 
-class Growing(Arena):
-    """Tells of one behaviour later than of the others, as Unity does where a scene gets new ones."""
+class LateBehavior(Arena):
+    """One behaviour appears later than the others, as in Unity scenes that grow."""
 
     @property
     def behavior_specs(self):
         return {name: spec for name, spec in super().behavior_specs.items() if name != PILOT or self.time >= 4}
 
 
-def test_behaviours_that_come_later(packed, build):
-    """They have no space, so what they say and do travels as it is."""
-    env = build([lambda seed: Growing(seed)], packed)
+def test_late_behaviours(two_worker_setup, build):
+    """They have no space, so their values travel pickled."""
+    env = build([lambda seed: LateBehavior(seed)], two_worker_setup)
     env.reset()
     rng, pilots = random.Random(0), 0
     for time in range(1, 9):
@@ -210,7 +210,7 @@ def test_behaviours_that_come_later(packed, build):
     assert PILOT not in {**env.action_space.spaces}
 
 
-# What is refused
+# Refused calls
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,9 @@ def test_behaviours_that_come_later(packed, build):
         (PILOT, (np.zeros(2), 0), "expected an array of shape (1,)"),
     ],
 )
-def test_actions_of_another_form(behavior, action, message, packed, build):
+def test_actions_of_another_form(behavior, action, message, two_worker_setup, build):
     """Refused before anything is stepped."""
-    env = build([arena] * 2, packed)
+    env = build([arena] * 2, two_worker_setup)
     env.reset()
     actions = actions_for(env.acting, random.Random(0))
     agent = next(agent for agent in env.acting[1] if behavior_of(agent) == behavior)
@@ -245,15 +245,15 @@ def test_actions_of_another_form(behavior, action, message, packed, build):
         (PILOT, (np.zeros(1, np.float32), 4)),
     ],
 )
-def test_actions_outside_their_behaviours_space(behavior, action, each, build):
-    env = build([arena], each, check_actions=True)
+def test_actions_outside_their_behaviours_space(behavior, action, backend_setup, build):
+    env = build([arena], backend_setup, check_actions=True)
     env.reset()
     agent = next(agent for agent in env.acting[0] if behavior_of(agent) == behavior)
     with pytest.raises(ValueError, match="is outside its space: expected an element of"):
         env.step([{**actions_for(env.acting, random.Random(0))[0], agent: action}])
 
 
-def test_a_discrete_action_that_is_no_integer():
+def test_non_integer_discrete_action():
     env = arena(0)
     observations, _ = env.reset()
     actions = {**actions_for([observations], random.Random(0))[0]}
@@ -262,22 +262,22 @@ def test_a_discrete_action_that_is_no_integer():
         env.step({**actions, pilot: (np.zeros(1), 1.5)})
 
 
-def test_whole_numbers_of_several_types():
-    """NumPy makes floats of them."""
+def test_integer_types_of_actions():
+    """NumPy turns mixed ones into floats."""
     env = arena(0)
     observations, _ = env.reset()
     actions = {**actions_for([observations], random.Random(0))[0]}
     kinds = itertools.cycle([np.uint64, np.int64])
     miners = [agent for agent in observations if behavior_of(agent) == MINER]
     assert len(miners) > 1
-    told = env.step(actions | {agent: actions[agent].astype(next(kinds)) for agent in miners})
+    returned = env.step(actions | {agent: actions[agent].astype(next(kinds)) for agent in miners})
     other = arena(0)
     other.reset()
-    assert_same(told, other.step(actions))
+    assert_same(returned, other.step(actions))
 
 
-def test_seeds_of_resets_are_refused(each, build):
-    env = build([arena] * 2, each, seed=7)
+def test_seeds_of_resets_are_refused(backend_setup, build):
+    env = build([arena] * 2, backend_setup, seed=7)
     reference = BareReference(Arena, 2, AutoresetMode.SAME_STEP, MAX_STEPS, seed=7)
     with pytest.warns(UserWarning, match="seed=3 is refused: these environments are seeded when they are made"):
         assert_same(env.reset(seed=3), reference.reset())
@@ -289,12 +289,12 @@ def test_seeds_of_resets_are_refused(each, build):
     assert_same(observations, reference.reset()[0])
 
 
-def test_options_are_parameters(each, build):
-    env = build([arena] * 3, each)
+def test_options_set_environment_parameters(backend_setup, build):
+    env = build([arena] * 3, backend_setup)
     env.reset(options={"wind": 2, "gravity": np.float32(9.5)})
     env.reset(options={"wind": 0.25}, env_ids=[1])
-    told = env.get_attr("parameters")
-    assert told == ({"wind": 2.0, "gravity": 9.5}, {"wind": 0.25, "gravity": 9.5}, {"wind": 2.0, "gravity": 9.5})
+    returned = env.get_attr("parameters")
+    assert returned == ({"wind": 2.0, "gravity": 9.5}, {"wind": 0.25, "gravity": 9.5}, {"wind": 2.0, "gravity": 9.5})
 
 
 @pytest.mark.parametrize(
@@ -305,8 +305,8 @@ def test_options_are_parameters(each, build):
         ({"schnell_ö": 1.0}, "options must have names in ASCII, which is what Unity takes, got 'schnell_ö'"),
     ],
 )
-def test_options_that_unity_cannot_be_told(options, message, each, build):
-    env = build([arena] * 2, each)
+def test_options_of_unsupported_types(options, message, backend_setup, build):
+    env = build([arena] * 2, backend_setup)
     env.reset(options={"wind": np.inf})
     with pytest.raises(ValueError, match=message):
         env.reset(options=options)
@@ -314,9 +314,9 @@ def test_options_that_unity_cannot_be_told(options, message, each, build):
 
 
 @pytest.mark.parametrize("options", [{"wind": "strong"}, {"wind": 1.0, "map": None}, {3: 1.0}, {"on": True}], ids=str)
-def test_other_options_are_refused(options, each, build):
+def test_unknown_options_are_refused(options, backend_setup, build):
     """Before anything is touched; nothing is closed."""
-    env = build([arena] * 2, each)
+    env = build([arena] * 2, backend_setup)
     env.reset()
     for reset in (env.reset, env.reset_async):
         with pytest.raises(ValueError, match="options must be numbers by parameter name, got"):
@@ -328,14 +328,14 @@ def test_other_options_are_refused(options, each, build):
         arena(0).reset(options=options)
 
 
-def test_options_want_a_channel(each, build):
-    env = build([lambda seed: Arena(seed)], each)
+def test_options_need_a_channel(backend_setup, build):
+    env = build([lambda seed: Arena(seed)], backend_setup)
     with pytest.raises(ValueError, match="the reset of these environments takes no options"):
         env.reset(options={"wind": 1.0})
 
 
-def test_facades_that_must_know_all_agents_say_so(each, build):
-    env = build([arena], each, "NEXT_STEP")
+def test_facades_refuse_open_ended_agents(backend_setup, build):
+    env = build([arena], backend_setup, "NEXT_STEP")
     with pytest.raises(ValueError, match="needs to know all agents beforehand, but possible_agents is empty"):
         GymnasiumVectorEnv(env)
 
@@ -343,18 +343,20 @@ def test_facades_that_must_know_all_agents_say_so(each, build):
 # Restarts
 
 
-def crashing(seed: int, env_id: int, restarts: int, way: str) -> MLAgentsEnv:
+def crashing(seed: int, env_id: int, restarts: int, fault: str) -> MLAgentsEnv:
     breaks = 5 if env_id == 1 and restarts == 0 else None
     parameters = EnvironmentParametersChannel()
-    return MLAgentsEnv(Arena(seed, [parameters], breaks=breaks, way=way), parameters=parameters, max_steps=MAX_STEPS)
+    return MLAgentsEnv(
+        Arena(seed, [parameters], breaks=breaks, fault=fault), parameters=parameters, max_steps=MAX_STEPS
+    )
 
 
 def breaking(setup: Setup) -> list[str]:
     return ["raise", "exit"] if setup.backend in ("process", "ray") else ["raise"]
 
 
-def test_options_that_are_refused_do_not_last(each, build):
-    env = build([arena] * 2, each, on_error="restart")
+def test_refused_options_have_no_effect(backend_setup, build):
+    env = build([arena] * 2, backend_setup, on_error="restart")
     env.reset()
     with pytest.raises(ValueError, match="options must be numbers"):
         env.reset(options=[{"wind": 1.0}, {"wind": "strong"}])
@@ -363,10 +365,10 @@ def test_options_that_are_refused_do_not_last(each, build):
 
 
 @each_mode
-def test_parameters_last_beyond_a_restart(mode, each, build):
-    """As they do in an environment that goes on."""
-    for way in breaking(each):
-        env = build([functools.partial(crashing, way=way)] * 2, each, mode, on_error="restart")
+def test_parameters_survive_a_restart(mode, backend_setup, build):
+    """As in an environment without faults."""
+    for fault in breaking(backend_setup):
+        env = build([functools.partial(crashing, fault=fault)] * 2, backend_setup, mode, on_error="restart")
         env.reset(options={"wind": 2.0, "gravity": 9.5})
         env.reset(options={"wind": 0.5}, env_ids=[1])
         rng = random.Random(3)
@@ -379,10 +381,10 @@ def test_parameters_last_beyond_a_restart(mode, each, build):
 
 
 @each_mode
-def test_restarts(mode, packed, build):
-    """In the middle: who was alive is cut off; from then on it is the bare one with the new seed."""
-    for way in breaking(packed):
-        env = build([functools.partial(crashing, way=way)] * 2, packed, mode, on_error="restart")
+def test_restarts(mode, two_worker_setup, build):
+    """During an episode: living agents are truncated; then it equals a plain loop with the new seed."""
+    for fault in breaking(two_worker_setup):
+        env = build([functools.partial(crashing, fault=fault)] * 2, two_worker_setup, mode, on_error="restart")
         reference = BareReference(Arena, 2, mode, MAX_STEPS)
         rng = random.Random(3)
         known = reference.reset()[0][1]
@@ -419,8 +421,8 @@ def test_restarts(mode, packed, build):
 # Commands
 
 
-def test_check_finds_nothing():
-    """The command that looks for what is wrong with a simulator follows agents that come and go."""
+def test_check_reports_no_findings():
+    """`marl-parallel check` handles agents that join and leave."""
     where = SIMULATORS / "mlagents_arena.py"
     command = [sys.executable, "-m", "marl_parallel.cli", "check", f"{where}:Arena", "--json"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

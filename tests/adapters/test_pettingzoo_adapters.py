@@ -12,7 +12,7 @@ from marl_parallel.adapters.pettingzoo_env import ParallelizableAECEnv
 
 
 def rollout(adapted, seed, steps):
-    """Reset and step with sampled actions; yields every result with what is left."""
+    """Reset and step with sampled actions; yields each result and the remaining agents."""
     for agent, space in adapted.action_spaces.items():
         space.seed(seed + len(str(agent)))
     adapted.reset(seed=seed)
@@ -40,7 +40,7 @@ def test_parallel_env():
 
 
 @pytest.mark.parametrize("maker", ["parallel_env", "env"])
-def test_agents_that_fall_leave_the_list(maker):
+def test_terminated_agents_leave_the_list(maker):
     adapted = adapt(real("pettingzoo.sisl.multiwalker_v9", maker=maker, terminate_on_fall=False, remove_on_fall=True))
     counts = [len(left) for left, _ in rollout(adapted, 1, 300)]
     assert counts[0] == 3
@@ -103,7 +103,7 @@ def test_aec_spaces_in_dicts_are_read_silently(wrapper):
     assert (adapted.observation_spaces, adapted.action_spaces) == ({"one": BOX}, {"one": MOVES})
 
 
-def test_a_wrapper_that_changes_spaces_is_heard():
+def test_spaces_changed_by_a_wrapper():
     class Halved(BaseParallelWrapper):
         def observation_space(self, agent):
             return spaces.Box(-0.5, 0.5, (3,), np.float32)
@@ -111,7 +111,7 @@ def test_a_wrapper_that_changes_spaces_is_heard():
     assert adapt(BaseParallelWrapper(Halved(OnlyDicts()))).observation_spaces["late"].high[0] == 0.5
 
 
-def test_aec_made_of_a_parallel_env_is_that_parallel_env_again():
+def test_aec_conversion_of_a_parallel_env_is_undone():
     parallel = OnlyDicts()
     adapted = adapt(parallel_to_aec(parallel))
     assert type(adapted) is ParallelizableAECEnv

@@ -1,4 +1,4 @@
-"""Simulators from the package index, constructed as their READMEs say, equal to a plain loop through `ParallelEnv`."""
+"""Simulators from PyPI, constructed as in their READMEs, equal a plain loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 from helpers import real_simulators
-from helpers.real_simulators import GROUPS, assert_equal, report, rollouts, script, together
+from helpers.real_simulators import GROUPS, assert_equal, merged, report, rollouts, script
 
 pytestmark = pytest.mark.needs("highway_env", "lbforaging", "magent2", "momaland", "pyspiel", "rware", "shimmy", "vmas")
 
@@ -80,7 +80,7 @@ GLOBAL_GENERATORS = {
 
 
 @pytest.mark.parametrize("name", SIMULATORS)
-def test_equal_to_a_plain_loop(name, tmp_path):
+def test_equals_a_plain_loop(name, tmp_path):
     simulator = SIMULATORS[name]
     of = rollouts(script(*simulator), tmp_path, ["process", "serial", "plain 0,1,2,3"])
     expected = of["plain 0,1,2,3"]
@@ -91,8 +91,8 @@ def test_equal_to_a_plain_loop(name, tmp_path):
 
 
 @pytest.mark.parametrize("version", HIGHWAY)
-def test_highway_env_is_equal_to_a_plain_loop(version, tmp_path):
-    """All but one info of its resets, an action that it samples from a space without a seed."""
+def test_highway_env_equals_a_plain_loop(version, tmp_path):
+    """Except one info of its resets: an action sampled from an unseeded space."""
     everybody = "plain 0,1,2,3"
     of = rollouts(script(*HIGHWAY[version]), tmp_path, ["process", "serial", everybody, f"{everybody} again"])
     report(f"highway-env {version}", of)
@@ -114,23 +114,23 @@ def without_sampled_actions(rollout):
 
 
 @pytest.mark.parametrize("name", GLOBAL_GENERATORS)
-def test_equal_to_plain_loops_with_the_same_neighbours(name, tmp_path):
+def test_equals_plain_loops_with_the_same_neighbours(name, tmp_path):
     groups = [f"plain {group}" for group in GROUPS]
     of = rollouts(script(*GLOBAL_GENERATORS[name]), tmp_path, ["process", *groups])
     report(name, of)
-    expected = together(*(of[group] for group in groups))
+    expected = merged(*(of[group] for group in groups))
     assert all(ends > 0 for ends in expected.ends)
     assert_equal(of["process"], expected, "process")
 
 
-def test_equal_to_a_plain_loop_with_all_environments_in_one_process(tmp_path):
+def test_equals_a_plain_loop_in_one_process(tmp_path):
     of = rollouts(script(*GLOBAL_GENERATORS["VMAS"]), tmp_path, ["serial", "plain 0,1,2,3"])
     report("VMAS", of)
     assert_equal(of["serial"], of["plain 0,1,2,3"], "serial")
 
 
-def test_backgammon_differs_from_itself(tmp_path):
-    """Its dice come from a generator that no seed reaches; so only the form of what it returns is compared."""
+def test_form_of_unseeded_backgammon(tmp_path):
+    """No seed reaches the generator of its dice, so only the form of results is compared."""
     text = script("from shimmy import OpenSpielCompatibilityV0", "OpenSpielCompatibilityV0(game_name='backgammon')")
     of = rollouts(text, tmp_path, ["process", "serial", "plain 0,1,2,3", "plain 0,1,2,3 again"])
     report("OpenSpiel backgammon", of)

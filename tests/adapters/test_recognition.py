@@ -28,7 +28,7 @@ FORMS = ["multi_agent", "full", "unformatted"]
 
 
 class HiWay(gymnasium.Env):
-    """As `smarts.env:hiway-v1`: unformatted spaces are None, agents are named by a set, one dict holds both flags."""
+    """Like `smarts.env:hiway-v1`: unformatted spaces are None, agents are a set, one dict holds both flags."""
 
     def __init__(self, observations="multi_agent", actions="multi_agent", seed=None):
         self.forms = observations, actions
@@ -79,7 +79,7 @@ def speeds(observations):
 @pytest.mark.parametrize("actions", FORMS)
 @pytest.mark.parametrize("observations", FORMS)
 @pytest.mark.parametrize("wrap", [lambda env: env, OrderEnforcing], ids=["bare", "wrapped"])
-def test_smarts_is_a_dict_environment_in_all_its_forms(observations, actions, wrap):
+def test_every_form_of_smarts_is_a_dict_environment(observations, actions, wrap):
     def make(seed):
         return wrap(HiWay(observations, actions, seed))
 
@@ -96,16 +96,16 @@ def test_smarts_is_a_dict_environment_in_all_its_forms(observations, actions, wr
         assert_same((speeds(seen), infos), (speeds(first), (info,)))
         for _ in range(5):
             agents = CARS if actions == "full" else env.acting[0]
-            given = dict.fromkeys(agents, "slow_down" if actions == "unformatted" else 2)
-            (seen,), rewards, terminateds, truncateds, infos = env.step([given])
-            expected, reward, dones, _, info = loop.step(given)
+            expected_actions = dict.fromkeys(agents, "slow_down" if actions == "unformatted" else 2)
+            (seen,), rewards, terminateds, truncateds, infos = env.step([expected_actions])
+            expected, reward, dones, _, info = loop.step(expected_actions)
             assert_same(speeds(seen), speeds(expected))
             assert_same((rewards, terminateds, truncateds, infos), ((reward,), (dones,), (dones,), (info,)))
         assert terminateds[0]["__all__"]
 
 
 class OneCar(gymnasium.Wrapper):
-    """As SMARTS's own wrapper for one agent: the names of agents are still there, the spaces are one agent's."""
+    """Like SMARTS's wrapper for one agent: still has agent names, but the spaces of one agent."""
 
     def __init__(self, env):
         super().__init__(env)
@@ -113,12 +113,12 @@ class OneCar(gymnasium.Wrapper):
         self.action_space = env.action_space["car_a"]
 
 
-def test_a_wrapper_that_leaves_one_agent_is_a_single_agent_environment():
+def test_single_agent_wrapper_of_smarts():
     assert type(adapt(OneCar(HiWay()))) is GymnasiumEnv
 
 
 class Named(gymnasium.Env):
-    """Names its agents by a method, as RLlib's older environments do, in an order of its own."""
+    """Its agent names come from a method, as in RLlib's older environments, in its own order."""
 
     observation_space = spaces.Dict({"b": BOX, "a": BOX})
     action_space = None
@@ -127,7 +127,7 @@ class Named(gymnasium.Env):
         return ["b", "a", "late"]
 
 
-def test_names_of_agents_keep_their_order():
+def test_agent_names_keep_their_order():
     adapted = adapt(TimeLimit(Named(), 5))
     assert (type(adapted), adapted.rules, adapted.possible_agents) == (DictEnv, Rules.DICT, ["b", "a", "late"])
 
@@ -140,8 +140,8 @@ def test_names_of_agents_keep_their_order():
 # Spaces that leave the kind open
 
 
-class Unsaid(gymnasium.Env):
-    """A Dict observation space, no action space: its keys are agents, or the parts of one agent's observation."""
+class NoActionSpace(gymnasium.Env):
+    """A Dict observation space and no action space: its keys are agents, or parts of one agent's observation."""
 
     observation_space = spaces.Dict({"left": BOX, "right": BOX})
     action_space = None
@@ -162,22 +162,22 @@ def stepped(make, adapter=None):
         return env.step([{"left": 0, "right": 0, "agent_0": 0}])
 
 
-def test_rewards_decide_where_spaces_leave_it_open():
-    make = functools.partial(Unsaid, {"left": 1.0, "right": 2.0}, {"__all__": False})
+def test_rewards_decide_if_spaces_are_ambiguous():
+    make = functools.partial(NoActionSpace, {"left": 1.0, "right": 2.0}, {"__all__": False})
     assert stepped(make)[1] == ({"left": 1.0, "right": 2.0},)
-    one = functools.partial(Unsaid, 1.0, False)
+    one = functools.partial(NoActionSpace, 1.0, False)
     with pytest.raises(EnvError, match=r'returned one reward or flag: pass adapter="gymnasium" if it has one agent'):
         stepped(one)
     assert stepped(one, "dict")[1] == ({"left": 1.0, "right": 1.0},)
     assert stepped(one, "gymnasium")[1] == ({"agent_0": 1.0},)
 
-    class Counted(Unsaid):
+    class Counted(NoActionSpace):
         n_agents = 2
 
     assert stepped(functools.partial(Counted, 1.0, False))[1] == ({"left": 1.0, "right": 1.0},)
 
 
-class Spaceless(Unsaid):
+class Spaceless(NoActionSpace):
     observation_space = None
 
 
@@ -189,7 +189,7 @@ def test_several_rewards_of_a_single_agent_environment_are_refused():
     ):
         stepped(functools.partial(Spaceless, 1.0, {"a": False}))
 
-    class Boxed(Unsaid):
+    class Boxed(NoActionSpace):
         observation_space = BOX
 
     with pytest.raises(
@@ -201,15 +201,15 @@ def test_several_rewards_of_a_single_agent_environment_are_refused():
 # One reward and one flag for all agents
 
 
-class Shared(DictGym):
-    """As VMAS with dict spaces, and its like: one reward or flag for all."""
+class SharedRewards(DictGym):
+    """Like VMAS with dict spaces: one reward or flag for all agents."""
 
     def __init__(self, rewards=0.5, terminated=False, truncated=False):
-        self.said = rewards, terminated, truncated
+        self.configured = rewards, terminated, truncated
 
     def step(self, actions):
         observations, *_ = super().step(actions)
-        return observations | {"right": np.ones(3, np.float32)}, *self.said, {"time": self.time}
+        return observations | {"right": np.ones(3, np.float32)}, *self.configured, {"time": self.time}
 
 
 BOTH = {"left": 0.5, "right": 0.5}
@@ -217,7 +217,7 @@ GOING = {"left": False, "right": False, "__all__": False}
 
 
 @pytest.mark.parametrize(
-    ("said", "rewards", "terminateds"),
+    ("configured", "rewards", "terminateds"),
     [
         ((0.5, False, False), BOTH, GOING),
         ((np.float32(0.5), True, False), dict.fromkeys(BOTH, np.float32(0.5)), dict.fromkeys(GOING, True)),
@@ -231,15 +231,15 @@ GOING = {"left": False, "right": False, "__all__": False}
     ],
     ids=str,
 )
-def test_one_reward_or_flag_is_given_to_each_agent(said, rewards, terminateds):
-    with ParallelEnv([functools.partial(Shared, *said)], auto_reset=False, backend="serial") as env:
+def test_shared_reward_or_flag_applies_to_each_agent(configured, rewards, terminateds):
+    with ParallelEnv([functools.partial(SharedRewards, *configured)], auto_reset=False, backend="serial") as env:
         env.reset()
         _, got, ended, truncated, infos = env.step([dict.fromkeys(BOTH, 0)])
     assert_same((got, ended, truncated, infos), ((rewards,), (terminateds,), (GOING,), ({"time": 1},)))
 
 
-def test_one_flag_for_all_ends_the_episode_in_every_backend(each, build):
-    env = build([functools.partial(Shared, np.float32(0.5), True)] * 4, each)
+def test_shared_flag_ends_the_episode_on_every_backend(backend_setup, build):
+    env = build([functools.partial(SharedRewards, np.float32(0.5), True)] * 4, backend_setup)
     env.reset()
     _, rewards, terminateds, _, infos = env.step([dict.fromkeys(BOTH, 0)] * 4)
     assert_same(rewards, (dict.fromkeys(BOTH, np.float32(0.5)),) * 4)
@@ -247,16 +247,18 @@ def test_one_flag_for_all_ends_the_episode_in_every_backend(each, build):
     assert all("final_obs" in info[agent] for info in infos for agent in BOTH)
 
 
-@pytest.mark.parametrize("said", [([1.0, 2.0], False, False), (1.0, (True, False), False), (1.0, None, False)], ids=str)
-def test_several_rewards_for_dict_observations_are_refused(said):
+@pytest.mark.parametrize(
+    "configured", [([1.0, 2.0], False, False), (1.0, (True, False), False), (1.0, None, False)], ids=str
+)
+def test_several_rewards_for_dict_observations_are_refused(configured):
     with pytest.raises(EnvError, match=r"must return five dicts keyed by agent.*was treated as a dict environment"):
-        stepped(functools.partial(Shared, *said))
+        stepped(functools.partial(SharedRewards, *configured))
 
 
-def test_vmas_with_dict_spaces_takes_a_list_of_actions():
+def test_vmas_with_dict_spaces_gets_a_list_of_actions():
     base = type("BaseGymWrapper", (), {"__module__": "vmas.simulator.environment.gym.base"})
 
-    class Vmas(base, Shared):
+    class Vmas(base, SharedRewards):
         def step(self, actions):
             assert actions == [2, 1]
             return super().step(actions)
@@ -272,18 +274,20 @@ def test_vmas_with_dict_spaces_takes_a_list_of_actions():
 
 
 class Flagged(gymnasium.Wrapper):
-    def __init__(self, **said):
+    def __init__(self, **configured):
         super().__init__(gymnasium.make("CartPole-v1"))
-        self.said = said
+        self.configured = configured
 
     def step(self, action):
         observation, reward, *rest = super().step(action)
-        terminated, truncated, info = (self.said.get(n, v) for n, v in zip(("terminated", "truncated", "info"), rest))
+        terminated, truncated, info = (
+            self.configured.get(n, v) for n, v in zip(("terminated", "truncated", "info"), rest)
+        )
         return observation, reward, terminated, truncated, info
 
 
 @pytest.mark.parametrize(
-    ("said", "text"),
+    ("configured", "text"),
     [
         (
             {"terminated": (False, False)},
@@ -296,41 +300,41 @@ class Flagged(gymnasium.Wrapper):
     ],
     ids=str,
 )
-def test_flags_and_infos_that_are_sequences_are_refused(said, text):
+def test_flags_and_infos_that_are_sequences_are_refused(configured, text):
     with pytest.raises(EnvError, match=text) as caught:
-        stepped(functools.partial(Flagged, **said))
+        stepped(functools.partial(Flagged, **configured))
     assert isinstance(caught.value.__cause__, TypeError)
     assert "on_error" not in str(caught.value)
 
 
 @pytest.mark.parametrize("flag", [np.array(False), np.array([False]), np.array([[0]]), np.bool_(False)], ids=repr)
-def test_an_array_of_one_flag_is_the_value_it_holds(flag):
+def test_array_of_one_flag_is_a_scalar(flag):
     with ParallelEnv([functools.partial(Flagged, truncated=flag)], backend="serial") as env:
         env.reset()
         truncateds = env.step([{"agent_0": 0}])[3]
     assert_same(truncateds, ({"agent_0": flag.reshape(())[()], "__all__": False},))
 
 
-class Marching(Crossing):
-    """Says what it was made with."""
+class ConfigurableResults(Crossing):
+    """Returns the values it was constructed with."""
 
     def __init__(self, flags, infos):
-        self.said = flags, infos
+        self.configured = flags, infos
 
     def step(self, actions):
         observations, rewards, *_ = super().step(actions)
-        return observations, rewards, self.said[0], {"__all__": False}, self.said[1]
+        return observations, rewards, self.configured[0], {"__all__": False}, self.configured[1]
 
 
 def test_sequences_in_dicts_are_refused_by_agent():
     with pytest.raises(EnvError, match="the terminated flag of agent 'right' must be True or False, got 2 values"):
-        stepped(functools.partial(Marching, {"left": False, "right": [False, False]}, {}))
+        stepped(functools.partial(ConfigurableResults, {"left": False, "right": [False, False]}, {}))
     with pytest.raises(EnvError, match="the terminated flag of agent '__all__' must be True or False"):
-        stepped(functools.partial(Marching, {"__all__": (False,)}, {}))
+        stepped(functools.partial(ConfigurableResults, {"__all__": (False,)}, {}))
     with pytest.raises(EnvError, match="the info of agent 'left' must be a dict, got 1 values"):
-        stepped(functools.partial(Marching, {"__all__": False}, {"left": [{}]}))
+        stepped(functools.partial(ConfigurableResults, {"__all__": False}, {"left": [{}]}))
     history = {"history": [1, 2], "left": {}}
-    assert stepped(functools.partial(Marching, {"__all__": False}, history))[4] == (history,)
+    assert stepped(functools.partial(ConfigurableResults, {"__all__": False}, history))[4] == (history,)
 
 
 # Advice
@@ -347,7 +351,7 @@ class OldApi(gymnasium.Env):
 
 
 class Functional:
-    """As JaxMARL: a key and a state go in with every call."""
+    """Like JaxMARL: each call takes a key and a state."""
 
     num_agents = 2
     possible_agents = ("a", "b")
@@ -365,7 +369,7 @@ class Functional:
 
 
 class Lle:
-    """As the Laser Learning Environment: lists of actions, and objects as results."""
+    """Like the Laser Learning Environment: lists of actions, objects as results."""
 
     n_agents = 2
 
@@ -392,7 +396,7 @@ class StepNeedsMore(DictGym):
     ],
     ids=["old", "unseeded", "functional", "lle", "step"],
 )
-def test_a_call_that_does_not_fit_names_the_adapters(make, text):
+def test_error_of_a_wrong_signature_names_the_adapters(make, text):
     with pytest.raises(EnvError, match=text) as caught:
         stepped(make)
     assert 'adapter="tuple"' in str(caught.value)
@@ -400,7 +404,7 @@ def test_a_call_that_does_not_fit_names_the_adapters(make, text):
     assert "on_error" not in str(caught.value)
 
 
-def test_restarts_that_cannot_help_end_with_the_same_advice():
+def test_restart_limit_includes_the_adapter_advice():
     policy = RestartPolicy(max_restarts=1)
     with ParallelEnv([OldApi], backend="serial", on_error="restart", restart_policy=policy) as env:
         env.reset()
@@ -410,7 +414,7 @@ def test_restarts_that_cannot_help_end_with_the_same_advice():
     assert "a restart would not help" in str(caught.value.__cause__)
 
 
-def test_a_type_error_inside_the_simulator_is_its_own():
+def test_type_error_inside_the_simulator_is_unchanged():
     class Broken(DictGym):
         def step(self, actions):
             return len(3)
@@ -423,14 +427,14 @@ def test_a_type_error_inside_the_simulator_is_its_own():
 
 @pytest.fixture
 def openai_gym(monkeypatch):
-    """The one class of OpenAI's gym that matters."""
+    """The class of OpenAI's gym that is recognised."""
     module = types.ModuleType("gym.core")
     module.Env = type("Env", (), {"__module__": "gym.core", "reset": lambda self: 0, "step": lambda self, action: 0})
     monkeypatch.setitem(sys.modules, "gym.core", module)
     return module.Env
 
 
-def test_openai_gym_is_pointed_to_shimmy(openai_gym):
+def test_openai_gym_error_names_shimmy(openai_gym):
     class Older(openai_gym):
         observation_space = BOX
 
@@ -450,16 +454,16 @@ class Mapless(Open):
         raise ValueError("no map has been loaded")
 
 
-def test_an_error_of_observation_space_is_called_that(build, killable):
+def test_error_in_observation_space_is_reported_as_such(build, killable_setup):
     with pytest.raises(EnvError, match=r"raised in observation_space\('late'\), at line .*: no map has") as caught:
-        build([Mapless] * 4, killable)
+        build([Mapless] * 4, killable_setup)
     assert caught.value.method == "observation_space('late')"
     assert isinstance(caught.value.__cause__, ValueError)
     assert "constructor" not in str(caught.value)
     assert "on_error" not in str(caught.value)
 
 
-def test_turns_can_be_forced():
+def test_turn_based_adapter_by_name():
     make = functools.partial(simple_spread_v3.env, max_cycles=2)
     assert type(adapt(make(), "aec-turn-based")) is TurnBasedAECEnv
     with ParallelEnv([make], seed=1, auto_reset=False, backend="serial", adapter="aec-turn-based") as env:

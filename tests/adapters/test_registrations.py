@@ -1,4 +1,4 @@
-"""Environments that a script registers with Gymnasium and PettingZoo can be made in its workers."""
+"""Gymnasium and PettingZoo registrations of the caller's script exist in its workers."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ SCRIPT = """
 """
 
 
-def test_what_a_script_registers_is_known_in_its_workers(tmp_path):
+def test_registrations_of_a_script_exist_in_workers(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT.format(tests=str(TESTS))))
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert "made" in done.stdout
-    # A worker that imports a module which registers the same once more has nothing to say.
+    # A worker that imports a module with the same registration prints no warning.
     assert "Overriding" not in done.stderr
 
 
-def test_a_class_of_a_module_that_workers_cannot_import(beside, build, monkeypatch):
-    """As of a test that pytest has loaded by its file."""
+def test_registered_class_of_a_module_that_workers_cannot_import(concurrent_setup, build, monkeypatch):
+    """As in a test that pytest loads by its path."""
     module = types.ModuleType("loaded_by_file")
     exec(
         "from simulators import deterministic\nclass Local(deterministic.Skirmish):\n    here = 'by value'\n",
@@ -84,15 +84,17 @@ def test_a_class_of_a_module_that_workers_cannot_import(beside, build, monkeypat
     )
     monkeypatch.setitem(sys.modules, "loaded_by_file", module)
     monkeypatch.setitem(gymnasium.registry, "test/Local-v0", EnvSpec("test/Local-v0", module.Local))
-    env = build([lambda: gymnasium.make("test/Local-v0", disable_env_checker=True)] * 2, beside)
+    env = build([lambda: gymnasium.make("test/Local-v0", disable_env_checker=True)] * 2, concurrent_setup)
     assert env.get_attr("here") == ("by value",) * 2
 
 
-def test_restarted_workers_know_it_too(build, monkeypatch, killable):
+def test_registrations_exist_in_restarted_workers(build, monkeypatch, killable_setup):
     monkeypatch.setitem(
         gymnasium.registry, "test/Dying-v0", EnvSpec("test/Dying-v0", "simulators.deterministic:Skirmish")
     )
-    env = build([lambda: gymnasium.make("test/Dying-v0", disable_env_checker=True)] * 2, killable, on_error="restart")
+    env = build(
+        [lambda: gymnasium.make("test/Dying-v0", disable_env_checker=True)] * 2, killable_setup, on_error="restart"
+    )
     env.reset()
     with pytest.raises(Exception, match="died"):
         env.call(lambda simulator: os._exit(3))
@@ -100,22 +102,22 @@ def test_restarted_workers_know_it_too(build, monkeypatch, killable):
 
 
 @pytest.fixture
-def elsewhere(monkeypatch):
-    """A registry without what has been registered, as a worker's."""
+def empty_registry(monkeypatch):
+    """A registry without the new registrations, as in a worker."""
     mine = dict(gymnasium.registry)
     yield lambda *env_ids: [gymnasium.registry.pop(env_id) for env_id in env_ids]
     gymnasium.registry.clear()
     gymnasium.registry.update(mine)
 
 
-def test_specs_are_unpickled_when_they_are_used(elsewhere):
-    """Which may import a simulator that this worker has nothing to do with; what does not pickle is left out."""
+def test_specs_are_unpickled_when_they_are_used(empty_registry):
+    """Unpickling may import a simulator that the worker does not use; unpicklable specs are left out."""
     gymnasium.register("test/Here-v1", "simulators.deterministic:Skirmish", kwargs={"seed": 3}, max_episode_steps=5)
     gymnasium.register("test/Lock-v0", "simulators.deterministic:Skirmish", kwargs={"seed": threading.Lock()})
-    gymnasium.register("test/Module-v0", "simulators.deterministic:Skirmish", kwargs={"seed": _Elsewhere()})
+    gymnasium.register("test/Module-v0", "simulators.deterministic:Skirmish", kwargs={"seed": _MissingModule()})
     cartpole = gymnasium.registry["CartPole-v1"]
     sent = dump_registrations()
-    elsewhere("test/Here-v1", "test/Lock-v0", "test/Module-v0")
+    empty_registry("test/Here-v1", "test/Lock-v0", "test/Module-v0")
     install_registrations(sent)
     assert gymnasium.registry["CartPole-v1"] is cartpole
     assert "test/Lock-v0" not in gymnasium.registry
@@ -128,11 +130,11 @@ def test_specs_are_unpickled_when_they_are_used(elsewhere):
     assert env.unwrapped.received["seed"] == 3
     with pytest.raises(ModuleNotFoundError, match="not_installed"):
         gymnasium.make("test/Module-v0")
-    assert dump_registrations()  # what was never used is passed on
+    assert dump_registrations()  # unused registrations are passed on
 
 
-class _Elsewhere:
-    """Can be pickled, but its module is missing where it is unpickled."""
+class _MissingModule:
+    """Can be pickled, but its module is missing when it is unpickled."""
 
     def __reduce__(self):
         return _import, ("not_installed",)
@@ -142,7 +144,7 @@ def _import(name):
     return __import__(name)
 
 
-def test_a_registration_that_was_replaced(elsewhere):
+def test_replaced_registration(empty_registry):
     replaced = gymnasium.registry["CartPole-v1"]
     gymnasium.registry["CartPole-v1"] = EnvSpec("CartPole-v1", "simulators.deterministic:Skirmish")
     sent = dump_registrations()
@@ -151,7 +153,7 @@ def test_a_registration_that_was_replaced(elsewhere):
     assert gymnasium.spec("CartPole-v1").entry_point == "simulators.deterministic:Skirmish"
 
 
-def test_an_older_pettingzoo_has_no_registry(monkeypatch):
+def test_pettingzoo_without_a_registry(monkeypatch):
     monkeypatch.delattr(pettingzoo, "aec_registry", raising=False)
     monkeypatch.delattr(pettingzoo, "parallel_registry", raising=False)
     assert pickle.loads(dump_registrations()).keys() == {"gymnasium"}

@@ -1,4 +1,4 @@
-"""SMARTS: its own way to use `ParallelEnv` with nothing but the import changed, and equality to a plain loop."""
+"""SMARTS: its own example with only the import changed, and equality to a plain loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import sumo
 from helpers import TESTS
 from helpers.comparison import assert_same
-from helpers.real_simulators import Rollout, assert_equal, report, rollouts, script, together
+from helpers.real_simulators import Rollout, assert_equal, merged, report, rollouts, script
 
 pytestmark = pytest.mark.needs("smarts", "sumo")
 
@@ -116,7 +116,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory):
-    """A folder with a small grid of roads, little traffic and two missions."""
+    """A folder with a small grid of roads, light traffic and two missions."""
     folder = tmp_path_factory.mktemp("grid")
     grid = ["--grid", "--grid.number", "3", "--grid.length", "120", "--default.lanenumber", "2"]
     variables = {**os.environ, **VARIABLES}
@@ -133,7 +133,7 @@ def setup(scenario, actions, observations):
 
 
 def example(scenario, folder, import_line, actions, observations):
-    """What `EXAMPLE` returns with one of the two `ParallelEnv`."""
+    """The results of `EXAMPLE` with one of the two `ParallelEnv`."""
     file = folder / "example.py"
     file.write_text(setup(scenario, actions, observations) + EXAMPLE.format(import_line=import_line))
     variables = {**os.environ, **VARIABLES, "PYTHONPATH": str(TESTS)}
@@ -149,7 +149,7 @@ OTHERS = [(actions, observations) for actions in OPTIONS for observations in OPT
 
 
 @pytest.mark.parametrize(("actions", "observations"), DIAGONAL)
-def test_its_example_with_nothing_but_the_import_changed(scenario, tmp_path, actions, observations):
+def test_example_with_only_the_import_changed(scenario, tmp_path, actions, observations):
     expected = example(scenario, tmp_path, THEIRS, actions, observations)
     actual = example(scenario, tmp_path, "from marl_parallel import ParallelEnv", actions, observations)
     assert len(actual) == len(expected) > 25
@@ -158,8 +158,8 @@ def test_its_example_with_nothing_but_the_import_changed(scenario, tmp_path, act
 
 
 @pytest.mark.parametrize(("actions", "observations"), OTHERS)
-def test_its_example_runs_with_all_other_options(scenario, tmp_path, actions, observations):
-    """SMARTS's own takes long to compare with; agents of these episodes live 8 and 12 steps at most."""
+def test_example_with_all_other_options(scenario, tmp_path, actions, observations):
+    """Comparing with SMARTS's own takes long; agents of these episodes live at most 8 and 12 steps."""
     (num_envs, same_space), (seen, infos), *steps = example(
         scenario, tmp_path, "from marl_parallel import ParallelEnv", actions, observations
     )
@@ -182,12 +182,12 @@ OURS = {"final_obs", "reset_info"}
 
 
 def inactive(observation):
-    """Whether it is a filled-in observation of an agent that is not there: most of its values are random."""
+    """Whether it is a filled-in observation of an absent agent: most of its values are random."""
     return "ego_vehicle_state" in observation and not observation["active"]
 
 
 def without_inactive(value):
-    """The same without the observations of agents that are not there."""
+    """The same without the observations of absent agents."""
     if isinstance(value, dict):
         return {} if inactive(value) else {key: without_inactive(item) for key, item in value.items()}
     return type(value)(map(without_inactive, value)) if type(value) in (tuple, list) else value
@@ -201,21 +201,21 @@ def as_theirs(results):
     if isinstance(results, dict):
         if inactive(results):
             return {}
-        kept = {key: value for key, value in results.items() if not (isinstance(value, dict) and {*value} <= OURS)}
-        return {key: as_theirs(value) for key, value in kept.items() if key not in OURS}
+        saved = {key: value for key, value in results.items() if not (isinstance(value, dict) and {*value} <= OURS)}
+        return {key: as_theirs(value) for key, value in saved.items() if key not in OURS}
     if isinstance(results, np.generic):
         return np.asarray(results)
     return type(results)(map(as_theirs, results)) if isinstance(results, tuple | list) else results
 
 
 @pytest.mark.parametrize(("actions", "observations"), DIAGONAL)
-def test_equal_to_plain_loops_with_the_same_neighbours(scenario, tmp_path, actions, observations):
+def test_equals_plain_loops_with_the_same_neighbours(scenario, tmp_path, actions, observations):
     text = script(
         setup(scenario, actions, observations), "make_env('simulation', seed)", "batches=30, choose=choose"
     ).replace("def make():", "def make(seed):")
     of = rollouts(text, tmp_path, ["process", "plain 0,1", "plain 2,3"], VARIABLES)
     report(f"SMARTS {actions} {observations}", of)
-    expected = together(of["plain 0,1"], of["plain 2,3"])
+    expected = merged(of["plain 0,1"], of["plain 2,3"])
     assert all(ends > 0 for ends in expected.ends)
     actual, expected = (Rollout(*without_inactive(tuple(rollout))) for rollout in (of["process"], expected))
     assert_equal(actual, expected, "process")

@@ -1,10 +1,10 @@
-"""sumo-rl, constructed as its README says, equal to a plain loop; also with one simulation per process (libsumo)."""
+"""sumo-rl, constructed as in its README, equals a plain loop; also with one simulation per process (libsumo)."""
 
 from __future__ import annotations
 
 import pytest
 import sumo
-from helpers.real_simulators import NUM_ENVS, assert_equal, report, rollouts, script, together
+from helpers.real_simulators import NUM_ENVS, assert_equal, merged, report, rollouts, script
 
 pytestmark = pytest.mark.needs("sumo", "sumo_rl")
 
@@ -22,7 +22,7 @@ MAKE = (
 SUMO = {"SUMO_HOME": sumo.SUMO_HOME}
 
 
-def test_equal_to_a_plain_loop(tmp_path):
+def test_equals_a_plain_loop(tmp_path):
     everything = f"plain {','.join(map(str, range(NUM_ENVS)))}"
     of = rollouts(script(SETUP, MAKE), tmp_path, ["process", "serial", everything], SUMO)
     report("sumo-rl", of)
@@ -31,12 +31,12 @@ def test_equal_to_a_plain_loop(tmp_path):
     assert_equal(of["process"], of[everything], "process")
 
 
-def test_equal_to_plain_loops_with_one_simulation_per_process(tmp_path):
-    """libsumo has one simulation per process: two environments in one worker would wait for each other for ever."""
+def test_one_simulation_per_process(tmp_path):
+    """With libsumo, two environments in one worker would wait for each other forever."""
     text = script(SETUP, MAKE, "envs_per_worker=1")
     alone = [f"plain {env_id}" for env_id in range(NUM_ENVS)]
     of = rollouts(text, tmp_path, ["process", *alone], {**SUMO, "LIBSUMO_AS_TRACI": "1"})
     report("sumo-rl, libsumo", of)
-    expected = together(*(of[one] for one in alone))
+    expected = merged(*(of[one] for one in alone))
     assert all(ends > 0 for ends in expected.ends)
     assert_equal(of["process"], expected, "process")

@@ -1,4 +1,4 @@
-"""Tuple environments: how they are recognised, what goes in, what comes out, and what is refused."""
+"""Tuple environments: recognition, actions, results, and what is refused."""
 
 import gymnasium
 import numpy as np
@@ -31,7 +31,7 @@ def test_tuple_environments_are_recognised(make):
 
 
 class Declared(gymnasium.Env):
-    """Spaces and a number of agents, and nothing that could be stepped."""
+    """Declares spaces and a number of agents, and cannot be stepped."""
 
     def __init__(self, seen, acts, number=None):
         self.observation_space, self.action_space = seen, acts
@@ -64,7 +64,7 @@ MOVES = spaces.Discrete(2)
         (spaces.Box(0, 1, (2, 3)), spaces.MultiDiscrete([5, 5]), 2, GymnasiumEnv),
     ],
 )
-def test_spaces_and_numbers_of_agents_decide(seen, acts, number, kind):
+def test_recognition_by_spaces_and_number_of_agents(seen, acts, number, kind):
     assert type(adapt(Declared(seen, acts, number))) is kind
     assert type(adapt(Declared(seen, acts, number), "gymnasium")) is GymnasiumEnv
 
@@ -93,7 +93,7 @@ def test_two_hundred_steps_equal_a_plain_loop(make, mode):
                 assert_same(env.reset(env_ids=over), reference.reset(env_ids=over))
 
 
-def test_agents_that_are_over_no_longer_act_and_others_must():
+def test_finished_agents_need_no_action():
     with ParallelEnv([Intersection], seed=3, backend="serial") as env:
         env.reset()
         while len(env.acting[0]) == 3:
@@ -108,8 +108,8 @@ def test_agents_that_are_over_no_longer_act_and_others_must():
         env.step([dict.fromkeys(env.acting[0], 0)])
 
 
-class Idle(Foraging):
-    """Keeps the actions it is given; the second agent is over from the first step on."""
+class RecordsActions(Foraging):
+    """Records its actions; the second agent is finished from the first step on."""
 
     action_space = spaces.Tuple(
         [
@@ -124,19 +124,19 @@ class Idle(Foraging):
     )
 
     def step(self, actions):
-        self.given = actions
+        self.received = actions
         return self.look(), 0.0, [False, True, True], False, {}
 
 
-def test_agents_that_are_over_get_an_action_that_does_nothing():
-    adapted = adapt(Idle())
+def test_finished_agents_get_a_default_action():
+    adapted = adapt(RecordsActions())
     adapted.reset(seed=1)
     first = {"agent_0": 3, "agent_1": "one", "agent_2": "other"}
     adapted.step(first)
-    assert adapted.source.given == (3, "one", "other")
+    assert adapted.source.received == (3, "one", "other")
     adapted.step({"agent_0": 2})
-    kept, idle, text = adapted.source.given
-    assert (kept, text) == (2, None)
+    saved, idle, text = adapted.source.received
+    assert (saved, text) == (2, None)
     assert_same(
         idle,
         {
@@ -147,19 +147,19 @@ def test_agents_that_are_over_get_an_action_that_does_nothing():
     )
 
 
-class Saying(Foraging):
-    """Returns what it was made with: rewards, terminated, truncated and info of every step."""
+class ConfigurableResults(Foraging):
+    """Returns the rewards, flags and info it was constructed with, in every step."""
 
     def __init__(self, rewards=0.0, terminated=False, truncated=False, info=None):
-        self.said = rewards, terminated, truncated, {} if info is None else info
+        self.configured = rewards, terminated, truncated, {} if info is None else info
 
     def step(self, actions):
         self.move(actions)
-        return (self.look(), *self.said)
+        return (self.look(), *self.configured)
 
 
-def told(**said):
-    adapted = adapt(Saying(**said))
+def first_step(**configured):
+    adapted = adapt(ConfigurableResults(**configured))
     adapted.reset(seed=1)
     return adapted.step(dict.fromkeys(TUPLE_AGENTS, 0))
 
@@ -186,8 +186,8 @@ ARRAY = np.array([0.5, 1.0, 2.0], np.float32)
     ],
     ids=str,
 )
-def test_rewards_come_as_sequences_or_are_shared(rewards, expected):
-    assert_same(told(rewards=rewards)[1], expected)
+def test_rewards_in_sequences_or_shared(rewards, expected):
+    assert_same(first_step(rewards=rewards)[1], expected)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_rewards_come_as_sequences_or_are_shared(rewards, expected):
     ],
 )
 def test_an_episode_is_over_when_every_agent_is(terminated, truncated, expected):
-    _, _, terminateds, truncateds, _ = told(terminated=terminated, truncated=truncated)
+    _, _, terminateds, truncateds, _ = first_step(terminated=terminated, truncated=truncated)
     assert (terminateds["__all__"], truncateds["__all__"]) == expected
     assert [*terminateds] == [*truncateds] == [*TUPLE_AGENTS, "__all__"]
 
@@ -221,14 +221,17 @@ def test_an_episode_is_over_when_every_agent_is(terminated, truncated, expected)
     ],
     ids=str,
 )
-def test_infos_are_by_agent_or_common(info, expected):
-    assert_same(told(info=info)[4], expected)
+def test_infos_by_agent_or_common(info, expected):
+    assert_same(first_step(info=info)[4], expected)
 
 
 @pytest.mark.parametrize(
-    ("said", "text"),
+    ("configured", "text"),
     [
-        ({"rewards": [1.0, 2.0]}, r"`step` of .*Saying must return 3 rewards, one per agent; it returned 2 values"),
+        (
+            {"rewards": [1.0, 2.0]},
+            r"`step` of .*ConfigurableResults must return 3 rewards, one per agent; it returned 2 values",
+        ),
         ({"rewards": {"a": 1}}, "rewards, one per agent or one for all; it returned one value of type dict"),
         ({"terminated": np.zeros(2, bool)}, r"3 terminated flags.* of type ndarray and shape \(2,\)"),
         ({"truncated": None}, "truncated flags, one per agent or one for all; it returned one value of type NoneType"),
@@ -236,12 +239,12 @@ def test_infos_are_by_agent_or_common(info, expected):
         ({"info": [1, 2, 3]}, "one dict of infos, or one per agent; it returned 3 values"),
     ],
 )
-def test_results_of_another_form_are_refused(said, text):
+def test_results_of_another_form_are_refused(configured, text):
     with pytest.raises(AdapterMismatch, match=rf'{text}.*was treated as a tuple environment; .*pass adapter="dict"'):
-        told(**said)
+        first_step(**configured)
 
 
-def test_one_observation_for_all_is_refused():
+def test_shared_observation_is_refused():
     class OneForAll(Pathfinding):
         def look(self):
             return self.np_random.normal(size=3)
@@ -254,7 +257,7 @@ def test_one_observation_for_all_is_refused():
         adapt(OneForAll()).reset(seed=1)
 
 
-def test_an_interrupted_step_keeps_the_common_info_apart():
+def test_interrupted_step_does_not_modify_the_common_info():
     class Failing(Cooperative):
         def step(self, actions):
             if self.time == 2:
@@ -271,7 +274,7 @@ def test_an_interrupted_step_keeps_the_common_info_apart():
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_the_plain_loop_of_the_command_line_steps_them(make):
+def test_plain_loop_of_the_command_line(make):
     class Counting(make):
         moves = resets = 0
 

@@ -1,4 +1,4 @@
-"""`unity`: what it asks Unity for, a player in another process that speaks Unity's protocol, and what may be missing.
+"""`unity`: the arguments of `UnityEnvironment`, and a player in another process that speaks Unity's protocol.
 
 What steps mean is tested in `test_mlagents`.
 """
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.needs("mlagents_envs")
 
 @pytest.fixture
 def base_port() -> int:
-    """With a few free ports from there on, and from a thousand further on."""
+    """A port with a few free ports from there on, and from 1000 above it."""
     rng = random.Random()
     while True:
         base = rng.randrange(10_000, 30_000)
@@ -55,8 +55,8 @@ def is_free(port: int) -> bool:
         return True
 
 
-def test_over_the_wire(each, build, tmp_path, base_port):
-    """Unity's side is another process: the same as the arena in a plain loop, and all of it is over afterwards."""
+def test_player_in_another_process(backend_setup, build, tmp_path, base_port):
+    """Equal to the arena in a plain loop; the player ends with the environment."""
     make = unity(
         player_script(tmp_path), base_port=base_port, engine={"time_scale": 20.0}, max_steps=MAX_STEPS, timeout_wait=30
     )
@@ -64,8 +64,8 @@ def test_over_the_wire(each, build, tmp_path, base_port):
     for one in reference.copies:
         one.env.parameters["time_scale"] = 20.0
     rng, options = random.Random(2), {"wind": 0.5}
-    # Whatever fails, Unity is told to stop: its library keeps an interpreter from ending that has not done so.
-    with build([make] * 2, each) as env:
+    # Close Unity after any failure: otherwise its library blocks the interpreter's exit.
+    with build([make] * 2, backend_setup) as env:
         assert_same(env.reset(options=options), reference.reset(options=options))
         for _ in range(MAX_STEPS + 6):
             actions = actions_for(reference.acting, rng)
@@ -76,7 +76,7 @@ def test_over_the_wire(each, build, tmp_path, base_port):
 
 
 @each_mode
-def test_a_player_that_dies_is_replaced_on_another_port(mode, build, tmp_path, base_port):
+def test_player_that_dies_is_replaced_on_another_port(mode, build, tmp_path, base_port):
     make = unity(
         player_script(tmp_path),
         base_port=base_port,
@@ -108,8 +108,8 @@ def test_a_player_that_dies_is_replaced_on_another_port(mode, build, tmp_path, b
     assert env.stats().restarts == 1
 
 
-def test_a_worker_that_dies_takes_its_players_along(build, tmp_path, base_port):
-    """What is built anew in another process talks through other ports; nothing is left of the old."""
+def test_players_end_with_their_worker(build, tmp_path, base_port):
+    """Their replacements use other ports; nothing of the old ones is left."""
     make = unity(player_script(tmp_path), base_port=base_port, max_steps=MAX_STEPS, timeout_wait=30)
     env = build([make] * 2, Setup("process", True, 1), on_error="restart")
     env.reset()
@@ -124,34 +124,34 @@ def test_a_worker_that_dies_takes_its_players_along(build, tmp_path, base_port):
         env.step(actions_for(env.acting, random.Random(0)))
 
 
-class Started(Exception):
-    """What a `UnityEnvironment` is asked for, in place of one."""
+class FakeUnityEnvironment(Exception):
+    """Records its arguments in place of a `UnityEnvironment`."""
 
 
 @pytest.fixture
-def asked(monkeypatch) -> Callable[..., dict[str, Any]]:
-    """What a constructor made by `unity` asks a `UnityEnvironment` for."""
+def unity_arguments(monkeypatch) -> Callable[..., dict[str, Any]]:
+    """The arguments that a constructor made by `unity` passes to `UnityEnvironment`."""
     import mlagents_envs.environment
 
     class Refusing(mlagents_envs.environment.UnityEnvironment):
         def __init__(self, file_name, **arguments):
-            raise Started({"file_name": file_name, **arguments})
+            raise FakeUnityEnvironment({"file_name": file_name, **arguments})
 
     monkeypatch.setattr(mlagents_envs.environment, "UnityEnvironment", Refusing)
 
     def ask(make: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
-        with pytest.raises(Started) as caught:
+        with pytest.raises(FakeUnityEnvironment) as caught:
             make(**keywords)
         return caught.value.args[0]
 
     return ask
 
 
-def test_ports_of_restarts(asked):
-    """Never that of the life before, nor of another copy."""
+def test_ports_of_restarts(unity_arguments):
+    """Different from the previous life's and from other environments'."""
     make = unity("game", base_port=6000)
     seen: dict[int, list[int]] = {
-        env_id: [asked(make, seed=0, env_id=env_id, restarts=n)["worker_id"] for n in range(200)]
+        env_id: [unity_arguments(make, seed=0, env_id=env_id, restarts=n)["worker_id"] for n in range(200)]
         for env_id in (0, 1, 999)
     }
     assert [ids[0] for ids in seen.values()] == [0, 1, 999]
@@ -161,19 +161,19 @@ def test_ports_of_restarts(asked):
     assert len({*seen[0]} | {*seen[1]} | {*seen[999]}) == sum(len({*ids}) for ids in seen.values())
 
 
-def test_what_is_passed_to_unity(asked):
+def test_arguments_passed_to_unity(unity_arguments):
     config = EngineConfig(80, 60, 1, 10.0, None, None)
     own = RawBytesChannel(uuid.uuid4())
-    given = asked(
+    passed = unity_arguments(
         unity("game", engine=config, no_graphics=True, side_channels=[own]), seed=2**31 + 5, env_id=2, restarts=0
     )
-    *others, engine, parameters = given.pop("side_channels")
-    assert given == {"file_name": "game", "worker_id": 2, "base_port": None, "seed": 5, "no_graphics": True}
+    *others, engine, parameters = passed.pop("side_channels")
+    assert passed == {"file_name": "game", "worker_id": 2, "base_port": None, "seed": 5, "no_graphics": True}
     assert others == [own]
     assert len(engine.message_queue) == 3
     assert parameters.message_queue == []
-    assert asked(unity(None), seed=0, env_id=0, restarts=3)["worker_id"] == 0
-    assert len(asked(unity("game", side_channels=None), seed=0, env_id=0)["side_channels"]) == 2
+    assert unity_arguments(unity(None), seed=0, env_id=0, restarts=3)["worker_id"] == 0
+    assert len(unity_arguments(unity("game", side_channels=None), seed=0, env_id=0)["side_channels"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -185,13 +185,13 @@ def test_what_is_passed_to_unity(asked):
         ({"side_channels": [EngineConfigurationChannel()]}, ValueError, "own: pass engine="),
     ],
 )
-def test_what_each_copy_has_of_its_own(arguments, kind, message):
+def test_arguments_per_environment(arguments, kind, message):
     with pytest.raises(kind, match=message):
         unity("game", **arguments)
 
 
-def test_a_player_that_ends_at_once_leaves_nothing(tmp_path, base_port):
-    """Not its port, nor the threads that wait for it: it can be tried again in the same process."""
+def test_player_that_exits_at_once_leaves_nothing(tmp_path, base_port):
+    """Neither its port nor its threads: it can be started again in the same process."""
     player = tmp_path / "player"
     player.write_text("#!/bin/sh\nexit 3\n")
     player.chmod(0o755)
@@ -206,12 +206,12 @@ def test_a_player_that_ends_at_once_leaves_nothing(tmp_path, base_port):
     assert threading.active_count() <= threads
 
 
-def test_the_editor_is_one(build):
+def test_editor_supports_one_environment(build):
     with pytest.raises(EnvError, match=r"If the environment name is None, the worker-id must be 0"):
         ParallelEnv([lambda: None, unity(None)], backend="serial", adapter=lambda env: arena(0) if env is None else env)
 
 
-# What is missing
+# Missing files and libraries
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_the_editor_is_one(build):
     ],
     ids=["package", "protobuf", "numpy"],
 )
-def test_what_cannot_be_used_is_told_in_one_line(error, detail, monkeypatch):
+def test_failures_are_reported_in_one_line(error, detail, monkeypatch):
     real = importlib.import_module
 
     def failing(name: str, package: str | None = None) -> Any:
@@ -244,6 +244,6 @@ def test_what_cannot_be_used_is_told_in_one_line(error, detail, monkeypatch):
         )
 
 
-def test_a_file_that_is_not_there(build):
+def test_missing_file(build):
     with pytest.raises(EnvError, match="Couldn't launch the nowhere environment"):
         ParallelEnv([unity("nowhere", base_port=20_000 + os.getpid() % 10_000)], backend="serial")

@@ -1,7 +1,7 @@
-"""Every way in which worker processes start: the same results, the same errors, nothing left behind.
+"""Every start method of worker processes: the same results, the same errors, nothing left behind.
 
-What becomes of workers whose parent is killed is tested in `test_parents`, what the launchers promise in detail in
-`test_launching`, the portable backend by itself in `test_portable`.
+Workers whose parent is killed are tested in `test_parent_deaths`, launchers in `test_launching`, the portable backend
+alone in `test_spawn`.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ pytestmark = pytest.mark.release_independent
 
 
 @pytest.fixture
-def build(way: str) -> Iterator[Callable[..., ParallelEnv]]:
-    """Makes a `ParallelEnv` with two workers that start in this way."""
+def build(start_method: str) -> Iterator[Callable[..., ParallelEnv]]:
+    """Makes a `ParallelEnv` with two workers of this start method."""
     with contextlib.ExitStack() as stack:
 
         def make(constructors: list[Any], mode: Any = True, **more: Any) -> ParallelEnv:
-            env = ParallelEnv(constructors, mode, **{"num_workers": 2, **arguments(way), **more})
+            env = ParallelEnv(constructors, mode, **{"num_workers": 2, **arguments(start_method), **more})
             stack.callback(env.close, terminate=True)
             return env
 
         yield make
 
 
-def fleet(notes: Path, count: int = 4, **faults: Any) -> list[Any]:
-    """Environments of which the third one breaks."""
+def four_envs(notes: Path, count: int = 4, **faults: Any) -> list[Any]:
+    """Four environments of which the third fails."""
     return [functools.partial(Fragile, faults if index == 2 else {}, notes) for index in range(count)]
 
 
@@ -59,7 +59,7 @@ def step(env: ParallelEnv) -> Any:
     return env.step([{"a": 0, "b": 1}] * env.num_envs)
 
 
-# What comes back
+# Results
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -73,13 +73,13 @@ def test_trajectory(shared_memory, build):
 def test_views_outlive_the_environment(build):
     env = build(scenario("hunt").constructors, copy=False)
     observations, _ = env.reset()
-    kept = copy.deepcopy(observations)
+    saved = copy.deepcopy(observations)
     env.close()
-    assert_same(observations, kept)
+    assert_same(observations, saved)
 
 
 def test_stats_and_calls(build, tmp_path):
-    env = build(fleet(tmp_path))
+    env = build(four_envs(tmp_path))
     env.reset()
     step(env)
     assert env.stats().steps == 4
@@ -89,7 +89,7 @@ def test_stats_and_calls(build, tmp_path):
 
 
 class Reporter(Fragile):
-    """Tells what its process is like."""
+    """Reports the state of its process."""
 
     def setting(self) -> dict[str, Any]:
         names = ("OMP_NUM_THREADS", "SET_LATER")
@@ -103,27 +103,27 @@ class Reporter(Fragile):
         }
 
 
-def test_setting(way, build, tmp_path, monkeypatch):
+def test_process_settings(start_method, build, tmp_path, monkeypatch):
     monkeypatch.setenv("SET_LATER", "\udcff")
     monkeypatch.setattr(sys, "argv", ["script", "ü\udcff"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    backend = {"backend": PortableProcessBackend(threads=3)} if way == "portable" else {}
+    backend = {"backend": PortableProcessBackend(threads=3)} if start_method == "portable" else {}
     env = build([functools.partial(Reporter, {}, tmp_path)], num_workers=1, worker_threads=3, **backend)
-    (told,) = env.call("setting")
-    assert told["argv"] == ["script", "ü\udcff"]
-    assert told["path"] == sys.path
-    assert told["cwd"] == str(tmp_path)
-    assert told["environ"] == {"OMP_NUM_THREADS": "3", "SET_LATER": "\udcff"}
-    assert told["leads"]
-    assert told["stdin"] == b""
+    (settings,) = env.call("setting")
+    assert settings["argv"] == ["script", "ü\udcff"]
+    assert settings["path"] == sys.path
+    assert settings["cwd"] == str(tmp_path)
+    assert settings["environ"] == {"OMP_NUM_THREADS": "3", "SET_LATER": "\udcff"}
+    assert settings["leads"]
+    assert settings["stdin"] == b""
 
 
 # What goes wrong
 
 
 def test_exception(build, tmp_path):
-    env = build(fleet(tmp_path, step=raising(SimulatorError, "bad terrain")))
+    env = build(four_envs(tmp_path, step=raising(SimulatorError, "bad terrain")))
     env.reset()
     with pytest.raises(EnvError, match="bad terrain") as caught:
         step(env)
@@ -136,7 +136,7 @@ def test_exception(build, tmp_path):
 @pytest.mark.parametrize("place", ["constructor", "step"])
 def test_exit(place, build, tmp_path):
     with pytest.raises(WorkerCrashed, match="exit code 7") as caught:  # noqa: PT012
-        env = build(fleet(tmp_path, **{place: hard_exit}))
+        env = build(four_envs(tmp_path, **{place: hard_exit}))
         env.reset()
         step(env)
     assert (caught.value.exitcode, caught.value.env_ids, caught.value.worker) == (7, (2,), 1)
@@ -145,7 +145,7 @@ def test_exit(place, build, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_signal(number, build, tmp_path):
-    env = build(fleet(tmp_path, step=killed_by(number)))
+    env = build(four_envs(tmp_path, step=killed_by(number)))
     env.reset()
     with pytest.raises(WorkerCrashed, match=number.name) as caught:
         step(env)
@@ -154,15 +154,15 @@ def test_signal(number, build, tmp_path):
     assert gone(workers(tmp_path))
 
 
-def die_beside_a_fork() -> None:
-    """Die while a child holds all that was open, the way back to the parent too."""
+def die_with_forked_child() -> None:
+    """Die while a child keeps all descriptors open, including the channel to the parent."""
     if os.fork():
         os._exit(7)
     time.sleep(60)
 
 
-def test_death_beside_a_fork(build, tmp_path):
-    env = build(fleet(tmp_path, step=die_beside_a_fork))
+def test_death_with_a_forked_child(build, tmp_path):
+    env = build(four_envs(tmp_path, step=die_with_forked_child))
     env.reset()
     began = time.monotonic()
     with pytest.raises(WorkerCrashed, match="exit code 7"):
@@ -173,7 +173,7 @@ def test_death_beside_a_fork(build, tmp_path):
 def test_hanging_constructor(build, tmp_path):
     began = time.monotonic()
     with pytest.raises(WorkerTimeout, match="start_timeout") as caught:
-        build(fleet(tmp_path, constructor=hang), start_timeout=2.0)
+        build(four_envs(tmp_path, constructor=hang), start_timeout=2.0)
     assert time.monotonic() - began < 30.0
     assert caught.value.env_ids == (2,)
     assert "in hang" in caught.value.stack
@@ -181,7 +181,7 @@ def test_hanging_constructor(build, tmp_path):
 
 
 def test_close_from_another_thread(build, tmp_path):
-    env = build(fleet(tmp_path, step=hang))
+    env = build(four_envs(tmp_path, step=hang))
     env.reset()
     timer = threading.Timer(0.2, functools.partial(env.close, terminate=True))
     timer.start()
@@ -191,8 +191,8 @@ def test_close_from_another_thread(build, tmp_path):
     assert gone(workers(tmp_path))
 
 
-def test_close_takes_no_longer_than_it_may(build, tmp_path):
-    env = build(fleet(tmp_path, close=hang))
+def test_close_timeout(build, tmp_path):
+    env = build(four_envs(tmp_path, close=hang))
     began = time.monotonic()
     env.close(timeout=0.3)
     assert time.monotonic() - began < 2.0
@@ -200,7 +200,7 @@ def test_close_takes_no_longer_than_it_may(build, tmp_path):
 
 
 def test_forked_child_touches_nothing(build, tmp_path):
-    env = build(fleet(tmp_path))
+    env = build(four_envs(tmp_path))
     env.reset()
     if (pid := os.fork()) == 0:
         code = 1
@@ -214,7 +214,7 @@ def test_forked_child_touches_nothing(build, tmp_path):
     step(env)
 
 
-# What is left
+# Leftovers
 
 
 def with_child(notes: Path) -> Callable[[], None]:
@@ -229,7 +229,7 @@ def with_child(notes: Path) -> Callable[[], None]:
 @pytest.mark.parametrize("fault", [None, hard_exit])
 def test_children_of_simulators(fault, build, tmp_path):
     faults = {"reset": with_child(tmp_path)} | ({} if fault is None else {"step": fault})
-    env = build(fleet(tmp_path, **faults))
+    env = build(four_envs(tmp_path, **faults))
     env.reset()
     assert len(workers(tmp_path)) == 3
     if fault is None:
@@ -241,13 +241,13 @@ def test_children_of_simulators(fault, build, tmp_path):
 
 
 @pytest.mark.whole_machine
-def test_nothing_is_left(way, tmp_path):
+def test_nothing_is_left(start_method, tmp_path):
     def held() -> tuple[Any, ...]:
         shown = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(("marl_parallel", "pymp"))]
         return len(os.listdir("/proc/self/fd")), threading.active_count(), os.listdir("/dev/shm"), shown
 
     def cycle(number: int) -> None:
-        env = ParallelEnv(fleet(tmp_path), num_workers=2, **arguments(way))
+        env = ParallelEnv(four_envs(tmp_path), num_workers=2, **arguments(start_method))
         env.reset()
         if number % 2:
             os.kill(env.call("pid")[0], signal.SIGKILL)
@@ -263,19 +263,19 @@ def test_nothing_is_left(way, tmp_path):
     assert psutil.Process().children(recursive=True) == children
 
 
-# Which way it is
+# Arguments
 
 
 @pytest.mark.parametrize("backend", ["process", "serial"])
 def test_unknown_context(backend, tmp_path):
     with pytest.raises(ValueError, match="forkserver, spawn, fork"):
-        ParallelEnv(fleet(tmp_path), context="teleport", backend=backend)
+        ParallelEnv(four_envs(tmp_path), context="teleport", backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["serial", "thread", PortableProcessBackend()])
 def test_contexts_are_for_processes(backend, tmp_path):
     with pytest.raises(ValueError, match='backend="process" only'):
-        ParallelEnv(fleet(tmp_path), context="spawn", backend=backend)
+        ParallelEnv(four_envs(tmp_path), context="spawn", backend=backend)
 
 
 PRESSED = """
@@ -303,8 +303,8 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("who", ["parent", "server"])
-def test_ctrl_c_in_the_middle_of_a_fork(who):
-    """As where the parent is large, so that it takes a while: the parent knows of the child, or there is none."""
+def test_ctrl_c_during_fork(who):
+    """Forking a large parent takes a while: either the parent knows the child, or there is none."""
     program = PRESSED.format(tests=str(TESTS), who=who)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted []\n", "")

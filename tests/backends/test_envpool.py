@@ -1,4 +1,4 @@
-"""`ParallelEnv` over EnvPool beside the bare pool: the same seeds and actions, the same of everything."""
+"""`ParallelEnv` over EnvPool equals the bare pool: same seeds and actions, same results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bare(task: str, **arguments: Any) -> Any:
 
 
 @pytest.fixture
-def pooled() -> Iterator[Callable[..., ParallelEnv]]:
+def make_pool() -> Iterator[Callable[..., ParallelEnv]]:
     """Makes a `ParallelEnv` over EnvPool."""
     made: list[ParallelEnv] = []
 
@@ -66,7 +66,7 @@ def actions_of(space: gymnasium.Space[Any], steps: int, count: int = COPIES) -> 
 
 
 def same(ours: Any, its: Any, row: int) -> None:
-    """Value and type of everything, of one row of the pool's."""
+    """Equal value and type of every entry, for one row of the pool."""
     expected = optree.tree_map(lambda array: array[row], its)
     assert optree.tree_structure(ours) == optree.tree_structure(expected)
     for one, other in zip(optree.tree_leaves(ours), optree.tree_leaves(expected)):
@@ -76,18 +76,18 @@ def same(ours: Any, its: Any, row: int) -> None:
 
 
 def info_of(info: dict[str, Any]) -> dict[str, Any]:
-    """Without what says whose a row is."""
+    """The info without the keys that identify the row."""
     return {key: value for key, value in info.items() if key not in ("env_id", "players")}
 
 
-def without_firsts(its: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A step's arrays, but for rewards of first observations, which some tasks have: nobody has acted for them."""
+def without_first_rewards(its: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A step's arrays without rewards of first observations, which some tasks return."""
     its[1][its[-1]["elapsed_step"] == 0] = 0.0
     return its
 
 
 def compare(told: tuple[Any, ...], its: tuple[Any, ...], rows: Any = None) -> None:
-    """A step's or reset's dicts beside the pool's arrays."""
+    """Compare the dicts of a step or reset with the pool's arrays."""
     for copy in range(len(told[0])):
         row = copy if rows is None else rows[copy]
         same(told[0][copy], {"agent_0": its[0]}, row)
@@ -100,18 +100,18 @@ def compare(told: tuple[Any, ...], its: tuple[Any, ...], rows: Any = None) -> No
                 assert type(flags[copy]["__all__"]) is bool
 
 
-# -- beside the bare pool ----------------------------------------------------------------------------------------------
+# -- compared with the bare pool ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_dicts(task, pooled):
-    env, pool = pooled(task), bare(task)
+def test_dicts(task, make_pool):
+    env, pool = make_pool(task), bare(task)
     space = env.action_space["agent_0"]
     compare(env.reset(), pool.reset())
     ends = 0
     for actions in actions_of(space, 120):
         told = env.step([{"agent_0": action} for action in actions])
-        compare(told, its := without_firsts(pool.step(actions)))
+        compare(told, its := without_first_rewards(pool.step(actions)))
         ends += int((its[2] | its[3]).sum())
         assert env.acting == tuple([] if over else ["agent_0"] for over in its[2] | its[3])
         assert all(env.observation_space["agent_0"].contains(seen["agent_0"]) for seen in told[0])
@@ -121,8 +121,8 @@ def test_dicts(task, pooled):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_arrays(task, pooled):
-    env, pool = PettingZooVecEnv(pooled(task)), bare(task)
+def test_arrays(task, make_pool):
+    env, pool = PettingZooVecEnv(make_pool(task)), bare(task)
     observations, infos = env.reset()
     its = pool.reset()
     for actions in actions_of(env.single_action_space("agent_0"), 120):
@@ -132,7 +132,7 @@ def test_arrays(task, pooled):
             for one, other in zip(leaves, optree.tree_leaves(expected), strict=True):
                 np.testing.assert_array_equal(one, other)
         observations, rewards, terminations, truncations, infos = env.step({"agent_0": actions})
-        its = without_firsts(pool.step(actions))
+        its = without_first_rewards(pool.step(actions))
         for one, other in zip((rewards, terminations, truncations), its[1:4]):
             assert one["agent_0"].tolist() == other.tolist()
         assert rewards["agent_0"].dtype == np.float64
@@ -141,9 +141,9 @@ def test_arrays(task, pooled):
 
 
 @pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1"])
-def test_batches(task, pooled):
-    """Copies come in another order from run to run; what each of them goes through does not."""
-    env, pool = pooled(task, batch_size=2), bare(task)
+def test_batches(task, make_pool):
+    """The order of environments varies between runs; the trajectory of each does not."""
+    env, pool = make_pool(task, batch_size=2), bare(task)
     actions = actions_of(env.action_space["agent_0"], 300)
     its = [pool.reset(), *(pool.step(batch) for batch in actions)]
     moments = [0] * COPIES
@@ -160,9 +160,9 @@ def test_batches(task, pooled):
     assert {*env.recv().env_ids} == {*range(COPIES)}
 
 
-def test_all_of_several_batches(pooled):
-    env, pool = pooled(batch_size=2), bare("CartPole-v1")
-    vec, its = PettingZooVecEnv(pooled(batch_size=3)), pool.reset()
+def test_all_of_several_batches(make_pool):
+    env, pool = make_pool(batch_size=2), bare("CartPole-v1")
+    vec, its = PettingZooVecEnv(make_pool(batch_size=3)), pool.reset()
     compare(env.reset(), its)
     np.testing.assert_array_equal(vec.reset()[0]["agent_0"], its[0])
     for actions in actions_of(env.action_space["agent_0"], 60):
@@ -170,9 +170,9 @@ def test_all_of_several_batches(pooled):
         np.testing.assert_array_equal(vec.step({"agent_0": actions})[0]["agent_0"], its[0])
 
 
-def test_some_are_reset_and_stepped(pooled):
-    """Right after an end a reset cancels the pool's own; elsewhere it cuts an episode short."""
-    env, vec, pool = pooled(), PettingZooVecEnv(pooled()), bare("CartPole-v1")
+def test_partial_reset_and_step(make_pool):
+    """A reset right after an end replaces the pool's own; otherwise it cuts the episode short."""
+    env, vec, pool = make_pool(), PettingZooVecEnv(make_pool()), bare("CartPole-v1")
     compare(env.reset(), pool.reset())
     vec.reset()
     cancelled = 0
@@ -194,18 +194,18 @@ def test_some_are_reset_and_stepped(pooled):
     assert cancelled
 
 
-def test_seeds(pooled):
-    """One for each copy: `seed + i`, or as given."""
-    first, apart = pooled(seed=3), pooled(seed=[3, 4, 5, 6, 7, 8])
+def test_seeds(make_pool):
+    """One seed for each environment: `seed + i`, or the sequence."""
+    first, apart = make_pool(seed=3), make_pool(seed=[3, 4, 5, 6, 7, 8])
     assert first.seed() == apart.seed() == (3, 4, 5, 6, 7, 8)
     for one, other in zip(first.reset()[0], apart.reset()[0]):
         np.testing.assert_array_equal(one["agent_0"], other["agent_0"])
-    drawn_seeds = [pooled(seed=None).seed() for _ in range(2)]
+    drawn_seeds = [make_pool(seed=None).seed() for _ in range(2)]
     assert drawn_seeds[0] != drawn_seeds[1]
 
 
-def test_frames(pooled):
-    env = pooled(render_mode="rgb_array")
+def test_frames(make_pool):
+    env = make_pool(render_mode="rgb_array")
     env.reset()
     frames = env.render()
     assert (env.render_mode, len(frames), frames[0].ndim, frames[0].dtype) == ("rgb_array", COPIES, 3, np.uint8)
@@ -213,30 +213,30 @@ def test_frames(pooled):
     assert env.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
 
 
-def test_what_cannot_be_drawn_closes_nothing(pooled):
-    env = pooled("Blackjack-v1", render_mode="rgb_array")
+def test_render_error_closes_nothing(make_pool):
+    env = make_pool("Blackjack-v1", render_mode="rgb_array")
     env.reset()
     with pytest.raises(EnvError, match="EnvPool's Blackjack-v1 raised in render"):
         env.render()
     env.step([{"agent_0": 1}] * COPIES)
     with pytest.raises(ValueError, match='render_mode="human" shows one environment, but num_envs=6: pass "rgb_array"'):
-        pooled("CartPole-v1", render_mode="human")
+        make_pool("CartPole-v1", render_mode="human")
 
 
-def test_observations_within_observations(pooled):
-    """Some tasks part names with colons."""
-    env = pooled("FrankaKitchen-v1", num_envs=2)
+def test_nested_observations(make_pool):
+    """Some tasks separate names with colons."""
+    env = make_pool("FrankaKitchen-v1", num_envs=2)
     seen = env.reset()[0][0]["agent_0"]
     assert env.observation_space["agent_0"].contains(seen)
     assert isinstance(seen["desired_goal"], dict)
 
 
-def test_actions_count_as_they_were_sent(pooled):
-    """Whatever is written into the caller's array while EnvPool's threads are at work."""
+def test_actions_are_copied_at_send(make_pool):
+    """Writing into the caller's array while EnvPool's threads run changes nothing."""
     actions = np.ones((256, 6))
     told = []
     for after in (1.0, -1.0):
-        env = GymnasiumVectorEnv(pooled("HalfCheetah-v4", num_envs=256, num_threads=1))
+        env = GymnasiumVectorEnv(make_pool("HalfCheetah-v4", num_envs=256, num_threads=1))
         env.reset()
         actions[...] = 1.0
         env.step_async(actions)
@@ -245,8 +245,8 @@ def test_actions_count_as_they_were_sent(pooled):
     np.testing.assert_array_equal(*told)
 
 
-def test_actions_that_are_not_to_be_written(pooled):
-    env, pool = GymnasiumVectorEnv(pooled("Pendulum-v1")), bare("Pendulum-v1")
+def test_read_only_actions(make_pool):
+    env, pool = GymnasiumVectorEnv(make_pool("Pendulum-v1")), bare("Pendulum-v1")
     env.reset()
     pool.reset()
     actions = np.ones((COPIES, 1), np.float32)
@@ -254,8 +254,8 @@ def test_actions_that_are_not_to_be_written(pooled):
     np.testing.assert_array_equal(env.step(actions)[0], pool.step(actions)[0])
 
 
-def test_whole_numbers_of_several_types(pooled):
-    env, other = pooled(), pooled()
+def test_integer_types_of_actions(make_pool):
+    env, other = make_pool(), make_pool()
     env.reset()
     other.reset()
     mixed = [np.uint64(1), 0, np.int8(1), True, np.uint8(0), np.int64(1)]
@@ -269,8 +269,8 @@ def test_whole_numbers_of_several_types(pooled):
 # -- through facades ---------------------------------------------------------------------------------------------------
 
 
-def test_gymnasium(pooled):
-    env, pool = GymnasiumVectorEnv(pooled()), bare("CartPole-v1")
+def test_gymnasium(make_pool):
+    env, pool = GymnasiumVectorEnv(make_pool()), bare("CartPole-v1")
     np.testing.assert_array_equal(env.reset()[0], pool.reset()[0])
     for actions in actions_of(env.single_action_space, 60):
         told, its = env.step(actions), pool.step(actions)
@@ -280,8 +280,8 @@ def test_gymnasium(pooled):
         assert told[4]["_elapsed_step"].all()
 
 
-def test_gymnasium_wrappers(pooled):
-    env = RecordEpisodeStatistics(NormalizeObservation(GymnasiumVectorEnv(pooled(max_episode_steps=8))))
+def test_gymnasium_wrappers(make_pool):
+    env = RecordEpisodeStatistics(NormalizeObservation(GymnasiumVectorEnv(make_pool(max_episode_steps=8))))
     env.reset()
     lengths: list[int] = []
     for actions in actions_of(env.single_action_space, 30):
@@ -292,22 +292,22 @@ def test_gymnasium_wrappers(pooled):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_torchrl_specs(task, pooled):
-    check_env_specs(TorchRLEnv(pooled(task)))
+def test_torchrl_specs(task, make_pool):
+    check_env_specs(TorchRLEnv(make_pool(task)))
 
 
-def test_torchrl_steps_all_and_cannot_seed(pooled):
+def test_torchrl_steps_all_and_cannot_seed(make_pool):
     with pytest.raises(ValueError, match="6 environments and resets some of them, but these come 3 at a time: make"):
-        TorchRLEnv(pooled(batch_size=3))
-    env = TorchRLEnv(pooled())
+        TorchRLEnv(make_pool(batch_size=3))
+    env = TorchRLEnv(make_pool())
     with pytest.raises(ValueError, match="seed=0, but these environments are seeded only once"):
         env.set_seed(0)
     env.reset()
 
 
-def test_torchrl_resets_what_is_over(pooled):
-    """TorchRL's own resets in the place of the pool's: no step is lost to a reset, as against the bare pool."""
-    env, pool = TorchRLEnv(pooled()), bare("CartPole-v1")
+def test_torchrl_resets_finished_environments(make_pool):
+    """TorchRL's own resets replace the pool's: no step is lost to a reset, unlike with the bare pool."""
+    env, pool = TorchRLEnv(make_pool()), bare("CartPole-v1")
     data = env.rollout(60, break_when_any_done=False)
     seen, after = data["agent", "observation"][:, :, 0], data["next", "agent", "observation"][:, :, 0]
     current = torch.from_numpy(pool.reset()[0])
@@ -328,7 +328,7 @@ def test_torchrl_resets_what_is_over(pooled):
     assert data["agent", "mask"].all()
 
 
-# -- what it refuses ---------------------------------------------------------------------------------------------------
+# -- refused calls -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -351,9 +351,9 @@ def test_torchrl_resets_what_is_over(pooled):
         ({"max_num_players": 0}, ValueError, "EnvPool's CartPole-v1 refuses one of {.*'max_num_players': 0}"),
     ],
 )
-def test_arguments(arguments, kind, text, pooled):
+def test_arguments(arguments, kind, text, make_pool):
     with pytest.raises(kind, match=text):
-        pooled(**arguments)
+        make_pool(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -366,17 +366,17 @@ def test_arguments(arguments, kind, text, pooled):
         ({}, "environment 0: no action for agent 'agent_0'"),
     ],
 )
-def test_actions_that_would_end_the_process(actions, text, pooled):
-    """EnvPool aborts where an array is not what it wants; nothing of the kind gets there."""
-    env = pooled()
+def test_actions_that_would_end_the_process(actions, text, make_pool):
+    """EnvPool aborts on a wrong array; such arrays are refused before."""
+    env = make_pool()
     env.reset()
     with pytest.raises(ValueError, match=text):
         env.step([actions] * COPIES)
     assert len(env.step([{"agent_0": 1}] * COPIES)[0]) == COPIES
 
 
-def test_arrays_that_would_end_the_process(pooled):
-    env = GymnasiumVectorEnv(pooled("Pendulum-v1"))
+def test_arrays_that_would_end_the_process(make_pool):
+    env = GymnasiumVectorEnv(make_pool("Pendulum-v1"))
     env.reset()
     for actions in (np.zeros(COPIES), np.zeros((COPIES, 2)), np.zeros((2, 1)), np.full((COPIES, 1), "x")):
         with pytest.raises(ValueError, match="expected"):
@@ -391,7 +391,7 @@ def test_arrays_that_would_end_the_process(pooled):
         ("import nothing_of_this_name", "from_envpool needs EnvPool, which cannot be imported"),
     ],
 )
-def test_another_version_or_none(source, text, tmp_path):
+def test_missing_or_unsupported_version(source, text, tmp_path):
     (tmp_path / "envpool.py").write_text(source)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = "from marl_parallel import ParallelEnv; ParallelEnv.from_envpool('CartPole-v1', num_envs=2)"
@@ -399,12 +399,12 @@ def test_another_version_or_none(source, text, tmp_path):
         [sys.executable, "-c", command], capture_output=True, text=True, timeout=60,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith(f"ImportError: {text}")
-    assert said.endswith('pip install "marl-parallel[envpool]"')
+    output = done.stderr.splitlines()[-1]
+    assert output.startswith(f"ImportError: {text}")
+    assert output.endswith('pip install "marl-parallel[envpool]"')
 
 
-# -- what it costs -----------------------------------------------------------------------------------------------------
+# -- overhead ----------------------------------------------------------------------------------------------------------
 
 
 def test_benchmark(tmp_path):
@@ -423,8 +423,8 @@ def test_benchmark(tmp_path):
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_closing_with_work_in_flight(pooled):
-    env = pooled(batch_size=2)
+def test_close_with_calls_in_flight(make_pool):
+    env = make_pool(batch_size=2)
     env.reset_async()
     env.close()
     env.close()
@@ -434,8 +434,8 @@ def test_closing_with_work_in_flight(pooled):
 
 
 @pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit()"])
-def test_a_forked_child_leaves_it_alone(leave):
-    """A pool's threads are not in the child; who deletes the pool there waits for them, or crashes."""
+def test_forked_child_does_not_delete_the_pool(leave):
+    """The child has no pool threads: deleting the pool there waits for them, or crashes."""
     script = """
 import os, sys, gc
 from marl_parallel import ParallelEnv
@@ -455,7 +455,7 @@ assert len(env.reset()[0]) == 2
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readme():
+def test_readme_example():
     readme = (BENCHMARKS.parent / "README.md").read_text()
     blocks = re.findall(r"^```py\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
     (block,) = (block for block in blocks if "from_envpool" in block)

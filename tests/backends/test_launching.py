@@ -1,7 +1,6 @@
-"""Starting, watching and ending workers: each promise of the launchers, and each way of dying.
+"""Launchers: starting, watching and ending workers, and every way in which a worker dies.
 
-Where living workers hang and dead ones crashed is tested in `test_stacks`, that nothing outlives what it works for in
-`test_orphans`.
+Stacks of workers are tested in `test_stacks`, processes that outlive their parent in `test_orphans`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from helpers.launching import Stage, linux_only, server_of
+from helpers.launching import LauncherHarness, linux_only, server_of
 from helpers.processes import alive, all_gone
 from helpers.start_methods import CONTEXTS
 
@@ -30,72 +29,74 @@ from marl_parallel.backends.memory import Block
 pytestmark = [pytest.mark.release_independent, linux_only]
 
 
-# What a worker is like
+# The state of a worker
 
 
-def test_worker_finds_what_its_parent_has(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stage.launch("waits")  # whatever is set now, the next worker must not get by chance
-    stage.hear()
+def test_worker_has_the_parents_environment(
+    harness: LauncherHarness, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    harness.launch("waits")  # whatever is set now, the next worker must not get by chance
+    harness.receive()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SET_LATER", "\udcff")
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(sys, "argv", ["script", "--flag"])
     monkeypatch.syspath_prepend(str(tmp_path))
-    stage.launch("tells", index=3)
-    told = stage.hear()
-    assert told["index"] == 3
-    assert told["path"] == sys.path
-    assert told["argv"] == ["script", "--flag"]
-    assert told["cwd"] == str(tmp_path)
+    harness.launch("tells", index=3)
+    reply = harness.receive()
+    assert reply["index"] == 3
+    assert reply["path"] == sys.path
+    assert reply["argv"] == ["script", "--flag"]
+    assert reply["cwd"] == str(tmp_path)
     for name in ("TARGET", descendants.MARKER, *thread_variables(1)):
-        told["environ"].pop(name)
+        reply["environ"].pop(name)
     expected = {name: value for name, value in os.environ.items() if name not in thread_variables(1)}
-    assert told["environ"] == expected
+    assert reply["environ"] == expected
 
 
-def test_worker_is_a_process_of_its_own(stage: Stage) -> None:
+def test_worker_leads_its_own_session(harness: LauncherHarness) -> None:
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        stage.launch("tells")
+        harness.launch("tells")
     finally:
         signal.signal(signal.SIGINT, previous)
-    told = stage.hear()
-    assert told["leads"]
-    assert told["interrupt"]
-    assert told["blocked"] == []
-    assert told["stdin"] == os.devnull
-    assert told["main"] == []
-    assert told["main_file"] is None
+    reply = harness.receive()
+    assert reply["leads"]
+    assert reply["interrupt"]
+    assert reply["blocked"] == []
+    assert reply["stdin"] == os.devnull
+    assert reply["main"] == []
+    assert reply["main_file"] is None
 
 
 @pytest.mark.parametrize("context", ["forkserver", "spawn"])
 def test_worker_inherits_no_descriptor(context: str) -> None:
-    with contextlib.closing(Stage(context)) as stage:
-        stage.launch("tells")
-        # stdio, the crash file, the guards (parent, server, keeper), what it was given, and the listing itself
-        assert len(stage.hear()["fds"]) == 3 + 1 + 3 + 1 + 1
+    with contextlib.closing(LauncherHarness(context)) as harness:
+        harness.launch("tells")
+        # stdio, the crash file, the guards (parent, server, keeper), its argument, and the listing itself
+        assert len(harness.receive()["fds"]) == 3 + 1 + 3 + 1 + 1
 
 
-def test_output_goes_to_the_parents(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
-    pid = stage.launch("tells")
-    assert stage.death() == (pid, 0)
+def test_output_goes_to_the_parents_stdout(harness: LauncherHarness, capfd: pytest.CaptureFixture[str]) -> None:
+    pid = harness.launch("tells")
+    assert harness.death() == (pid, 0)
     assert "printed by the worker" in capfd.readouterr().out
 
 
 def test_stdout_without_descriptor(
-    served: Stage, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server_harness: LauncherHarness, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    served.launch("tells")
-    served.death()
+    server_harness.launch("tells")
+    server_harness.death()
     assert "printed by the worker" in capfd.readouterr().out
 
 
-def test_large_environment(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_environment(harness: LauncherHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(10):
         monkeypatch.setenv(f"LARGE_{number}", "x" * 50_000)
-    pid = stage.launch("returns")
-    assert stage.death() == (pid, 0)
+    pid = harness.launch("returns")
+    assert harness.death() == (pid, 0)
 
 
 @pytest.mark.parametrize("limit", [1, 2, None])
@@ -103,42 +104,42 @@ def test_large_environment(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_threads_of_numerical_libraries(context: str, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in thread_variables(1):
         monkeypatch.delenv(name, raising=False)
-    with contextlib.closing(Stage(context, limit)) as stage:
-        stage.launch("tells")
-        told = stage.hear()
+    with contextlib.closing(LauncherHarness(context, limit)) as harness:
+        harness.launch("tells")
+        reply = harness.receive()
     expected = len(os.sched_getaffinity(0)) if limit is None else limit
-    assert told["blas_threads"] == expected
+    assert reply["blas_threads"] == expected
     if context != "fork":
-        assert told["threads"] == expected
-    values = {told["environ"].get(name) for name in thread_variables(1)}
+        assert reply["threads"] == expected
+    values = {reply["environ"].get(name) for name in thread_variables(1)}
     assert values == {None if limit is None else str(limit)}
 
 
 # How it ends
 
 
-def test_return_runs_what_the_interpreter_runs(stage: Stage) -> None:
-    pid = stage.launch("returns", index=4)
-    assert stage.hear() == {"thread": 4}
-    assert stage.hear() == {"atexit": 4}
-    assert stage.death() == (pid, 0)
+def test_return_runs_exit_handlers_and_threads(harness: LauncherHarness) -> None:
+    pid = harness.launch("returns", index=4)
+    assert harness.receive() == {"thread": 4}
+    assert harness.receive() == {"atexit": 4}
+    assert harness.death() == (pid, 0)
 
 
-def test_exception(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
-    pid = stage.launch("raises")
-    assert stage.death() == (pid, 1)
+def test_exception(harness: LauncherHarness, capfd: pytest.CaptureFixture[str]) -> None:
+    pid = harness.launch("raises")
+    assert harness.death() == (pid, 1)
     assert "ValueError: raised by the worker" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("target", "exitcode"), [("exits", 7), ("sys_exits", 5)])
-def test_exit(stage: Stage, target: str, exitcode: int) -> None:
-    pid = stage.launch(target)
-    assert stage.death() == (pid, exitcode)
-    assert stage.crash_report(pid) == ""
+def test_exit(harness: LauncherHarness, target: str, exitcode: int) -> None:
+    pid = harness.launch(target)
+    assert harness.death() == (pid, exitcode)
+    assert harness.crash_report(pid) == ""
 
 
-def test_death_that_is_reported_with_the_launch(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parent may be slow to read what is reported."""
+def test_death_reported_with_the_launch(harness: LauncherHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent may be slow to read reports."""
     request = launching._Server.request
 
     def slow(*arguments: Any) -> None:
@@ -146,85 +147,87 @@ def test_death_that_is_reported_with_the_launch(stage: Stage, monkeypatch: pytes
         time.sleep(0.3)
 
     monkeypatch.setattr(launching._Server, "request", slow)
-    pid = stage.launch("exits")
-    assert stage.death() == (pid, 7)
+    pid = harness.launch("exits")
+    assert harness.death() == (pid, 7)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
-def test_signal(stage: Stage, number: int) -> None:
-    pid = stage.launch("waits")
-    stage.hear()
+def test_signal(harness: LauncherHarness, number: int) -> None:
+    pid = harness.launch("waits")
+    harness.receive()
     os.kill(pid, number)
-    assert stage.death() == (pid, -number)
-    assert stage.deaths() == []
+    assert harness.death() == (pid, -number)
+    assert harness.deaths() == []
 
 
-def test_a_signal_that_c_code_has_laid_hands_on(stage: Stage) -> None:
-    """As SDL does; Python does not know of it, and what is ignored stays so in a new program."""
+def test_signal_handler_installed_by_c_code(harness: LauncherHarness) -> None:
+    """For example SDL's, unknown to Python; ignored signals stay ignored in a new program."""
     ignored = ctypes.c_void_p(1)  # SIG_IGN
     ctypes.CDLL(None).signal(signal.SIGTERM, ignored)
     try:
-        pid = stage.launch("waits")
+        pid = harness.launch("waits")
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    stage.hear()
+    harness.receive()
     os.kill(pid, signal.SIGTERM)
-    assert stage.death() == (pid, -signal.SIGTERM)
+    assert harness.death() == (pid, -signal.SIGTERM)
 
 
-def test_death_is_announced_at_once(served: Stage) -> None:
-    pid = served.launch("waits")
-    served.hear()
-    assert not served.wake.try_take()
+def test_death_is_announced_at_once(server_harness: LauncherHarness) -> None:
+    pid = server_harness.launch("waits")
+    server_harness.receive()
+    assert not server_harness.wake.try_take()
     start = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    assert served.wake.take(timeout=10)
+    assert server_harness.wake.take(timeout=10)
     assert time.monotonic() - start < 1.0
-    assert served.deaths() == [(pid, -signal.SIGKILL)]
+    assert server_harness.deaths() == [(pid, -signal.SIGKILL)]
 
 
-def test_every_death_is_told_once(stage: Stage) -> None:
-    pids = [stage.launch("waits", index) for index in range(5)]
+def test_every_death_is_reported_once(harness: LauncherHarness) -> None:
+    pids = [harness.launch("waits", index) for index in range(5)]
     for pid in pids[:4]:
-        stage.kill(pid)
-    assert stage.wait_gone(pids, timeout=1.0) == {pids[4]}
-    assert sorted(stage.deaths()) == sorted((pid, -signal.SIGKILL) for pid in pids[:4])
-    assert stage.deaths() == []
-    stage.kill(pids[4], signal.SIGTERM)
-    assert stage.wait_gone(pids, timeout=5.0) == set()
-    assert stage.deaths() == [(pids[4], -signal.SIGTERM)]
-    stage.kill(pids[4])
+        harness.kill(pid)
+    assert harness.wait_gone(pids, timeout=1.0) == {pids[4]}
+    assert sorted(harness.deaths()) == sorted((pid, -signal.SIGKILL) for pid in pids[:4])
+    assert harness.deaths() == []
+    harness.launcher.terminate(pids[4])
+    assert harness.wait_gone(pids, timeout=5.0) == set()
+    assert harness.deaths() == [(pids[4], -signal.SIGTERM)]
+    harness.kill(pids[4])
 
 
-def test_kill_right_after_launch(stage: Stage) -> None:
+def test_kill_right_after_launch(harness: LauncherHarness) -> None:
     for _ in range(10):
-        pid = stage.launch("waits")
-        stage.kill(pid)
-        assert stage.death() == (pid, -signal.SIGKILL)
+        pid = harness.launch("waits")
+        harness.kill(pid)
+        assert harness.death() == (pid, -signal.SIGKILL)
 
 
-def test_wait_gone_keeps_to_its_timeout(stage: Stage) -> None:
-    pid = stage.launch("waits")
+def test_wait_gone_timeout(harness: LauncherHarness) -> None:
+    pid = harness.launch("waits")
     start = time.monotonic()
-    assert stage.wait_gone([pid], timeout=0.2) == {pid}
+    assert harness.wait_gone([pid], timeout=0.2) == {pid}
     assert 0.2 <= time.monotonic() - start < 1.0
-    assert stage.wait_gone([pid], timeout=0) == {pid}
+    assert harness.wait_gone([pid], timeout=0) == {pid}
 
 
-def test_what_a_signal_handler_raises_is_not_the_servers_end(served: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `TimeoutError` of the caller's own is an OSError, too."""
-    pid = served.launch("waits")
+def test_exception_of_a_signal_handler_is_not_a_server_failure(
+    server_harness: LauncherHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's own `TimeoutError` is an OSError, too."""
+    pid = server_harness.launch("waits")
 
     def interrupted(timeout: float) -> None:
         raise TimeoutError("my own")
 
     with monkeypatch.context() as patch:
-        patch.setattr(served.launcher._server, "reply", interrupted)
+        patch.setattr(server_harness.launcher._server, "reply", interrupted)
         with pytest.raises(TimeoutError, match="my own"):
-            served.deaths()
-    assert served.deaths() == []
+            server_harness.deaths()
+    assert server_harness.deaths() == []
     assert alive(pid)
-    assert served.launch("waits") != pid
+    assert server_harness.launch("waits") != pid
 
 
 # What does not start
@@ -248,79 +251,80 @@ def test_unknown_context() -> None:
 # Closing
 
 
-def test_close_twice_and_use_afterwards(stage: Stage) -> None:
-    pid = stage.launch("segfaults")
-    stage.death()
-    other = stage.launch("waits")
-    stage.launcher.close()
-    stage.launcher.close()
+def test_close_twice_and_use_afterwards(harness: LauncherHarness) -> None:
+    pid = harness.launch("segfaults")
+    harness.death()
+    other = harness.launch("waits")
+    harness.launcher.close()
+    harness.launcher.close()
     assert all_gone(other)
-    assert "Segmentation fault" in stage.crash_report(pid)
-    assert stage.deaths() == []
-    stage.kill(other)
+    assert "Segmentation fault" in harness.crash_report(pid)
+    assert harness.deaths() == []
+    harness.kill(other)
     with pytest.raises(RuntimeError, match="closed"):
-        stage.launch("waits")
+        harness.launch("waits")
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_close_before_anything_was_launched(context: str) -> None:
-    block = Block()
-    block.allocate(4096)
-    Launcher(context, entry="helpers.launch_targets", wake=block, threads=1).close()
+def test_close_before_the_first_launch(context: str) -> None:
+    Launcher(context, entry="helpers.launch_targets", wake=None, threads=1).close()
 
 
-def test_close_by_another_thread_ends_a_launch(served: Stage) -> None:
-    served.launch("waits")
-    os.kill(server_of(served.launcher), signal.SIGSTOP)
-    timer = threading.Timer(0.2, os.kill, (server_of(served.launcher), signal.SIGCONT))
-    closer = threading.Timer(0.1, served.launcher.close)
+def test_close_by_another_thread_ends_a_launch(server_harness: LauncherHarness) -> None:
+    server_harness.launch("waits")
+    os.kill(server_of(server_harness.launcher), signal.SIGSTOP)
+    timer = threading.Timer(0.2, os.kill, (server_of(server_harness.launcher), signal.SIGCONT))
+    closer = threading.Timer(0.1, server_harness.launcher.close)
     timer.start()
     closer.start()
     with pytest.raises(RuntimeError, match="closed"):
-        served.launch("waits")
+        server_harness.launch("waits")
     timer.join()
     closer.join()
 
 
 @pytest.mark.parametrize("limit", [None, 1.0])
 def test_stopped_server(
-    limit: float | None, served: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    limit: float | None,
+    server_harness: LauncherHarness,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A stopped fork server is continued; one that is frozen by other means gives an error that says so."""
-    served.launch("waits")
-    served.hear()
-    server = server_of(served.launcher)
+    """A stopped fork server is continued; one that is frozen by other means raises an error that says so."""
+    server_harness.launch("waits")
+    server_harness.receive()
+    server = server_of(server_harness.launcher)
     os.kill(server, signal.SIGSTOP)
     if limit is None:
-        pid = served.launch("waits")
-        assert served.hear()["ready"] == pid
+        pid = server_harness.launch("waits")
+        assert server_harness.receive()["ready"] == pid
         (record,) = caplog.records
         assert f"process {server}) was stopped" in record.getMessage()
         return
     monkeypatch.setattr("marl_parallel.backends.descendants.state_of", lambda pid: "D")
     monkeypatch.setattr("marl_parallel.backends.launching._ANSWERS_WITHIN_S", limit)
     with pytest.raises(RuntimeError, match=rf"fork server \(process {server}, state D\) did not answer .* within 1 s"):
-        served.launch("waits")
+        server_harness.launch("waits")
     os.kill(server, signal.SIGCONT)
 
 
-def test_forked_child_touches_nothing(stage: Stage) -> None:
-    worker = stage.launch("waits")
-    stage.hear()
+def test_forked_child_touches_nothing(harness: LauncherHarness) -> None:
+    worker = harness.launch("waits")
+    harness.receive()
     if (pid := os.fork()) == 0:
         code = 1
         try:
-            stage.kill(worker)
-            stage.launcher.close()
-            stage.launcher.__del__()
-            code = 0 if stage.deaths() == [] else 2
+            harness.kill(worker)
+            harness.launcher.close()
+            harness.launcher.__del__()
+            code = 0 if harness.deaths() == [] else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert alive(worker)
-    assert stage.deaths() == []
-    other = stage.launch("waits")
-    assert stage.hear()["ready"] == other
+    assert harness.deaths() == []
+    other = harness.launch("waits")
+    assert harness.receive()["ready"] == other
 
 
 @pytest.mark.whole_machine
@@ -330,12 +334,12 @@ def test_nothing_leaks(context: str) -> None:
         return len(os.listdir("/proc/self/fd")), threading.active_count(), os.listdir("/dev/shm")
 
     def cycle(number: int) -> None:
-        stage = Stage(context)
-        pids = [stage.launch("waits", index) for index in range(2)]
+        harness = LauncherHarness(context)
+        pids = [harness.launch("waits", index) for index in range(2)]
         if number % 2:
-            stage.kill(pids[0])
-            stage.death()
-        stage.close()
+            harness.kill(pids[0])
+            harness.death()
+        harness.close()
         assert all_gone(*pids)
 
     cycle(0)

@@ -1,4 +1,4 @@
-"""Simulators that step many copies by themselves: a game of players in EnvPool's layout, and an arena all in arrays."""
+"""Native simulators that step many environments: a game in EnvPool's layout, and an arena in arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
-from simulators.envpool_players import ACTIONS, PLAYERS, Copy, Pool
+from simulators.envpool_players import ACTIONS, PLAYERS, Game, Pool
 from simulators.native_arena import Arena
 
 from marl_parallel import EnvError, ParallelEnv
@@ -22,25 +22,25 @@ COPIES = 4
 
 
 @pytest.fixture
-def played() -> Iterator[Callable[..., ParallelEnv]]:
+def make_game() -> Iterator[Callable[..., ParallelEnv]]:
     """Makes a game."""
-    made: list[ParallelEnv] = []
+    envs: list[ParallelEnv] = []
 
     def make(num_envs: int = COPIES, batch_size: int | None = None, named: bool = True) -> ParallelEnv:
         simulator = EnvPool(Pool(num_envs, batch_size, named), [*range(num_envs)], "a pool")
-        made.append(ParallelEnv.from_native(simulator))
-        return made[-1]
+        envs.append(ParallelEnv.from_native(simulator))
+        return envs[-1]
 
     yield make
-    for env in made:
+    for env in envs:
         env.close()
 
 
-class Told:
-    """What the dicts of one copy must be, from the game alone."""
+class ExpectedDicts:
+    """The expected dicts of one environment, computed from the game alone."""
 
     def __init__(self, env_id: int, named: bool) -> None:
-        self.copy, self.named = Copy(env_id), named
+        self.copy, self.named = Game(env_id), named
         self.flagged: set[str] = set()
 
     def names(self) -> dict[str, int]:
@@ -79,7 +79,7 @@ class Told:
 
 
 def plain(dicts: tuple[dict[Any, Any], ...]) -> tuple[dict[Any, Any], ...]:
-    """With lists in the place of arrays; values are compared as numbers."""
+    """With lists in place of arrays; values are compared as numbers."""
     return ({agent: seen.tolist() for agent, seen in dicts[0].items()}, *dicts[1:])
 
 
@@ -88,18 +88,18 @@ def drawn(rng: np.random.Generator, env: ParallelEnv) -> list[dict[Any, int]]:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_players_come_and_go(named, played):
-    env, rng = played(named=named), np.random.default_rng(0)
-    told = [Told(env_id, named) for env_id in range(COPIES)]
+def test_players_come_and_go(named, make_game):
+    env, rng = make_game(named=named), np.random.default_rng(0)
+    expected_dicts = [ExpectedDicts(env_id, named) for env_id in range(COPIES)]
     observations, infos = env.reset()
-    for own, seen, info in zip(told, observations, infos):
+    for own, seen, info in zip(expected_dicts, observations, infos):
         first = own.reset()
         assert (plain((seen,))[0], info) == (first[0], first[4])
     sizes = set()
     for _ in range(30):
-        assert [*env.acting] == [own.acting() for own in told]
+        assert [*env.acting] == [own.acting() for own in expected_dicts]
         actions = drawn(rng, env)
-        for own, dicts, acts in zip(told, zip(*env.step(actions)), actions):
+        for own, dicts, acts in zip(expected_dicts, zip(*env.step(actions)), actions):
             assert plain(dicts) == own.step(acts)
             sizes.add(len(dicts[0]))
     assert sizes == {0, 1, 2, 3}
@@ -107,11 +107,11 @@ def test_players_come_and_go(named, played):
     assert env.stats().steps + env.stats().resets == 31 * COPIES
 
 
-def test_players_in_batches(played):
-    env, rng = played(6, batch_size=2), np.random.default_rng(0)
-    told = [Told(env_id, True) for env_id in range(6)]
+def test_players_in_batches(make_game):
+    env, rng = make_game(6, batch_size=2), np.random.default_rng(0)
+    expected_dicts = [ExpectedDicts(env_id, True) for env_id in range(6)]
     env.reset_async()
-    expected = {own.copy.env_id: own.reset() for own in told}
+    expected = {own.copy.env_id: own.reset() for own in expected_dicts}
     for _ in range(60):
         batch = env.recv(min_envs=env.batch_size)
         assert len(batch.env_ids) == 2
@@ -119,15 +119,15 @@ def test_players_in_batches(played):
             assert plain(tuple(dicts)) == expected[env_id]
         actions = drawn(rng, env)
         env.send({env_id: actions[env_id] for env_id in batch.env_ids})
-        expected |= {env_id: told[env_id].step(actions[env_id]) for env_id in batch.env_ids}
+        expected |= {env_id: expected_dicts[env_id].step(actions[env_id]) for env_id in batch.env_ids}
         assert len(env.pending) == 6
     assert {*env.recv().env_ids} == {*range(6)}
     assert env.pending == ()
 
 
-def test_players_as_arrays(played):
-    """The arrays say what the dicts do."""
-    env, vec, rng = played(), PettingZooVecEnv(played()), np.random.default_rng(0)
+def test_players_as_arrays(make_game):
+    """The arrays equal the dicts."""
+    env, vec, rng = make_game(), PettingZooVecEnv(make_game()), np.random.default_rng(0)
     env.reset()
     arrays = vec.reset()
     assert arrays[1]["__common__"]["elapsed_step"].tolist() == [0] * COPIES
@@ -145,13 +145,15 @@ def test_players_as_arrays(played):
                 assert of_agent.tolist() == [own.get(agent, 0) for own in values]
             for env_id, seen in enumerate(dicts[0]):
                 assert np.array_equal(arrays[0][agent][env_id], seen.get(agent, np.zeros(4)))
-            told = arrays[4][agent]["players"]
-            assert told["_id"].tolist() == there.tolist()
-            assert told["id"][there].tolist() == [own[agent]["players"]["id"] for own in dicts[4] if agent in own]
+            expected_dicts = arrays[4][agent]["players"]
+            assert expected_dicts["_id"].tolist() == there.tolist()
+            assert expected_dicts["id"][there].tolist() == [
+                own[agent]["players"]["id"] for own in dicts[4] if agent in own
+            ]
 
 
-def test_players_as_rows(played):
-    env = GymnasiumVectorEnv(played())
+def test_players_as_rows(make_game):
+    env = GymnasiumVectorEnv(make_game())
     observations, infos = env.reset()
     assert (observations.shape, env.num_envs) == ((COPIES * PLAYERS, 4), COPIES * PLAYERS)
     assert infos["present"].tolist() == [True, False, True] * COPIES
@@ -172,13 +174,15 @@ def arena() -> Iterator[ParallelEnv]:
 
 
 def test_groups_and_forms(arena):
-    """Agents of different spaces, of several parts; some copies stepped, some not."""
+    """Agents with different spaces and spaces of several parts; some environments stepped, some not."""
     observations, _ = arena.reset()
     assert observations[1] == {"scout": {"at": 1, "seen": 0}, "tank_0": (1.0,), "tank_1": (1.0,)}
     actions = {"scout": {"go": 2, "look": np.ones(2)}, "tank_0": 1, "tank_1": 3}
-    told = arena.step([actions] * 2, env_ids=[2, 0])
-    assert told[0] == tuple({"scout": {"at": n, "seen": 2}, "tank_0": (n + 1,), "tank_1": (n + 3,)} for n in (2, 0))
-    assert told[1][0] == {"scout": 4.0, "tank_0": 1.0, "tank_1": 3.0}
+    expected_dicts = arena.step([actions] * 2, env_ids=[2, 0])
+    assert expected_dicts[0] == tuple(
+        {"scout": {"at": n, "seen": 2}, "tank_0": (n + 1,), "tank_1": (n + 3,)} for n in (2, 0)
+    )
+    assert expected_dicts[1][0] == {"scout": 4.0, "tank_0": 1.0, "tank_1": 3.0}
     assert arena.step([actions], env_ids=[1])[0][0]["tank_1"] == (4.0,)
     assert arena.runner.batch.over == [False] * 3
 
@@ -207,7 +211,7 @@ def test_groups_and_forms_as_arrays(arena):
         env.step(actions | {"tank_0": np.zeros((3, 1), int)})
 
 
-def test_the_end_of_an_episode_and_what_follows(arena):
+def test_end_of_an_episode_and_next_step(arena):
     arena.reset()
     actions = [{"scout": {"go": 0, "look": np.zeros(2)}, "tank_0": 1, "tank_1": 1}] * 3
     for _ in range(Arena.LENGTH):
@@ -222,11 +226,11 @@ def test_the_end_of_an_episode_and_what_follows(arena):
     assert not any(own["__all__"] for own in terminateds)
 
 
-# -- what it cannot do -------------------------------------------------------------------------------------------------
+# -- unsupported calls -------------------------------------------------------------------------------------------------
 
 
-def test_what_there_is(played):
-    env = played(6, batch_size=2)
+def test_public_members(make_game):
+    env = make_game(6, batch_size=2)
     assert isinstance(env, ParallelEnv)
     assert (len(env), env.num_envs, env.batch_size, env.num_workers) == (6, 6, 2, 1)
     assert env.metadata == {"render_modes": [], "autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -265,20 +269,20 @@ def test_what_there_is(played):
         (lambda env: env.recv(), NoAsyncCallError, "nothing is in flight"),
     ],
 )
-def test_a_clear_error_that_closes_nothing(ask, kind, text, played):
-    env = played(6, batch_size=2)
+def test_clear_error_that_closes_nothing(ask, kind, text, make_game):
+    env = make_game(6, batch_size=2)
     env.reset()
     with pytest.raises(kind, match=text):
         ask(env)
     assert len(env.step([dict.fromkeys(acting, 1) for acting in env.acting])[0]) == 6
 
 
-def test_recv_returns_what_comes_together(played):
-    env = played(6, batch_size=4)
+def test_recv_returns_batches_of_the_simulator(make_game):
+    env = make_game(6, batch_size=4)
     env.reset_async()
-    for asked in (1, 5, 6, 0, None):
+    for number in (1, 5, 6, 0, None):
         with pytest.raises(ValueError, match=r"a pool returns (4|batch_size=4) at a time"):
-            env.recv(min_envs=asked)
+            env.recv(min_envs=number)
     with pytest.raises(ValueError, match="timeout=2, but a pool waits for as long as it takes"):
         env.recv(min_envs=4, timeout=2.0)
     first = env.recv(min_envs=4)
@@ -292,9 +296,9 @@ def test_recv_returns_what_comes_together(played):
 @pytest.mark.parametrize(
     "ask", [lambda env: env.reset(env_ids=[1]), lambda env: env.step([dict.fromkeys(env.acting[1], 1)], [1])]
 )
-def test_several_players_come_together(ask, played):
-    """EnvPool waits for as many copies as it has, where each may have any number of players."""
-    env = played()
+def test_batch_size_with_several_players(ask, make_game):
+    """EnvPool waits for whole batches if environments have any number of players."""
+    env = make_game()
     env.reset()
     env.send([dict.fromkeys(acting, 1) for acting in env.acting[:2]], [0, 1])
     env.send([dict.fromkeys(acting, 1) for acting in env.acting[2:]], [2, 3])
@@ -304,10 +308,10 @@ def test_several_players_come_together(ask, played):
     assert len(env.step([dict.fromkeys(acting, 1) for acting in env.acting])[0]) == COPIES
 
 
-def test_a_facade_wants_all_to_come_together(played):
+def test_facade_needs_full_batches(make_game):
     with pytest.raises(ValueError, match="steps all 6 environments at a time, but these come 4 at a time"):
-        PettingZooVecEnv(played(6, batch_size=4))
-    PettingZooVecEnv(played(6, batch_size=3)).reset()
+        PettingZooVecEnv(make_game(6, batch_size=4))
+    PettingZooVecEnv(make_game(6, batch_size=3)).reset()
 
 
 def test_one_batch_in_flight():
@@ -326,7 +330,7 @@ def test_one_batch_in_flight():
 
 
 class Failing(Arena):
-    """Raises, or waits, when it is to hand out results."""
+    """Raises or blocks when results are read."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -346,7 +350,7 @@ class Failing(Arena):
         assert self.may_go.wait(30)
 
 
-def test_a_simulator_that_raises():
+def test_simulator_that_raises():
     simulator = Failing()
     env = ParallelEnv.from_native(simulator)
     env.reset()
@@ -391,13 +395,13 @@ def test_closing_from_another_thread():
     closing.join()
 
 
-def test_whoever_lets_go_of_it_closes_it():
+def test_garbage_collection_closes():
     simulator = Failing()
     ParallelEnv.from_native(simulator)
     assert simulator.closed == 1
 
 
-def test_in_a_forked_child_it_counts_as_closed():
+def test_closed_in_a_forked_child():
     simulator = Failing()
     with ParallelEnv.from_native(simulator) as env:
         child = os.fork()

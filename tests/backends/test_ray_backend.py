@@ -1,6 +1,6 @@
-"""Workers in Ray actors: where they are placed, what travels, how they die, who connects and who ends what.
+"""Workers in Ray actors: placement, transfer, deaths, connecting to clusters and shutting down.
 
-That their batches are those of all other backends is tested where those are: `pytest --setups=ray`.
+Equality with the other backends is tested with `pytest --setups=ray`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import ray
 from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
 from helpers.processes import gone, wait_for
-from helpers.ray_clusters import CPUS_EACH, NODES, Grounds
-from helpers.reference import Copy, Reference
-from helpers.restart_comparison import actions_for, many, play
+from helpers.ray_clusters import CPUS_EACH, NODES, RayClusters
+from helpers.reference import Reference, ReferenceEnv
+from helpers.restart_comparison import actions_for, many_fates, play
 from helpers.setups import Setup
 from simulators.crashing import Children, crashing
 from simulators.deterministic import Hunt, Skirmish
@@ -39,17 +39,17 @@ pytestmark = [pytest.mark.needs("ray"), pytest.mark.filterwarnings("ignore:.*wor
 
 
 @pytest.fixture
-def local(grounds: Grounds) -> None:
+def single_node(ray_clusters: RayClusters) -> None:
     """A cluster of one node."""
-    grounds.one_node()
+    ray_clusters.one_node()
 
 
 @pytest.fixture
-def three_nodes(grounds: Grounds) -> Any:
-    """A cluster of three, with nobody on them."""
-    made = grounds.three_nodes()
+def three_nodes(ray_clusters: RayClusters) -> Any:
+    """A cluster of three nodes without actors."""
+    cluster = ray_clusters.three_nodes()
     assert all_free()
-    return made
+    return cluster
 
 
 def all_free() -> bool:
@@ -72,7 +72,7 @@ def actor_of(env: ParallelEnv, worker: int) -> Any:
 
 
 def actions_of(make: Callable[..., Any], count: int, time_: int = 0) -> list[dict[Any, Any]]:
-    """Some for every agent of every environment."""
+    """Actions for every agent of every environment."""
     rng = np.random.default_rng(time_)
     return [actions_for(make, rng) for _ in range(count)]
 
@@ -80,7 +80,7 @@ def actions_of(make: Callable[..., Any], count: int, time_: int = 0) -> list[dic
 # -- placement ---------------------------------------------------------------------------------------------------------
 
 
-def test_spread_is_on_all_nodes_and_pack_on_few(three_nodes):
+def test_spread_and_pack_placement(three_nodes):
     with ParallelEnv([Skirmish] * 6, backend="ray", num_workers=3) as env:
         nodes = env.call(node_of)
         assert nodes[0::2] == nodes[1::2]  # two environments to an actor
@@ -93,19 +93,19 @@ def test_spread_is_on_all_nodes_and_pack_on_few(three_nodes):
         assert len({*env.call(node_of)}) == 2  # there is no room for both on one
 
 
-def test_by_default_as_many_workers_as_the_cluster_has_room_for(three_nodes):
+def test_default_number_of_workers_is_the_clusters_cpus(three_nodes):
     with ParallelEnv([Skirmish] * 8, backend="ray") as env:
         assert env.num_workers == 6
     with ParallelEnv([Skirmish] * 8, backend=RayBackend(num_cpus=2)) as env:
         assert env.num_workers == 3
 
 
-def test_a_node_is_removed(three_nodes):
-    """The batch goes on elsewhere; the others' trajectories are those of the reference, before and after."""
+def test_removed_node(three_nodes):
+    """The batch continues on other nodes; other trajectories equal the reference before and after."""
     constructors = [Skirmish] * 3
     with ParallelEnv(constructors, "SAME_STEP", backend="ray", num_workers=3, on_error="restart") as env:
         nodes = env.call(node_of)
-        alone = [Copy(make, i, 42 + i, AutoresetMode.SAME_STEP) for i, make in enumerate(constructors)]
+        alone = [ReferenceEnv(make, i, 42 + i, AutoresetMode.SAME_STEP) for i, make in enumerate(constructors)]
         assert_same(env.reset(), tuple(zip(*(one.reset() for one in alone), strict=True)))
         (doomed,) = (node for node in three_nodes.worker_nodes if node.node_id == nodes[1])
         three_nodes.remove_node(doomed, allow_graceful=False)
@@ -127,7 +127,7 @@ def test_a_node_is_removed(three_nodes):
         assert env.stats().restarts == 1
 
 
-def test_a_node_is_removed_where_faults_are_raised(three_nodes):
+def test_removed_node_with_on_error_raise(three_nodes):
     with ParallelEnv([Skirmish] * 3, backend="ray", num_workers=3) as env:
         env.reset()
         nodes = env.call(node_of)
@@ -138,22 +138,22 @@ def test_a_node_is_removed_where_faults_are_raised(three_nodes):
         assert caught.value.env_ids == (2,)
 
 
-# -- what there is no room for, and what cannot be reached ------------------------------------------------------------
+# -- too few CPUs, and unreachable clusters ---------------------------------------------------------------------------
 
 
-def test_too_little_room(local):
+def test_too_little_room(single_node):
     backend = RayBackend(num_cpus=3, resources={"licence": 1}, placement_timeout=0.5)
     with pytest.raises(ParallelEnvError) as caught:
         ParallelEnv([Skirmish] * 4, backend=backend, num_workers=4)
-    said = str(caught.value)
-    assert "4 workers want 3 CPU, 1 licence each" in said
-    assert "8 CPU (8 free), 0 licence (0 free)" in said
-    with ParallelEnv([Skirmish] * 2, backend="ray", num_workers=2) as env:  # nothing has been kept
+    message = str(caught.value)
+    assert "4 workers want 3 CPU, 1 licence each" in message
+    assert "8 CPU (8 free), 0 licence (0 free)" in message
+    with ParallelEnv([Skirmish] * 2, backend="ray", num_workers=2) as env:  # no resources are reserved
         env.reset()
 
 
 def test_no_room_for_a_replacement(three_nodes):
-    """Each node has room for one worker; when one is gone, there is none left for what is to take its place."""
+    """Each node has room for one worker; when a node is removed, there is none left for the replacement."""
     backend = RayBackend(num_cpus=2, placement_timeout=20)
     with ParallelEnv([Skirmish] * 3, backend=backend, num_workers=3, on_error="restart") as env:
         env.reset()
@@ -171,8 +171,8 @@ def test_no_room_for_a_replacement(three_nodes):
     } == {"REMOVED"}
 
 
-def test_an_address_where_nobody_is(grounds):
-    grounds.nothing()
+def test_unreachable_address(ray_clusters):
+    ray_clusters.shut_down()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     before = time.monotonic()
@@ -182,9 +182,9 @@ def test_an_address_where_nobody_is(grounds):
     assert not ray.is_initialized()
 
 
-def test_an_address_in_the_environment_where_nobody_is(grounds, monkeypatch):
-    """Whoever names a cluster is not given one of this machine alone instead."""
-    grounds.nothing()
+def test_unreachable_address_in_the_environment(ray_clusters, monkeypatch):
+    """An explicit cluster is never replaced by a local one."""
+    ray_clusters.shut_down()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", address)
@@ -193,16 +193,16 @@ def test_an_address_in_the_environment_where_nobody_is(grounds, monkeypatch):
     assert not ray.is_initialized()
 
 
-def test_an_address_left_behind(grounds, monkeypatch, tmp_path):
-    """By `ray start`, of a cluster that is not there any more: then one is started."""
-    grounds.nothing()
+def test_stale_address_file(ray_clusters, monkeypatch, tmp_path):
+    """Written by `ray start` of a cluster that has stopped: a new one is started."""
+    ray_clusters.shut_down()
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1\n")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     assert ray_backend._announced() is None
 
 
-def test_another_cluster_than_the_one_connected_to(local):
+def test_second_cluster_is_refused(single_node):
     with pytest.raises(ValueError, match=r"127\.0\.0\.1:1'.*is connected to the Ray cluster at .* already"):
         ParallelEnv([Skirmish] * 2, backend=RayBackend("127.0.0.1:1"))
 
@@ -225,13 +225,13 @@ def test_bad_arguments(arguments, word):
         RayBackend(**arguments)
 
 
-def test_a_ray_client(grounds):
-    grounds.nothing()
+def test_ray_client_is_refused(ray_clusters):
+    ray_clusters.shut_down()
     with pytest.raises(ValueError, match="Ray Client"):
         ParallelEnv([Skirmish] * 2, backend=RayBackend("ray://127.0.0.1:10001"))
 
 
-def test_a_runtime_env_that_cannot_be_made(local):
+def test_failing_runtime_env(single_node):
     with pytest.raises(ParallelEnvError, match="worker 0 could not be started by Ray"):
         ParallelEnv([Skirmish], backend=RayBackend(runtime_env={"working_dir": "s3://nowhere/nothing.zip"}))
 
@@ -239,8 +239,8 @@ def test_a_runtime_env_that_cannot_be_made(local):
 # -- who connects, and who ends what -----------------------------------------------------------------------------------
 
 
-def test_what_was_started_here_is_stopped(grounds):
-    grounds.nothing()
+def test_own_cluster_is_stopped(ray_clusters):
+    ray_clusters.shut_down()
     first = ParallelEnv([Skirmish] * 2, backend="ray", num_workers=2)
     assert ray.is_initialized()
     second = ParallelEnv([Skirmish] * 2, backend="ray", num_workers=1)
@@ -250,7 +250,7 @@ def test_what_was_started_here_is_stopped(grounds):
     assert not ray.is_initialized()
 
 
-def test_what_was_there_before_stays(three_nodes):
+def test_existing_cluster_keeps_running(three_nodes):
     ray.shutdown()
     with ParallelEnv([Skirmish] * 2, backend=RayBackend(three_nodes.address)) as env:
         env.reset()
@@ -262,23 +262,23 @@ def test_what_was_there_before_stays(three_nodes):
     assert all_free()
 
 
-def test_workers_that_want_more_cpus_than_this_machine_has(grounds):
-    grounds.nothing()
+def test_workers_that_need_more_cpus_than_the_machine_has(ray_clusters):
+    ray_clusters.shut_down()
     with ParallelEnv([Skirmish] * 12, backend="ray", num_workers=12) as env:
         assert len({*env.call(pid_of)}) == 12
 
 
-def test_runtime_env_reaches_the_workers(local):
+def test_runtime_env_reaches_the_workers(single_node):
     backend = RayBackend(runtime_env={"env_vars": {"TRACK": "sand"}})
     with ParallelEnv([Skirmish], backend=backend) as env:
         assert env.call(lambda _: os.environ["TRACK"]) == ("sand",)
 
 
-def test_ray_is_shut_down_by_its_user(grounds):
-    grounds.one_node()
+def test_ray_shutdown_by_the_user(ray_clusters):
+    ray_clusters.one_node()
     env = ParallelEnv([Skirmish] * 2, backend="ray", num_workers=2)
     env.reset()
-    grounds.nothing()
+    ray_clusters.shut_down()
     with pytest.raises(WorkerCrashed, match="Ray has been shut down"):
         env.step(actions_of(Skirmish, 2))
     env.close()
@@ -289,7 +289,7 @@ def test_ray_is_shut_down_by_its_user(grounds):
 
 
 class Counted:
-    """Counts what goes to the workers, and keeps what comes back."""
+    """Counts calls to workers and records the replies."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent = 0
@@ -309,8 +309,8 @@ class Counted:
 
 
 @pytest.mark.parametrize("on_error", ["raise", "restart"])
-def test_one_round_trip_for_an_actor_and_batch(on_error, local, monkeypatch, tmp_path):
-    """One call and one array for all environments of an actor; nothing beside it where infos are empty."""
+def test_one_round_trip_per_actor_and_batch(on_error, single_node, monkeypatch, tmp_path):
+    """One call and one array for all environments of an actor; nothing else if infos are empty."""
     constructors = [functools.partial(Fragile, {}, tmp_path, length=4)] * 8
     with ParallelEnv(constructors, backend="ray", num_workers=2, on_error=on_error) as env:
         env.reset()
@@ -332,7 +332,7 @@ def test_one_round_trip_for_an_actor_and_batch(on_error, local, monkeypatch, tmp
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_actor_is_killed(local):
+def test_killed_actor(single_node):
     with ParallelEnv([Skirmish] * 4, backend="ray", num_workers=2) as env:
         env.reset()
         ray.kill(actor_of(env, 1))
@@ -341,7 +341,7 @@ def test_an_actor_is_killed(local):
         assert caught.value.env_ids == (2, 3)
 
 
-def test_an_actor_is_killed_and_the_batch_goes_on(local):
+def test_killed_actor_with_restarts(single_node):
     reference = Reference([Skirmish] * 4, AutoresetMode.SAME_STEP, 42)
     with ParallelEnv([Skirmish] * 4, backend="ray", num_workers=2, on_error="restart") as env:
         assert_same(env.reset(), reference.reset())
@@ -363,7 +363,7 @@ def test_an_actor_is_killed_and_the_batch_goes_on(local):
     [(hard_exit, "exit code 7"), (killed_by(signal.SIGKILL), "SIGKILL"), (killed_by(signal.SIGSEGV), "SIGSEGV")],
     ids=["exit", "SIGKILL", "SIGSEGV"],
 )
-def test_whoever_was_running_is_named(fault, word, local, tmp_path):
+def test_error_names_the_running_environment(fault, word, single_node, tmp_path):
     constructors = [functools.partial(Fragile, {"step": fault} if i == 2 else {}, tmp_path) for i in range(4)]
     with ParallelEnv(constructors, backend="ray", num_workers=2) as env:
         env.reset()
@@ -374,7 +374,7 @@ def test_whoever_was_running_is_named(fault, word, local, tmp_path):
 
 
 def test_exit_code_of_a_process_that_is_reaped_late():
-    """Ray, whose child a worker is, may be slow on a busy machine; until then the kernel does not tell."""
+    """Ray reaps workers, possibly late; until then the exit code is unknown."""
     process = subprocess.Popen([sys.executable, "-c", "import os; os._exit(7)"])
     handle = os.pidfd_open(process.pid)
     wait([handle])
@@ -383,8 +383,8 @@ def test_exit_code_of_a_process_that_is_reaped_late():
     os.close(handle)
 
 
-def test_what_was_done_before_a_death_is_told(local, tmp_path):
-    """Of an actor with four environments, the first two had stepped: their results come, infos and all."""
+def test_results_before_a_death_are_returned(single_node, tmp_path):
+    """Of an actor with four environments, the first two had stepped: their results arrive with infos."""
 
     class Talking(Fragile):
         def step(self, actions: dict) -> tuple:
@@ -409,16 +409,16 @@ def test_what_was_done_before_a_death_is_told(local, tmp_path):
 
 
 @pytest.mark.parametrize("ways", [("SIGKILL", "os._exit"), ("raise", "SIGSEGV")], ids="-".join)
-def test_restarts_are_those_of_the_reference(ways, local):
-    """Whatever breaks, wherever: the same dicts, marks, seeds and counts as of processes."""
+def test_restarts_equal_the_reference(ways, single_node):
+    """For every fault in every method: dicts, marks, seeds and counts are the same as with processes."""
 
     def build(constructors: list[Any], setup: Setup, mode: AutoresetMode, **more: Any) -> ParallelEnv:
         return ParallelEnv(constructors, mode, **{**setup._asdict(), **more})
 
-    play(build, Setup("ray", True, 2), "skirmish", AutoresetMode.SAME_STEP, many(*ways))
+    play(build, Setup("ray", True, 2), "skirmish", AutoresetMode.SAME_STEP, many_fates(*ways))
 
 
-def test_children_end_with_their_simulator(local):
+def test_children_end_with_their_simulator(single_node):
     children = Children(os.getpid())
     constructors = [crashing(Hunt, {}, started=children)] * 2
     env = ParallelEnv(constructors, backend="ray", num_workers=2, on_error="restart")

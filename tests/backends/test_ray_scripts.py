@@ -1,4 +1,4 @@
-"""Whole programs that have workers in Ray: how they end, the README's, an example, a benchmark."""
+"""Programs with workers in Ray: how they end, the README's example and a benchmark."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def _command(process: psutil.Process) -> list[str]:
         ("time.sleep(600)", "another's"),
     ],
 )
-def test_a_script_ends(ending, cluster, grounds):
-    """Without a close, with one, by exception and killed: its workers end, and what their simulators have started."""
+def test_end_of_a_script(ending, cluster, ray_clusters):
+    """Without `close`, with `close`, by an exception and killed: workers and their simulators' children end."""
     if cluster == "own":
-        grounds.nothing()
+        ray_clusters.shut_down()
     else:
-        grounds.one_node()
+        ray_clusters.one_node()
     before, children = child_reapers(), Children(os.getpid())
     script = SCRIPT.format(ending=ending, tests=str(TESTS), tag=os.getpid())
     address = "local" if cluster == "own" else ray.get_runtime_context().gcs_address
@@ -81,8 +81,8 @@ def test_a_script_ends(ending, cluster, grounds):
     assert wait_for(lambda: child_reapers() <= before)
 
 
-def test_the_readme_and_the_example(grounds):
-    grounds.one_node()
+def test_readme_and_example(ray_clusters):
+    ray_clusters.one_node()
     blocks = re.findall(r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     (block,) = (block for block in blocks if "RayBackend" in block)
     address = ray.get_runtime_context().gcs_address

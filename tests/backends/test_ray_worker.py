@@ -1,4 +1,4 @@
-"""What Ray's workers return, without Ray: packed for the way, and saved where it is found if they die."""
+"""Replies of Ray workers, without Ray: their form, and the saved replies of a worker that died."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_small_results_are_bytes(records):
     np.testing.assert_array_equal(arrived, records)
 
 
-def test_large_records_travel_beside_the_rest():
-    """As an array, which Ray does not copy."""
+def test_large_records_are_separate_arrays():
+    """Ray does not copy arrays."""
     records = np.zeros((4, 1 << 19), np.uint8)
     packed = pack(Result(REPLIES, bytes(WorkerStatus.NBYTES), records))
     assert type(packed) is tuple
@@ -36,18 +36,18 @@ def test_large_records_travel_beside_the_rest():
 
 @pytest.mark.parametrize("cut", [0, 1, 20])
 def test_replies_saved_before_a_death(cut):
-    """As many as are whole."""
+    """Only complete replies."""
     saved = [*enumerate(REPLIES, 17)]
     data = b"".join(map(pickle.dumps, saved))
     assert saved_replies(data[: len(data) - cut]) == (saved[:2] if cut else saved)
 
 
-def test_no_replies_are_saved():
+def test_no_saved_replies():
     assert saved_replies(b"") == []
 
 
 def test_replies_are_saved_in_a_file(tmp_path):
-    """Those of the request in progress, not of those before."""
+    """Only those of the current request."""
     with open(tmp_path / "replies", "w+b") as file:
         for reply in REPLIES:
             save_reply(file.fileno(), 1, reply, first=reply is REPLIES[0])

@@ -1,6 +1,6 @@
-"""Whatever runs the caller's code: no guard, no importable module, and nothing left when the caller is killed.
+"""Scripts, notebooks, `python -c` and other ways to run the caller's code: no guard, no importable module.
 
-How scripts end by themselves is in `test_closing.py`.
+How scripts end by themselves is tested in `test_closing`.
 """
 
 from __future__ import annotations
@@ -96,16 +96,16 @@ BY_FILE = [*PYTEST, "--import-mode=importlib"]
         *("pytest importlib", "pytest prepend"),
     ],
 )
-def test_whatever_runs_it(command, from_stdin, program):
+def test_every_way_to_run_code(command, from_stdin, program):
     text = textwrap.dedent(PROGRAM) if from_stdin else ""
     environ = {**os.environ, "IPYTHONDIR": str(program / "ipython")}
     done = subprocess.run(
         [sys.executable, *command], cwd=program, input=text, env=environ, capture_output=True, text=True, timeout=60
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "1 passed" in said if _CONSOLE_SCRIPT in command else said.count("stepped") == 1, said
-    assert "Traceback" not in said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "1 passed" in output if _CONSOLE_SCRIPT in command else output.count("stepped") == 1, output
+    assert "Traceback" not in output
 
 
 HANDING_OVER = """
@@ -155,7 +155,7 @@ HANDING_OVER = """
 
 
 @pytest.mark.parametrize("command", [["test_program.py"], BY_FILE], ids=["script", "pytest importlib"])
-def test_workers_are_handed_what_the_script_defines(command, tmp_path):
+def test_workers_get_definitions_of_the_script(command, tmp_path):
     text = textwrap.dedent(HANDING_OVER.format(tests=str(TESTS)))
     own, used = text.split("script = ")
     (tmp_path / "test_program.py").write_text(
@@ -195,7 +195,7 @@ DOOMED = """
     ],
     ids=["idle", "busy", "asleep"],
 )
-def test_a_killed_parent_leaves_nothing(fault, then, context, tmp_path):
+def test_killed_parent_leaves_nothing(fault, then, context, tmp_path):
     shared = set(os.listdir("/dev/shm"))
     text = textwrap.dedent(DOOMED).format(
         tests=str(TESTS), notes=str(tmp_path), context=context, fault=fault, then=then
@@ -241,8 +241,8 @@ FORKING = """
 
 
 @pytest.mark.parametrize("backend", ["serial", "thread", "process"])
-def test_a_forked_child_cleans_up_nothing(backend):
-    """In a child that the caller forks the object counts as closed; the caller goes on as if nothing were."""
+def test_forked_child_cleans_up_nothing(backend):
+    """In a forked child the object counts as closed; the caller is not affected."""
     program = textwrap.dedent(FORKING).format(tests=str(TESTS), backend=backend)
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

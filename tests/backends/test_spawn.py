@@ -1,4 +1,4 @@
-"""The portable backend: by itself, and on systems that have nothing else."""
+"""The portable backend: alone, and on systems without the other start methods."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def portable() -> Iterator[PortableProcessBackend]:
     assert backend.stop(0.0) == []
 
 
-def heard(backend: PortableProcessBackend, count: int) -> list[tuple[int, Reply | Lost]]:
+def received(backend: PortableProcessBackend, count: int) -> list[tuple[int, Reply | Lost]]:
     replies: list[tuple[int, Reply | Lost]] = []
     while len(replies) < count:
         new = backend.wait(10.0)
@@ -40,8 +40,8 @@ def heard(backend: PortableProcessBackend, count: int) -> list[tuple[int, Reply 
     return replies
 
 
-def test_much_on_the_way_both_ways(portable):
-    """Requests are taken in while a large reply still waits to be read."""
+def test_large_messages_in_both_directions(portable):
+    """Requests are sent while a large reply has not been read."""
 
     def constructor(text: str = "x" * 1_000_000) -> None:
         raise ValueError(text)
@@ -49,20 +49,20 @@ def test_much_on_the_way_both_ways(portable):
     plan = Plan({7: cloudpickle.dumps(constructor)}, {7: 0}, AutoresetMode.SAME_STEP, cloudpickle.dumps(None))
     for _ in range(3):
         portable.post(dict.fromkeys((0, 1), Request(Message.ACCESS, (7,), plan)))
-    replies = heard(portable, 6)
+    replies = received(portable, 6)
     assert sorted(worker for worker, _ in replies) == [0, 0, 0, 1, 1, 1]
     assert all(isinstance(reply, Reply) and len(reply.failures[7].summary) > 1_000_000 for _, reply in replies)
 
 
-def test_the_dead_are_told_once(portable):
+def test_each_death_is_reported_once(portable):
     portable.interrupt()
     assert portable.wait() == []
     assert "spawn.py" in portable.stack(0)
     portable.post({1: Request(Message.CLOSE)})
-    ((worker, reply),) = heard(portable, 1)
+    ((worker, reply),) = received(portable, 1)
     assert (worker, reply.message) == (1, Message.CLOSE)
     portable.post(dict.fromkeys((0, 1), Request(Message.CLOSE)))
-    replies = dict(heard(portable, 2))
+    replies = dict(received(portable, 2))
     assert portable.stack(1) == ""
     assert replies[1] == Lost(0, "")
     assert portable.wait(0.05) == []
@@ -70,8 +70,8 @@ def test_the_dead_are_told_once(portable):
     assert portable.wait(1.0) == [(1, Lost(0, ""))]
 
 
-def test_a_replacement_that_dies_while_it_starts(portable, monkeypatch):
-    """It is lost as the one before, and can be replaced again."""
+def test_replacement_that_dies_during_its_start(portable, monkeypatch):
+    """It counts as lost, and can be replaced again."""
     wait_started = spawn._WorkerProcess.wait_started
 
     def too_late(process: spawn._WorkerProcess, deadline: float) -> None:
@@ -82,15 +82,15 @@ def test_a_replacement_that_dies_while_it_starts(portable, monkeypatch):
         patched.setattr(spawn._WorkerProcess, "wait_started", too_late)
         portable.replace(1)
     portable.post({1: Request(Message.CLOSE)})
-    assert heard(portable, 1) == [(1, Lost(-signal.SIGKILL, ""))]
+    assert received(portable, 1) == [(1, Lost(-signal.SIGKILL, ""))]
     portable.replace(1)
     portable.post({1: Request(Message.CLOSE)})
-    ((worker, reply),) = heard(portable, 1)
+    ((worker, reply),) = received(portable, 1)
     assert (worker, reply.message) == (1, Message.CLOSE)
 
 
 def start_with(monkeypatch, program):
-    """Have workers run this program instead of their own."""
+    """Workers run this program instead of their own."""
     monkeypatch.setattr(spawn, "_PROGRAM", program)
 
 
@@ -120,8 +120,8 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
-def test_worker_that_stops_while_it_starts(monkeypatch):
-    """It has taken its first message, and sends nothing."""
+def test_worker_that_stops_during_its_start(monkeypatch):
+    """It has received its first message and sends nothing."""
     start_with(monkeypatch, STOPS_IN_START)
     monkeypatch.setattr("marl_parallel.backends.spawn._STARTED_WITHIN_S", 5.0)
     with pytest.raises(TimeoutError, match="worker 0"):
@@ -131,7 +131,7 @@ def test_worker_that_stops_while_it_starts(monkeypatch):
 # On other systems
 
 
-# What other systems lack is taken away from every interpreter that starts with this on its path.
+# Removes features that other systems lack from every interpreter that has this on its path.
 ELSEWHERE = """
 import os, signal, socket, sys
 sys.modules["fcntl"] = None
@@ -166,8 +166,8 @@ with mock.patch("marl_parallel.backends.memory.has_semaphores", return_value=Fal
 """
 
 
-def test_elsewhere(tmp_path):
-    """Simulated: nothing that only Linux has is needed, neither to import nor to run a batch."""
+def test_other_operating_systems(tmp_path):
+    """Simulated: neither imports nor a batch need anything specific to Linux."""
     (tmp_path / "sitecustomize.py").write_text(ELSEWHERE)
     done = subprocess.run(
         [sys.executable, "-c", ON_IT.format(tests=str(TESTS))],

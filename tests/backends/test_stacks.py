@@ -1,4 +1,4 @@
-"""Where workers hang and where they crashed, as launchers tell it."""
+"""Stacks of hanging workers and crash reports of dead ones, from launchers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 import psutil
 import pytest
-from helpers.launching import Stage, linux_only
+from helpers.launching import LauncherHarness, linux_only
 from helpers.processes import wait_for
 
 pytestmark = [pytest.mark.release_independent, linux_only]
@@ -17,52 +17,52 @@ pytestmark = [pytest.mark.release_independent, linux_only]
     ("target", "where"),
     [("busy", "_busy"), ("waits", "_waits"), ("locked", "_locked"), ("holds_gil", "_holds_gil")],
 )
-def test_stack_of_the_living(stage: Stage, target: str, where: str) -> None:
-    pid = stage.launch(target)
-    stage.hear()
+def test_stack_of_a_live_worker(harness: LauncherHarness, target: str, where: str) -> None:
+    pid = harness.launch(target)
+    harness.receive()
     for _ in range(2):
-        stack = stage.stack(pid)
+        stack = harness.stack(pid)
         assert where in stack
         assert stack.count("most recent call first") == 1
-    assert stage.crash_report(pid) == ""
-    assert stage.deaths() == []
+    assert harness.crash_report(pid) == ""
+    assert harness.deaths() == []
 
 
-def test_stack_right_after_launch(stage: Stage) -> None:
+def test_stack_right_after_launch(harness: LauncherHarness) -> None:
     for _ in range(10):
-        assert "most recent call first" in stage.stack(stage.launch("waits"))
+        assert "most recent call first" in harness.stack(harness.launch("waits"))
 
 
-def test_stack_of_the_stopped(stage: Stage) -> None:
-    pid = stage.launch("waits")
-    stage.hear()
+def test_stack_of_a_stopped_worker(harness: LauncherHarness) -> None:
+    pid = harness.launch("waits")
+    harness.receive()
     os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    assert "_waits" in stage.stack(pid)
+    assert "_waits" in harness.stack(pid)
 
 
-def test_stack_of_one_that_blocks_signals(served: Stage) -> None:
-    pid = served.launch("blocks_signals")
-    served.hear()
-    assert "_blocks_signals" in served.stack(pid, timeout=0.1)
-    assert served.death() == (pid, -signal.SIGABRT)
+def test_stack_of_a_worker_that_blocks_signals(server_harness: LauncherHarness) -> None:
+    pid = server_harness.launch("blocks_signals")
+    server_harness.receive()
+    assert "_blocks_signals" in server_harness.stack(pid, timeout=0.1)
+    assert server_harness.death() == (pid, -signal.SIGABRT)
 
 
-def test_stack_of_the_dead(stage: Stage) -> None:
-    pid = stage.launch("exits")
-    stage.death()
-    assert stage.stack(pid) == ""
+def test_stack_of_a_dead_worker(harness: LauncherHarness) -> None:
+    pid = harness.launch("exits")
+    harness.death()
+    assert harness.stack(pid) == ""
 
 
-def test_crash(stage: Stage) -> None:
-    pid = stage.launch("segfaults")
-    assert stage.death() == (pid, -signal.SIGSEGV)
-    report = stage.crash_report(pid)
+def test_crash_report(harness: LauncherHarness) -> None:
+    pid = harness.launch("segfaults")
+    assert harness.death() == (pid, -signal.SIGSEGV)
+    report = harness.crash_report(pid)
     assert "Segmentation fault" in report
     assert "_segfaults" in report
 
 
-def test_crash_report_is_kept_until_it_is_read(stage: Stage) -> None:
-    pids = [stage.launch("segfaults") for _ in range(3)]
-    assert stage.wait_gone(pids, timeout=30.0) == set()
-    assert all("_segfaults" in stage.crash_report(pid) for pid in pids)
+def test_crash_report_is_kept_until_it_is_read(harness: LauncherHarness) -> None:
+    pids = [harness.launch("segfaults") for _ in range(3)]
+    assert harness.wait_gone(pids, timeout=30.0) == set()
+    assert all("_segfaults" in harness.crash_report(pid) for pid in pids)

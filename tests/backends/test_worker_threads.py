@@ -1,4 +1,4 @@
-"""How many threads the numerical libraries of a worker get, and that the caller's own are left alone."""
+"""Threads of numerical libraries in workers; those of the caller stay unchanged."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ GETTERS = ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_", "
 
 
 def blas_threads() -> int:
-    """What NumPy's OpenBLAS says itself."""
+    """The number of threads according to NumPy's OpenBLAS."""
     np.ones((2, 2)) @ np.ones((2, 2))
     maps = Path("/proc/self/maps").read_text().splitlines()
     library = ctypes.CDLL(next(line.split()[-1] for line in maps if "openblas" in line))
     return int(next(getattr(library, name) for name in GETTERS if hasattr(library, name))())
 
 
-class Limited(Hunt):
-    """Notes in its constructor what it finds: the limits must hold before an environment is built."""
+class RecordsThreads(Hunt):
+    """Records the limits in its constructor: they must hold before an environment is built."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,55 +46,55 @@ def unset(monkeypatch):
 
 @pytest.mark.usefixtures("unset")
 @pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
-@pytest.mark.parametrize("asked", [1, 2])
-def test_as_many_as_asked(asked, context):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_worker_threads_argument(threads, context):
     mine = blas_threads()
-    with ParallelEnv([Limited] * 2, num_workers=2, worker_threads=asked, context=context) as env:
-        assert env.get_attr("variables") == (thread_variables(asked),) * 2
-        assert env.get_attr("blas") == (asked, asked)
+    with ParallelEnv([RecordsThreads] * 2, num_workers=2, worker_threads=threads, context=context) as env:
+        assert env.get_attr("variables") == (thread_variables(threads),) * 2
+        assert env.get_attr("blas") == (threads, threads)
     assert blas_threads() == mine
     assert not set(thread_variables(1)) & set(os.environ)
 
 
 @pytest.mark.usefixtures("unset")
 def test_one_by_default():
-    with ParallelEnv([Limited]) as env:
+    with ParallelEnv([RecordsThreads]) as env:
         assert env.get_attr("blas") == (1,)
 
 
 @pytest.mark.usefixtures("unset")
-def test_none_leaves_them_alone(monkeypatch):
-    with ParallelEnv([Limited], worker_threads=None) as env:
+def test_none_changes_nothing(monkeypatch):
+    with ParallelEnv([RecordsThreads], worker_threads=None) as env:
         assert env.get_attr("variables") == (dict.fromkeys(thread_variables(1)),)
         assert env.get_attr("blas") == (CPUS,)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    with ParallelEnv([Limited], worker_threads=None) as env:
+    with ParallelEnv([RecordsThreads], worker_threads=None) as env:
         assert env.get_attr("variables")[0]["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.usefixtures("unset")
 @pytest.mark.parametrize("backend", ["serial", "thread"])
-def test_workers_in_this_process_change_nothing(backend):
+def test_serial_and_thread_workers_change_nothing(backend):
     mine = blas_threads()
-    with ParallelEnv([Limited] * 2, num_workers=2, backend=backend, worker_threads=1) as env:
+    with ParallelEnv([RecordsThreads] * 2, num_workers=2, backend=backend, worker_threads=1) as env:
         assert env.get_attr("variables") == (dict.fromkeys(thread_variables(1)),) * 2
         assert env.get_attr("blas") == (mine, mine)
     assert blas_threads() == mine
 
 
-def test_torch_is_told_where_it_is_loaded(monkeypatch):
-    """A forked worker has what its parent has loaded: environment variables come too late for that."""
-    told: list[int] = []
+def test_torch_threads_in_forked_workers(monkeypatch):
+    """A forked worker has torch loaded already: environment variables would come too late."""
+    limits: list[int] = []
     torch = types.ModuleType("torch")
-    torch.set_num_threads = told.append
-    torch.told = told
+    torch.set_num_threads = limits.append
+    torch.limits = limits
     monkeypatch.setitem(sys.modules, "torch", torch)
 
     class Learned(Hunt):
         def __init__(self) -> None:
             super().__init__()
-            self.told = list(sys.modules["torch"].told)
+            self.limits = list(sys.modules["torch"].limits)
 
     with ParallelEnv([Learned], worker_threads=2, context="fork") as env:
-        assert env.get_attr("told") == ([2],)
-    assert told == []
+        assert env.get_attr("limits") == ([2],)
+    assert limits == []

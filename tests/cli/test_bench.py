@@ -1,4 +1,4 @@
-"""The command line: what it prints, saves and refuses; and that what it measures are steps of environments."""
+"""`marl-parallel bench`: what it prints, saves and refuses, and that its rates count environment steps."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ FILE = """
 
 
 @pytest.fixture
-def own_path(monkeypatch):
-    """Leaves `sys.path` as it was: what is found in the current folder is added to it."""
+def restored_sys_path(monkeypatch):
+    """Restores `sys.path`, to which the command adds the current folder."""
     monkeypatch.setattr(sys, "path", sys.path.copy())
 
 
 @pytest.fixture
-def bench(own_path):
-    """Runs `marl-parallel bench`, at a width that breaks no lines."""
+def bench(restored_sys_path):
+    """Runs `marl-parallel bench` in a terminal wide enough for unbroken lines."""
     runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
     return lambda *arguments: runner.invoke(app, ["bench", *arguments])
 
 
 @pytest.fixture
 def file(tmp_path):
-    """A user's file that imports its neighbour."""
+    """A user's file that imports a neighbouring one."""
     (tmp_path / "helper.py").write_text("AGENTS = 4\n")
     path = tmp_path / "simulators_of_mine.py"
     path.write_text(textwrap.dedent(FILE))
@@ -71,7 +71,7 @@ def python(*arguments, **more):
 
 
 def assert_refused(result, *words):
-    """Status 1, a line and a hint, nothing else."""
+    """Exit status 1, with one line and a hint."""
     assert result.exit_code == 1, result.output
     error, hint, *rest = result.stderr.strip().splitlines()
     assert not rest
@@ -88,7 +88,7 @@ def test_bench_shows_a_table(bench):
         assert text in result.stdout
 
 
-def test_bench_saves_what_it_measured(bench, tmp_path):
+def test_bench_saves_its_measurements(bench, tmp_path):
     files = {suffix.lower(): tmp_path / "new" / f"result.{suffix}" for suffix in ("json", "csv", "PNG")}
     result = bench(
         SPREAD,
@@ -108,7 +108,7 @@ def test_bench_saves_what_it_measured(bench, tmp_path):
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_in_every_way(bench, tmp_path):
+def test_bench_of_every_way_to_step(bench, tmp_path):
     path = tmp_path / "result.json"
     plot = tmp_path / "result.svg"
     more = ("--async", "--facade", "pettingzoo,gymnasium", "--backends", "thread")
@@ -127,8 +127,8 @@ def test_bench_of_a_function_in_a_file(bench, file):
     assert result.exit_code == 0, result.output
 
 
-def test_the_working_directory_is_on_the_path(file, tmp_path):
-    """As with `python -m`: a console script's own directory is of no use to anyone."""
+def test_working_directory_is_on_the_path(file, tmp_path):
+    """As with `python -m`, in place of the console script's own directory."""
     arguments = [*BRIEF, "--backend", "serial"]
     result = python(
         "-P" if sys.version_info >= (3, 11) else "-B",
@@ -165,28 +165,28 @@ def test_the_working_directory_is_on_the_path(file, tmp_path):
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
-def test_what_cannot_be_done_is_told_in_a_line_and_a_hint(bench, arguments, words):
+def test_errors_are_one_line_and_a_hint(bench, arguments, words):
     assert_refused(bench(*arguments), *words)
 
 
-def test_what_is_no_function_of_a_file(bench, file):
+def test_missing_function_of_a_file(bench, file):
     assert_refused(bench(f"{file}:NUMBER"), "NUMBER", "crowd")
     assert_refused(bench(file), "'parallel_env', 'env', 'raw_env'", "crowd")
 
 
-def test_a_file_that_is_called_like_another_module(bench, tmp_path):
+def test_file_with_the_name_of_another_module(bench, tmp_path):
     path = tmp_path / "json.py"
     path.write_text("def env(): ...\n")
     assert_refused(bench(f"{path}:env"), "another module is called 'json'", "rename")
 
 
-def test_an_import_that_fails_within_the_file_is_not_blamed_on_the_name(bench, tmp_path):
+def test_failing_import_inside_the_file(bench, tmp_path):
     path = tmp_path / "needs_more.py"
     path.write_text("import a_package_that_is_not_there\n")
     assert_refused(bench(f"{path}:env"), "ModuleNotFoundError", "a_package_that_is_not_there")
 
 
-def test_a_simulator_that_raises(bench, file):
+def test_simulator_that_raises(bench, file):
     result = bench(f"{file}:broken")
     assert_refused(result, "OSError: no licence found")
     assert "much more" not in result.stderr
@@ -198,19 +198,19 @@ def test_help_has_an_example(bench):
 
 
 @pytest.mark.parametrize("module", ["typer", "rich", "psutil"])
-def test_without_the_extra(module):
+def test_missing_extra(module):
     code = f"import sys; sys.modules[{module!r}] = None; from marl_parallel.cli import main; main()"
     result = python("-c", code)
     assert result.returncode == 1
     assert result.stderr.strip() == f'error: the command line needs {module}: pip install "marl-parallel[cli]"'
 
 
-def test_a_missing_module_of_our_own_is_not_blamed_on_the_extra():
+def test_missing_internal_module_is_not_reported_as_missing_extra():
     code = "import sys; sys.modules['cloudpickle'] = None; from marl_parallel.cli import main; main()"
     assert "cloudpickle" in python("-c", code).stderr.splitlines()[-1]
 
 
-def test_the_module_runs_as_the_script_does():
+def test_python_m_marl_parallel():
     for module in ("marl_parallel", "marl_parallel.cli"):
         result = python("-m", module, "--help")
         assert result.returncode == 0
@@ -226,34 +226,34 @@ def test_the_module_runs_as_the_script_does():
     [Hunt, Skirmish, Relay, functools.partial(gymnasium.make, "CartPole-v1")],
     ids=["Hunt", "Skirmish", "Relay", "CartPole"],
 )
-def test_every_kind_of_environment_can_be_measured(constructor):
-    """Long enough for many episodes, of agents that come and go."""
-    heard = []
+def test_bench_of_every_kind_of_environment(constructor):
+    """Long enough for many episodes, with agents that join and leave."""
+    messages = []
     against = [Contender("serial"), Contender("thread", 2)]
-    found = measure("it", constructor, 2, against, seconds=0.05, repeats=2, on_turn=heard.append)
+    found = measure("it", constructor, 2, against, seconds=0.05, repeats=2, on_turn=messages.append)
     assert [one.contender for one in found] == [Contender("loop"), *against]
-    assert len(heard) == num_turns(len(against), repeats=2)
+    assert len(messages) == num_turns(len(against), repeats=2)
     assert found[0].speedup == found[0].efficiency == 1.0
     for one in found:
         assert one.microseconds_per_step == pytest.approx(1e6 / one.steps_per_second)
         assert one.efficiency == pytest.approx(one.speedup / min(one.workers, usable_cpus()))
 
 
-class Unclosable(Hunt):
-    """Does not end well."""
+class RaisesInClose(Hunt):
+    """Its `close` raises."""
 
     def close(self):
         raise RuntimeError("it is stuck")
 
 
-def test_what_cannot_be_closed_has_been_measured():
+def test_failing_close_does_not_fail_the_bench():
     with pytest.warns(RuntimeWarning, match="it is stuck") as warned:
-        found = measure("it", Unclosable, 1, [Contender("serial")], seconds=1e-3, repeats=1)
+        found = measure("it", RaisesInClose, 1, [Contender("serial")], seconds=1e-3, repeats=1)
     assert len(found) == len(warned) == 2
 
 
 class Counted(Hunt):
-    """Keeps count of its steps, and of its copies."""
+    """Counts its steps and its instances."""
 
     steps = 0
 
@@ -262,8 +262,8 @@ class Counted(Hunt):
         return super().step(actions)
 
 
-def test_rates_count_steps_of_every_copy():
-    """As many steps as the environments have seen: no copy left out, none counted that was not taken."""
+def test_rates_count_steps_of_every_environment():
+    """Exactly as many steps as the environments have counted."""
     Counted.steps = 0
     loop, serial = measure("it", Counted, 3, [Contender("serial")], seconds=0.2, repeats=1)
     took = 0.2 * (1 + 1 / 4)  # one round and its quarter of a round to warm up
@@ -272,7 +272,7 @@ def test_rates_count_steps_of_every_copy():
 
 
 class Logged(Hunt):
-    """Writes down what its copies are given."""
+    """Logs the calls that its instances receive."""
 
     log: ClassVar[list[str]] = []
 
@@ -285,8 +285,8 @@ class Logged(Hunt):
         return super().step(actions)
 
 
-class Listed(Healthy):
-    """Keeps the actions that its copies are given."""
+class RecordsActions(Healthy):
+    """Records the actions that its instances receive."""
 
     seen: ClassVar[list[dict]] = []
 
@@ -296,18 +296,22 @@ class Listed(Healthy):
 
 
 @pytest.mark.parametrize("way", ["step", "async", "pettingzoo", "gymnasium"])
-def test_a_run_counts_the_steps_it_takes(way):
-    """Of a way: what it says it took is what the copies have seen, with everything that was sent received."""
-    pool = draw_actions(Listed().action_spaces, 3)
+def test_run_counts_its_steps(way):
+    """For each way to step, the reported number equals the environments' own count; everything sent is received."""
+    pool = draw_actions(RecordsActions().action_spaces, 3)
     going = iter([True] * 20 + [False])
-    with stepping([Listed] * 3, pool, Rules.PETTINGZOO, [way], backend="thread") as (run,):
-        Listed.seen.clear()
-        assert run(lambda: next(going)) == len(Listed.seen) >= 21
-    assert all(Listed().action_space(agent).contains(own) for acts in Listed.seen for agent, own in acts.items())
+    with stepping([RecordsActions] * 3, pool, Rules.PETTINGZOO, [way], backend="thread") as (run,):
+        RecordsActions.seen.clear()
+        assert run(lambda: next(going)) == len(RecordsActions.seen) >= 21
+    assert all(
+        RecordsActions().action_space(agent).contains(own)
+        for acts in RecordsActions.seen
+        for agent, own in acts.items()
+    )
 
 
-def test_everyone_steps_copies_with_the_same_seeds_and_actions():
-    """One step to warm up and one that is measured; then the same from the loop's rival."""
+def test_all_contenders_use_the_same_seeds_and_actions():
+    """One warm-up step and one measured step, here and in the plain loop."""
     Logged.log.clear()
     measure("it", Logged, 2, [Contender("serial")], seconds=1e-9, repeats=1)
     assert len(Logged.log) == 2 * (2 + 2 * 2)
@@ -315,12 +319,12 @@ def test_everyone_steps_copies_with_the_same_seeds_and_actions():
     assert {Logged.log.count(entry) for entry in Logged.log if "wolf_0" in entry} == {4}
 
 
-def test_contenders_that_differ_in_name_only_are_measured_once():
+def test_equal_contenders_are_measured_once():
     assert contenders(["process", "process"], [4, 1, 8], num_envs=2) == [
         Contender("process", 1),
         Contender("process", 2),
     ]
 
 
-def test_keywords_of_the_command_line_reach_the_constructor(own_path):
+def test_keywords_of_the_command_line_reach_the_constructor(restored_sys_path):
     assert len(constructor_of(SPREAD, json.dumps({"N": 6}))().possible_agents) == 6

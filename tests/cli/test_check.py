@@ -1,4 +1,4 @@
-"""`marl-parallel check`: each bug has a simulator in `buggy`, and the report names it and says what to do about it."""
+"""`marl-parallel check`: for each bug in `buggy`, the report names the bug and the fix."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def job(name: str) -> Job:
     return Job("alone", f"{BUGGY}:{name}", "{}", **BRIEF)
 
 
-# By simulator: the question it fails, how badly, words of what is found, words of the advice.
+# By simulator: the failed check, the severity, words of the finding, words of the advice.
 ALONE = {
     "WrongShape": (Question.SPACES, PROBLEM, "has shape (3,), but its space says (4,)", "return arrays of shape"),
     "WrongDtype": (Question.SPACES, REMARK, "dtype float64, but its space says float32", ".astype(np.float32)"),
@@ -78,13 +78,13 @@ ALONE = {
 
 @pytest.fixture(scope="module")
 def alone():
-    """What is found of each of them by itself."""
+    """The findings of each check without the others."""
     outcomes = run_probes([job(name) for name in ["Healthy", *ALONE]], 4, lambda job: None)
     return {done.environment.rpartition(":")[2]: outcome for done, outcome in outcomes}
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_bug_is_named_with_what_to_do_about_it(name, alone):
+def test_bug_is_reported_with_a_fix(name, alone):
     question, severity, what, advice = ALONE[name]
     found = [one for one in alone[name].findings if one.question is question]
     assert [one.severity for one in found] == [severity]
@@ -93,19 +93,19 @@ def test_a_bug_is_named_with_what_to_do_about_it(name, alone):
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_what_has_one_bug_has_no_other(name, alone):
-    """But for an exception that is raised, which does not pickle either."""
+def test_one_bug_causes_one_finding(name, alone):
+    """Except an exception, which is unpicklable as well."""
     others = {one.question for one in alone[name].findings} - {ALONE[name][0]}
     assert others == ({Question.PICKLING} if name == "RaisesInStep" else set())
 
 
-def test_nothing_is_found_of_what_is_well(alone):
+def test_no_findings_for_correct_simulators(alone):
     assert not alone["Healthy"].findings
     assert (alone["Healthy"].facts["reward_types"], alone["Healthy"].facts["flag_types"]) == (["float"], ["bool"])
     assert alone["Healthy"].checked >= {Question.RUNS, Question.SPACES, Question.PICKLING, Question.PROCESSES}
 
 
-def test_the_line_of_a_crash_and_of_a_hang_is_the_simulators(alone):
+def test_crash_and_hang_show_the_simulators_line(alone):
     lines = BUGGY.read_text().splitlines()
     for name, code in (
         ("CrashesInReset", "signal.SIGSEGV"),
@@ -118,15 +118,15 @@ def test_the_line_of_a_crash_and_of_a_hang_is_the_simulators(alone):
         assert code in lines[int(number[1]) - 1]
 
 
-def test_what_steps_and_resets_cost(alone):
+def test_step_and_reset_times(alone):
     facts = alone["Slow"].facts
     assert facts["step"]["count"] >= 1
     assert 2e-3 <= facts["step"]["median_s"] <= facts["step"]["p99_s"]
     assert 20e-3 <= facts["reset"]["median_s"] <= facts["reset"]["p99_s"]
 
 
-def test_nothing_is_left_of_what_was_checked(alone):
-    """Not even what the simulator itself left."""
+def test_no_process_is_left(alone):
+    """Not even the simulator's own processes."""
     assert "LeavesAProcess" in alone
     mine = [pid for pid in psutil.pids() if b"sleep(611)" in _command(pid)]
     assert gone(mine)
@@ -155,7 +155,7 @@ def _command(pid: int) -> bytes:
         ),
     ],
 )
-def test_a_bug_that_only_comparing_shows(name, question, what, advice):
+def test_bug_that_only_a_comparison_shows(name, question, what, advice):
     found = examine(job(name), ["serial"])
     assert not found.healthy
     assert found.answers()[question] == "no"
@@ -170,9 +170,9 @@ def named(file: str, name: str) -> Job:
     return Job("alone", f"{BUGGY.with_name(file)}:{name}", "{}", **BRIEF)
 
 
-@pytest.mark.parametrize("name", ["DrawsAnew", "SlowlyDrawsAnew", "DrawsAnewLater"])
-def test_a_reset_without_a_seed_that_draws_anew_is_told_from_the_rest(name):
-    """However slow the simulator is; episodes that begin with a seed are the same everywhere."""
+@pytest.mark.parametrize("name", ["UnseededReset", "SlowUnseededReset", "LateUnseededReset"])
+def test_unseeded_reset_is_reported_as_such(name):
+    """Also for slow simulators; episodes that start with a seed are equal everywhere."""
     found = examine(named("unseeded_resets.py", name), ["serial"])
     (own,) = (one for one in found.findings if one.question is Question.DETERMINISM)
     assert own.severity is PROBLEM
@@ -182,7 +182,7 @@ def test_a_reset_without_a_seed_that_draws_anew_is_told_from_the_rest(name):
     assert not found.healthy
 
 
-def test_a_reset_without_a_seed_that_draws_from_the_process():
+def test_unseeded_reset_that_draws_from_the_global_generator():
     found = examine(named("unseeded_resets.py", "DrawsFromGlobalGenerator"), [])
     (own,) = (one for one in found.findings if one.question is Question.DETERMINISM)
     assert own.severity is PROBLEM
@@ -193,13 +193,13 @@ def test_a_reset_without_a_seed_that_draws_from_the_process():
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("RaisesBesideAnother", "the constructor raises, at line"),
-        ("HangsBesideAnother", "the constructor has not come to its end within 8 s; it is at line"),
-        ("MixesUp", "step ends the process, at line"),
+        ("RaisesIfNotAlone", "the constructor raises, at line"),
+        ("HangsIfNotAlone", "the constructor has not come to its end within 8 s; it is at line"),
+        ("OnlyLatestSteps", "step ends the process, at line"),
     ],
 )
 def test_one_simulation_per_process(name, what):
-    """A remark: workers that are processes can have one each."""
+    """A remark only: each worker process can have one."""
     found = examine(named("one_per_process.py", name), ["serial", "thread", "process"])
     (remark,) = (one for one in found.findings if one.question is Question.RUNS)
     assert remark.severity is REMARK
@@ -223,8 +223,8 @@ def test_one_simulation_per_process(name, what):
         ("HangsInApiTest", "pettingzoo.test.parallel_api_test has not come to its end"),
     ],
 )
-def test_a_test_of_another_project_that_fails_breaks_nothing(name, what):
-    """The others run all the same."""
+def test_failing_test_of_another_project(name, what):
+    """The other tests still run."""
     found = examine(replace(named("failing_api_tests.py", name), timeout=3.0), ["serial"])
     (remark,) = (one for one in found.findings if one.question is Question.API)
     assert (remark.severity, remark.what.startswith(what)) == (REMARK, True)
@@ -234,7 +234,7 @@ def test_a_test_of_another_project_that_fails_breaks_nothing(name, what):
     assert "pettingzoo.test.parallel_seed_test" in found.facts["tests"]
 
 
-def test_the_tests_of_others_are_those_of_its_kind():
+def test_tests_of_other_projects_match_the_kind():
     single = examine(job("Single"), [])
     turns = examine(Job("alone", "pettingzoo.classic.tictactoe_v3", "{}", **BRIEF), [])
     assert single.facts["tests"] == ["gymnasium.utils.env_checker.check_env"]
@@ -254,7 +254,7 @@ def check(monkeypatch):
     return lambda *arguments: runner.invoke(app, ["check", *arguments, *brief])
 
 
-def test_a_healthy_one_passes(check):
+def test_exit_status_of_a_correct_simulator(check):
     result = check("mpe2.simple_spread_v3", "--env-kwargs", '{"N": 2}')
     assert result.exit_code == 0, result.output
     assert "2 agents" in result.stdout
@@ -274,7 +274,7 @@ def test_a_healthy_one_passes(check):
     assert "problem" not in result.stdout
 
 
-def test_a_sick_one_does_not(check):
+def test_exit_status_of_a_buggy_simulator(check):
     result = check(f"{BUGGY}:WrongShape", "--backends", "serial,process")
     assert result.exit_code == 1
     assert "problem: the observation of agent_0 has shape (3,), but its space says (4,)" in result.stdout
@@ -284,7 +284,7 @@ def test_a_sick_one_does_not(check):
     assert "not checked" in line
 
 
-def test_json_and_nothing_else(check):
+def test_json_output(check):
     result = check(f"{BUGGY}:RaisesInStep", "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
@@ -308,7 +308,7 @@ def test_json_and_nothing_else(check):
         (["mpe2.simple_spread_v3", "--env-kwargs", "[5]"], ["JSON object"]),
     ],
 )
-def test_what_cannot_be_checked_is_told_in_a_line_and_a_hint(check, arguments, words):
+def test_errors_are_one_line_and_a_hint(check, arguments, words):
     result = check(*arguments)
     assert result.exit_code == 1
     assert not result.stdout
@@ -346,7 +346,7 @@ BOX = spaces.Box(0.0, 1.0, (2,), np.float32)
         (3, spaces.Text(4), "is 3 (int), which is not in Text"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit(value, space, what):
+def test_values_outside_a_space(value, space, what):
     found = mismatch(value, space)
     assert found is not None
     assert found.what.startswith(what)
@@ -356,7 +356,7 @@ def test_what_does_not_fit(value, space, what):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_drawn_fits(seed):
+def test_samples_fit_their_space(seed):
     space = spaces.Dict(
         box=spaces.Box(-3, 3, (2, 3), np.int16),
         discrete=spaces.Discrete(4, start=-2),
@@ -374,14 +374,14 @@ def test_rewards_and_flags():
     assert [is_flag(one) for one in (True, np.bool_(False), 1, None)] == [True, True, False, False]
 
 
-def test_what_pickles():
+def test_pickling():
     assert pickling_error({"a": np.ones(3), "f": lambda: 1}) is None
     assert "PickyError" in pickling_error(PickyError(3, "here"))
     assert "lock" in pickling_error(LockedError("it"))
     assert "lock" in pickling_error({"a": [threading.Lock()]})
 
 
-def test_what_is_equal_to_the_bit():
+def test_bitwise_equality():
     alike = [{"a": np.ones(3), "b": (1, {"c"})}, {"a": np.ones(3), "b": (1, {"c"})}]
     assert fingerprint(alike[0]) == fingerprint(alike[1])
     values = [1, 1.0, True, "1", np.float64(1), np.float32(1), np.ones(1), [1], (1,), None, {1: 1}, -0.0, 0.0, math.nan]
@@ -398,7 +398,7 @@ def test_what_is_equal_to_the_bit():
     assert fingerprint(np.ones(1), box) == fingerprint(np.ones(1, np.float32), box)
 
 
-def test_an_actor_heeds_masks_and_who_acts():
+def test_actor_follows_masks_and_acting_agents():
     act = Actor({"a": spaces.Discrete(5), "b": spaces.Discrete(5)}, seed=0)
     for kind in (np.int8, np.bool_, np.int64) * 4:
         mask = np.array([0, 0, 0, 1, 0], kind)
@@ -410,7 +410,7 @@ def test_an_actor_heeds_masks_and_who_acts():
         assert fingerprint(one(agents, {}, {})) == fingerprint(other(agents, {}, {}))
 
 
-def test_findings_come_problems_first_and_once():
+def test_findings_are_sorted_and_unique():
     remark = Finding(Question.RUNS, REMARK, "a", "b")
     problem = Finding(Question.COST, PROBLEM, "c", "d")
     found = Examination("it")
@@ -420,8 +420,8 @@ def test_findings_come_problems_first_and_once():
     assert not found.healthy
 
 
-def test_masks_of_another_form_are_remarked_on():
-    """And nothing else is wrong with it."""
+def test_masks_of_another_form_are_a_remark():
+    """It is the only finding."""
     simulators = SIMULATORS / "masked_actions.py"
     found = examine(Job("alone", f"{simulators}:mask_of_another_form", "{}", **BRIEF), ["serial"])
     (remark,) = [one for one in found.findings if "mask" in one.what]

@@ -1,4 +1,4 @@
-"""`marl-parallel check` while it runs: how long simulators may take, and that nothing outlives the command."""
+"""Time limits of `marl-parallel check`, and that no process outlives the command."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.release_independent
 BUGGY = SIMULATORS / "buggy.py"
 
 
-def test_what_is_slow_is_not_taken_for_hanging():
-    """Thirty steps take longer than one call may, thirty constructors too; none of them does."""
+def test_slow_simulators_do_not_count_as_hanging():
+    """Thirty steps or constructors take longer than the limit of one call."""
     job = Job("alone", f"{BUGGY}:Slowly", "{}", timeout=1.2, seconds=1.5, steps=30)
     found = examine(job, ["serial"])
     assert not [
@@ -35,7 +35,7 @@ def test_what_is_slow_is_not_taken_for_hanging():
 
 @pytest.fixture
 def default_signals():
-    """Started with `nohup`, these tests and what they start would not be ended by a SIGHUP."""
+    """Reset SIGHUP, which `nohup` ignores for the tests and their child processes."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -44,33 +44,33 @@ def default_signals():
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_outlives_the_command(number, tmp_path):
-    told = tmp_path / "child"
-    arguments = ["--env-kwargs", json.dumps({"file": str(told)}), "--seconds", "60", "--steps", "100000"]
+    pid_file = tmp_path / "child"
+    arguments = ["--env-kwargs", json.dumps({"file": str(pid_file)}), "--seconds", "60", "--steps", "100000"]
     with subprocess.Popen(
         [sys.executable, "-m", "marl_parallel", "check", f"{BUGGY}:Starts", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE,
     ) as command:
         deadline = time.monotonic() + 60
-        while not (told.exists() and told.read_text()):
+        while not (pid_file.exists() and pid_file.read_text()):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         command.send_signal(number)
         assert command.wait(30) == -number
         assert command.stderr.read() == b""
-    assert gone([int(told.read_text())])
+    assert gone([int(pid_file.read_text())])
     while [*tmp_path.glob("marl*parallel*")]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("name", ["Masked", "UnusualInfos", "Counts"])
-def test_what_is_allowed_is_no_finding(name):
+def test_allowed_behaviour_is_no_finding(name):
     ((_, outcome),) = run_probes([_brief(name)], 1, lambda job: None)
     assert not [one for one in outcome.findings if "__all__" not in one.what]
 
 
-def test_a_step_that_takes_no_actions():
+def test_step_without_an_actions_argument():
     ((_, outcome),) = run_probes([_brief("StepTakesNothing")], 1, lambda job: None)
     (found,) = outcome.findings
     assert "step() takes 1 positional argument but 2 were given" in found.what

@@ -1,4 +1,4 @@
-"""The command line and simulators that print, exit, or are called by names that a terminal makes something of."""
+"""The command line with simulators that print or exit, and with names that look like markup."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FILE = """
 
 @pytest.fixture
 def folder(tmp_path):
-    """With simulators in it, in a folder whose name looks like markup."""
+    """A folder of simulators whose name looks like markup."""
     inner = tmp_path / "v[" / "2]"
     inner.mkdir(parents=True)
     (inner / "wordy.py").write_text(textwrap.dedent(FILE))
@@ -69,14 +69,14 @@ def run(command, name, *arguments, folder, **environ):
         ("tune", "wordy.py:Exits", ()),
     ],
 )
-def test_a_simulator_that_exits_is_an_error(command, name, more, folder):
+def test_simulator_that_exits_is_an_error(command, name, more, folder):
     done = run(command, name, *(BENCH if command == "bench" else TUNE), *more, folder=folder)
     assert done.returncode == 1
     assert "SystemExit: 0" in done.stderr
     assert "sys.exit" in done.stderr
 
 
-def test_json_stands_alone_whatever_the_simulator_prints(folder):
+def test_json_output_excludes_prints_of_the_simulator(folder):
     done = run("tune", "wordy.py:Talkative", *TUNE, "--json", folder=folder)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["best"]["num_workers"] == 1
@@ -84,7 +84,7 @@ def test_json_stands_alone_whatever_the_simulator_prints(folder):
 
 
 @pytest.mark.parametrize(("command", "arguments"), [("bench", BENCH), ("tune", TUNE)])
-def test_names_are_no_markup_and_terminals_may_know_ascii_only(command, arguments, folder):
+def test_names_with_markup_and_ascii_terminals(command, arguments, folder):
     done = run(command, "wordy.py:Talkative", *arguments, folder=folder, PYTHONIOENCODING="ascii", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert "v[/2]/wordy.py:Talkative" in done.stdout

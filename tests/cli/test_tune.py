@@ -1,4 +1,4 @@
-"""`marl-parallel tune`: what it proposes is what is best, within the memory that is allowed."""
+"""`marl-parallel tune`: it proposes the best setting within the memory limit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def proposed(result):
 
 
 class Landscape:
-    """Throughput and memory by formula; what is measured is off by a few per cent, as on a real machine."""
+    """Throughput and memory by formula; measurements vary by a few per cent, as on a real machine."""
 
     def __init__(self, seed: int, noise: float = 0.02) -> None:
         self.rng, self.noise = random.Random(seed), noise
@@ -62,14 +62,14 @@ SETTINGS = grid((1, 2, 4, 8), (1, 2, 4, 8), 64)
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_never_much_worse_than_the_best_of_an_exhaustive_sweep(seed):
+def test_close_to_the_best_of_an_exhaustive_sweep(seed):
     landscape = Landscape(seed)
     best, _ = search(SETTINGS, landscape)
     most = max(landscape.rate(setting) for setting in SETTINGS)
     assert landscape.rate(best.setting) >= 0.95 * most
 
 
-def test_of_those_that_are_as_good_the_smallest_is_taken():
+def test_smallest_of_equally_fast_settings():
     def measure(settings):
         return [100.0 + setting.num_envs / 4 + (setting.way == ASYNC) / 4 for setting in settings], 0
 
@@ -81,7 +81,7 @@ def test_of_those_that_are_as_good_the_smallest_is_taken():
     assert best((2,), (STEP, ASYNC)) == Setting(1, 2, STEP)
 
 
-def test_what_exceeds_the_limit_is_not_taken_and_nothing_larger_is_measured():
+def test_settings_over_the_memory_limit_are_excluded():
     landscape = Landscape(0, noise=0.0)
     landscape.rate = lambda setting: float(setting.num_envs)
     best, trials = search(SETTINGS, landscape, limit=80)
@@ -91,8 +91,8 @@ def test_what_exceeds_the_limit_is_not_taken_and_nothing_larger_is_measured():
     assert not any(setting.exceeds(large) for setting in landscape.measured for large in too_large)
 
 
-def test_a_limit_that_is_exceeded_in_the_last_round():
-    """The fastest of the others is taken."""
+def test_memory_limit_exceeded_in_the_last_round():
+    """The fastest of the other settings is proposed."""
     settings = [Setting(workers, 1, STEP) for workers in (1, 2, 4)]
     count = {setting: itertools.count(1) for setting in settings}
 
@@ -106,18 +106,18 @@ def test_a_limit_that_is_exceeded_in_the_last_round():
     assert best.setting == settings[1]
 
 
-def test_nothing_keeps_within_the_limit():
+def test_no_setting_within_the_memory_limit():
     with pytest.raises(CommandError, match="the least that was tried uses 200 MB"):
         search(SETTINGS, lambda settings: ([1.0] * len(settings), 200_000_000), limit=5)
 
 
-def test_there_is_nothing_to_try():
+def test_no_settings():
     with pytest.raises(CommandError, match="nothing to try"):
         search(grid((4,), (4,), max_envs=8), Landscape(0))
 
 
-def test_rounds_take_turns():
-    """Settings that are measured again are measured in rounds: none twice before all others of its rung."""
+def test_rounds_alternate_between_settings():
+    """Each setting of a rung is measured once per round."""
     landscape = Landscape(3, noise=0.0)
     search(SETTINGS, landscape)
     rounds, left = [], landscape.measured
@@ -136,7 +136,7 @@ def test_rounds_take_turns():
 
 @pytest.mark.parametrize("workers", [(1, 2, 4, 8), (1, 2), (1,)])
 @pytest.mark.parametrize("seed", range(3))
-def test_how_many_turns_there_are_is_known(workers, seed):
+def test_number_of_measurements_is_known(workers, seed):
     landscape = Landscape(seed)
     settings = grid(workers, (1, 2), 64)
     search(settings, landscape)
@@ -146,8 +146,8 @@ def test_how_many_turns_there_are_is_known(workers, seed):
 # -- the command, on simulators that wait ------------------------------------------------------------------------------
 
 
-def test_the_best_of_what_is_known(tune, tmp_path):
-    """Three workers, on however many CPUs, of four copies each."""
+def test_known_best_setting(tune, tmp_path):
+    """Three workers with four environments each, on any number of CPUs."""
     workers, envs = (1, 3, 6), (1, 4)
     arguments = ["--workers", ",".join(map(str, workers)), "--envs-per-worker", ",".join(map(str, envs))]
     kwargs = json.dumps({"folder": str(tmp_path)})
@@ -166,7 +166,7 @@ def test_the_best_of_what_is_known(tune, tmp_path):
     )
 
 
-def test_workers_that_pay_off_are_proposed(tune):
+def test_workers_are_proposed_if_they_are_faster(tune):
     result = tune(f"{TUNABLE}:Waiting", "--workers", "2", "--envs-per-worker", "2", "--seconds", "0.1", "--json")
     assert proposed(result)["num_workers"] == 2
     report = json.loads(result.stdout)
@@ -178,7 +178,7 @@ def test_workers_that_pay_off_are_proposed(tune):
     assert 0 < report["serial"] <= 200
 
 
-def test_a_simulator_too_fast_for_workers_is_not_parallelised(tune):
+def test_serial_is_proposed_for_fast_simulators(tune):
     arguments = ["--workers", "1,2", "--envs-per-worker", "2", "--seconds", "0.05"]
     result = tune(f"{TUNABLE}:Instant", *arguments, "--json")
     best = proposed(result)
@@ -195,7 +195,7 @@ def test_a_simulator_too_fast_for_workers_is_not_parallelised(tune):
     assert {"plain", "serial"} <= {*shown.split()}
 
 
-def test_send_and_recv_where_steps_are_uneven(tune):
+def test_send_and_recv_for_uneven_steps(tune):
     result = tune(f"{TUNABLE}:Uneven", "--workers", "2", "--envs-per-worker", "1", "--seconds", "0.2")
     assert result.exit_code == 0, result.output
     (line,) = (line for line in result.stdout.splitlines() if "proposed" in line)
@@ -205,7 +205,7 @@ def test_send_and_recv_where_steps_are_uneven(tune):
     assert "env.recv(min_envs=1)" in how
 
 
-def test_memory_is_measured_and_kept_within(tune):
+def test_memory_is_measured_and_limited(tune):
     arguments = ["--workers", "1,2", "--envs-per-worker", "1,2,4", "--seconds", "0.05", "--json"]
     result = tune(f"{TUNABLE}:Heavy", *arguments, "--memory", "190MB")
     best = proposed(result)
@@ -230,7 +230,7 @@ def test_memory_is_measured_and_kept_within(tune):
     ],
     ids=lambda value: " ".join(value)[-20:] if isinstance(value, list) else None,
 )
-def test_what_cannot_be_done_is_told_in_a_line_and_a_hint(tune, arguments, words):
+def test_errors_are_one_line_and_a_hint(tune, arguments, words):
     result = tune(*arguments)
     assert result.exit_code == 1
     error, hint = result.stderr.strip().splitlines()

@@ -1,4 +1,4 @@
-"""The scripts in `benchmarks/` run, and the synthetic environment is what it says."""
+"""The scripts in `benchmarks/` run, and the synthetic environment has the declared costs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def versions(synthetic):
 
 
 def checkout(folder, *, step_s=None):
-    """A copy of the package, whose `ParallelEnv.step` takes so much longer."""
+    """A copy of the package whose `ParallelEnv.step` is slower by a given time."""
     package = BENCHMARKS.parent / "marl_parallel"
     shutil.copytree(package, folder / "marl_parallel", ignore=shutil.ignore_patterns("__pycache__"))
     if step_s is not None:
@@ -103,7 +103,7 @@ def test_compare_workers_with_a_baseline(tmp_path):
 
 
 @pytest.mark.parametrize(("slow", "status"), [("this", 1), ("baseline", 0)])
-def test_a_slower_version_is_found(versions, monkeypatch, tmp_path, capsys, slow, status):
+def test_slower_version_is_detected(versions, monkeypatch, tmp_path, capsys, slow, status):
     import compare_workers
     import typer
 
@@ -118,7 +118,7 @@ def test_a_slower_version_is_found(versions, monkeypatch, tmp_path, capsys, slow
     assert ("1 of 1 rows" in verdict) == (slow == "this")
 
 
-def test_the_interval_of_a_ratio(versions):
+def test_interval_of_a_ratio(versions):
     rng = np.random.default_rng(0)
     noise = np.exp(rng.normal(0.0, 0.02, (8, 9)))
     ratio, low, high = versions.interval(1.1 * noise)
@@ -129,12 +129,12 @@ def test_the_interval_of_a_ratio(versions):
     assert wider_high - wider_low > 3 * (high - low)
 
 
-def test_a_baseline_that_is_no_checkout_is_refused(tmp_path):
+def test_baseline_must_be_a_checkout(tmp_path):
     result = run("compare_workers.py", "--quick", "--baseline", str(tmp_path))
     assert "Invalid value for --baseline" in result.stderr
 
 
-def test_a_baseline_that_fails_is_reported(tmp_path):
+def test_failing_baseline_is_reported(tmp_path):
     (tmp_path / "marl_parallel").mkdir()
     (tmp_path / "marl_parallel" / "__init__.py").write_text("raise ImportError('broken checkout')")
     result = run("compare_workers.py", "--quick", "--only", "0 µs, 20", "--baseline", str(tmp_path))
@@ -219,43 +219,43 @@ def test_compare_facades(tmp_path):
 
 
 def test_results_of_several_environments(compare_facades, tmp_path):
-    """What has been measured again is replaced; all else stays, with its own run."""
+    """New measurements replace old ones; the others stay with their own run."""
     import merged
 
     everything = compare_facades.pairs()
-    made = {(pair.ours.name, pair.against.name): pair for pair in everything}
+    comparisons = {(pair.ours.name, pair.against.name): pair for pair in everything}
 
     def measured(*names, rate, missing=()):
-        results = [merged.result(made[both], [rate, rate], [100.0, 100.0]) for both in names]
+        results = [merged.result(comparisons[both], [rate, rate], [100.0, 100.0]) for both in names]
         run = merged.Run({"day": rate}, 1.0, 2)
         return merged.Report({"a": run}, results, dict.fromkeys(missing, "not installed"))
 
-    def told(report):
+    def result_of(report):
         return {(one.ours, one.against): (one.gain, report.runs[one.run].machine["day"]) for one in report.results}
 
     loop, agile = ("PettingZooVecEnv", "plain loop"), ("AgileRLVecEnv", "AgileRL AsyncPettingZooVecEnv")
     first = merged.Report().updated(measured(loop, rate=200.0, missing=agile), everything)
-    assert told(first) == {loop: (2.0, 200.0)}
+    assert result_of(first) == {loop: (2.0, 200.0)}
     assert first.missing == dict.fromkeys(agile, "not installed")
     second = first.updated(measured(agile, rate=300.0, missing=["SB3VecEnv"]), everything)
-    assert told(second) == {loop: (2.0, 200.0), agile: (3.0, 300.0)}
+    assert result_of(second) == {loop: (2.0, 200.0), agile: (3.0, 300.0)}
     assert [*second.missing] == ["SB3VecEnv"]
     third = second.updated(measured(loop, rate=400.0, missing=agile), everything)
-    assert told(third) == {loop: (4.0, 400.0), agile: (3.0, 300.0)}
+    assert result_of(third) == {loop: (4.0, 400.0), agile: (3.0, 300.0)}
     assert len(third.runs) == 2
     compare_facades.write_json(third, tmp_path / "saved.json")
     assert merged.read_json(tmp_path / "saved.json") == third
 
 
-def test_resets_that_take_a_call_are_no_steps(compare_facades):
-    """Of a contender that resets in the next step; one of another mode has as many steps as calls."""
+def test_calls_that_reset_are_not_steps(compare_facades):
+    """With NEXT_STEP resets; in other modes each call is a step."""
     pair = next(pair for pair in compare_facades.pairs() if "GymnasiumVectorEnv / Gymnasium" in str(pair))
     assert pair.case.episode_steps == 25
     assert pair.ours.counted(pair.case) == pair.against.counted(pair.case) == pytest.approx(8 * 25 / 26)
     assert compare_facades.peers.SUPERSUIT.counted(pair.case) == 8
 
 
-def test_who_cannot_be_started_is_left_out_with_the_reason(compare_facades):
+def test_contender_that_cannot_start_is_listed_with_the_reason(compare_facades):
     def fails(case):
         raise TypeError("no such argument\nand more")
 
@@ -274,7 +274,7 @@ def test_who_cannot_be_started_is_left_out_with_the_reason(compare_facades):
 
 
 def test_compare_peers(tmp_path):
-    """Whoever is not installed is listed; the others are measured on each simulator."""
+    """Missing packages are listed; the others are measured on each simulator."""
     run("compare_peers.py", "--quick", "--output", str(tmp_path))
     report = json.loads((tmp_path / "compare_peers.json").read_text())
     measured = {(one["environment"], one["against"]) for one in report["results"]}
@@ -287,7 +287,7 @@ def test_compare_peers(tmp_path):
     assert all(name in shown for name in report["missing"])
 
 
-def test_who_fails_on_one_simulator_only_is_said_so(compare_facades):
+def test_failure_on_one_simulator_is_listed(compare_facades):
     import contest
     import merged
 
@@ -309,7 +309,7 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_what_is_not_known_is_refused(script):
+def test_unknown_names_are_refused(script):
     assert "--only" in run(script, "--quick", "--only", "chess").stderr
 
 
@@ -321,12 +321,12 @@ def test_what_is_not_known_is_refused(script):
         ("async_stepping.py", "--workers", "0"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(script, option, value):
+def test_impossible_measurements_are_refused(script, option, value):
     result = run(script, option, value, "--seconds", "0.001", "--repeats", "1", "--output", "/dev/null/nowhere")
     assert f"Invalid value for {option}" in result.stderr
 
 
-def test_a_part_does_not_take_the_place_of_the_whole(synthetic, monkeypatch, tmp_path):
+def test_partial_results_do_not_replace_complete_ones(synthetic, monkeypatch, tmp_path):
     import compare_workers
     import options
 
@@ -355,7 +355,7 @@ def test_a_part_does_not_take_the_place_of_the_whole(synthetic, monkeypatch, tmp
         (True, 3, 4, 2.0),
     ],
 )
-def test_what_the_cpus_allow(async_stepping, computes, workers, cpus, limit):
+def test_limit_of_the_cpus(async_stepping, computes, workers, cpus, limit):
     case = async_stepping.Case(async_stepping.OVERLAP, "", {}, 4, computes)
     assert case.limit(workers, cpus) == pytest.approx(limit)
 
@@ -384,8 +384,8 @@ def test_synthetic_values(synthetic):
     assert len(env.reset()[0]) == 2
 
 
-def test_synthetic_work_is_of_the_chosen_length(synthetic):
-    """Work, not time: its rounds are what is fixed, and the average stays where some steps take longer."""
+def test_synthetic_work_has_the_chosen_length(synthetic):
+    """The number of rounds is fixed, and the average stays the same with uneven steps."""
     env = synthetic.Synthetic(step_us=100, rounds_per_us=10.0)
     costs = [next(env._costs) for _ in range(1000)]
     assert costs == [1000] * 1000
@@ -427,8 +427,8 @@ def test_synthetic_that_waits(synthetic, monkeypatch):
     assert slept == [0.002, 0.0003]
 
 
-def test_a_microsecond_is_about_a_microsecond(synthetic):
-    """The median of some, since other processes want the CPU as well."""
+def test_calibration_of_microseconds(synthetic):
+    """The median of several, because other processes use the CPUs."""
     env = synthetic.Synthetic(step_us=1000)
     env.reset()
     took = []

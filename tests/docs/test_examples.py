@@ -1,4 +1,4 @@
-"""The examples that train with PyTorch alone run, leave what they say, and do the same for the same seed."""
+"""Examples that train with PyTorch only: they run, write their logs, and are reproducible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(script: str, *arguments: str) -> str:
 
 
 def curve(file: Path) -> list[dict[str, str]]:
-    """A log without what depends on the clock."""
+    """A log without the columns that depend on the clock."""
     with file.open(newline="") as lines:
         return [{key: row[key] for key in row.keys() - OF_TIME} for row in csv.DictReader(lines)]
 
@@ -48,7 +48,7 @@ def test_same_seed_same_curve(script, video, tmp_path):
     assert video is None or (tmp_path / video).stat().st_size > 10_000
 
 
-def test_the_number_of_workers_makes_no_difference_to_the_curve(tmp_path):
+def test_number_of_workers_does_not_change_the_curve(tmp_path):
     logs = []
     for workers in ("1", "2"):
         run("examples/ippo_simple_spread.py", "--smoke", "--num-workers", workers, "--output", str(tmp_path / workers))
@@ -56,8 +56,8 @@ def test_the_number_of_workers_makes_no_difference_to_the_curve(tmp_path):
     assert logs[0] == logs[1]
 
 
-def test_a_check_that_fails_says_so(tmp_path):
-    """In seconds, nothing is learned."""
+def test_failing_check_of_the_return(tmp_path):
+    """Within seconds the policy does not improve."""
     command = [sys.executable, "examples/ippo_simple_spread.py", "--smoke", "--check", "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 1
@@ -65,16 +65,16 @@ def test_a_check_that_fails_says_so(tmp_path):
     assert {path.stem for path in tmp_path.glob("*.csv")} == {"seed_1", "seed_2", "seed_3"}
 
 
-def test_in_turns_and_in_halves(tmp_path):
-    said = run("examples/async_ippo.py", "--smoke", "--output", str(tmp_path))
-    assert "in turns: " in said
-    assert "in halves: " in said
+def test_async_and_sync_stepping(tmp_path):
+    message = run("examples/async_ippo.py", "--smoke", "--output", str(tmp_path))
+    assert "in turns: " in message
+    assert "in halves: " in message
     turns, halves = (curve(tmp_path / f"{way}.csv") for way in ("turns", "halves"))
     assert [row["steps"] for row in turns] == [row["steps"] for row in halves]
     assert (tmp_path / "return_over_time.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_time_to_a_return(tmp_path):
+def test_time_to_return(tmp_path):
     quick = ["--quick", "--workers", "0,2", "--output", str(tmp_path)]
     assert "none: serial" in run("benchmarks/time_to_return.py", *quick)
     results = json.loads((tmp_path / "time_to_return.json").read_text())["results"]
@@ -84,7 +84,7 @@ def test_time_to_a_return(tmp_path):
     assert "| 2 workers |" in run("benchmarks/time_to_return.py", "--markdown", "--output", str(tmp_path))
 
 
-def test_time_to_a_return_of_what_is_no_number():
+def test_time_to_return_without_a_number():
     command = [sys.executable, "benchmarks/time_to_return.py", "--workers", "two"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "expected numbers with commas between, got 'two'" in " ".join(done.stderr.split())

@@ -1,4 +1,4 @@
-"""What the README says is so: its code runs, its table is the measured one, its arguments are the real ones.
+"""The README: its code runs, its tables are the measured ones, its arguments are the real ones.
 
 The code of the pages in `docs/` runs, too.
 """
@@ -29,7 +29,7 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 
 def python_blocks() -> list[object]:
-    """Every Python block of every page, named after its page and line."""
+    """Every Python block of every page, named by page and line."""
     return [
         pytest.param(block, id=f"{name} line {text[: text.index(block)].count(chr(10)) + 1}")
         for name, text in PAGES.items()
@@ -49,53 +49,53 @@ def test_python_blocks_run_by_themselves(block, tmp_path):
     run("-", text=block, cwd=tmp_path)
 
 
-def test_the_simulator_of_the_readme_passes_check(tmp_path):
+def test_readme_simulator_passes_check(tmp_path):
     (block,) = (block for block in blocks("python") if "class Foragers" in block)
     (tmp_path / "foragers.py").write_text(block[: block.index("with ParallelEnv(")])
     report = json.loads(run("-m", "marl_parallel", "check", "foragers.py:Foragers", "--json", cwd=tmp_path))
     assert [one for one in report["findings"] if one["question"] != "cost"] == []
 
 
-def test_the_example_shows_its_throughput():
-    said = run("examples/quickstart.py", "--steps", "60")
-    assert "8 environments on" in said
-    assert "16 episodes" in said
-    assert len(re.findall(r"[1-9][\d,]* environment steps per second", said)) == 2
+def test_quickstart_example():
+    output = run("examples/quickstart.py", "--steps", "60")
+    assert "8 environments on" in output
+    assert "16 episodes" in output
+    assert len(re.findall(r"[1-9][\d,]* environment steps per second", output)) == 2
 
 
-def test_the_example_of_halves_shows_what_is_gained():
-    said = run("examples/async_rollout.py", "--num-envs", "4", "--steps", "10")
-    assert len(re.findall(r"[1-9][\d,]* environment steps per second", said)) == 2
-    assert re.search(r"\d\.\d\d times as many", said)
+def test_async_rollout_example():
+    output = run("examples/async_rollout.py", "--num-envs", "4", "--steps", "10")
+    assert len(re.findall(r"[1-9][\d,]* environment steps per second", output)) == 2
+    assert re.search(r"\d\.\d\d times as many", output)
 
 
-def test_the_example_of_evolution_counts_its_steps():
-    said = run("examples/gymnasium_evolution.py", "--generations", "2", "--num-envs", "4")
-    assert "200 environment steps" in said
-    assert re.search(r"generation 2: mean return -\d+", said)
+def test_gymnasium_evolution_example():
+    output = run("examples/gymnasium_evolution.py", "--generations", "2", "--num-envs", "4")
+    assert "200 environment steps" in output
+    assert re.search(r"generation 2: mean return -\d+", output)
 
 
-def test_the_example_of_pettingzoos_loop_tells_of_every_agent():
-    said = run("examples/pettingzoo_episodes.py", "--episodes", "1", "--num-envs", "2")
-    assert len(re.findall(r"episode 0 (archer|knight)_[01]: return \d+\.\d+, lived [1-9]\d* to", said)) == 4
+def test_pettingzoo_episodes_example():
+    output = run("examples/pettingzoo_episodes.py", "--episodes", "1", "--num-envs", "2")
+    assert len(re.findall(r"episode 0 (archer|knight)_[01]: return \d+\.\d+, lived [1-9]\d* to", output)) == 4
 
 
-def test_the_example_of_a_simulator_that_crashes_goes_on_and_leaves_nothing():
-    said = run("examples/crashing_simulator.py", "--steps", "460")
+def test_crashing_simulator_example():
+    output = run("examples/crashing_simulator.py", "--steps", "460")
     for word in ("RuntimeError", "SIGSEGV", "has not finished its step within 1 s"):
-        assert len(re.findall(rf"WARNING .*{word}", said)) == 1
-    assert "9 restarts, [5, 4] by worker" in said
-    assert "closed: 0 processes are left" in said
+        assert len(re.findall(rf"WARNING .*{word}", output)) == 1
+    assert "9 restarts, [5, 4] by worker" in output
+    assert "closed: 0 processes are left" in output
 
 
-def test_the_two_commands_set_everything_up():
+def test_two_commands_set_everything_up():
     commands = blocks("bash")
     assert len(commands) == 2
     assert all(command.startswith("python3 -m venv .venv && ") and command.count("\n") == 1 for command in commands)
 
 
 def between_markers(name: str) -> str:
-    """What the README shows of a benchmark; print it with `--markdown` and put it there."""
+    """The README's text for a benchmark; `--markdown` prints it."""
     (shown,) = re.findall(
         rf"^<!-- [a-z ]+: benchmarks/{name}\.py --markdown -->$(.*?)^<!-- end -->$", README, re.S | re.M
     )
@@ -115,18 +115,18 @@ def between_markers(name: str) -> str:
         "envpool_overhead",
     ],
 )
-def test_the_tables_are_what_was_measured(name):
+def test_tables_equal_the_measured_ones(name):
     assert (RESULTS / f"{name}.json").exists()
     assert between_markers(name) == run(f"benchmarks/{name}.py", "--markdown").strip()
 
 
-def test_the_pictures_are_there():
+def test_pictures_exist():
     pictures = re.findall(r"!\[.+\]\((.+)\)", README)
     assert pictures
     assert all((ROOT / picture).is_file() for picture in pictures)
 
 
-def test_the_arguments_are_those_of_the_class():
+def test_arguments_equal_the_signature():
     section = README[README.index("The arguments of `ParallelEnv`") :]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)
     parameters = inspect.signature(ParallelEnv).parameters

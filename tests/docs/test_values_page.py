@@ -14,11 +14,11 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_an_example_runs(number, tmp_path):
+def test_example_runs(number, tmp_path):
     command = [sys.executable, "-"]
     done = subprocess.run(command, input=EXAMPLES[number], capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_there_is_one_for_each_section():
+def test_each_section_has_an_example():
     assert len(EXAMPLES) == PAGE.count("\n## ")

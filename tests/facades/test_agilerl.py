@@ -1,4 +1,4 @@
-"""`AgileRLVecEnv`: the core's dicts with AgileRL's conventions. Training on it is tested in `test_agilerl_training`."""
+"""`AgileRLVecEnv`: the core's dicts in AgileRL's form. Training is tested in `test_agilerl_training`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector.utils import batch_space
 from helpers import ROOT
-from helpers.batches import as_dicts, assert_noted, at, same
+from helpers.batches import as_dicts, assert_vector_info, at, same
 from mpe2 import simple_spread_v3, simple_tag_v3
-from simulators.array_agents import ArrayAgents, Slow
+from simulators.array_agents import ArrayAgents, WaitsForFile
 from simulators.crashing import Fate, crashing
 from simulators.dict_rules import DictRules
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
@@ -45,7 +45,7 @@ HOWS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(make: Callable[..., Any] = ArrayAgents, copies: int = COPIES, **how: Any) -> AgileRLVecEnv:
+def build_facade(make: Callable[..., Any] = ArrayAgents, copies: int = COPIES, **how: Any) -> AgileRLVecEnv:
     return AgileRLVecEnv(ParallelEnv([make] * copies, **{"backend": "serial", **how}))
 
 
@@ -54,7 +54,7 @@ def drawn(env: AgileRLVecEnv) -> dict[str, Any]:
 
 
 def blank(value: Any) -> bool:
-    """NaN where it is of floats, zeros elsewhere."""
+    """NaN for floats, zeros otherwise."""
     if isinstance(value, dict | tuple):
         return all(map(blank, value.values() if isinstance(value, dict) else value))
     return bool(np.isnan(value).all()) if value.dtype.kind == "f" else not value.any()
@@ -67,33 +67,33 @@ def with_axis(value: Any) -> Any:
     return np.atleast_1d(value)
 
 
-class Story:
-    """What must be told by agent, worked out from the core's dicts."""
+class ExpectedByAgent:
+    """The expected values by agent, computed from the core's dicts."""
 
     def __init__(self, facade: AgileRLVecEnv, plain: ParallelEnv) -> None:
         self.facade, self.plain, self.agents = facade, plain, plain.possible_agents
         self.absent = 0
 
-    def assert_reset(self, told: tuple[Any, Any], dicts: tuple[Any, Any]) -> None:
+    def assert_reset(self, returned: tuple[Any, Any], dicts: tuple[Any, Any]) -> None:
         for i, agent in self.places():
-            self.assert_seen(told[0][agent], i, dicts[0][i].get(agent))
-            self.assert_infos(told[1], agent, i, dicts[1][i], None)
+            self.assert_seen(returned[0][agent], i, dicts[0][i].get(agent))
+            self.assert_infos(returned[1], agent, i, dicts[1][i], None)
         self.assert_who(dicts[0], dicts[0])
 
-    def assert_step(self, told: tuple[Any, ...], dicts: tuple[Any, ...]) -> None:
-        observations, rewards, terminations, truncations, infos = told
+    def assert_step(self, returned: tuple[Any, ...], dicts: tuple[Any, ...]) -> None:
+        observations, rewards, terminations, truncations, infos = returned
         assert [*observations] == [*rewards] == [*terminations] == [*truncations] == self.agents
         for i, agent in self.places():
             seen, paid, terminateds, truncateds, notes = (column[i] for column in dicts)
             over = terminateds["__all__"] or truncateds["__all__"]
             self.assert_seen(observations[agent], i, seen.get(agent))
             flags = terminateds.get(agent, False), truncateds.get(agent, False)
-            given = terminations[agent][i], truncations[agent][i]
+            passed = terminations[agent][i], truncations[agent][i]
             if agent in paid:
                 assert rewards[agent][i] == paid[agent]
-                assert given == ((terminateds["__all__"], truncateds["__all__"]) if over and not any(flags) else flags)
+                assert passed == ((terminateds["__all__"], truncateds["__all__"]) if over and not any(flags) else flags)
             else:
-                assert np.isnan([rewards[agent][i], *given]).all()
+                assert np.isnan([rewards[agent][i], *passed]).all()
                 self.absent += 1
             self.assert_infos(infos, agent, i, notes, over)
         for agent in self.agents:
@@ -116,8 +116,8 @@ class Story:
         if over:
             final = {"final_obs": note.pop("final_obs")} if "final_obs" in note else {}
             note = {**note.pop("reset_info", {}), **final, "final_info": {**common, **note}}
-            common = {key: said.get("reset_info", said) for key, said in common.items()}
-        assert_noted(infos[agent], {**common, **note}, i)
+            common = {key: info.get("reset_info", info) for key, info in common.items()}
+        assert_vector_info(infos[agent], {**common, **note}, i)
 
     def assert_who(self, seen: Any, paid: Any) -> None:
         for i, agent in self.places():
@@ -127,20 +127,20 @@ class Story:
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("how", HOWS)
-def test_rows_are_the_dicts_of_the_core(how, name):
-    facade = made(MAKERS[name], **HOWS[how])
+def test_rows_equal_the_dicts_of_the_core(how, name):
+    facade = build_facade(MAKERS[name], **HOWS[how])
     with ParallelEnv([MAKERS[name]] * COPIES, backend="serial") as plain:
-        story = Story(facade, plain)
+        story = ExpectedByAgent(facade, plain)
         story.assert_reset(facade.reset(seed=5), plain.reset(seed=5))
         for step in range(4 * LENGTH):
             actions = drawn(facade)
-            given = as_dicts(actions, plain.acting)
+            passed = as_dicts(actions, plain.acting)
             if step % 3:
-                told = facade.step(actions)
+                returned = facade.step(actions)
             else:
-                facade.step_async(given)
-                told = facade.step_wait()
-            story.assert_step(told, plain.step(given))
+                facade.step_async(passed)
+                returned = facade.step_wait()
+            story.assert_step(returned, plain.step(passed))
             if step == 2 * LENGTH + 6:
                 story.assert_reset(facade.reset(), plain.reset())
         if "variable" in name or name == "arrays":
@@ -149,27 +149,27 @@ def test_rows_are_the_dicts_of_the_core(how, name):
 
 
 @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
-@pytest.mark.parametrize("way", ["raise", "SIGKILL"])
-def test_a_restart_in_the_middle(way):
-    """Each agent is told, as AgileRL has no place for what is about a copy."""
-    constructors = [crashing(ArrayAgents, {(1, 0): Fate(way, "step", 6)})] * COPIES
+@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
+def test_restart_during_an_episode(fault):
+    """Each agent has the mark, because AgileRL has no place for infos of an environment."""
+    constructors = [crashing(ArrayAgents, {(1, 0): Fate(fault, "step", 6)})] * COPIES
     how: dict[str, Any] = {"num_workers": 3, "on_error": "restart"}
     facade = AgileRLVecEnv(ParallelEnv(constructors, **how))
     with ParallelEnv(constructors, **how) as plain:
-        story, marks = Story(facade, plain), {agent: np.zeros(COPIES, int) for agent in AGENTS}
+        story, marks = ExpectedByAgent(facade, plain), {agent: np.zeros(COPIES, int) for agent in AGENTS}
         story.assert_reset(facade.reset(), plain.reset())
         for _ in range(2 * LENGTH):
             actions = drawn(facade)
-            told, dicts = facade.step(actions), plain.step(as_dicts(actions, plain.acting))
+            returned, dicts = facade.step(actions), plain.step(as_dicts(actions, plain.acting))
             for agent in AGENTS:
-                marks[agent] += told[4][agent].get("__common__", {}).get("restarted", np.zeros(COPIES, bool))
-                for infos in told[4][agent], told[4][agent].get("final_info", {}):
+                marks[agent] += returned[4][agent].get("__common__", {}).get("restarted", np.zeros(COPIES, bool))
+                for infos in returned[4][agent], returned[4][agent].get("final_info", {}):
                     common = infos.get("__common__", {})
                     assert "environment 1" in common.pop("error", [None, "environment 1"])[1]
-                    common.pop("_error", None)  # it says which process it was, too
+                    common.pop("_error", None)  # it names the process, too
             for notes in dicts[4]:
                 notes.get("__common__", {}).pop("error", None)
-            story.assert_step(told, dicts)
+            story.assert_step(returned, dicts)
         assert {agent: mark.tolist() for agent, mark in marks.items()} == {agent: [0, 1, 0] for agent in AGENTS}
         facade.close()
 
@@ -178,9 +178,9 @@ def test_a_restart_in_the_middle(way):
 
 
 @pytest.mark.parametrize("name", ["spread", "tag", "arrays", "plain variable"])
-def test_it_is_told_as_by_agilerls_own(name):
-    """The same numbers in the same forms, agents that have died included."""
-    facade = made(MAKERS[name])
+def test_results_equal_agilerls_own_vector_environment(name):
+    """The same numbers in the same forms, also for dead agents."""
+    facade = build_facade(MAKERS[name])
     own = AsyncPettingZooVecEnv([MAKERS[name]] * COPIES, context="fork")
     try:
         assert_alike(facade.reset(seed=5)[0], own.reset(seed=5)[0])
@@ -216,12 +216,12 @@ def assert_alike(mine: Any, theirs: Any) -> None:
         assert np.array_equal(mine[key], value, equal_nan=value.dtype.kind == "f")
 
 
-# What it is
+# Attributes
 
 
 @pytest.fixture
 def env():
-    facade = made()
+    facade = build_facade()
     yield facade
     facade.close()
 
@@ -251,23 +251,23 @@ def test_attributes_calls_frames(env):
     assert [frame[0, 0, 0] for frame in env.render()] == [0, 10, 20]
 
 
-def test_arrays_are_ones_own():
-    """AgileRL's wrapper changes the dicts, and rollouts keep the arrays, also where the environment hands out views."""
-    env = made(MAKERS["plain variable"], copy=False)
+def test_arrays_belong_to_the_caller():
+    """AgileRL's wrapper modifies the dicts and rollouts keep the arrays, also with `copy=False`."""
+    env = build_facade(MAKERS["plain variable"], copy=False)
     observations, _ = env.reset(seed=1)
-    kept = [observations["c"]]
+    saved = [observations["c"]]
     del observations["a"]
-    copies = [kept[0].copy()]
+    copies = [saved[0].copy()]
     for _ in range(LENGTH):
-        kept.append(env.step(drawn(env))[0]["c"])
-        copies.append(kept[-1].copy())
-    assert all(map(same, kept, copies))
-    assert len({array.tobytes() for array in kept}) == LENGTH + 1
+        saved.append(env.step(drawn(env))[0]["c"])
+        copies.append(saved[-1].copy())
+    assert all(map(same, saved, copies))
+    assert len({array.tobytes() for array in saved}) == LENGTH + 1
     env.close()
 
 
-def test_single_numbers_with_an_axis_and_tensors(env):
-    """AgileRL squeezes actions, and takes tensors and whole floats."""
+def test_forms_of_discrete_actions(env):
+    """AgileRL squeezes actions, and passes tensors and whole floats."""
     env.reset(seed=1)
     loose = {"a": torch.tensor([[1], [2], [0]]), "b": torch.zeros(3, 1, 2), "c": np.array([0.0, 1.0, 2.0])}
     rewards = env.step(loose)[1]
@@ -276,8 +276,8 @@ def test_single_numbers_with_an_axis_and_tensors(env):
     assert all(map(same, rewards.values(), env.step(strict)[1].values()))
 
 
-def test_an_action_that_is_partly_nan_stays_it():
-    env = made(functools.partial(DictRules, acts=spaces.Box(-1, 1, (2,))), 2)
+def test_partly_nan_action_is_passed_on():
+    env = build_facade(functools.partial(DictRules, acts=spaces.Box(-1, 1, (2,))), 2)
     env.reset()
     for second in ([0.5, 0.5], [np.nan, np.nan]):
         env.step({"a": np.array([[0.5, np.nan], second]), "b": np.zeros((2, 2))})
@@ -287,9 +287,9 @@ def test_an_action_that_is_partly_nan_stays_it():
     env.close()
 
 
-def test_actions_that_are_nan_are_none():
-    """By dict rules, an agent may leave out its turn; by PettingZoo's it may not."""
-    env, plain = made(MAKERS["plain variable dicts"]), ParallelEnv([MAKERS["plain variable dicts"]] * COPIES)
+def test_nan_actions_mean_no_action():
+    """Under dict rules an agent may have no action; under PettingZoo rules it may not."""
+    env, plain = build_facade(MAKERS["plain variable dicts"]), ParallelEnv([MAKERS["plain variable dicts"]] * COPIES)
     env.reset(seed=1)
     plain.reset(seed=1)
     actions = {"a": np.array([1.0, np.nan, 2.0]), "b": np.array([0, 1, 2])}
@@ -307,7 +307,7 @@ def test_actions_that_are_nan_are_none():
 # Wrong use
 
 
-def test_it_says_what_to_install():
+def test_missing_library():
     program = "import sys; sys.modules['agilerl'] = None; from marl_parallel import vector; vector.AgileRLVecEnv"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "ImportError: AgileRLVecEnv needs" in done.stderr
@@ -315,7 +315,7 @@ def test_it_says_what_to_install():
 
 
 @pytest.mark.parametrize(("mode", "got"), [(False, "auto_reset=False"), ("NEXT_STEP", 'auto_reset="NEXT_STEP"')])
-def test_another_mode(mode, got):
+def test_wrong_auto_reset_mode(mode, got):
     parallel = ParallelEnv([VariableAgents], mode, backend="serial")
     with (
         parallel,
@@ -324,7 +324,7 @@ def test_another_mode(mode, got):
         AgileRLVecEnv(parallel)
 
 
-def test_no_parallel_env():
+def test_wrong_type_of_env():
     with pytest.raises(TypeError, match="made of a ParallelEnv, got VariableAgents"):
         AgileRLVecEnv(VariableAgents())  # type: ignore[arg-type]
 
@@ -337,7 +337,7 @@ class Numbered(VariableDictAgents):
         self.action_space = spaces.Dict(dict.fromkeys(range(3), ACTION))
 
 
-def test_agents_are_strings():
+def test_agent_ids_must_be_strings():
     with ParallelEnv([Numbered], backend="serial") as parallel, pytest.raises(ValueError, match=r"strings, got \[0, 1"):
         AgileRLVecEnv(parallel)
 
@@ -352,7 +352,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_actions(wrong, env):
+def test_wrong_actions(wrong, env):
     env.reset()
     with pytest.raises(ValueError, match=WRONG[wrong][1]):
         env.step({**drawn(env), **WRONG[wrong][0]})
@@ -365,8 +365,8 @@ def test_actions(wrong, env):
     assert env.get_attr("time") == (0,) * COPIES
 
 
-def test_a_timeout_loses_nothing(tmp_path):
-    env = made(functools.partial(Slow, plain=True), backend="process", num_workers=1)
+def test_timeout_loses_nothing(tmp_path):
+    env = build_facade(functools.partial(WaitsForFile, plain=True), backend="process", num_workers=1)
     env.reset()
     env.set_attr("gate", str(tmp_path / "open"))
     env.step_async([dict.fromkeys(AGENTS, 0)] * COPIES)
@@ -378,15 +378,15 @@ def test_a_timeout_loses_nothing(tmp_path):
     env.close()
 
 
-def test_out_of_order(env):
+def test_calls_out_of_order(env):
     actions = drawn(env)
-    given = as_dicts(actions, (AGENTS,) * COPIES)
+    passed = as_dicts(actions, (AGENTS,) * COPIES)
     with pytest.raises(ResetNeeded):
         env.step(actions)
     with pytest.raises(NoAsyncCallError):
         env.step_wait()
     env.reset()
-    env.step_async(given)
+    env.step_async(passed)
     with pytest.raises(AlreadyPendingCallError):
         env.step(actions)
     with pytest.raises(AlreadyPendingCallError):
@@ -400,7 +400,7 @@ def test_out_of_order(env):
         AgileRLVecEnv(env.env)
 
 
-def test_two_facades_step_one_environment(env):
+def test_two_facades_of_one_environment(env):
     other = AgileRLVecEnv(env.env)
     env.reset()
     with pytest.raises(RuntimeError, match="stepped by a AgileRLVecEnv already"):

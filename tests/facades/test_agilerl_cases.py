@@ -1,4 +1,4 @@
-"""`AgileRLVecEnv` with simulators and actions that are unlike most; what is usual is tested in `test_agilerl`."""
+"""`AgileRLVecEnv` with unusual simulators and actions; common cases are tested in `test_agilerl`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from marl_parallel.vector import AgileRLVecEnv
 pytestmark = pytest.mark.needs("agilerl")
 
 
-class Relay(PettingZooEnv):
-    """Agent a dies at 2, and b waits at odd times, alive all the while, as its flags say."""
+class WaitingAgents(PettingZooEnv):
+    """Agent a dies at 2; b is not observed at odd times, although it is alive."""
 
     metadata: ClassVar = {"name": "relay"}
     render_mode = None
@@ -51,10 +51,10 @@ class Relay(PettingZooEnv):
 
 
 @pytest.mark.parametrize("how", [{}, {"shared_memory": False}])
-def test_flags_of_agents_that_wait(how):
-    """They are told as they are, as by AgileRL's own, where NaN is for the dead: its training counts these as done."""
-    facade = AgileRLVecEnv(ParallelEnv([Relay] * 2, backend="serial", **how))
-    own = AsyncPettingZooVecEnv([Relay] * 2, context="fork")
+def test_flags_of_waiting_agents(how):
+    """They are returned unchanged; AgileRL's own has NaN for dead agents only, which its training treats as done."""
+    facade = AgileRLVecEnv(ParallelEnv([WaitingAgents] * 2, backend="serial", **how))
+    own = AsyncPettingZooVecEnv([WaitingAgents] * 2, context="fork")
     try:
         facade.reset()
         own.reset()
@@ -70,47 +70,47 @@ def test_flags_of_agents_that_wait(how):
 
 
 @pytest.fixture
-def odd():
-    """Makes two copies of agents a and b."""
-    made = []
+def build_facade():
+    """Two environments with agents a and b."""
+    envs = []
 
     def make(copy: bool = True, **how: Any) -> AgileRLVecEnv:
-        made.append(AgileRLVecEnv(ParallelEnv([lambda: DictRules(**how)] * 2, backend="serial", copy=copy)))
-        made[-1].reset()
-        return made[-1]
+        envs.append(AgileRLVecEnv(ParallelEnv([lambda: DictRules(**how)] * 2, backend="serial", copy=copy)))
+        envs[-1].reset()
+        return envs[-1]
 
     yield make
-    for env in made:
+    for env in envs:
         env.close()
 
 
 NOBODY = dict.fromkeys("ab", np.zeros(2, np.int64))
 
 
-def test_last_observations_are_ones_own(odd):
-    """Also where the environment hands out views."""
+def test_last_observations_belong_to_the_caller(build_facade):
+    """Also with `copy=False`."""
     clock = itertools.count()
-    env = odd(copy=False, length=2, look=lambda time: np.full(1, next(clock), np.float32))
+    env = build_facade(copy=False, length=2, look=lambda time: np.full(1, next(clock), np.float32))
     env.step(NOBODY)
     last = env.step(NOBODY)[4]["a"]["final_obs"]
-    kept = [array.copy() for array in last]
+    saved = [array.copy() for array in last]
     env.step(NOBODY)
     env.step(NOBODY)
-    assert all(map(np.array_equal, last, kept))
+    assert all(map(np.array_equal, last, saved))
 
 
 # Actions
 
 
 @pytest.mark.parametrize("acts", [spaces.Dict({"x": spaces.Discrete(2)}), spaces.Tuple([spaces.Discrete(2)])])
-def test_actions_of_several_parts_are_refused(acts, odd):
+def test_composite_actions_are_refused(acts, build_facade):
     with pytest.raises(ValueError, match=r"actions are arrays, but the action space of agent 'a' is (Dict|Tup)"):
-        odd(acts=acts)
+        build_facade(acts=acts)
 
 
-def test_shapes_of_actions(odd):
-    """Axes of length 1 may be missing or too many, and a row may be flat; nothing else is read as something else."""
-    env = odd(acts=spaces.Box(-9, 9, (2, 3)))
+def test_shapes_of_actions(build_facade):
+    """Axes of length 1 may be missing or extra, and a row may be flat; other shapes are refused."""
+    env = build_facade(acts=spaces.Box(-9, 9, (2, 3)))
     rows = np.arange(12, dtype=np.float32)
     for shape in (2, 2, 3), (2, 1, 2, 3), (2, 2, 3, 1), (2, 6):
         env.step(dict.fromkeys("ab", rows.reshape(shape)))
@@ -121,37 +121,37 @@ def test_shapes_of_actions(odd):
         env.step_async([dict.fromkeys("ab", rows[:6].reshape(3, 2))] * 2)
 
 
-def test_actions_of_no_numbers(odd):
-    env = odd(acts=spaces.Box(-1, 1, (0,)))
+def test_non_numeric_actions(build_facade):
+    env = build_facade(acts=spaces.Box(-1, 1, (0,)))
     env.step({agent: env.action_space(agent).sample() for agent in "ab"})
     env.step_async([dict.fromkeys("ab", np.zeros(0, np.float32))] * 2)
     env.step_wait()
-    assert [given["a"].shape for given in env.get_attr("actions")] == [(0,), (0,)]
+    assert [action["a"].shape for action in env.get_attr("actions")] == [(0,), (0,)]
 
 
-def test_whole_floats_for_boxes_of_integers(odd):
-    """NaN for those who are absent makes floats of all."""
-    env = odd(acts=spaces.Box(0, 9, (1,), np.int32))
+def test_whole_floats_for_boxes_of_integers(build_facade):
+    """NaN for absent agents turns all actions into floats."""
+    env = build_facade(acts=spaces.Box(0, 9, (1,), np.int32))
     env.step({"a": np.array([[3.0], [np.nan]]), "b": np.array([[1.0], [2.0]])})
-    assert [sorted(given) for given in env.get_attr("actions")] == [["a", "b"], ["b"]]
+    assert [sorted(action) for action in env.get_attr("actions")] == [["a", "b"], ["b"]]
     assert env.get_attr("actions")[0]["a"].dtype == np.int32
 
 
 # Infos
 
 
-def test_actions_that_simulators_have_chosen_are_of_one_shape(odd):
-    env = odd(infos=lambda time: {"a": {"env_defined_actions": np.zeros(time)}})
+def test_env_defined_actions_have_one_shape(build_facade):
+    env = build_facade(infos=lambda time: {"a": {"env_defined_actions": np.zeros(time)}})
     assert env.step(NOBODY)[4]["a"]["env_defined_actions"].shape == (2, 1)
     env.set_attr("time", [1, 2])
     with pytest.raises(ValueError, match=r"environment 1: the env_defined_actions of agent 'a' have shape \(3,\)"):
         env.step(NOBODY)
 
 
-def test_infos_of_the_reset_are_on_top(odd):
-    """What they say of a copy, too."""
-    said = {"a": {"x": 7}, "level": {"n": 8}}
-    env = odd(length=2, infos=lambda time: {"a": {"x": time}, "level": {"n": time}}, first=said)
+def test_reset_infos_are_at_the_top_level(build_facade):
+    """Also infos of the environment."""
+    info = {"a": {"x": 7}, "level": {"n": 8}}
+    env = build_facade(length=2, infos=lambda time: {"a": {"x": time}, "level": {"n": time}}, first=info)
     env.step(NOBODY)
     infos = env.step(NOBODY)[4]["a"]
     assert infos["x"].tolist() == [7, 7]
@@ -160,7 +160,7 @@ def test_infos_of_the_reset_are_on_top(odd):
     assert infos["final_info"]["level"]["n"].tolist() == [2, 2]
 
 
-def test_vector_rewards_become_numbers():
+def test_vector_rewards_are_scalarized():
     with pytest.raises(ValueError, match=r"AgileRLVecEnv takes rewards that are numbers, but agent 'van'.*scalarize="):
         AgileRLVecEnv(ParallelEnv([Couriers], backend="serial"))
     plain = ParallelEnv([Couriers] * 2, backend="serial")

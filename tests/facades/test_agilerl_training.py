@@ -1,4 +1,4 @@
-"""AgileRL's own training functions and algorithms on an `AgileRLVecEnv`, which they take as it is."""
+"""AgileRL's training functions and algorithms on an unchanged `AgileRLVecEnv`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agilerl.training.train_multi_agent_on_policy import train_multi_agent_on_po
 from agilerl.vector import AsyncPettingZooVecEnv
 from helpers import ROOT
 from mpe2 import simple_spread_v3
-from simulators.array_agents import Chooser, Line
+from simulators.array_agents import EnvDefinedActions, Line
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import AgileRLVecEnv
@@ -54,7 +54,7 @@ def weights(algorithm: Any) -> torch.Tensor:
 
 
 def trained(env: Any, train: Callable[..., Any], make: Callable[..., Any], **arguments: Any) -> tuple[Any, Any]:
-    """The weights before and after, where everything that is drawn is seeded."""
+    """The weights before and after training with fixed seeds."""
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(1)
     env.reset(seed=42)
@@ -67,8 +67,8 @@ def trained(env: Any, train: Callable[..., Any], make: Callable[..., Any], **arg
 
 
 @pytest.mark.parametrize("policy", ["on", "off"])
-def test_training_comes_to_the_same_as_with_agilerls_own(policy):
-    """To the bit: AgileRL's functions cannot tell the two apart."""
+def test_training_equals_agilerls_own_vector_environment(policy):
+    """To the bit."""
     come_to = []
     for own in (False, True):
         constructors = [functools.partial(simple_spread_v3.parallel_env, max_cycles=8)] * COPIES
@@ -78,19 +78,19 @@ def test_training_comes_to_the_same_as_with_agilerls_own(policy):
             env = AgileRLVecEnv(ParallelEnv(constructors, num_workers=2))
         if policy == "on":
             make = functools.partial(IPPO, learn_step=64, batch_size=32, update_epochs=1, lr=1e-2)
-            told = trained(env, train_multi_agent_on_policy, make, max_steps=400, evo_steps=200)
+            results = trained(env, train_multi_agent_on_policy, make, max_steps=400, evo_steps=200)
         else:
             make = functools.partial(MADDPG, vect_noise_dim=COPIES, batch_size=16, learn_step=8)
             memory = ReplayBuffer(max_size=1000)
-            told = trained(env, train_multi_agent_off_policy, make, memory=memory, max_steps=240, evo_steps=120)
-        come_to.append(told)
+            results = trained(env, train_multi_agent_off_policy, make, memory=memory, max_steps=240, evo_steps=120)
+        come_to.append(results)
     (before, after), (_, after_own) = come_to
     assert not torch.equal(before, after)
     assert torch.equal(after, after_own)
 
 
 def test_training_with_agents_that_die():
-    """NaN is what AgileRL takes for who is absent: it puts a value of its own in its place, and takes it for done."""
+    """AgileRL replaces NaN, which marks absent agents, by a placeholder and treats them as done."""
     env = AgileRLVecEnv(ParallelEnv([Line] * COPIES, backend="serial"))
     algorithm = MADDPG(**declared(env), vect_noise_dim=COPIES, batch_size=16, learn_step=8)
     before, memory = weights(algorithm), ReplayBuffer(max_size=1000)
@@ -103,8 +103,8 @@ def test_training_with_agents_that_die():
     assert torch.isnan(memory.sample(200)["obs"]["a"]).any()
 
 
-def test_actions_defined_by_simulators():
-    env = AgileRLVecEnv(ParallelEnv([Chooser] * COPIES, backend="serial"))
+def test_env_defined_actions():
+    env = AgileRLVecEnv(ParallelEnv([EnvDefinedActions] * COPIES, backend="serial"))
     observations, infos = env.reset(seed=1)
     assert np.array_equal(infos["a"]["env_defined_actions"], [np.nan, 2.0, np.nan], equal_nan=True)
     algorithm = IPPO(**declared(env))
@@ -115,7 +115,7 @@ def test_actions_defined_by_simulators():
     env.close()
 
 
-def test_the_example():
+def test_example():
     command = [sys.executable, str(ROOT / "examples" / "agilerl_train.py"), "--smoke"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""`GymnasiumVectorEnv`: rows are the agents of all copies, and Gymnasium's wrappers take it as it is."""
+"""`GymnasiumVectorEnv`: one row per agent of every environment; Gymnasium's wrappers work on it unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers import vector as wrappers
-from helpers.batches import assert_noted, at, nothing, same
+from helpers.batches import all_zero, assert_vector_info, at, same
 from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.crashing import Fate, crashing
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
@@ -37,27 +37,27 @@ HOWS: dict[str, dict[str, Any]] = {
 }
 
 
-def both(make: Callable[..., Any], mode: str, **how: Any) -> tuple[GymnasiumVectorEnv, ParallelEnv]:
-    """The facade, and a plain environment that says the same in dicts."""
+def facade_and_core(make: Callable[..., Any], mode: str, **how: Any) -> tuple[GymnasiumVectorEnv, ParallelEnv]:
+    """The facade, and a `ParallelEnv` of the same environments."""
     facade = GymnasiumVectorEnv(ParallelEnv([make] * COPIES, mode, **how))
     return facade, ParallelEnv([make] * COPIES, mode, backend="serial")
 
 
-class Rows:
-    """What the core's dicts must look like in rows."""
+class ExpectedRows:
+    """The expected rows, computed from the core's dicts."""
 
     def __init__(self, plain: ParallelEnv, agents: list[str], mode: str) -> None:
         self.plain, self.agents, self.same_step = plain, agents, mode == "SAME_STEP"
 
-    def assert_reset(self, told: tuple[Any, Any], dicts: tuple[Any, ...]) -> None:
-        observations, infos = told
+    def assert_reset(self, returned: tuple[Any, Any], dicts: tuple[Any, ...]) -> None:
+        observations, infos = returned
         for row, (env_id, agent) in enumerate(self.all()):
             self.assert_seen(at(observations, row), dicts[0][env_id], agent)
             self.assert_infos(infos, row, {**dicts[1][env_id].get(agent, {}), **self.common(dicts[1][env_id])})
             self.assert_who(infos, row, env_id, agent, agent in dicts[0][env_id])
 
-    def assert_step(self, told: tuple[Any, ...], dicts: tuple[Any, ...]) -> None:
-        observations, rewards, terminations, truncations, infos = told
+    def assert_step(self, returned: tuple[Any, ...], dicts: tuple[Any, ...]) -> None:
+        observations, rewards, terminations, truncations, infos = returned
         for row, (env_id, agent) in enumerate(self.all()):
             seen, paid, terminated, truncated, notes = (column[env_id] for column in dicts)
             flags = terminated.get(agent, False), truncated.get(agent, False)
@@ -74,8 +74,8 @@ class Rows:
                 if not over:
                     final = seen.get(agent)
                 given = infos["final_obs"][row]
-                assert nothing(given) if final is None else same(given, final)
-                assert_noted(infos["final_info"], {**note, **common}, row)
+                assert all_zero(given) if final is None else same(given, final)
+                assert_vector_info(infos["final_info"], {**note, **common}, row)
                 note = reset_info if over else note
             self.assert_infos(infos, row, {**note, **common})
         assert (rewards.dtype, terminations.dtype, truncations.dtype) == (np.float64, np.bool_, np.bool_)
@@ -87,7 +87,7 @@ class Rows:
         return {key: note for key, note in notes.items() if key not in self.plain.possible_agents}
 
     def assert_seen(self, actual: Any, seen: dict[str, Any], agent: str) -> None:
-        assert same(actual, seen[agent]) if agent in seen else nothing(actual)
+        assert same(actual, seen[agent]) if agent in seen else all_zero(actual)
 
     def assert_who(self, infos: dict[str, Any], row: int, env_id: int, agent: str, present: bool) -> None:
         assert infos["present"][row] == present
@@ -95,8 +95,8 @@ class Rows:
 
     def assert_infos(self, infos: dict[str, Any], row: int, expected: dict[str, Any]) -> None:
         ours = {"present", "acting", "final_obs", "final_info"}
-        told = {k: v for k, v in infos.items() if k.removeprefix("_") not in ours}
-        assert_noted(told, expected, row)
+        returned = {k: v for k, v in infos.items() if k.removeprefix("_") not in ours}
+        assert_vector_info(returned, expected, row)
 
 
 def as_dicts(actions: Any, agents: list[str], acting: tuple[list[str], ...]) -> list[dict[str, Any]]:
@@ -109,26 +109,26 @@ def as_dicts(actions: Any, agents: list[str], acting: tuple[list[str], ...]) -> 
 @MODES
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("how", HOWS)
-def test_rows_are_the_dicts_of_the_core(how, name, mode):
-    facade, plain = both(MAKERS[name], mode, **HOWS[how])
+def test_rows_equal_the_dicts_of_the_core(how, name, mode):
+    facade, plain = facade_and_core(MAKERS[name], mode, **HOWS[how])
     facade.action_space.seed(7)
-    rows = Rows(plain, facade.agents, mode)
+    rows = ExpectedRows(plain, facade.agents, mode)
     with plain:
         rows.assert_reset(facade.reset(seed=5), plain.reset(seed=5))
         for step in range(3 * LENGTH):
             actions = facade.action_space.sample()
             if step % 3:
                 facade.step_async(actions)
-                told = facade.step_wait()
+                returned = facade.step_wait()
             else:
-                told = facade.step(actions)
-            rows.assert_step(told, plain.step(as_dicts(actions, facade.agents, plain.acting)))
+                returned = facade.step(actions)
+            rows.assert_step(returned, plain.step(as_dicts(actions, facade.agents, plain.acting)))
             if step == 2 * LENGTH:
-                assert_partial_reset(facade, plain, rows, told[0])
+                assert_partial_reset(facade, plain, rows, returned[0])
         facade.close()
 
 
-def assert_partial_reset(facade: GymnasiumVectorEnv, plain: ParallelEnv, rows: Rows, before: Any) -> None:
+def assert_partial_reset(facade: GymnasiumVectorEnv, plain: ParallelEnv, rows: ExpectedRows, before: Any) -> None:
     per_copy = len(facade.agents)
     mask = np.repeat([False, True, False], per_copy)
     options = {"reset_mask": mask}
@@ -146,32 +146,32 @@ def assert_partial_reset(facade: GymnasiumVectorEnv, plain: ParallelEnv, rows: R
 
 @MODES
 @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
-@pytest.mark.parametrize("way", ["raise", "SIGKILL"])
-def test_a_restart_in_the_middle(way, mode):
-    constructors = [crashing(VariableDictAgents, {(1, 0): Fate(way, "step", 3)})] * COPIES
+@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
+def test_restart_during_an_episode(fault, mode):
+    constructors = [crashing(VariableDictAgents, {(1, 0): Fate(fault, "step", 3)})] * COPIES
     facade = GymnasiumVectorEnv(ParallelEnv(constructors, mode, num_workers=3, on_error="restart"))
     plain = ParallelEnv(constructors, mode, num_workers=3, on_error="restart")
-    rows = Rows(plain, facade.agents, mode)
+    rows = ExpectedRows(plain, facade.agents, mode)
     with plain:
         facade.reset()
         plain.reset()
         marks = np.zeros(facade.num_envs, int)
         for _ in range(8):
             actions = facade.action_space.sample()
-            told = facade.step(actions)
+            returned = facade.step(actions)
             dicts = plain.step(as_dicts(actions, facade.agents, plain.acting))
-            for common in [told[4].get("__common__", {}), told[4].get("final_info", {}).get("__common__", {})]:
-                common.pop("error", None)  # says which process it was
+            for common in [returned[4].get("__common__", {}), returned[4].get("final_info", {}).get("__common__", {})]:
+                common.pop("error", None)  # names the process
                 common.pop("_error", None)
             for notes in dicts[4]:
                 notes.get("__common__", {}).pop("error", None)
-            rows.assert_step(told, dicts)
-            marks += told[4].get("__common__", {}).get("restarted", np.zeros(facade.num_envs, int))
+            rows.assert_step(returned, dicts)
+            marks += returned[4].get("__common__", {}).get("restarted", np.zeros(facade.num_envs, int))
         assert marks.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
         facade.close()
 
 
-# What it is
+# Attributes
 
 
 @pytest.fixture(params=["NEXT_STEP", "SAME_STEP"])
@@ -200,8 +200,8 @@ def test_frames_calls_attributes(env):
     assert [frame[0, 0, 0] for frame in env.render()] == [0, 0, 0, 10, 10, 10, 20, 20, 20]
 
 
-def test_observations_are_a_view_of_one_copy():
-    """No second one for all the rows."""
+def test_observations_are_copied_once():
+    """There is no second copy for all rows."""
     env = GymnasiumVectorEnv(ParallelEnv([simple_spread_v3.parallel_env] * COPIES, "NEXT_STEP", num_workers=2))
     observations, _ = env.reset()
     assert observations.base is not None
@@ -209,7 +209,7 @@ def test_observations_are_a_view_of_one_copy():
     env.close()
 
 
-def test_seeds_are_told_by_row(env):
+def test_seeds_by_row(env):
     env.reset(seed=4)
     rows = env.num_envs // env.parallel_env.num_envs
     assert env.np_random_seed == tuple(np.repeat(env.parallel_env.seed(), rows).tolist())
@@ -217,9 +217,9 @@ def test_seeds_are_told_by_row(env):
 
 
 @pytest.mark.parametrize("seeds", [[4, 9, 2], [4, 4, 4, 9, 9, 9, 2, 2, 2]])
-def test_seeds_of_copies_and_of_rows(seeds, env):
+def test_seeds_by_environment_or_row(seeds, env):
     with ParallelEnv([VariableAgents] * COPIES, backend="serial") as plain:
-        Rows(plain, AGENTS, "NEXT_STEP").assert_reset(env.reset(seed=seeds), plain.reset(seed=[4, 9, 2]))
+        ExpectedRows(plain, AGENTS, "NEXT_STEP").assert_reset(env.reset(seed=seeds), plain.reset(seed=[4, 9, 2]))
 
 
 # Gymnasium's wrappers
@@ -243,7 +243,7 @@ def test_episode_statistics(mode):
     env.close()
 
 
-def test_normalisers_and_others():
+def test_normalizers_and_other_wrappers():
     env: Any = wrappers.NormalizeReward(wrappers.NormalizeObservation(spread()))
     env = wrappers.DictInfoToList(env)
     env.reset(seed=3)
@@ -271,13 +271,13 @@ def test_partial_resets_through_a_wrapper():
 # Agents that differ
 
 
-def test_agents_that_differ_are_named():
+def test_agents_with_different_spaces_are_named():
     parallel = ParallelEnv([simple_tag_v3.parallel_env] * 2, backend="serial")
     with parallel, pytest.raises(ValueError, match=r"space of 'agent_0' is Box.*'adversary_0' Box.*agents=\[\.\.\.\]"):
         GymnasiumVectorEnv(parallel)
 
 
-def test_some_agents_act_and_others_stand_still():
+def test_subset_of_agents_with_default_actions():
     chosen = ["adversary_2", "adversary_0"]
     facade = GymnasiumVectorEnv(ParallelEnv([simple_tag_v3.parallel_env] * 2, backend="serial"), agents=chosen)
     with ParallelEnv([simple_tag_v3.parallel_env] * 2, backend="serial") as plain:
@@ -301,10 +301,10 @@ def test_some_agents_act_and_others_stand_still():
 
 
 @MODES
-def test_all_agents_in_another_order(mode):
+def test_agents_in_another_order(mode):
     parallel = ParallelEnv([VariableAgents] * COPIES, mode, backend="serial")
     facade = GymnasiumVectorEnv(parallel, agents=[*reversed(AGENTS)])
-    rows = Rows(ParallelEnv([VariableAgents] * COPIES, mode, backend="serial"), facade.agents, mode)
+    rows = ExpectedRows(ParallelEnv([VariableAgents] * COPIES, mode, backend="serial"), facade.agents, mode)
     with rows.plain as plain:
         rows.assert_reset(facade.reset(seed=5), plain.reset(seed=5))
         for _ in range(2 * LENGTH):
@@ -313,18 +313,18 @@ def test_all_agents_in_another_order(mode):
         facade.close()
 
 
-def test_others_act_by_what_they_see():
-    asked = []
+def test_other_agents_act_by_a_policy():
+    calls = []
 
     def others(agent: str, seen: Any) -> Any:
-        asked.append((agent, seen.shape))
+        calls.append((agent, seen.shape))
         return np.full(2, 3)
 
     parallel = ParallelEnv([simple_tag_v3.parallel_env] * 2, backend="serial")
     env = GymnasiumVectorEnv(parallel, agents=["agent_0"], others=others)
     env.reset(seed=1)
     env.step(env.action_space.sample())
-    assert asked == [(f"adversary_{index}", (2, 16)) for index in range(3)]
+    assert calls == [(f"adversary_{index}", (2, 16)) for index in range(3)]
     env.close()
 
 
@@ -332,7 +332,7 @@ def test_others_act_by_what_they_see():
 
 
 @pytest.mark.parametrize("agents", [["z"], ["a", "a"], []])
-def test_no_such_agents(agents):
+def test_unknown_agents(agents):
     with (
         ParallelEnv([VariableAgents], backend="serial") as parallel,
         pytest.raises(ValueError, match="must be some of"),
@@ -340,7 +340,7 @@ def test_no_such_agents(agents):
         GymnasiumVectorEnv(parallel, agents=agents)
 
 
-def test_another_mode():
+def test_wrong_auto_reset_mode():
     parallel = ParallelEnv([VariableAgents], False, backend="serial")
     with parallel, pytest.raises(ValueError, match='auto_reset="NEXT_STEP" or auto_reset=True, got auto_reset=False'):
         GymnasiumVectorEnv(parallel)
@@ -363,7 +363,7 @@ def test_masks(mask, error, word, env):
 
 
 @pytest.mark.parametrize("seeds", [[1, 2], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
-def test_seeds(seeds, env):
+def test_wrong_seeds(seeds, env):
     with pytest.raises(ValueError, match="seeds"):
         env.reset(seed=seeds)
 
@@ -379,7 +379,7 @@ def test_seeds(seeds, env):
     ],
     ids=["key", "rows", "shape", "dtype", "form"],
 )
-def test_actions(actions, env):
+def test_wrong_actions(actions, env):
     env.reset()
     with pytest.raises(ValueError, match="expected"):
         env.step(actions)
@@ -387,20 +387,20 @@ def test_actions(actions, env):
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_failed_to_be_made_is_collected_in_silence():
+def test_failed_construction_is_collected_silently():
     with pytest.raises(TypeError):
         GymnasiumVectorEnv(VariableAgents())
     gc.collect()
 
 
-def test_the_environment_outlives_the_facade():
+def test_environment_outlives_the_facade():
     with ParallelEnv([VariableAgents], backend="serial") as parallel:
         GymnasiumVectorEnv(parallel).reset()
         gc.collect()
         assert len(parallel.reset()) == 2
 
 
-def test_out_of_order(env):
+def test_calls_out_of_order(env):
     with pytest.raises(ResetNeeded):
         env.step(env.action_space.sample())
     env.close()
@@ -408,12 +408,12 @@ def test_out_of_order(env):
         env.reset()
 
 
-def test_others_that_cannot_stand_still():
-    class Talkers(VariableAgents):
+def test_other_agents_without_a_default_action():
+    class TextAgents(VariableAgents):
         def action_space(self, agent: str) -> spaces.Space:
             return spaces.Text(3) if agent == "b" else super().action_space(agent)
 
-    env = GymnasiumVectorEnv(ParallelEnv([Talkers], backend="serial"), agents=["a", "c"])
+    env = GymnasiumVectorEnv(ParallelEnv([TextAgents], backend="serial"), agents=["a", "c"])
     env.reset()
     with pytest.raises(ValueError, match="pass others= to act"):
         env.step(env.action_space.sample())

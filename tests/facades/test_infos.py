@@ -1,4 +1,4 @@
-"""Infos of many rows in one dict: arrays where they fit, whoever comes first; objects where they do not."""
+"""Infos of many rows in one dict: arrays if values fit, objects otherwise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from marl_parallel.vector.rows import vector_infos
         ([np.array(["a"]), np.array([1])], object),
     ],
 )
-def test_kinds(values, dtype, order):
+def test_kinds_of_values(values, dtype, order):
     values = values[::order]
     told = vector_infos([(3, {"key": values[0]}), (1, {"key": values[1]})], 4)
     assert told["key"].dtype == dtype
@@ -43,7 +43,7 @@ def test_kinds(values, dtype, order):
         assert not told["key"][[0, 2]].any()
 
 
-def test_dicts_within():
+def test_nested_dicts():
     told: Any = vector_infos([(0, {"deep": {"x": 1}}), (2, {"deep": {"y": "z"}})], 3)
     assert told["_deep"].tolist() == [True, False, True]
     assert told["deep"]["x"].tolist() == [1, 0, 0]
@@ -51,7 +51,7 @@ def test_dicts_within():
     assert told["deep"]["y"].tolist() == [None, None, "z"]
 
 
-def test_last_observations_are_taken_one_by_one():
+def test_last_observations_stay_objects():
     told = vector_infos([(1, {"final_obs": np.ones(2)}), (2, {"final_obs": {"x": 1}})], 3)
     assert told["final_obs"].dtype == object
     assert told["final_obs"][1].tolist() == [1.0, 1.0]

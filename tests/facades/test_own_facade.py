@@ -1,4 +1,4 @@
-"""Facades that users write with `ArrayStepper`, and the interface below it."""
+"""User-defined facades with `ArrayStepper`, and the public array interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_ENVS = 3
 
 
 class JointVecEnv:
-    """One learner that observes all agents at once and is paid the sum of their rewards."""
+    """One learner observes all agents; its reward is the sum of their rewards."""
 
     def __init__(self, env: ParallelEnv, *modes: AutoresetMode, **keywords: Any) -> None:
         self.stepper = ArrayStepper(env, self, *modes, **keywords)
@@ -53,7 +53,7 @@ def spread():
 
 
 def test_arrays_equal_the_dicts(spread):
-    """Over an automatic reset, which comes after 25 steps."""
+    """Across an automatic reset after 25 steps."""
     facade, plain = JointVecEnv(spread(), AutoresetMode.SAME_STEP), spread()
     rng = np.random.default_rng(0)
     observations, (due, _) = facade.reset(7), plain.reset(seed=7)
@@ -80,7 +80,7 @@ def test_send_and_receive(spread):
     assert stepper.receive().rewards.shape == (NUM_ENVS, 3)
 
 
-def test_the_checks_of_every_facade(spread):
+def test_checks_of_every_facade(spread):
     env = spread("NEXT_STEP")
     with pytest.raises(ValueError, match='JointVecEnv wants a ParallelEnv with auto_reset=True, got auto_reset="NEXT'):
         JointVecEnv(env, AutoresetMode.SAME_STEP)
@@ -97,7 +97,7 @@ def test_the_checks_of_every_facade(spread):
         JointVecEnv(env)
 
 
-def test_a_facade_that_is_gone_lets_another_one_step(spread):
+def test_deleted_facade_releases_its_environment(spread):
     env = spread()
     JointVecEnv(env).reset()
     assert JointVecEnv(env).reset().shape == (NUM_ENVS, 54)
@@ -105,7 +105,7 @@ def test_a_facade_that_is_gone_lets_another_one_step(spread):
 
 @pytest.mark.parametrize("path", sorted([*(PACKAGE / "vector").glob("*.py"), PACKAGE / "recording.py"]), ids=str)
 def test_facades_use_no_private_attribute_of_another_object(path):
-    """Of `self`, of what a function calls `super()`, and of modules only."""
+    """Private attributes of `self`, `super()` results and modules are allowed."""
     private = {
         f"line {node.lineno}: {ast.unparse(node)}"
         for node in ast.walk(ast.parse(path.read_text()))

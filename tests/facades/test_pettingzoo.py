@@ -1,4 +1,4 @@
-"""`PettingZooVecEnv`: its arrays are the dicts of the core, row by row, and it is what PettingZoo's users expect."""
+"""`PettingZooVecEnv`: its arrays equal the core's dicts row by row, in the form that PettingZoo users expect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector.utils import batch_space
-from helpers.batches import as_dicts, assert_noted, at, nothing, same
+from helpers.batches import all_zero, as_dicts, assert_vector_info, at, same
 from mpe2 import simple_spread_v3, simple_tag_v3
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
 from simulators.crashing import Fate, crashing
@@ -41,22 +41,24 @@ HOWS: dict[str, dict[str, Any]] = {
 }
 
 
-def both(make: Callable[..., Any], mode: str, **how: Any) -> tuple[PettingZooVecEnv, ParallelEnv]:
-    """The facade, and a plain environment that says the same in dicts."""
+def facade_and_core(make: Callable[..., Any], mode: str, **how: Any) -> tuple[PettingZooVecEnv, ParallelEnv]:
+    """The facade, and a `ParallelEnv` of the same environments."""
     facade = PettingZooVecEnv(ParallelEnv([make] * COPIES, mode, **how))
     return facade, ParallelEnv([make] * COPIES, mode, backend="serial")
 
 
-def assert_rows(told: tuple[Any, ...], dicts: tuple[Any, ...], facade: PettingZooVecEnv, plain: ParallelEnv) -> None:
-    """Everything in the facade's five dicts is in the core's, and the other way round."""
-    observations, rewards, terminations, truncations, infos = told
+def assert_rows(
+    returned: tuple[Any, ...], dicts: tuple[Any, ...], facade: PettingZooVecEnv, plain: ParallelEnv
+) -> None:
+    """The facade's five dicts hold exactly what the core's do."""
+    observations, rewards, terminations, truncations, infos = returned
     for env_id in range(COPIES):
         seen, paid, terminated, truncated, notes = (column[env_id] for column in dicts)
         for agent in facade.possible_agents:
             if agent in seen:
                 assert same(at(observations[agent], env_id), seen[agent])
             else:
-                assert nothing(at(observations[agent], env_id))
+                assert all_zero(at(observations[agent], env_id))
             assert rewards[agent][env_id] == paid.get(agent, 0.0)
             flags = terminated.get(agent, False), truncated.get(agent, False)
             began = plain.metadata["autoreset_mode"].name == "SAME_STEP" and (
@@ -72,7 +74,7 @@ def assert_rows(told: tuple[Any, ...], dicts: tuple[Any, ...], facade: PettingZo
             plain.metadata["autoreset_mode"].name != "SAME_STEP" and (terminated["__all__"] or truncated["__all__"])
         )
         for key in {*infos, *notes}:
-            assert_noted(infos.get(key, {}), notes.get(key, {}), env_id)
+            assert_vector_info(infos.get(key, {}), notes.get(key, {}), env_id)
     for array in rewards.values():
         assert array.dtype == np.float64
     for array in [*terminations.values(), *truncations.values()]:
@@ -95,24 +97,24 @@ def drawn(facade: PettingZooVecEnv, agents: list[str]) -> dict[str, Any]:
 @MODES
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("how", HOWS)
-def test_rows_are_the_dicts_of_the_core(how, name, mode):
-    facade, plain = both(MAKERS[name], mode, **HOWS[how])
+def test_rows_equal_the_dicts_of_the_core(how, name, mode):
+    facade, plain = facade_and_core(MAKERS[name], mode, **HOWS[how])
     for agent in facade.possible_agents:
         facade.action_space(agent).seed(hash(agent) % 1000)
     steps = 2 * LENGTH + 10
     with facade, plain:
-        told = as_of_a_step(*facade.reset(seed=5), facade.possible_agents)
+        returned = as_of_a_step(*facade.reset(seed=5), facade.possible_agents)
         seen, notes = plain.reset(seed=5)
-        assert_rows(told, (seen, [{}] * COPIES, FLAGS, FLAGS, notes), facade, plain)
+        assert_rows(returned, (seen, [{}] * COPIES, FLAGS, FLAGS, notes), facade, plain)
         for step in range(steps):
             actions = drawn(facade, facade.possible_agents if step % 2 else facade.agents)
             if step % 3:
                 facade.step_async(actions)
-                told = facade.step_wait()
+                returned = facade.step_wait()
             else:
-                told = facade.step(actions)
+                returned = facade.step(actions)
             dicts = plain.step(as_dicts(actions, plain.acting))
-            assert_rows(told, dicts, facade, plain)
+            assert_rows(returned, dicts, facade, plain)
             if mode == "DISABLED" and facade.over.any():
                 env_ids = np.flatnonzero(facade.over).tolist()[:1]
                 before = facade.present
@@ -121,7 +123,7 @@ def test_rows_are_the_dicts_of_the_core(how, name, mode):
                 for env_id in range(COPIES):
                     if env_id not in env_ids:
                         assert all(facade.present[a][env_id] == before[a][env_id] for a in before)
-                        assert all(same(at(observations[a], env_id), at(told[0][a], env_id)) for a in before)
+                        assert all(same(at(observations[a], env_id), at(returned[0][a], env_id)) for a in before)
 
 
 SEEN = {agent: np.array([place, -place], np.float32) for place, agent in enumerate(AGENTS, 1)}
@@ -142,7 +144,7 @@ ENDS: list[tuple[dict, ...]] = [
 
 
 def ending(env_id: int) -> Any:
-    """Ends with every other step, in all of these ways; each copy begins with another."""
+    """Ends with every other step in each of these ways; each environment starts with another."""
     views = spaces.Dict({agent: spaces.Box(-9, 9, (2,), np.float32) for agent in AGENTS})
     acts = spaces.Dict(dict.fromkeys(AGENTS, spaces.Discrete(2)))
     stay = dict.fromkeys(STAY, np.False_) if env_id == 0 else STAY
@@ -154,7 +156,7 @@ def ending(env_id: int) -> Any:
 @MODES
 @pytest.mark.parametrize("how", HOWS)
 def test_ends_of_every_kind(how, mode):
-    facade, plain = both(ending, mode, **HOWS[how])
+    facade, plain = facade_and_core(ending, mode, **HOWS[how])
     with facade, plain:
         facade.reset()
         plain.reset()
@@ -167,10 +169,10 @@ def test_ends_of_every_kind(how, mode):
 @MODES
 @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
 @pytest.mark.parametrize("name", ["spread", "variable"])
-@pytest.mark.parametrize("way", ["raise", "SIGKILL"])
-def test_a_restart_in_the_middle(way, name, mode):
+@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
+def test_restart_during_an_episode(fault, name, mode):
     def constructors() -> list[Any]:
-        return [crashing(MAKERS[name], {(1, 0): Fate(way, "step", 3)})] * COPIES
+        return [crashing(MAKERS[name], {(1, 0): Fate(fault, "step", 3)})] * COPIES
 
     how = {"num_workers": 3, "on_error": "restart"}
     facade = PettingZooVecEnv(ParallelEnv(constructors(), mode, **how))
@@ -181,17 +183,17 @@ def test_a_restart_in_the_middle(way, name, mode):
         marks = 0
         for _ in range(6):
             actions = drawn(facade, facade.possible_agents)
-            told = facade.step(actions)
+            returned = facade.step(actions)
             dicts = plain.step(as_dicts(actions, plain.acting))
-            for side in (told[4].get("__common__", {}), *(d.get("__common__", {}) for d in dicts[4])):
-                side.pop("error", None)  # says which process it was
-            told[4].get("__common__", {}).pop("_error", None)
-            assert_rows(told, dicts, facade, plain)
-            marks += int(told[4].get("__common__", {}).get("restarted", np.zeros(COPIES)).sum())
+            for side in (returned[4].get("__common__", {}), *(d.get("__common__", {}) for d in dicts[4])):
+                side.pop("error", None)  # names the process
+            returned[4].get("__common__", {}).pop("_error", None)
+            assert_rows(returned, dicts, facade, plain)
+            marks += int(returned[4].get("__common__", {}).get("restarted", np.zeros(COPIES)).sum())
         assert marks == 1
 
 
-# What it is
+# Attributes
 
 
 def test_spaces_and_names():
@@ -212,8 +214,8 @@ def test_spaces_and_names():
         assert all(env.observation_space(agent).contains(seen) for agent, seen in observations.items())
 
 
-def test_the_loop_of_the_documentation():
-    """As it stands there, with an environment that ends, agents that die, and a policy of one's own."""
+def test_documented_loop():
+    """As documented, with an episode end, agents that die, and a custom policy."""
     parallel_env = PettingZooVecEnv(ParallelEnv([VariableAgents] * COPIES, False, num_workers=2))
     observations, _ = parallel_env.reset(seed=42)
     cycles, counted = 0, []
@@ -228,21 +230,21 @@ def test_the_loop_of_the_documentation():
     assert observations.keys() == rewards.keys() == terminations.keys() == truncations.keys() == infos.keys()
 
 
-def test_views_are_written_again():
+def test_views_are_overwritten():
     with PettingZooVecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 2, copy=False, backend="serial")) as env:
         first, _ = env.reset()
-        kept = first["agent_0"].copy()
+        saved = first["agent_0"].copy()
         second = env.step(drawn(env, env.agents))[0]
         assert np.shares_memory(first["agent_0"], second["agent_0"])
-        assert not np.array_equal(kept, first["agent_0"])
+        assert not np.array_equal(saved, first["agent_0"])
 
 
-def test_arrays_are_ones_own():
+def test_arrays_belong_to_the_caller():
     with PettingZooVecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 2, backend="serial")) as env:
         first, _ = env.reset()
-        kept = first["agent_0"].copy()
+        saved = first["agent_0"].copy()
         env.step(drawn(env, env.agents))
-        assert np.array_equal(kept, first["agent_0"])
+        assert np.array_equal(saved, first["agent_0"])
 
 
 def test_attributes_calls_frames_state():
@@ -257,8 +259,8 @@ def test_attributes_calls_frames_state():
 
 
 @pytest.mark.parametrize("how", [{}, {"shared_memory": False}, {"check_actions": True}])
-def test_discrete_actions_are_of_one_type(how):
-    """Whatever they come in and however they travel: `action - 1` in a simulator must not wrap round."""
+def test_discrete_actions_have_one_type(how):
+    """Whatever type the caller passes: `action - 1` in a simulator must not wrap around."""
     with PettingZooVecEnv(
         ParallelEnv([functools.partial(VariableAgents, plain=True)] * 2, backend="serial", **how)
     ) as env:
@@ -293,7 +295,7 @@ def env():
         yield made
 
 
-def test_no_parallel_env():
+def test_wrong_type_of_env():
     with pytest.raises(TypeError, match="PettingZooVecEnv is made of a ParallelEnv, got VariableAgents"):
         PettingZooVecEnv(VariableAgents())
 
@@ -305,14 +307,14 @@ def test_step_before_reset(env):
         env.reset(env_ids=[0])
 
 
-def test_an_action_is_missing(env):
+def test_missing_action(env):
     env.reset()
     with pytest.raises(ValueError, match="environment 0: no action for agent 'b'"):
         env.step(drawn(env, ["a", "c"]))
     assert env.get_attr("time") == (0, 0)
 
 
-def test_an_unknown_agent_acts(env):
+def test_action_of_an_unknown_agent(env):
     env.reset()
     with pytest.raises(ValueError, match="'z', which is none of the agents"):
         env.step({**drawn(env, AGENTS), "z": 1})
@@ -320,7 +322,7 @@ def test_an_unknown_agent_acts(env):
 
 
 @pytest.mark.parametrize("actions", [[np.zeros(2)] * 3, np.zeros((2, 3)), None], ids=["list", "array", "nothing"])
-def test_actions_are_no_dict(actions, env):
+def test_actions_that_are_not_a_dict(actions, env):
     env.reset()
     for step in (env.step, env.step_async):
         with pytest.raises(TypeError, match=f"expected a dict of actions by agent, got {type(actions).__name__}"):
@@ -346,7 +348,7 @@ def test_actions_of_another_form(wrong, env):
     assert env.get_attr("time") == (0, 0)
 
 
-def test_steps_on_the_way(env):
+def test_calls_with_steps_in_flight(env):
     env.reset()
     with pytest.raises(NoAsyncCallError):
         env.step_wait()
@@ -359,7 +361,7 @@ def test_steps_on_the_way(env):
     assert env.get_attr("time") == (1, 1)
 
 
-def test_closed():
+def test_calls_after_close():
     parallel = ParallelEnv([VariableAgents] * 2, False, backend="serial")
     env = PettingZooVecEnv(parallel)
     env.reset()
@@ -371,7 +373,7 @@ def test_closed():
         PettingZooVecEnv(parallel)
 
 
-def test_two_facades_step_one_environment():
+def test_two_facades_of_one_environment():
     parallel = ParallelEnv([functools.partial(VariableAgents, plain=True)] * 2, backend="serial")
     first, second = PettingZooVecEnv(parallel), GymnasiumVectorEnv(parallel)
     first.reset()
@@ -385,8 +387,8 @@ def test_two_facades_step_one_environment():
     second.close()
 
 
-class Open(gymnasium.Env):
-    """Who comes is not known beforehand."""
+class OpenEnded(gymnasium.Env):
+    """Its agents are not known in advance."""
 
     possible_agents: list[str] = []  # noqa: RUF012
     observation_space = action_space = None  # type: ignore[assignment]
@@ -398,30 +400,30 @@ class Open(gymnasium.Env):
         return {"car": 0}, {"car": 0.0}, {"__all__": False}, {"__all__": False}, {}
 
 
-class Spaceless(Open):
+class Spaceless(OpenEnded):
     possible_agents = ["car"]  # noqa: RUF012
 
 
-@pytest.mark.parametrize(("make", "word"), [(Open, "possible_agents is empty"), (Spaceless, "'car' declares no")])
+@pytest.mark.parametrize(("make", "word"), [(OpenEnded, "possible_agents is empty"), (Spaceless, "'car' declares no")])
 def test_agents_and_spaces_must_be_known(make, word):
     parallel = ParallelEnv([make], backend="serial", adapter="dict")
     with parallel, pytest.raises(ValueError, match=word):
         PettingZooVecEnv(parallel)
 
 
-class Vectors(VariableDictAgents):
+class VectorRewards(VariableDictAgents):
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         observations, rewards, *rest = super().step(actions)
         return observations, {**rewards, "a": [1.0, 2.0]}, *rest
 
 
-class Stranger(VariableDictAgents):
+class UnknownAgent(VariableDictAgents):
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         observations, *rest = super().step(actions)
         return {**observations, "z": 1}, *rest
 
 
-class Nobody(VariableDictAgents):
+class NoAgents(VariableDictAgents):
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         observations, *rest = super().step(actions)
         return {**observations, "a": None}, *rest
@@ -430,12 +432,12 @@ class Nobody(VariableDictAgents):
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (Vectors, "the reward of agent 'a' is"),
-        (Stranger, "agent 'z' is none of"),
-        (Nobody, "the observation of agent 'a': expected a dict with the keys .*, got None"),
+        (VectorRewards, "the reward of agent 'a' is"),
+        (UnknownAgent, "agent 'z' is none of"),
+        (NoAgents, "the observation of agent 'a': expected a dict with the keys .*, got None"),
     ],
 )
-def test_what_has_no_place_in_an_array(make, word):
+def test_values_that_do_not_fit_arrays(make, word):
     with PettingZooVecEnv(ParallelEnv([make], backend="serial")) as env:
         env.reset()
         with pytest.raises(ValueError, match=rf"environment 0: {word}"):

@@ -1,4 +1,4 @@
-"""RLlib's facade: what it says against the core's dicts, and wrong use. Environments are in `rllib_envs`."""
+"""RLlib's facade compared with the core's dicts, and wrong use. Its environments are in `rllib_envs`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from simulators.crashing import Fate, crashing
 from simulators.deterministic import Hunt, Skirmish
 from simulators.dying_agents import POINT, DyingAgents, ReturningAgents
 from simulators.every_space import draw
-from simulators.rllib_envs import Drawn, Fading
+from simulators.rllib_envs import DyingRLlibAgents, WithFrames
 from simulators.vector_rewards import Couriers
 
 from marl_parallel import ParallelEnv
@@ -44,36 +44,36 @@ each_setup = pytest.mark.parametrize("setup", SETUPS, ids=str)
 Five = tuple[list[dict], list[dict], list[dict], list[dict], list[dict]]
 
 
-class Wanted:
-    """What RLlib is to be told where the core says something: the dead left out, what is common in every info."""
+class ExpectedForRLlib:
+    """RLlib's form of the core's dicts: without dead agents, common infos in every info."""
 
     def __init__(self, count: int) -> None:
         self.over, self.dead = [False] * count, [set() for _ in range(count)]
         self.last: list[dict] = [{} for _ in range(count)]
         self.left_out = self.deaths = self.restarts = self.never_begun = 0
 
-    def reset(self, told: tuple[Any, ...]) -> tuple[list[dict], list[dict]]:
-        observations, infos = told
+    def reset(self, results: tuple[Any, ...]) -> tuple[list[dict], list[dict]]:
+        observations, infos = results
         pairs = [self.one(i, (observations[i], {}, {}, {}, infos[i])) for i in range(len(observations))]
         return [pair[0] for pair in pairs], [pair[4] for pair in pairs]
 
-    def step(self, told: tuple[Any, ...]) -> Five:
-        rows = [self.one(env_id, five) for env_id, five in enumerate(zip(*told, strict=True))]
+    def step(self, results: tuple[Any, ...]) -> Five:
+        rows = [self.one(env_id, five) for env_id, five in enumerate(zip(*results, strict=True))]
         return tuple(map(list, zip(*rows, strict=True)))
 
-    def one(self, env_id: int, told: tuple[dict, ...]) -> tuple[dict, ...]:
+    def one(self, env_id: int, results: tuple[dict, ...]) -> tuple[dict, ...]:
         if begins := self.over[env_id]:
             self.dead[env_id], self.last[env_id] = set(), {}
         dead, last = self.dead[env_id], self.last[env_id]
-        five = [{agent: value for agent, value in dicts.items() if agent not in dead} for dicts in told]
-        self.left_out += sum(map(len, told)) - sum(map(len, five))
+        five = [{agent: value for agent, value in dicts.items() if agent not in dead} for dicts in results]
+        self.left_out += sum(map(len, results)) - sum(map(len, five))
         flags = [(agent, flag) for dicts in five[2:4] for agent, flag in dicts.items()]
         self.over[env_id] = any(flag for agent, flag in flags if agent == "__all__")
         common = five[4].get("__common__", {})
         if common.get("restarted"):
             self.restarts += 1
             self.never_begun += begins and self.over[env_id]
-            if self.over[env_id]:  # what had begun is cut off, and what had not has nothing to say
+            if self.over[env_id]:  # a running episode is truncated; one that had not started has no entry
                 five[0] = {} if begins else {a: last[a] for a in last if a not in dead} | five[0]
         last.update(five[0])
         if "__common__" in five[4]:
@@ -89,19 +89,19 @@ def actions_for(env: ParallelEnv, rng: np.random.Generator) -> list[dict]:
     return [{a: draw(spaces[a], rng) for a in acting if a in spaces.spaces} for acting in env.acting]
 
 
-def compared(env: RLlibVectorMultiAgentEnv, core: ParallelEnv, steps: int, seed: int | None = 3) -> Wanted:
-    """Facade and core side by side, with the same seeds and actions."""
-    rng, wanted = np.random.default_rng(8), Wanted(len(core))
-    assert_alike(env.reset(seed=seed), wanted.reset(core.reset(seed=seed)))
+def compare(env: RLlibVectorMultiAgentEnv, core: ParallelEnv, steps: int, seed: int | None = 3) -> ExpectedForRLlib:
+    """Step facade and core with the same seeds and actions."""
+    rng, reference = np.random.default_rng(8), ExpectedForRLlib(len(core))
+    assert_equal(env.reset(seed=seed), reference.reset(core.reset(seed=seed)))
     for _ in range(steps):
         actions = actions_for(core, rng)
-        assert_alike(env.step(copy.deepcopy(actions)), wanted.step(core.step(copy.deepcopy(actions))))
-    return wanted
+        assert_equal(env.step(copy.deepcopy(actions)), reference.step(core.step(copy.deepcopy(actions))))
+    return reference
 
 
-def assert_alike(told: Any, expected: Any) -> None:
-    """The same but for reports of faults, which name processes."""
-    assert_same(without_reports(list(told)), without_reports(list(expected)))
+def assert_equal(results: Any, expected: Any) -> None:
+    """Equal except for fault reports, which name processes."""
+    assert_same(without_reports(list(results)), without_reports(list(expected)))
 
 
 def without_reports(value: Any) -> Any:
@@ -115,19 +115,19 @@ def without_reports(value: Any) -> Any:
 
 @each_setup
 @pytest.mark.parametrize("name", SIMULATORS)
-def test_what_the_core_says(name, setup, build):
+def test_results_equal_the_core(name, setup, build):
     make = SIMULATORS[name]
     env = RLlibVectorMultiAgentEnv(build([make] * 4, setup, "NEXT_STEP"))
-    wanted = compared(env, build([make] * 4, setup, "NEXT_STEP"), 40)
-    assert (wanted.deaths > 0) is (name != "spread")
-    assert (wanted.left_out > 0) is (name == "returning")
+    reference = compare(env, build([make] * 4, setup, "NEXT_STEP"), 40)
+    assert (reference.deaths > 0) is (name != "spread")
+    assert (reference.left_out > 0) is (name == "returning")
     env.close()
 
 
 @each_setup
 @pytest.mark.parametrize("name", ["skirmish", "hunt", "returning"])
 def test_restarts(name, setup, build):
-    """In a step, at a due reset, in the constructor; where processes die, those beside are idle or in flight."""
+    """In a step, at a pending reset, in the constructor; other environments of a dead worker are idle or in flight."""
     ways = ("raise", "raise") if setup.backend == "serial" else ("os._exit", "raise")
     fates = {
         (1, 0): Fate(ways[0], "step", 5),
@@ -143,21 +143,21 @@ def test_restarts(name, setup, build):
         build([crashing(SIMULATORS[name], fates)] * 4, setup, "NEXT_STEP", on_error="restart", restart_policy=OFTEN)
         for _ in range(2)
     ]
-    wanted = compared(RLlibVectorMultiAgentEnv(made[0]), made[1], 40, seed=None)
-    assert wanted.restarts >= 4
-    assert (wanted.never_begun > 0) is (setup.backend == "process")
+    reference = compare(RLlibVectorMultiAgentEnv(made[0]), made[1], 40, seed=None)
+    assert reference.restarts >= 4
+    assert (reference.never_begun > 0) is (setup.backend == "process")
     assert made[0].stats().restarts == made[1].stats().restarts >= 6
 
 
 def test_a_sequence_of_seeds(build):
-    made = [build([Fading] * 3, SETUPS[0], "NEXT_STEP") for _ in range(2)]
+    made = [build([DyingRLlibAgents] * 3, SETUPS[0], "NEXT_STEP") for _ in range(2)]
     env = RLlibVectorMultiAgentEnv(made[0])
     assert_same(env.reset(seed=[7, 1, 7])[0], [*made[1].reset(seed=[7, 1, 7])[0]])
     assert env.get_attr("seeds") == ([7], [1], [7])
 
 
-def test_what_rllib_asks_it_for(build):
-    core = build([Drawn] * 2, SETUPS[0], "NEXT_STEP")
+def test_interface_that_rllib_uses(build):
+    core = build([WithFrames] * 2, SETUPS[0], "NEXT_STEP")
     env = RLlibVectorMultiAgentEnv(core)
     assert isinstance(env, VectorMultiAgentEnv)
     assert env.unwrapped is env
@@ -171,7 +171,7 @@ def test_what_rllib_asks_it_for(build):
     assert [int(frame[0, 0, 0]) for frame in env.render()] == [1, 1]
     env.set_attr("time", [0, 9])
     assert env.get_attr("time") == (0, 9)
-    assert env.call("told") == (["x", "y", "z"], ["z"])
+    assert env.call("reported") == (["x", "y", "z"], ["z"])
     stand_in = env.envs[1]
     assert len(env.envs) == 2
     assert isinstance(stand_in.unwrapped, MultiAgentEnv)
@@ -192,13 +192,13 @@ def test_what_rllib_asks_it_for(build):
 
 
 def test_wrong_use(build):
-    with pytest.raises(TypeError, match="made of a ParallelEnv, got Fading"):
-        RLlibVectorMultiAgentEnv(Fading())
+    with pytest.raises(TypeError, match="made of a ParallelEnv, got DyingRLlibAgents"):
+        RLlibVectorMultiAgentEnv(DyingRLlibAgents())
     for mode in (True, False):
         with pytest.raises(ValueError, match='wants a ParallelEnv with auto_reset="NEXT_STEP", got'):
-            RLlibVectorMultiAgentEnv(build([Fading], SETUPS[0], mode))
+            RLlibVectorMultiAgentEnv(build([DyingRLlibAgents], SETUPS[0], mode))
     with pytest.raises(ValueError, match="copy=True"):
-        RLlibVectorMultiAgentEnv(build([Fading], SETUPS[0], "NEXT_STEP", copy=False))
+        RLlibVectorMultiAgentEnv(build([DyingRLlibAgents], SETUPS[0], "NEXT_STEP", copy=False))
     core = build([Hunt] * 2, SETUPS[0], "NEXT_STEP")
     env, other = RLlibVectorMultiAgentEnv(core), PettingZooVecEnv(core)
     with pytest.raises(ResetNeeded):
@@ -219,8 +219,8 @@ def test_wrong_use(build):
         RLlibVectorMultiAgentEnv(core)
 
 
-def test_what_is_dropped_closes_nothing(build):
-    core = build([Fading], SETUPS[0], "NEXT_STEP")
+def test_deleted_facade_closes_nothing(build):
+    core = build([DyingRLlibAgents], SETUPS[0], "NEXT_STEP")
     env = RLlibVectorMultiAgentEnv(core)
     env.reset()
     del env
@@ -233,7 +233,7 @@ def test_what_is_dropped_closes_nothing(build):
             method()
 
 
-def test_without_rllib():
+def test_missing_library():
     program = """
 import sys
 import marl_parallel.vector
@@ -244,11 +244,11 @@ try:
 except ImportError as error:
     print(error)
 """
-    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert 'pip install "marl-parallel[rllib]"' in said.stdout, said.stderr
+    output = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert 'pip install "marl-parallel[rllib]"' in output.stdout, output.stderr
 
 
-def test_vector_rewards_become_numbers():
+def test_vector_rewards_are_scalarized():
     with pytest.raises(ValueError, match=r"takes rewards that are numbers, but agent 'van'.*scalarize="):
         RLlibVectorMultiAgentEnv(ParallelEnv([Couriers], "NEXT_STEP", backend="serial"))
     plain = ParallelEnv([Couriers] * 2, "NEXT_STEP", backend="serial")
@@ -259,8 +259,8 @@ def test_vector_rewards_become_numbers():
         actions = [dict.fromkeys(acting, 1) for acting in plain.acting]
         _, due, *_ = plain.step(actions)
         _, rewards, *_ = env.step(actions)
-        for told, vectors in zip(rewards, due):
-            assert told == {agent: pytest.approx(float(vectors[agent] @ [2.0, 0.5])) for agent in told}
-            assert all(isinstance(reward, float) for reward in told.values())
+        for results, vectors in zip(rewards, due):
+            assert results == {agent: pytest.approx(float(vectors[agent] @ [2.0, 0.5])) for agent in results}
+            assert all(isinstance(reward, float) for reward in results.values())
     plain.close()
     env.close()

@@ -1,4 +1,4 @@
-"""RLlib's facade as RLlib uses it: the runner, its episodes, and training. Environments are in `rllib_envs`."""
+"""RLlib's env runner on the facade: episodes and training. Its environments are in `rllib_envs`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,18 @@ from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.utils.error import EnvError as RLlibEnvError
 from ray.tune import register_env
 from simulators import rllib_envs
-from simulators.rllib_envs import Duel, Fading, Haunted, Reborn, Relay, Silent, Spread, at_random, config_for, story
+from simulators.rllib_envs import (
+    Duel,
+    DyingRLlibAgents,
+    Reborn,
+    Relay,
+    ReturningRLlibAgents,
+    RewardsAreTexts,
+    Spread,
+    config_for,
+    episode_contents,
+    with_random_policies,
+)
 
 from marl_parallel import EnvError
 from marl_parallel.vector import ParallelMultiAgentEnvRunner
@@ -33,7 +44,7 @@ pytestmark = pytest.mark.needs("ray", "tree", "torch")
 
 @pytest.fixture
 def runner_of():
-    """Makes a runner of a config, and stops it after the test."""
+    """Makes a runner of a config and stops it after the test."""
     made = []
 
     def make(config: Any, kind: type = ParallelMultiAgentEnvRunner, **keywords: Any) -> Any:
@@ -45,7 +56,7 @@ def runner_of():
         runner.stop()
 
 
-def one_more_each(runner: Any) -> list[int]:
+def incremented_seeds(runner: Any) -> list[int]:
     """The seeds that RLlib's own runner uses."""
     return [runner._seed + env_id for env_id in range(runner.config.num_envs_per_env_runner)]
 
@@ -53,34 +64,36 @@ def one_more_each(runner: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (Fading, {"num_workers": 2}),
+        (DyingRLlibAgents, {"num_workers": 2}),
         (Reborn, {"backend": "serial"}),
         (Spread, {"backend": "serial"}),
     ],
     ids=["fading", "reborn", "spread"],
 )
-def test_the_episodes_of_rllibs_own_runner(make, options, runner_of, monkeypatch):
-    """Seeded alike, both runners give the same episodes to the bit; only what RLlib loses is there in addition."""
-    monkeypatch.setattr(ParallelMultiAgentEnvRunner, "_env_seeds", one_more_each)
+def test_episodes_equal_rllibs_own_runner(make, options, runner_of, monkeypatch):
+    """With the same seeds, to the bit; additionally only what RLlib loses."""
+    monkeypatch.setattr(ParallelMultiAgentEnvRunner, "_env_seeds", incremented_seeds)
     config = config_for(make, parallel_env=options)
     stories = []
     for kind in (MultiAgentEnvRunner, ParallelMultiAgentEnvRunner):
         runner = runner_of(config, kind)
         sampled = [runner.sample(num_timesteps=steps, explore=False) for steps in (30, 50)]
         sampled.append(runner.sample(num_episodes=3, explore=False))
-        stories.append([story(episode) for episodes in sampled for episode in episodes])
+        stories.append([episode_contents(episode) for episodes in sampled for episode in episodes])
     theirs, ours = stories
     assert len(theirs) > 12
-    for told in ours:
-        for info in (info for agent in told.values() if isinstance(agent, dict) for info in agent["infos"]):
-            assert (make is Fading and info.get("time", 0) % 3 == 0 and "time" in info) is ("__common__" in info)
+    for results in ours:
+        for info in (info for agent in results.values() if isinstance(agent, dict) for info in agent["infos"]):
+            assert (make is DyingRLlibAgents and info.get("time", 0) % 3 == 0 and "time" in info) is (
+                "__common__" in info
+            )
             info.pop("__common__", None)
     assert_same(ours, theirs)
 
 
-def test_the_dead_that_are_mentioned(runner_of):
-    """RLlib's own runner raises; with what is left out, all episodes end as they should."""
-    config = at_random(config_for(Haunted), "xyz")
+def test_dead_agents_in_results(runner_of):
+    """RLlib's own runner raises; without their entries, all episodes end correctly."""
+    config = with_random_policies(config_for(ReturningRLlibAgents), "xyz")
     with pytest.raises(Exception, match=r"already had its `SingleAgentEpisode.is_done`"):
         runner_of(config, MultiAgentEnvRunner).sample(num_episodes=4)
     for episode in runner_of(config).sample(num_episodes=8):
@@ -92,26 +105,26 @@ def test_the_dead_that_are_mentioned(runner_of):
 
 
 @pytest.mark.parametrize("random_actions", [True, False])
-def test_turns(random_actions, runner_of):
-    """PettingZoo's turn-based games as they are: only the one whose turn it is observes, and so acts."""
-    config = at_random(config_for(lambda context: tictactoe_v3.env()), ["player_1", "player_2"])
+def test_turn_based_games(random_actions, runner_of):
+    """PettingZoo's turn-based games: only the agent whose turn it is observes and acts."""
+    config = with_random_policies(config_for(lambda context: tictactoe_v3.env()), ["player_1", "player_2"])
     for episode in runner_of(config).sample(num_episodes=12, random_actions=random_actions):
         one, two = (len(episode.agent_episodes.get(agent, ())) for agent in ("player_1", "player_2"))
         assert one + two == len(episode)
         assert one - two in (0, 1)
 
 
-def test_an_end_after_all_have_died(runner_of):
-    """RLlib's next episode has not begun where its first observations would be the last ones of the copy's."""
+def test_episode_end_after_all_agents_died(runner_of):
+    """RLlib's next episode must not start with the last observations of the environment's episode."""
     options = {"backend": "serial", "on_error": "restart", "restart_policy": OFTEN}
-    config = at_random(config_for(Relay, num_envs=1, parallel_env=options), "xy")
+    config = with_random_policies(config_for(Relay, num_envs=1, parallel_env=options), "xy")
     for episode in runner_of(config.environment(disable_env_checking=True)).sample(num_timesteps=12):
         assert [*episode.agent_episodes] in ([], ["x"])
 
 
-@pytest.mark.parametrize("make", [Fading, Haunted, Duel])
+@pytest.mark.parametrize("make", [DyingRLlibAgents, ReturningRLlibAgents, Duel])
 def test_restarts_in_episodes(make, runner_of):
-    """Cut off with a last observation of everyone, the mark in each info, and the others' episodes are not touched."""
+    """Truncated with a last observation of every agent and the mark in each info; other episodes are unaffected."""
 
     def crashing_one(context: Any) -> Any:
         env = make(context)
@@ -125,7 +138,7 @@ def test_restarts_in_episodes(make, runner_of):
         env.step = step
         return env
 
-    config = at_random(
+    config = with_random_policies(
         config_for(crashing_one, parallel_env={"backend": "serial", "on_error": "restart", "restart_policy": OFTEN}),
         "xyz" if make is not Duel else "xy",
     )
@@ -147,16 +160,16 @@ def test_restarts_in_episodes(make, runner_of):
 
 
 def test_seeds(runner_of):
-    runner = runner_of(config_for(Fading), worker_index=1)
+    runner = runner_of(config_for(DyingRLlibAgents), worker_index=1)
 
     def seeds(seed: int | None = 5, worker_index: int = 1, in_evaluation: bool = False) -> list[int]:
         runner.worker_index, runner.config.seed, runner.config.in_evaluation = worker_index, seed, in_evaluation
         runner.make_env()
         runner.sample(num_timesteps=80)
-        given = runner.env.get_attr("seeds")
+        arguments = runner.env.get_attr("seeds")
         # The first is that of RLlib's check; later episodes go on with the same generator.
-        assert all(own[0] == 42 and own[2:] == [None] * (len(own) - 2) and len(own) > 3 for own in given)
-        return [own[1] for own in given]
+        assert all(own[0] == 42 and own[2:] == [None] * (len(own) - 2) and len(own) > 3 for own in arguments)
+        return [own[1] for own in arguments]
 
     expected = [int(np.random.SeedSequence((5, 1, env_id)).generate_state(1)[0] >> 1) for env_id in range(4)]
     assert seeds() == seeds() == expected
@@ -165,9 +178,11 @@ def test_seeds(runner_of):
 
 
 def test_make_env(runner_of):
-    """It closes the old one, sets what RLlib looks at and tells the callback; the options are for ParallelEnv alone."""
+    """Closes the old environment, sets RLlib's attributes and calls the callback; options are for ParallelEnv only."""
     created = []
-    config = config_for(Fading, level=3).callbacks(on_environment_created=lambda **given: created.append(given))
+    config = config_for(DyingRLlibAgents, level=3).callbacks(
+        on_environment_created=lambda **arguments: created.append(arguments)
+    )
     runner = runner_of(config, worker_index=7)
     first = runner.env
     runner.sample(num_timesteps=8)
@@ -179,7 +194,7 @@ def test_make_env(runner_of):
     assert (runner.num_envs, runner.env.num_envs, runner._needs_initial_reset) == (2, 2, True)
     assert runner.env.get_attr("config") == ({"level": 3}, {"level": 3})
     assert runner.env.get_attr("context") == ((7, 0), (7, 1))
-    assert [given["env"] for given in created] == [first, runner.env]
+    assert [arguments["env"] for arguments in created] == [first, runner.env]
     assert created[1]["env_runner"] is runner
     assert isinstance(created[1]["env_context"], EnvContext)
     assert runner.sample(num_episodes=2)
@@ -189,18 +204,18 @@ def test_make_env(runner_of):
 def test_options(runner_of):
     for name in ("auto_reset", "seed", "copy"):
         with pytest.raises(ValueError, match=rf"env_config\['parallel_env'\] may not have {name}"):
-            ParallelMultiAgentEnvRunner(config=config_for(Fading, parallel_env={name: False}))
+            ParallelMultiAgentEnvRunner(config=config_for(DyingRLlibAgents, parallel_env={name: False}))
     with pytest.raises(TypeError, match="workers"):
-        ParallelMultiAgentEnvRunner(config=config_for(Fading, parallel_env={"workers": 3}))
-    runner = runner_of(config_for(Fading, parallel_env={"backend": "thread", "num_workers": 1}))
+        ParallelMultiAgentEnvRunner(config=config_for(DyingRLlibAgents, parallel_env={"workers": 3}))
+    runner = runner_of(config_for(DyingRLlibAgents, parallel_env={"backend": "thread", "num_workers": 1}))
     assert runner.env.env.num_workers == 1
 
 
 @pytest.mark.parametrize("cpus", [1, 8])
-def test_workers_by_default(cpus, runner_of, monkeypatch):
-    """All CPUs for a local runner; remote ones share them, or use what was reserved."""
+def test_default_number_of_workers(cpus, runner_of, monkeypatch):
+    """All CPUs for a local runner; remote runners share them, or use their reservation."""
     monkeypatch.setattr("marl_parallel.vector.rllib.usable_cpus", lambda: cpus)
-    config = config_for(Fading, num_envs=6)
+    config = config_for(DyingRLlibAgents, num_envs=6)
     runner = runner_of(config)
     numbers = []
     for index, runners, reserved in [(0, 0, 1), (1, 2, 1), (2, 20, 1), (1, 20, 3), (1, 1, 1), (1, 20, 0.5)]:
@@ -210,41 +225,48 @@ def test_workers_by_default(cpus, runner_of, monkeypatch):
     assert numbers == ([1, 1, 1, 3, 1, 1] if cpus == 1 else [6, 4, 1, 3, 6, 1])
 
 
-def test_however_the_environment_is_named(runner_of):
-    register_env("marl_parallel-fading", Fading)
-    for name, make in (("Fading", Fading), ("Wrapped", lambda config: rllib_envs.Wrapped(Fading(config)))):
+def test_forms_of_environment_names(runner_of):
+    register_env("marl_parallel-fading", DyingRLlibAgents)
+    for name, make in (
+        ("Fading", DyingRLlibAgents),
+        ("Wrapped", lambda config: rllib_envs.Wrapped(DyingRLlibAgents(config))),
+    ):
         entry_point = functools.partial(lambda make, **config: make(config), make)
         gymnasium.register(f"marl_parallel/{name}-v0", entry_point=entry_point, disable_env_checker=True)
     serial, process = {"backend": "serial"}, {"num_workers": 1}
-    named = [("marl_parallel-fading", serial), (Fading, serial), (lambda context: Fading(context), serial)]
+    named = [
+        ("marl_parallel-fading", serial),
+        (DyingRLlibAgents, serial),
+        (lambda context: DyingRLlibAgents(context), serial),
+    ]
     named += [("marl_parallel/Wrapped-v0", serial), ("marl_parallel/Fading-v0", process)]
-    told = []
+    results = []
     for env, options in named:
         runner = runner_of(config_for(env, num_envs=2, parallel_env=options, level=4))
         assert runner.env.get_attr("config") == ({"level": 4},) * 2
-        told.append([story(episode) for episode in runner.sample(num_timesteps=30, explore=False)])
-    for other in told[1:]:
-        assert_same(other, told[0])
+        results.append([episode_contents(episode) for episode in runner.sample(num_timesteps=30, explore=False)])
+    for other in results[1:]:
+        assert_same(other, results[0])
     with pytest.raises(RLlibEnvError, match="nobody-v0"):
         ParallelMultiAgentEnvRunner(config=config_for("nobody-v0"))
     with pytest.raises(ValueError, match=r"config\.env is not set"):
         ParallelMultiAgentEnvRunner(config=config_for(None))
 
 
-def test_rllibs_check_of_each_environment(runner_of):
+def test_rllibs_environment_check(runner_of):
     with pytest.raises(EnvError, match="rewards that are integer or float"):
-        ParallelMultiAgentEnvRunner(config=config_for(Silent))
-    runner = runner_of(config_for(Silent).environment(disable_env_checking=True))
+        ParallelMultiAgentEnvRunner(config=config_for(RewardsAreTexts))
+    runner = runner_of(config_for(RewardsAreTexts).environment(disable_env_checking=True))
     assert runner.env.get_attr("seeds") == ([], [], [], [])
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_faults_that_are_raised(again, runner_of, tmp_path):
-    """RLlib makes all environments anew where its config says so, and raises where it does not."""
+def test_raised_faults(again, runner_of, tmp_path):
+    """RLlib rebuilds all environments if its config says so, and raises otherwise."""
     flag = tmp_path / "broken"
 
     def once(context: Any) -> Any:
-        env = Fading(context)
+        env = DyingRLlibAgents(context)
         well = env.step
 
         def step(actions: dict) -> Any:
@@ -284,9 +306,9 @@ def cluster():
 
 @pytest.mark.parametrize("remote", [0, 1])
 def test_ppo(remote, cluster):
-    """Unchanged but for `env_runner_cls`; environments are in processes of their own, and go with the algorithm."""
+    """Only `env_runner_cls` is set; worker processes end with the algorithm."""
     config = (
-        config_for(Fading, num_envs=8, parallel_env={"num_workers": 2})
+        config_for(DyingRLlibAgents, num_envs=8, parallel_env={"num_workers": 2})
         .env_runners(num_env_runners=remote)
         .training(train_batch_size_per_learner=160, minibatch_size=80, num_epochs=1)
     )
@@ -294,10 +316,10 @@ def test_ppo(remote, cluster):
     sampled = algorithm.train()["env_runners"]
     assert sampled["num_env_steps_sampled"] >= 160
     assert sampled["episode_len_max"] == 9
-    (told,) = algorithm.env_runner_group.foreach_env_runner(
+    (results,) = algorithm.env_runner_group.foreach_env_runner(
         lambda runner: (os.getpid(), type(runner).__name__, runner.env.call("pid")), local_env_runner=not remote
     )
-    runner_pid, name, pids = told
+    runner_pid, name, pids = results
     assert name == "ParallelMultiAgentEnvRunner"
     assert (runner_pid == os.getpid()) is not bool(remote)
     assert len(pids) == 8
@@ -308,12 +330,12 @@ def test_ppo(remote, cluster):
     assert not psutil.wait_procs(workers, timeout=20)[1]
 
 
-def test_the_example():
-    said = subprocess.run(
+def test_example():
+    output = subprocess.run(
         [sys.executable, "examples/rllib_ppo.py", "--smoke"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=100,
     )
-    assert "return" in said.stdout, said.stderr
+    assert "return" in output.stdout, output.stderr

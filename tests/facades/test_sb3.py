@@ -1,4 +1,4 @@
-"""`SB3VecEnv`: rows are the agents of all copies, and it is what a `VecEnv` has to be; wrong use is refused."""
+"""`SB3VecEnv`: one row per agent of every environment, a complete `VecEnv`; wrong use is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from helpers import ROOT
-from helpers.batches import at, drawn_for, nothing, same
+from helpers.batches import all_zero, at, same, sample_rows
 from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.crashing import Fate, crashing
 from simulators.dict_rules import DictRules
@@ -45,12 +45,12 @@ HOWS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(make: Callable[..., Any] = VariableAgents, copies: int = COPIES, **how: Any) -> SB3VecEnv:
+def build_facade(make: Callable[..., Any] = VariableAgents, copies: int = COPIES, **how: Any) -> SB3VecEnv:
     return SB3VecEnv(ParallelEnv([make] * copies, **{"backend": "serial", **how}))
 
 
-class Story:
-    """What rows must be told, worked out from the core's dicts."""
+class ExpectedRows:
+    """The expected rows, computed from the core's dicts."""
 
     def __init__(self, plain: ParallelEnv) -> None:
         self.plain, self.agents = plain, plain.possible_agents
@@ -62,16 +62,16 @@ class Story:
     def of_copy(self, infos: dict[str, Any]) -> dict[str, Any]:
         return {key: info for key, info in infos.items() if key not in self.agents}
 
-    def assert_reset(self, facade: SB3VecEnv, told: Any, dicts: tuple[Any, Any]) -> None:
+    def assert_reset(self, facade: SB3VecEnv, returned: Any, dicts: tuple[Any, Any]) -> None:
         self.dead.clear()
         for row, (i, agent) in enumerate(self.rows):
-            self.assert_seen(at(told, row), dicts[0][i].get(agent))
+            self.assert_seen(at(returned, row), dicts[0][i].get(agent))
             self.reset_infos[row] = {**self.of_copy(dicts[1][i]), **dicts[1][i].get(agent, {})}
         assert facade.reset_infos == self.reset_infos
         self.assert_who(facade, dicts[0], [{}] * len(dicts[0]))
 
-    def assert_step(self, facade: SB3VecEnv, told: tuple[Any, ...], dicts: tuple[Any, ...]) -> None:
-        observations, rewards, dones, infos = told
+    def assert_step(self, facade: SB3VecEnv, returned: tuple[Any, ...], dicts: tuple[Any, ...]) -> None:
+        observations, rewards, dones, infos = returned
         assert isinstance(infos, list)
         assert (rewards.dtype, dones.dtype, len(infos)) == (np.float64, np.bool_, len(self.rows))
         for row, (i, agent) in enumerate(self.rows):
@@ -102,7 +102,7 @@ class Story:
         self.assert_who(facade, dicts[0], dicts[1])
 
     def assert_seen(self, actual: Any, expected: Any) -> None:
-        assert nothing(actual) if expected is None else same(actual, expected)
+        assert all_zero(actual) if expected is None else same(actual, expected)
 
     def assert_who(self, facade: SB3VecEnv, seen: Any, paid: Any) -> None:
         assert facade.present.tolist() == [agent in seen[i] or agent in paid[i] for i, agent in self.rows]
@@ -124,15 +124,15 @@ def same_infos(actual: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("how", HOWS)
-def test_rows_are_the_dicts_of_the_core(how, name):
-    facade = made(MAKERS[name], **HOWS[how])
+def test_rows_equal_the_dicts_of_the_core(how, name):
+    facade = build_facade(MAKERS[name], **HOWS[how])
     facade.action_space.seed(7)
     with ParallelEnv([MAKERS[name]] * COPIES, backend="serial") as plain:
-        story = Story(plain)
+        story = ExpectedRows(plain)
         assert facade.seed(5) == [5, 5, 5, 6, 6, 6, 7, 7, 7]
         story.assert_reset(facade, facade.reset(), plain.reset(seed=5))
         for step in range(4 * LENGTH):
-            actions = drawn_for(facade.action_space, facade.num_envs)
+            actions = sample_rows(facade.action_space, facade.num_envs)
             story.assert_step(facade, facade.step(actions), plain.step(story.as_dicts(actions)))
             if step == 2 * LENGTH + 6:  # somebody is dead
                 story.assert_reset(facade, facade.reset(), plain.reset())
@@ -143,33 +143,33 @@ def test_rows_are_the_dicts_of_the_core(how, name):
 
 
 @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
-@pytest.mark.parametrize("way", ["raise", "SIGKILL"])
-def test_a_restart_in_the_middle(way):
-    """It cuts off those who were alive; each row of that copy is told."""
-    constructors = [crashing(VariableDictAgents, {(1, 0): Fate(way, "step", 6)})] * COPIES
+@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
+def test_restart_during_an_episode(fault):
+    """Agents that were alive are truncated; each row of the environment has the mark."""
+    constructors = [crashing(VariableDictAgents, {(1, 0): Fate(fault, "step", 6)})] * COPIES
     how: dict[str, Any] = {"num_workers": 3, "on_error": "restart"}
     facade = SB3VecEnv(ParallelEnv(constructors, **how))
     with ParallelEnv(constructors, **how) as plain:
-        story, marks = Story(plain), np.zeros(9, int)
+        story, marks = ExpectedRows(plain), np.zeros(9, int)
         story.assert_reset(facade, facade.reset(), plain.reset())
         for _ in range(2 * LENGTH):
-            actions = drawn_for(facade.action_space, 9)
-            told, dicts = facade.step(actions), plain.step(story.as_dicts(actions))
-            for row, info in enumerate(told[3]):
+            actions = sample_rows(facade.action_space, 9)
+            returned, dicts = facade.step(actions), plain.step(story.as_dicts(actions))
+            for row, info in enumerate(returned[3]):
                 common = info.get("__common__", {})
                 if "restarted" in common:
                     marks[row] += 1
-                    assert "environment 1" in common.pop("error")  # it says which process it was, too
+                    assert "environment 1" in common.pop("error")  # it names the process, too
             for notes in dicts[4]:
                 notes.get("__common__", {}).pop("error", None)
-            story.assert_step(facade, told, dicts)
+            story.assert_step(facade, returned, dicts)
         assert marks.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
         assert story.deaths > 0
         facade.close()
 
 
-class Haunted(VariableDictAgents):
-    """Goes on observing, paying and flagging agents that have died."""
+class ReturnsDeadAgents(VariableDictAgents):
+    """Goes on returning observations, rewards and flags of dead agents."""
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         observations, rewards, terminateds, truncateds, infos = super().step(actions)
@@ -179,48 +179,48 @@ class Haunted(VariableDictAgents):
         return observations, rewards, terminateds, truncateds, infos
 
 
-def test_the_dead_are_zeros_whatever_is_said_of_them():
-    facade = made(Haunted)
-    with ParallelEnv([Haunted] * COPIES, backend="serial") as plain:
-        story = Story(plain)
+def test_rows_of_dead_agents_are_zero():
+    facade = build_facade(ReturnsDeadAgents)
+    with ParallelEnv([ReturnsDeadAgents] * COPIES, backend="serial") as plain:
+        story = ExpectedRows(plain)
         story.assert_reset(facade, facade.reset(), plain.reset())
         for _ in range(3 * LENGTH):
-            actions = drawn_for(facade.action_space, 9)
-            told = facade.step(actions)
-            assert told[1].max() < 100.0
-            story.assert_step(facade, told, plain.step(story.as_dicts(actions)))
+            actions = sample_rows(facade.action_space, 9)
+            returned = facade.step(actions)
+            assert returned[1].max() < 100.0
+            story.assert_step(facade, returned, plain.step(story.as_dicts(actions)))
         assert story.zero_rows > 20
         facade.close()
 
 
-def test_what_is_handed_out_is_ones_own():
-    """Stable-Baselines3 keeps observations over the next step, also where the environment hands out views."""
-    env = made(functools.partial(VariableAgents, plain=True), copy=False)
-    kept, copies = [], []
+def test_arrays_belong_to_the_caller():
+    """Stable-Baselines3 keeps observations across steps, also with `copy=False`."""
+    env = build_facade(functools.partial(VariableAgents, plain=True), copy=False)
+    saved, copies = [], []
     env.reset()
     for _ in range(2 * LENGTH):
-        observations, rewards, dones, infos = env.step(drawn_for(env.action_space, 9))
+        observations, rewards, dones, infos = env.step(sample_rows(env.action_space, 9))
         last = [info["terminal_observation"] for info in infos if "terminal_observation" in info]
-        kept.append((observations, rewards, dones, *last))
-        copies.append(tuple(np.copy(one) for one in kept[-1]))
-    assert all(map(same, kept, copies))
-    assert max(map(len, kept)) > 5
+        saved.append((observations, rewards, dones, *last))
+        copies.append(tuple(np.copy(one) for one in saved[-1]))
+    assert all(map(same, saved, copies))
+    assert max(map(len, saved)) > 5
     env.close()
 
 
-def test_observations_are_a_view_of_one_copy():
-    env = made(simple_spread_v3.parallel_env)
+def test_observations_are_copied_once():
+    env = build_facade(simple_spread_v3.parallel_env)
     observations = env.reset()
     assert observations.base.shape == (COPIES, 3, 18)
     env.close()
 
 
-# What it is
+# Attributes
 
 
 @pytest.fixture
 def env():
-    facade = made()
+    facade = build_facade()
     yield facade
     facade.close()
 
@@ -232,7 +232,7 @@ def test_spaces_and_names(env):
     assert (env.render_mode, env.unwrapped) == ("rgb_array", env)
 
 
-def test_attributes_and_methods_of_the_copies_of_rows(env):
+def test_attributes_and_methods_by_row(env):
     env.reset()
     env.set_attr("total", 4.0, indices=[0, 1, 8])
     assert env.get_attr("total") == [4.0] * 3 + [0.0] * 3 + [4.0] * 3
@@ -256,8 +256,8 @@ class Counting(VariableAgents):
         return self.calls
 
 
-def test_a_method_is_called_once_of_each_copy():
-    env = made(Counting)
+def test_method_is_called_once_per_environment():
+    env = build_facade(Counting)
     assert env.env_method("shout", indices=[0, 1, 2, 3]) == [1, 1, 1, 1]
     assert env.get_attr("calls") == [1, 1, 1, 1, 1, 1, 0, 0, 0]
     assert env.has_attr("shout")
@@ -267,10 +267,10 @@ def test_a_method_is_called_once_of_each_copy():
 
 
 def test_render_mode():
-    env = made(functools.partial(simple_spread_v3.parallel_env, render_mode="rgb_array"))
+    env = build_facade(functools.partial(simple_spread_v3.parallel_env, render_mode="rgb_array"))
     assert env.get_attr("render_mode") == ["rgb_array"] * 9
     env.close()
-    env = made(VariableDictAgents)  # which declares none of its own
+    env = build_facade(VariableDictAgents)  # which declares none of its own
     assert env.get_attr("render_mode", [4, 5]) == [None, None]
     with pytest.warns(UserWarning, match="rgb_array"):
         assert env.get_images() == [None] * COPIES
@@ -293,7 +293,7 @@ class ThinPadding(Padding):
 
 
 @pytest.mark.parametrize("how", ["serial", "process"])
-def test_wrappers_of_copies_are_known(how):
+def test_env_is_wrapped(how):
     constructors = [
         VariableDictAgents,
         lambda: ThinPadding(VariableDictAgents()),
@@ -306,7 +306,7 @@ def test_wrappers_of_copies_are_known(how):
     env.close()
 
 
-def test_seeds_and_options_are_for_the_next_reset_alone(env):
+def test_seeds_and_options_apply_to_the_next_reset_only(env):
     env.seed(3)
     env.set_options({"hill": 1})
     first = env.reset()
@@ -324,13 +324,13 @@ def test_seeds_and_options_are_for_the_next_reset_alone(env):
 
 
 @pytest.mark.parametrize("per", [1, 3])
-def test_options_of_copies_and_of_rows(per, env):
+def test_options_by_environment_or_row(per, env):
     env.set_options([own for own in [{"hill": 1}, {}, {"hill": 2}] for _ in range(per)])
     env.reset()
     assert env.get_attr("options", [0, 3, 6]) == [{"hill": 1}, None, {"hill": 2}]
 
 
-def test_one_draws_seeds_as_numpy_is_seeded(env):
+def test_random_seeds_follow_numpys_global_seed(env):
     drawn = []
     for _ in range(2):
         np.random.seed(5)
@@ -341,13 +341,13 @@ def test_one_draws_seeds_as_numpy_is_seeded(env):
 # Wrong use
 
 
-def test_agents_that_differ_are_named():
+def test_agents_with_different_spaces_are_named():
     parallel = ParallelEnv([simple_tag_v3.parallel_env] * 2, backend="serial")
     with parallel, pytest.raises(ValueError, match=r"space of 'agent_0' is Box.*'adversary_0' Box.*PettingZooVecEnv"):
         SB3VecEnv(parallel)
 
 
-class Talkers(VariableAgents):
+class TextAgents(VariableAgents):
     def observation_space(self, agent: str) -> spaces.Space:
         return spaces.Text(5)
 
@@ -356,11 +356,11 @@ class Talkers(VariableAgents):
 
 
 def test_observations_must_be_arrays():
-    with ParallelEnv([Talkers], backend="serial") as parallel, pytest.raises(ValueError, match="'a' observes Text"):
+    with ParallelEnv([TextAgents], backend="serial") as parallel, pytest.raises(ValueError, match="'a' observes Text"):
         SB3VecEnv(parallel)
 
 
-def test_it_says_what_to_install():
+def test_missing_library():
     program = "import sys; sys.modules['stable_baselines3'] = None; from marl_parallel import vector; vector.SB3VecEnv"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "ImportError: SB3VecEnv needs" in done.stderr
@@ -368,13 +368,13 @@ def test_it_says_what_to_install():
 
 
 @pytest.mark.parametrize(("mode", "got"), [(False, "auto_reset=False"), ("NEXT_STEP", 'auto_reset="NEXT_STEP"')])
-def test_another_mode(mode, got):
+def test_wrong_auto_reset_mode(mode, got):
     parallel = ParallelEnv([VariableAgents], mode, backend="serial")
     with parallel, pytest.raises(ValueError, match=f"SB3VecEnv wants a ParallelEnv with auto_reset=True, got {got}"):
         SB3VecEnv(parallel)
 
 
-def test_no_parallel_env():
+def test_wrong_type_of_env():
     with pytest.raises(TypeError, match="made of a ParallelEnv, got VariableAgents"):
         SB3VecEnv(VariableAgents())  # type: ignore[arg-type]
 
@@ -382,7 +382,7 @@ def test_no_parallel_env():
 @pytest.mark.parametrize(
     "options", [[{}], [{}] * 8, [{"hill": 1}] + [{}] * 8], ids=["one", "too few", "a copy taken apart"]
 )
-def test_options(options, env):
+def test_wrong_options(options, env):
     with pytest.raises(ValueError, match=r"for 3 environments or for 9 rows|equal for all rows"):
         env.set_options(options)
 
@@ -392,8 +392,8 @@ def test_options(options, env):
     [np.zeros(8, np.int64), np.zeros((3, 3), np.int64), np.full(9, 0.5), np.zeros((9, 2), np.int64), np.full(9, "x")],
     ids=["rows", "copies", "half", "shape", "text"],
 )
-def test_actions(actions):
-    env = made(functools.partial(VariableAgents, plain=True))
+def test_wrong_actions(actions):
+    env = build_facade(functools.partial(VariableAgents, plain=True))
     env.reset()
     with pytest.raises(ValueError, match="expected"):
         env.step(actions)
@@ -401,8 +401,8 @@ def test_actions(actions):
     env.close()
 
 
-def test_out_of_order(env):
-    actions = drawn_for(env.action_space, 9)
+def test_calls_out_of_order(env):
+    actions = sample_rows(env.action_space, 9)
     with pytest.raises(ResetNeeded):
         env.step(actions)
     with pytest.raises(NoAsyncCallError):
@@ -424,14 +424,14 @@ def test_out_of_order(env):
         SB3VecEnv(env.env)
 
 
-def test_two_facades_step_one_environment(env):
+def test_two_facades_of_one_environment(env):
     other = SB3VecEnv(env.env)
     env.reset()
     with pytest.raises(RuntimeError, match="stepped by a SB3VecEnv already"):
         other.reset()
 
 
-def test_vector_rewards_become_numbers():
+def test_vector_rewards_are_scalarized():
     with pytest.raises(ValueError, match=r"SB3VecEnv takes rewards that are numbers, but agent 'van'.*scalarize="):
         SB3VecEnv(ParallelEnv([Couriers], backend="serial"))
     plain = ParallelEnv([Couriers] * COPIES, backend="serial")
@@ -447,7 +447,7 @@ def test_vector_rewards_become_numbers():
     env.close()
 
 
-def test_a_refused_observation_names_its_part():
+def test_refused_observation_names_its_part():
     seen = spaces.Dict(image=spaces.Box(0, 1, (2,)), more=spaces.Tuple((spaces.Text(3), spaces.Discrete(2))))
     parallel = ParallelEnv([functools.partial(DictRules, seen)], backend="serial")
     with pytest.raises(ValueError, match=r"agent 'a' observes Dict.* has a part without .*: \['more'\]\[0\], Text"):

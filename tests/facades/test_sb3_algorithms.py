@@ -13,7 +13,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from helpers import ROOT
-from helpers.batches import drawn_for
+from helpers.batches import sample_rows
 from mpe2 import simple_spread_v3
 from pettingzoo import ParallelEnv as PettingZooEnv
 from simulators.variable_agents import LENGTH, VariableAgents
@@ -33,33 +33,33 @@ from marl_parallel.vector import SB3VecEnv
 pytestmark = pytest.mark.needs("stable_baselines3")
 
 
-def made(make: Callable[..., Any] = VariableAgents, copies: int = 3, **how: Any) -> SB3VecEnv:
+def build_facade(make: Callable[..., Any] = VariableAgents, copies: int = 3, **how: Any) -> SB3VecEnv:
     return SB3VecEnv(ParallelEnv([make] * copies, **{"backend": "serial", **how}))
 
 
-def test_wrappers_take_it():
+def test_wrappers():
     env: Any = VecMonitor(
         VecFrameStack(
-            VecNormalize(VecCheckNan(made(functools.partial(simple_spread_v3.parallel_env, max_cycles=8)))), 2
+            VecNormalize(VecCheckNan(build_facade(functools.partial(simple_spread_v3.parallel_env, max_cycles=8)))), 2
         )
     )
     env.seed(1)
     env.reset()
     for step in range(24):
-        _, _, dones, infos = env.step(drawn_for(env.action_space, 9))
+        _, _, dones, infos = env.step(sample_rows(env.action_space, 9))
         assert dones.all() == (step % 8 == 7)
     assert [info["episode"]["l"] for info in infos] == [8] * 9
     assert all(info["terminal_observation"].shape == (36,) for info in infos)
     env.close()
 
 
-def test_episodes_of_a_row_end_at_death_and_with_their_copy():
-    env: Any = VecMonitor(made(functools.partial(VariableAgents, plain=True)))
+def test_episodes_of_a_row_end_at_death_or_episode_end():
+    env: Any = VecMonitor(build_facade(functools.partial(VariableAgents, plain=True)))
     env.seed(1)
     env.reset()
     lengths: list[list[int]] = [[] for _ in range(9)]
     for _ in range(2 * LENGTH):
-        for row, info in enumerate(env.step(drawn_for(env.action_space, 9))[3]):
+        for row, info in enumerate(env.step(sample_rows(env.action_space, 9))[3]):
             if "episode" in info:
                 lengths[row].append(info["episode"]["l"])
     assert all(sum(own) == 2 * LENGTH for own in lengths)
@@ -68,7 +68,7 @@ def test_episodes_of_a_row_end_at_death_and_with_their_copy():
     env.close()
 
 
-class Pictures(VariableAgents):
+class Images(VariableAgents):
     def observation_space(self, agent: str) -> spaces.Space:
         return spaces.Box(0, 255, (36, 40, 3), np.uint8)
 
@@ -79,9 +79,9 @@ class Pictures(VariableAgents):
         return self.rng.integers(0, 256, (36, 40, 3), dtype=np.uint8)
 
 
-def test_pictures_and_binary_actions():
-    """PPO samples these as floats, and transposes what it sees, also what it sees last."""
-    env = made(Pictures, 2)
+def test_images_and_binary_actions():
+    """PPO samples binary actions as floats, and transposes observations, also terminal ones."""
+    env = build_facade(Images, 2)
     model = PPO("CnnPolicy", env, n_steps=10, batch_size=30, n_epochs=1, device="cpu", seed=1)
     assert isinstance(model.get_env(), VecTransposeImage)
     model.learn(60)
@@ -95,7 +95,7 @@ def test_pictures_and_binary_actions():
 
 
 class Signals(PettingZooEnv):
-    """Each agent is shown which action is paid for; one dies half-way."""
+    """Each agent observes which action is rewarded; one dies half-way."""
 
     metadata = {"name": "signals"}  # noqa: RUF012
     possible_agents = ["brief", "long"]  # noqa: RUF012
@@ -128,9 +128,9 @@ class Signals(PettingZooEnv):
 
 
 def test_ppo_learns():
-    """From a quarter of what there is to get to nearly all of it."""
+    """The reward rises from a quarter of the maximum to nearly all of it."""
     torch.set_num_threads(1)
-    env, other = made(Signals, 8, num_workers=2, backend="process"), VecMonitor(made(Signals, 4))
+    env, other = build_facade(Signals, 8, num_workers=2, backend="process"), VecMonitor(build_facade(Signals, 4))
     model = PPO("MlpPolicy", env, n_steps=32, batch_size=128, learning_rate=3e-3, gamma=0.5, device="cpu", seed=3)
     greedy = {"deterministic": True, "n_eval_episodes": 80}
     other.seed(1)
@@ -145,9 +145,9 @@ def test_ppo_learns():
     other.close()
 
 
-def test_returns_do_not_run_across_episodes():
-    """Of an episode's rewards alone, discounted by nothing and with nothing expected of what follows."""
-    env = made(functools.partial(VariableAgents, plain=True))
+def test_returns_stop_at_episode_ends():
+    """Sums of one episode's rewards: no discount, and a value of zero afterwards."""
+    env = build_facade(functools.partial(VariableAgents, plain=True))
     model = PPO("MlpPolicy", env, n_steps=3 * LENGTH, batch_size=27, n_epochs=1, gamma=1.0, gae_lambda=1.0, seed=2)
     for parameter in model.policy.value_net.parameters():
         torch.nn.init.zeros_(parameter)
@@ -164,27 +164,27 @@ def test_returns_do_not_run_across_episodes():
     env.close()
 
 
-def test_a_replay_buffer_gets_last_observations():
-    env = made(functools.partial(VariableAgents, plain=True))
-    told: list[Any] = []
+def test_replay_buffer_gets_last_observations():
+    env = build_facade(functools.partial(VariableAgents, plain=True))
+    returned: list[Any] = []
     step_wait = env.step_wait
-    env.step_wait = lambda: told.append(step_wait()) or told[-1]  # type: ignore[method-assign]
+    env.step_wait = lambda: returned.append(step_wait()) or returned[-1]  # type: ignore[method-assign]
     model = DQN("MlpPolicy", env, buffer_size=9 * 40, learning_starts=10**6, device="cpu", seed=4)
     model.learn(9 * 20)
     buffer, ends = model.replay_buffer, 0
-    for step, (observations, _, dones, infos) in enumerate(told):
+    for step, (observations, _, dones, infos) in enumerate(returned):
         for row in range(9):
             last = infos[row].get("terminal_observation", observations[row])
             assert np.array_equal(buffer.next_observations[step, row], last)
             assert buffer.dones[step, row] == dones[row]
             assert buffer.timeouts[step, row] == infos[row]["TimeLimit.truncated"]
             ends += dones[row]
-    assert len(told) == 20
+    assert len(returned) == 20
     assert ends > 18
     env.close()
 
 
-def test_the_example():
+def test_example():
     command = [sys.executable, str(ROOT / "examples" / "sb3_parameter_sharing.py"), "--smoke"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""`SB3VecEnv` with simulators and requests that are unlike most; what is usual is tested in `test_sb3`."""
+"""`SB3VecEnv` with unusual simulators and requests; common cases are tested in `test_sb3`."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ pytestmark = pytest.mark.needs("stable_baselines3")
 
 
 @pytest.fixture
-def odd():
-    """Makes two copies, of which the rows are agents a and b."""
-    made = []
+def build_facade():
+    """Two environments whose rows are agents a and b."""
+    envs = []
 
     def make(**how: Any) -> SB3VecEnv:
-        made.append(SB3VecEnv(ParallelEnv([lambda: DictRules(**how)] * 2, backend="serial")))
-        made[-1].reset()
-        return made[-1]
+        envs.append(SB3VecEnv(ParallelEnv([lambda: DictRules(**how)] * 2, backend="serial")))
+        envs[-1].reset()
+        return envs[-1]
 
     yield make
-    for env in made:
+    for env in envs:
         env.close()
 
 
-def test_infos_that_are_mappings_have_a_last_observation(odd):
-    env = odd(length=2, infos=lambda time: {"a": UserDict(x=time)})
+def test_infos_that_are_mappings_have_a_last_observation(build_facade):
+    env = build_facade(length=2, infos=lambda time: {"a": UserDict(x=time)})
     env.step(np.zeros(4, np.int64))
     info = env.step(np.zeros(4, np.int64))[3][0]
     assert info["x"] == 2
     assert info["terminal_observation"].tolist() == [2]
 
 
-def test_no_rows_are_asked(odd):
-    """As `DummyVecEnv`: it may have been asked for those that are done."""
-    env = odd()
+def test_empty_indices(build_facade):
+    """As with `DummyVecEnv`: the indices may be those of the rows that are done."""
+    env = build_facade()
     assert env.get_attr("time", indices=np.flatnonzero([False] * 4)) == []
     assert env.env_method("both", indices=[]) == []
     env.set_attr("time", 3, indices=[])
     assert env.get_attr("time") == [0] * 4
 
 
-def test_actions_of_several_parts(odd):
-    env = odd(acts=spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,))]))
+def test_composite_actions(build_facade):
+    env = build_facade(acts=spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,))]))
     env.step((np.arange(4) % 3, np.full((4, 2), 0.5, np.float32)))
     whole, fine = env.get_attr("actions", 2)[0]["b"]
     assert whole == 0
     assert fine.tolist() == [0.5, 0.5]
 
 
-def test_infos_of_a_reset_that_are_about_a_copy(odd):
-    """They are told of the resets that follow the ends of episodes, as of the first."""
-    env = odd(length=1, infos=lambda time: {"level": {"n": time}}, first={"a": {"x": 7}, "level": {"n": 8}})
+def test_reset_infos_of_an_environment(build_facade):
+    """`reset_infos` has them after automatic resets as after the first one."""
+    env = build_facade(length=1, infos=lambda time: {"level": {"n": time}}, first={"a": {"x": 7}, "level": {"n": 8}})
     first = env.reset_infos
     assert first[:2] == [{"x": 7, "level": {"n": 8}}, {"level": {"n": 8}}]
     env.reset_infos = [{}] * 4
@@ -67,8 +67,8 @@ def test_infos_of_a_reset_that_are_about_a_copy(odd):
 
 
 @pytest.mark.parametrize("seed", ["x", -1, 0.5], ids=repr)
-def test_what_is_no_seed_is_refused_at_once(seed, odd):
-    env = odd()
+def test_wrong_seed_is_refused_at_once(seed, build_facade):
+    env = build_facade()
     env.seed(3)
     with pytest.raises((TypeError, ValueError), match="seed"):
         env.seed(seed)

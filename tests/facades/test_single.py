@@ -1,4 +1,4 @@
-"""`PettingZooVecEnv.single`: one copy is a PettingZoo environment like any other."""
+"""`PettingZooVecEnv.single`: one of the environments as a PettingZoo environment."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_pettingzoos_own_tests(make, how):
 
 
 def test_seeds_for_five_hundred_steps():
-    """PettingZoo's own test of seeds stops after a step."""
+    """PettingZoo's own seed test stops after one step."""
     first, second = single(VariableAgents), single(VariableAgents)
     rng = np.random.default_rng(0)
     episode = 0
     for step in range(500):
         if not first.agents:
-            told = [env.reset(seed=episode) for env in (first, second)]
+            results = [env.reset(seed=episode) for env in (first, second)]
             episode += 1
         else:
             actions = {}
@@ -51,16 +51,16 @@ def test_seeds_for_five_hundred_steps():
                 space = first.action_space(agent)
                 space.seed(int(rng.integers(2**31)))
                 actions[agent] = space.sample()
-            told = [env.step(dict(actions)) for env in (first, second)]
+            results = [env.step(dict(actions)) for env in (first, second)]
         assert first.agents == second.agents
-        for one, other in zip(*told, strict=True):
+        for one, other in zip(*results, strict=True):
             assert same(one, other), f"step {step}"
     assert episode > 40
     first.close()
     second.close()
 
 
-def test_one_copy_leaves_the_others_alone():
+def test_other_environments_are_unaffected():
     env = PettingZooVecEnv(ParallelEnv([VariableAgents] * 2, False, backend="serial"))
     env.reset(seed=1)
     one = env.single(1)
@@ -74,20 +74,20 @@ def test_one_copy_leaves_the_others_alone():
         env.reset()
 
 
-def test_one_copy_wants_no_auto_reset():
+def test_auto_reset_must_be_disabled():
     env = PettingZooVecEnv(ParallelEnv([VariableAgents] * 2, backend="serial"))
     with env, pytest.raises(ValueError, match=r"auto_reset=False"):
         env.single()
 
 
-def test_there_is_no_such_copy():
+def test_unknown_env_id():
     env = PettingZooVecEnv(ParallelEnv([VariableAgents] * 2, False, backend="serial"))
     with env, pytest.raises(ValueError, match="no environment 2"):
         env.single(2)
 
 
 @pytest.mark.parametrize("how", [{}, {"shared_memory": False}, {"copy": False}], ids=repr)
-def test_the_facade_knows_what_one_copy_has_seen(how):
+def test_facade_continues_after_single(how):
     with PettingZooVecEnv(ParallelEnv([DictRules] * 3, False, backend="serial", **how)) as env:
         env.reset()
         env.reset(env_ids=[2])
@@ -104,8 +104,8 @@ def test_the_facade_knows_what_one_copy_has_seen(how):
         assert env.present["a"].all()
 
 
-def test_one_copy_shows_itself_alone():
-    """Whether others have been reset or not."""
+def test_render():
+    """Whether the other environments have been reset or not."""
     make = functools.partial(simple_spread_v3.parallel_env, render_mode="rgb_array")
     with PettingZooVecEnv(ParallelEnv([make] * 2, auto_reset=False, num_workers=1)) as env:
         alone = env.single(1)

@@ -1,4 +1,4 @@
-"""`TorchRLEnv`: its tensors are the core's dicts, TorchRL's own loops and checks run on it, wrong use is refused."""
+"""`TorchRLEnv`: its tensors equal the core's dicts, TorchRL's loops and checks run on it, wrong use is refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from helpers import ROOT
 from helpers.comparison import assert_same
-from helpers.tensors import Beside
+from helpers.tensors import TorchRLComparison
 from mpe2 import simple_spread_v3, simple_tag_v3
-from simulators.crashing import WAYS, Fate, crashing
+from simulators.crashing import FAULT_KINDS, Fate, crashing
 from simulators.deterministic import Hunt, Relay
 from simulators.dict_rules import DictRules
 from simulators.every_space import EverySpace
@@ -56,14 +56,14 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_tensors_are_the_core_s_dicts(name, setup, parallel):
+def test_tensors_equal_the_dicts_of_the_core(name, setup, parallel):
     env, core = (parallel(SCENARIOS[name], **SETUPS[setup]) for _ in range(2))
-    beside = Beside(TorchRLEnv(env), core)
-    beside.reset()
+    comparison = TorchRLComparison(TorchRLEnv(env), core)
+    comparison.reset()
     for _ in range(14):
-        beside.step()
-    assert beside.ends >= 3
-    assert bool(beside.deaths) is (name not in ("spread", "all spaces"))
+        comparison.step()
+    assert comparison.ends >= 3
+    assert bool(comparison.deaths) is (name not in ("spread", "all spaces"))
 
 
 @pytest.mark.parametrize(
@@ -76,28 +76,28 @@ def test_tensors_are_the_core_s_dicts(name, setup, parallel):
     ],
     ids=["each", "all", "disorderly", "evenly spaced"],
 )
-def test_tensors_in_groups_of_all_kinds(group_map, parallel):
+def test_tensors_with_different_groups(group_map, parallel):
     env, core = (parallel(lambda: StackableAgents(5)) for _ in range(2))
-    beside = Beside(TorchRLEnv(env, group_map), core)
-    beside.reset()
+    comparison = TorchRLComparison(TorchRLEnv(env, group_map), core)
+    comparison.reset()
     for _ in range(20):
-        beside.step()
-    assert beside.ends >= 3
-    assert beside.deaths
+        comparison.step()
+    assert comparison.ends >= 3
+    assert comparison.deaths
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_tensors_are_not_written_again(copy, parallel):
-    """A rollout keeps those of every step until it stacks them."""
+def test_tensors_are_not_overwritten(copy, parallel):
+    """A rollout keeps the tensors of every step until it stacks them."""
     env = TorchRLEnv(parallel(StackableAgents, copy=copy))
     data = env.reset()
-    kept = []
+    saved = []
     for _ in range(4):
         data = env.rand_action(data)
         data, following = env.step_and_maybe_reset(data)
-        kept.append((data["next"], data["next"].clone()))
+        saved.append((data["next"], data["next"].clone()))
         data = following
-    assert all((now == before).all() for now, before in kept)
+    assert all((now == before).all() for now, before in saved)
 
 
 def test_observations_are_not_copied_again(parallel):
@@ -122,20 +122,20 @@ def test_agents_are_written_together(size, parallel, monkeypatch):
 # -- episodes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("setup", "way"), [("serial", "raise"), ("process", "sys.exit"), ("process", "SIGKILL")])
+@pytest.mark.parametrize(("setup", "fault"), [("serial", "raise"), ("process", "sys.exit"), ("process", "SIGKILL")])
 @pytest.mark.parametrize("make", [Hunt, DeclaredSkirmish])
-def test_restarts(make, setup, way, parallel):
-    """In steps and in resets: what is interrupted ends, and the report is among the infos."""
-    fates = {(0, 0): Fate(way, after=3), (0, 1): Fate(way, after=2), (1, 0): Fate(way, "reset", 1)}
+def test_restarts(make, setup, fault, parallel):
+    """In steps and in resets: the interrupted episode ends, and the report is in the infos."""
+    fates = {(0, 0): Fate(fault, after=3), (0, 1): Fate(fault, after=2), (1, 0): Fate(fault, "reset", 1)}
     envs = [parallel(crashing(make, fates), 4, on_error="restart", **SETUPS[setup]) for _ in range(2)]
-    beside = Beside(TorchRLEnv(envs[0]), envs[1])
-    beside.reset()
+    comparison = TorchRLComparison(TorchRLEnv(envs[0]), envs[1])
+    comparison.reset()
     reported = 0
     for _ in range(20):
-        beside.step()
-        for infos in beside.env.infos.values():
+        comparison.step()
+        for infos in comparison.env.infos.values():
             if "__common__" in infos and "error" in infos["__common__"]:
-                assert WAYS[way].word in infos["__common__"]["error"]
+                assert FAULT_KINDS[fault].word in infos["__common__"]["error"]
                 reported += 1
     assert envs[0].stats().restarts == envs[1].stats().restarts == reported >= 3
 
@@ -158,7 +158,7 @@ def test_the_mark_of_a_restart(parallel):
     check_env_specs(env)
 
 
-def test_no_mark_where_errors_raise(parallel):
+def test_no_restart_mark_with_on_error_raise(parallel):
     assert "restarted" not in TorchRLEnv(parallel(StackableAgents)).reset()
 
 
@@ -176,7 +176,7 @@ def test_check_env_specs(name, parallel):
         assert env.observation_spec.contains(step.select(*env.observation_spec.keys(True, True)))
 
 
-def test_resets_of_some(parallel):
+def test_partial_resets(parallel):
     env, core = (parallel(StackableAgents) for _ in range(2))
     torch_env = TorchRLEnv(env)
     data, (seen, _) = torch_env.reset(), core.reset()
@@ -196,13 +196,13 @@ def test_resets_by_the_masks_of_groups(parallel):
     assert env.env.stats().resets == 4
 
 
-def test_infos_of_a_last_step_and_of_the_reset_after_it(parallel):
-    class Telling(DictRules):
+def test_infos_of_a_last_step_and_the_next_reset(parallel):
+    class WithInfos(DictRules):
         def __init__(self) -> None:
             first = {"a": {"level": 7}, "b": {}}
             super().__init__(infos=lambda time: {"a": {"won": time}, "b": {"won": time}}, first=first, length=2)
 
-    env = TorchRLEnv(parallel(Telling, 1))
+    env = TorchRLEnv(parallel(WithInfos, 1))
     data = env.reset()
     assert env.infos == {0: {"a": {"level": 7}, "b": {}}}
     for _ in range(2):
@@ -212,8 +212,8 @@ def test_infos_of_a_last_step_and_of_the_reset_after_it(parallel):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool])
 @pytest.mark.parametrize("start", [-3, 200])
-def test_narrow_actions_of_spaces_that_start_elsewhere(start, dtype, parallel):
-    class Started(StackableAgents):
+def test_small_integer_actions_of_discrete_spaces_with_a_start(start, dtype, parallel):
+    class DiscreteWithStart(StackableAgents):
         def action_space(self, agent: str) -> spaces.Space:
             return spaces.Discrete(3, start=start)
 
@@ -221,14 +221,14 @@ def test_narrow_actions_of_spaces_that_start_elsewhere(start, dtype, parallel):
             self.got = [int(action) for action in actions.values()]
             return super().step(dict.fromkeys(actions, 5))
 
-    env = TorchRLEnv(parallel(Started, 2))
+    env = TorchRLEnv(parallel(DiscreteWithStart, 2))
     data = env.reset()
     data["cow", "action"] = torch.tensor([[0, 1, 1], [1, 0, 1]], dtype=dtype)
     env.step(data)
     assert env.env.get_attr("got") == ([start, start + 1, start + 1], [start + 1, start, start + 1])
 
 
-def test_resets_of_none(parallel):
+def test_empty_resets(parallel):
     env = TorchRLEnv(parallel(StackableAgents))
     data = env.reset()
     before = data.clone()
@@ -237,19 +237,19 @@ def test_resets_of_none(parallel):
     assert env.env.stats().resets == 3
 
 
-def test_steps_of_some(parallel):
+def test_partial_steps(parallel):
     env, core = (parallel(Hunt) for _ in range(2))
-    beside = Beside(TorchRLEnv(env), core)
-    beside.reset()
-    beside.step()
-    data = beside.env.rand_action(beside.data)
-    told = core.step(beside.actions([0, 2]), env_ids=[0, 2])
+    comparison = TorchRLComparison(TorchRLEnv(env), core)
+    comparison.reset()
+    comparison.step()
+    data = comparison.env.rand_action(comparison.data)
+    results = core.step(comparison.actions([0, 2]), env_ids=[0, 2])
     data["_step"] = torch.tensor([[True], [False], [True]])
-    following = beside.env.step(data)["next"]
+    following = comparison.env.step(data)["next"]
     assert env.get_attr("steps_ever") == core.get_attr("steps_ever") == (2, 1, 2)
-    beside.seen = [told[0][0], beside.seen[1], told[0][1]]
-    beside.check_observations(following)
-    beside.check_flags(following, [0, 2], told)
+    comparison.seen = [results[0][0], comparison.seen[1], results[0][1]]
+    comparison.check_observations(following)
+    comparison.check_flags(following, [0, 2], results)
     assert not following["wolf_0", "reward"][1].any()
     assert not following["done"][1].any()
 
@@ -276,7 +276,7 @@ def test_seeds(parallel):
     assert_same(env.reset(seed=5)["cow", "observation"].numpy(), seen_by_core(5))
     assert env.set_seed(8, static_seed=True) == 8
     fresh = seen_by_core(8)
-    data = env.reset(seed=5)  # what is said last counts
+    data = env.reset(seed=5)  # the last one counts
     env.set_seed(8)
     for chosen in ([1], [0, 1, 2]):
         data["_reset"] = torch.tensor([[i in chosen] for i in range(3)])
@@ -293,7 +293,7 @@ def test_options(parallel):
     assert env.infos[0]["wolf_0"]["options"] == {"map": 3}
 
 
-def test_a_rollout_twice(parallel):
+def test_rollout_twice(parallel):
     rollouts = []
     for _ in range(2):
         env = TorchRLEnv(parallel(StackableAgents, num_workers=1))
@@ -305,7 +305,7 @@ def test_a_rollout_twice(parallel):
 
 
 def test_device(parallel):
-    """Torch's device for tensors without data stands for a GPU, as far as that goes."""
+    """Torch's "meta" device stands for a GPU."""
     env = TorchRLEnv(parallel(Relay), device="meta")
     devices = {tensor.device.type for tensor in env._reset().values(True, True)}
     devices |= {spec.device.type for spec in env.specs.values(True, True)}
@@ -325,7 +325,7 @@ def test_device(parallel):
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-def test_groups_by_default(parallel):
+def test_default_groups(parallel):
     cases = {
         Hunt: {"wolf_0": ["wolf_0", "wolf_1", "wolf_3"], "wolf_2": ["wolf_2"]},
         StackableAgents: {"cow": ["cow_0", "cow_1", "cow_2"]},
@@ -339,7 +339,7 @@ def test_groups_by_default(parallel):
 
 
 @pytest.mark.parametrize("task", [simple_spread_v3, simple_tag_v3])
-def test_groups_are_those_of_torchrl_s_own_wrapper(task, parallel):
+def test_groups_equal_torchrls_own_wrapper(task, parallel):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about PettingZoo's version
         own = PettingZooWrapper(task.parallel_env())
@@ -353,7 +353,7 @@ def test_groups_are_those_of_torchrl_s_own_wrapper(task, parallel):
     assert {env.specs[key].dtype for key in own.specs.keys(True, True) if key[-1] == "action"} == {torch.int64}
 
 
-def test_groups_that_cannot_be(parallel):
+def test_wrong_groups(parallel):
     env = parallel(Hunt)
     with pytest.raises(ValueError, match=r"'wolf_1', 'wolf_3'\] observe Box.*Discrete\(5\); \['wolf_2'\] .*Box\(-1\.0"):
         TorchRLEnv(env, MarlGroupMapType.ALL_IN_ONE_GROUP)
@@ -362,7 +362,7 @@ def test_groups_that_cannot_be(parallel):
 
 
 @pytest.mark.parametrize("agent", NO_TENSORS)
-def test_spaces_that_tensors_have_no_form_for(agent, parallel):
+def test_spaces_without_a_tensor_form(agent, parallel):
     with pytest.raises(ValueError, match=rf"'{agent}': the observation space .* has no form in tensors"):
         TorchRLEnv(parallel(one_space(agent)))
 
@@ -381,12 +381,12 @@ def one_space(agent: str) -> Callable[[int], EverySpace]:
 
 
 @pytest.mark.parametrize("mode", [True, "NEXT_STEP"])
-def test_modes_that_are_not_served(mode, parallel):
+def test_wrong_auto_reset_mode(mode, parallel):
     with pytest.raises(ValueError, match="TorchRLEnv wants a ParallelEnv with auto_reset=False, got auto_reset="):
         TorchRLEnv(parallel(StackableAgents, auto_reset=mode))
 
 
-def test_no_parallel_env():
+def test_wrong_type_of_env():
     with pytest.raises(TypeError, match="TorchRLEnv is made of a ParallelEnv, got StackableAgents"):
         TorchRLEnv(StackableAgents())
 
@@ -401,7 +401,7 @@ def test_before_the_first_reset(parallel):
         env.reset(data)
 
 
-def test_actions_that_are_not_there(parallel):
+def test_missing_actions(parallel):
     env = TorchRLEnv(parallel(StackableAgents))
     data = env.reset()
     with pytest.raises(ValueError, match="no actions for the group 'cow'"):
@@ -414,7 +414,7 @@ def test_actions_that_are_not_there(parallel):
         env.step(data)
 
 
-def test_two_facades(parallel):
+def test_two_facades_of_one_environment(parallel):
     core = parallel(StackableAgents)
     env, other = TorchRLEnv(core), PettingZooVecEnv(core)
     other.reset()
@@ -422,7 +422,7 @@ def test_two_facades(parallel):
         env.reset()
 
 
-def test_closed(parallel):
+def test_calls_after_close(parallel):
     env = TorchRLEnv(parallel(StackableAgents))
     data = env.rand_action(env.reset())
     assert not env.is_closed
@@ -437,20 +437,20 @@ def test_closed(parallel):
         TorchRLEnv(env.env)
 
 
-def test_nobody_s_facade_closes_nothing(parallel):
+def test_deleted_facade_closes_nothing(parallel):
     core = parallel(StackableAgents)
     TorchRLEnv(core).reset()
     gc.collect()
     assert len(core.step([dict.fromkeys(acting, 5) for acting in core.acting])[0]) == 3
 
 
-def test_without_the_library():
+def test_missing_library():
     program = "import sys; sys.modules['torch'] = None; from marl_parallel.vector import TorchRLEnv"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert 'ImportError: TorchRLEnv needs TorchRL: pip install "marl-parallel[torchrl]"' in done.stderr
 
 
-def test_the_example():
+def test_example():
     command = [sys.executable, "examples/torchrl_mappo.py", "--smoke"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -482,7 +482,7 @@ def test_vector_rewards_of_a_group_must_be_alike():
     parallel.close()
 
 
-def test_a_refused_space_names_its_part():
+def test_refused_space_names_its_part():
     seen = spaces.Dict(image=spaces.Box(0, 1, (2,)), mission=spaces.Text(3))
     parallel = ParallelEnv([functools.partial(DictRules, seen)], False, backend="serial")
     with pytest.raises(ValueError, match=r"agent 'a': the observation space Dict.* has no form .* \['mission'\], Text"):

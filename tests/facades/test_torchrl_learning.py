@@ -27,7 +27,7 @@ def variable_rollout(parallel):
 
 
 def test_advantages_do_not_leak(variable_rollout):
-    """What comes after an agent's death, or a reset, has no say in what was before."""
+    """Values after an agent's death or a reset do not affect earlier advantages."""
     of_group = variable_rollout["next", "cow"]
     generator = torch.Generator().manual_seed(1)
     done, terminated = of_group["done"], of_group["terminated"]
@@ -46,7 +46,7 @@ def test_advantages_do_not_leak(variable_rollout):
         if t + 2 >= shape[1]:
             continue
         other_value, other_reward = value.clone(), reward.clone()
-        other_value[i, t + 2 :, k] += 10  # the next one's is what a truncated episode goes on with
+        other_value[i, t + 2 :, k] += 10  # a truncated episode continues with the next one's value
         other_reward[i, t + 1 :, k] += 10
         after = advantages(other_value, other_reward)
         assert torch.equal(after[i, : t + 1, k], before[i, : t + 1, k])
@@ -85,7 +85,7 @@ def mappo(env: TorchRLEnv | TransformedEnv, group: str, actions: int) -> tuple[A
 
 
 @pytest.mark.parametrize(("make", "group", "actions"), [(spread, "agent", 5), (StackableAgents, "cow", 3)])
-def test_a_collector_and_a_mappo_loss(make, group, actions, parallel):
+def test_collector_and_mappo_loss(make, group, actions, parallel):
     torch.manual_seed(0)
     env = TransformedEnv(
         TorchRLEnv(parallel(make, 4, num_workers=2, backend="process")),
@@ -100,15 +100,15 @@ def test_a_collector_and_a_mappo_loss(make, group, actions, parallel):
         assert data["next", "done"].any()
         assert (data["collector", "traj_ids"].unique().numel()) > 4
         loss.value_estimator(data, params=loss.critic_network_params, target_params=loss.target_critic_network_params)
-        told = loss(data)
-        total = told["loss_objective"] + told["loss_critic"] + told["loss_entropy"]
+        results = loss(data)
+        total = results["loss_objective"] + results["loss_critic"] + results["loss_entropy"]
         assert total.isfinite()
         total.backward()
         assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in loss.parameters())
         mask = data[group, "mask"]
         assert mask.all().item() is (group == "agent")
-        data["advantage"][~mask] = torch.nan  # masked rows have no say
-        assert torch.equal(loss(data)["loss_objective"], told["loss_objective"])
+        data["advantage"][~mask] = torch.nan  # masked rows have no effect
+        assert torch.equal(loss(data)["loss_objective"], results["loss_objective"])
     collector.shutdown()
     assert batches == 2
     with pytest.raises(ClosedEnvironmentError):

@@ -1,4 +1,4 @@
-"""Tuple environments in arrays: the same as a plain loop over the simulators."""
+"""Tuple environments in arrays equal a plain loop over the simulators."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ KINDS = pytest.mark.parametrize("make", [Foraging, Intersection, Cooperative, Pa
 HOWS = pytest.mark.parametrize("how", [{"backend": "serial"}, {"num_workers": 1}], ids=["serial", "process"])
 
 
-def spread(values: Any) -> list[Any]:
-    """One value for each agent, whether the simulator gives several or one."""
+def per_agent(values: Any) -> list[Any]:
+    """One value for each agent, whether the simulator returns several or one."""
     return [*values] if isinstance(values, list | tuple | np.ndarray) else [values] * 3
 
 
-class Loop:
-    """A plain loop; an agent that is over is given action 0."""
+class PlainLoop:
+    """A plain loop; a finished agent gets action 0."""
 
     def __init__(self, make: Any, seed: int) -> None:
         self.env = make()
@@ -33,11 +33,11 @@ class Loop:
         self.over = [False] * 3
 
     def step(self, actions: np.ndarray) -> tuple[list[Any], list[Any], list[Any]]:
-        given = [0 if over else int(action) for over, action in zip(self.over, actions)]
-        self.seen, rewards, terminated, truncated, _ = self.env.step(self.sequence(given))
-        ended, cut_off = spread(terminated), spread(truncated)
+        tuple_actions = [0 if over else int(action) for over, action in zip(self.over, actions)]
+        self.seen, rewards, terminated, truncated, _ = self.env.step(self.sequence(tuple_actions))
+        ended, cut_off = per_agent(terminated), per_agent(truncated)
         self.over = [bool(one or other) for one, other in zip(ended, cut_off)]
-        return spread(rewards), ended, cut_off
+        return per_agent(rewards), ended, cut_off
 
     def begin_anew(self) -> None:
         self.seen, _ = self.env.reset()
@@ -48,7 +48,7 @@ class Loop:
 @KINDS
 def test_by_agent(make, how):
     rng = np.random.default_rng(1)
-    loops = [Loop(make, 5 + i) for i in range(COPIES)]
+    loops = [PlainLoop(make, 5 + i) for i in range(COPIES)]
     ends = 0
     with PettingZooVecEnv(ParallelEnv([make] * COPIES, True, 5, **how)) as env:
         assert env.possible_agents == AGENTS
@@ -59,8 +59,8 @@ def test_by_agent(make, how):
             for copy, loop in enumerate(loops):
                 expected = loop.step(actions[copy])
                 for place, agent in enumerate(AGENTS):
-                    told = rewards[agent][copy], ended[agent][copy], cut_off[agent][copy]
-                    assert told == tuple(part[place] for part in expected)
+                    actual = rewards[agent][copy], ended[agent][copy], cut_off[agent][copy]
+                    assert actual == tuple(part[place] for part in expected)
                 if all(loop.over):
                     loop.begin_anew()
                     ends += 1
@@ -75,7 +75,7 @@ def test_by_agent(make, how):
 @KINDS
 def test_in_rows_through_a_wrapper(make, how):
     rng = np.random.default_rng(1)
-    loops = [Loop(make, 5 + i) for i in range(COPIES)]
+    loops = [PlainLoop(make, 5 + i) for i in range(COPIES)]
     due = [False] * COPIES
     env = RecordEpisodeStatistics(GymnasiumVectorEnv(ParallelEnv([make] * COPIES, "NEXT_STEP", 5, **how)))
     env.reset()
@@ -97,14 +97,14 @@ def test_in_rows_through_a_wrapper(make, how):
             seen = np.stack(loop.seen)
             seen[silent] = 0.0
             np.testing.assert_array_equal(observations[rows], seen)
-            for told, part in zip((rewards, ended, cut_off), expected):
-                assert [*np.delete(told[rows], silent)] == [*np.delete(part, silent)]
+            for actual, part in zip((rewards, ended, cut_off), expected):
+                assert [*np.delete(actual[rows], silent)] == [*np.delete(part, silent)]
             assert not rewards[rows][silent].any()
     assert ends >= 4
     env.close()
 
 
-def test_what_a_simulator_says_of_itself_stays_common():
+def test_environment_infos_stay_common():
     with PettingZooVecEnv(ParallelEnv([Cooperative] * COPIES, True, 5, backend="serial")) as env:
         env.reset()
         *_, infos = env.step({agent: np.zeros(COPIES, int) for agent in AGENTS})

@@ -1,4 +1,4 @@
-"""Facades over simulators that do what few do, and everybody may: the core's dicts say it, so must arrays."""
+"""Facades over unusual simulators: arrays equal the core's dicts."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ NOBODY = {"a": np.zeros(2, np.int64), "b": np.zeros(2, np.int64)}
 
 @pytest.fixture
 def by_agent():
-    """Makes two copies, by agent."""
-    made = []
+    """Two environments in arrays by agent."""
+    envs = []
 
     def make(mode: Any = True, shared_memory: bool = True, **how: Any) -> PettingZooVecEnv:
         parallel = ParallelEnv([lambda: DictRules(**how)] * 2, mode, backend="serial", shared_memory=shared_memory)
-        made.append(PettingZooVecEnv(parallel))
-        return made[-1]
+        envs.append(PettingZooVecEnv(parallel))
+        return envs[-1]
 
     yield make
-    for env in made:
+    for env in envs:
         env.close()
 
 
 @pytest.fixture
 def in_rows():
-    """Makes two copies, in rows."""
-    made = []
+    """Two environments in rows."""
+    envs = []
 
     def make(mode: Any = "NEXT_STEP", agents: Any = None, others: Any = None, **how: Any) -> GymnasiumVectorEnv:
         parallel = ParallelEnv([lambda: DictRules(**how)] * 2, mode, backend="serial")
-        made.append(GymnasiumVectorEnv(parallel, agents, others))
-        return made[-1]
+        envs.append(GymnasiumVectorEnv(parallel, agents, others))
+        return envs[-1]
 
     yield make
-    for env in made:
+    for env in envs:
         env.close()
 
 
@@ -70,7 +70,7 @@ class Level(enum.IntEnum):
     ],
     ids=["0-d", "enum", "int", "nested", "text"],
 )
-def test_a_partial_reset_leaves_the_others_alone(seen, look, shared_memory, by_agent):
+def test_partial_reset_changes_only_reset_environments(seen, look, shared_memory, by_agent):
     env = by_agent(False, shared_memory, seen=seen, look=look)
     env.reset()
     env.step(NOBODY)
@@ -85,7 +85,7 @@ def _at(value: Any, row: int) -> Any:
 
 
 @TRAVELS
-def test_what_is_written_into_arrays_does_not_come_back(shared_memory, by_agent):
+def test_writing_into_returned_arrays_changes_nothing(shared_memory, by_agent):
     env = by_agent(False, shared_memory)
     env.reset()
     observations, *_ = env.step(NOBODY)
@@ -95,7 +95,7 @@ def test_what_is_written_into_arrays_does_not_come_back(shared_memory, by_agent)
     assert env.present["b"].tolist() == [True, True]
 
 
-def test_a_partial_reset_after_a_restart():
+def test_partial_reset_after_a_restart():
     class Dying(DictRules):
         def __init__(self, env_id: int, restarts: int) -> None:
             base = 1000 * env_id + 100 * restarts
@@ -119,7 +119,7 @@ def test_a_partial_reset_after_a_restart():
 # Ends
 
 
-def test_the_end_of_a_copy_is_the_end_of_those_in_it(by_agent):
+def test_episode_end_applies_to_all_agents(by_agent):
     for mode in ("SAME_STEP", "NEXT_STEP", "DISABLED"):
         env = by_agent(mode, length=2)
         env.reset()
@@ -131,7 +131,7 @@ def test_the_end_of_a_copy_is_the_end_of_those_in_it(by_agent):
         assert env.agents == (["a", "b"] if mode == "SAME_STEP" else [])
 
 
-def test_pettingzoos_loop_ends_with_the_copy():
+def test_pettingzoo_loop_ends_with_the_episode():
     with ParallelEnv([lambda: DictRules(length=3)], False, backend="serial") as parallel:
         env, steps = PettingZooVecEnv(parallel).single(), 0
         env.reset()
@@ -143,32 +143,32 @@ def test_pettingzoos_loop_ends_with_the_copy():
         assert truncations == {"a": False, "b": False}
 
 
-def test_a_death_is_told_once(in_rows):
+def test_death_is_reported_once(in_rows):
     env = RecordEpisodeStatistics(in_rows(length=6, flags=lambda time: {"a": time >= 2}))
     for _ in range(2):
         env.reset()
-        told = [env.step(np.zeros(4, np.int64)) for _ in range(6)]
-        assert [step[2][:2].tolist() for step in told] == [
+        results = [env.step(np.zeros(4, np.int64)) for _ in range(6)]
+        assert [step[2][:2].tolist() for step in results] == [
             [False, False], [True, False], [False, False], [False, False], [False, False], [True, True],
         ]  # fmt: skip
-        assert [step[0][0, 0] for step in told] == [1, 2, 0, 0, 0, 0]
-        assert [step[1][0] for step in told] == [1, 1, 0, 0, 0, 0]
-        assert [step[4]["present"][0] for step in told] == [True, True, False, False, False, False]
-        assert [step[0][1, 0] for step in told] == [1, 2, 3, 4, 5, 6]
+        assert [step[0][0, 0] for step in results] == [1, 2, 0, 0, 0, 0]
+        assert [step[1][0] for step in results] == [1, 1, 0, 0, 0, 0]
+        assert [step[4]["present"][0] for step in results] == [True, True, False, False, False, False]
+        assert [step[0][1, 0] for step in results] == [1, 2, 3, 4, 5, 6]
     assert env.episode_count == 2 * 2 * 3
 
 
-def test_the_dead_are_back_with_the_next_episode(in_rows):
+def test_dead_agents_return_in_the_next_episode(in_rows):
     env = in_rows("SAME_STEP", length=3, flags=lambda time: {"a": time >= 1})
     env.reset()
-    told = [env.step(np.zeros(4, np.int64)) for _ in range(4)]
-    assert [step[0][0, 0] for step in told] == [1, 0, 0, 1]
-    assert [bool(step[4]["present"][0]) for step in told] == [True, False, True, True]
-    assert [bool(step[2][0]) for step in told] == [True, False, True, True]
+    results = [env.step(np.zeros(4, np.int64)) for _ in range(4)]
+    assert [step[0][0, 0] for step in results] == [1, 0, 0, 1]
+    assert [bool(step[4]["present"][0]) for step in results] == [True, False, True, True]
+    assert [bool(step[2][0]) for step in results] == [True, False, True, True]
 
 
 @TRAVELS
-def test_a_reset_that_is_due_wants_no_actions(shared_memory, by_agent, in_rows):
+def test_pending_reset_needs_no_actions(shared_memory, by_agent, in_rows):
     env = by_agent("NEXT_STEP", shared_memory, length=1)
     env.reset()
     env.step(NOBODY)
@@ -187,7 +187,7 @@ def test_a_reset_that_is_due_wants_no_actions(shared_memory, by_agent, in_rows):
 
 @TRAVELS
 @pytest.mark.parametrize("actions", [np.array([0, 1, 2]), np.array([0]), np.array([0.5, 1.5]), 1, None], ids=repr)
-def test_actions_are_checked_wherever_they_travel(actions, shared_memory, by_agent):
+def test_actions_are_checked_with_and_without_shared_memory(actions, shared_memory, by_agent):
     env = by_agent(True, shared_memory)
     env.reset()
     with pytest.raises(ValueError, match="the actions of agent 'a': expected"):
@@ -196,7 +196,7 @@ def test_actions_are_checked_wherever_they_travel(actions, shared_memory, by_age
 
 
 @pytest.mark.parametrize("actions", ["xy", ["x", "y", "z"], 3])
-def test_actions_without_a_form_are_counted(actions, by_agent):
+def test_number_of_actions_without_a_fixed_form(actions, by_agent):
     env = by_agent(acts=spaces.Text(3))
     env.reset()
     env.step({"a": ["x", "y"], "b": ("x", "y")})
@@ -206,7 +206,7 @@ def test_actions_without_a_form_are_counted(actions, by_agent):
 
 
 @TRAVELS
-def test_a_part_of_an_action_is_missing(shared_memory, by_agent):
+def test_missing_part_of_an_action(shared_memory, by_agent):
     acts = spaces.Dict({"go": spaces.Discrete(3), "look": spaces.Tuple([spaces.Box(-1, 1, (2,))])})
     env = by_agent(True, shared_memory, acts=acts)
     env.reset()
@@ -219,14 +219,14 @@ def test_a_part_of_an_action_is_missing(shared_memory, by_agent):
         env.step({"a": whole, "b": {**whole, "look": np.zeros((2, 2))}})
 
 
-def test_actions_that_nobody_looks_at(by_agent):
+def test_ignored_actions(by_agent):
     env = by_agent(False, acts=spaces.Box(0, 9, (), np.uint8), flags=lambda time: {"a": time == 1})
     env.reset()
     go = np.ones(2, np.uint8)
     env.step({"a": go, "b": go})
     env.reset(env_ids=[1])
     env.step({"a": np.array([-1, 3]), "b": go})  # copy 0's is dead
-    assert [sorted(given) for given in env.get_attr("actions")] == [["b"], ["a", "b"]]
+    assert [sorted(received) for received in env.get_attr("actions")] == [["b"], ["a", "b"]]
 
 
 @pytest.mark.parametrize(
@@ -239,18 +239,18 @@ def test_actions_that_nobody_looks_at(by_agent):
         (spaces.Box(2, 3, (1,)), [2]),
     ],
 )
-def test_others_stand_still_as_near_to_zero_as_they_can(acts, nearest, in_rows):
+def test_default_actions_are_nearest_to_zero(acts, nearest, in_rows):
     env = in_rows(agents=["a"], acts=acts)
     env.reset()
     env.step(env.action_space.sample())
     assert np.array_equal(env.get_attr("actions")[0]["b"], nearest)
 
 
-def test_others_give_what_their_space_batched_gives(in_rows):
+def test_default_actions_from_batched_spaces(in_rows):
     env = in_rows(agents=["a"], others=lambda agent, seen: (1, 2))
     env.reset()
     env.step(np.zeros(2, np.int64))
-    assert [given["b"] for given in env.get_attr("actions")] == [1, 2]
+    assert [received["b"] for received in env.get_attr("actions")] == [1, 2]
     env = in_rows(agents=["a"], others=lambda agent, seen: 1)
     env.reset()
     with pytest.raises(ValueError, match="others, for agent 'b': expected actions for 2 rows"):
@@ -261,7 +261,7 @@ def test_others_give_what_their_space_batched_gives(in_rows):
 # Infos
 
 
-def test_infos_that_are_no_dicts(by_agent, in_rows):
+def test_infos_that_are_not_dicts(by_agent, in_rows):
     how = {"infos": lambda time: {"clock": time, "a": None, "b": {"x": 1}}}
     env = by_agent(**how)
     env.reset()
@@ -277,7 +277,7 @@ def test_infos_that_are_no_dicts(by_agent, in_rows):
     assert infos["_x"].tolist() == [False, True, False, True]
 
 
-def test_infos_of_an_agent_that_are_something_else(by_agent, in_rows):
+def test_agent_infos_that_are_not_dicts(by_agent, in_rows):
     how = {"infos": lambda time: {"b": 3}}
     for env, actions in (by_agent(**how), NOBODY), (in_rows(**how), np.zeros(4, np.int64)):
         env.reset()
@@ -285,15 +285,15 @@ def test_infos_of_an_agent_that_are_something_else(by_agent, in_rows):
             env.step(actions)
 
 
-def test_an_agents_own_infos_go_before_its_copys(in_rows):
+def test_agent_infos_override_environment_infos(in_rows):
     env = in_rows(infos=lambda _: {"a": {"x": 1}, "x": 3})
     env.reset()
     assert env.step(np.zeros(4, np.int64))[4]["x"].tolist() == [1, 3, 1, 3]
 
 
-def test_infos_of_the_reset_are_on_top(in_rows):
-    told = {"a": {"b": 1}, "common": {"level": 1}}
-    env = in_rows("SAME_STEP", length=1, infos=lambda _: told, first={"a": {"b": 7}, "common": {"level": 8}})
+def test_reset_infos_are_at_the_top_level(in_rows):
+    results = {"a": {"b": 1}, "common": {"level": 1}}
+    env = in_rows("SAME_STEP", length=1, infos=lambda _: results, first={"a": {"b": 7}, "common": {"level": 8}})
     env.reset()
     infos = env.step(np.zeros(4, np.int64))[4]
     assert infos["b"].tolist() == [7, 0, 7, 0]
@@ -306,14 +306,14 @@ def test_infos_of_the_reset_are_on_top(in_rows):
 
 @TRAVELS
 @pytest.mark.parametrize("wrong", [1.7, "2", None])
-def test_what_is_no_number_is_not_made_one(wrong, shared_memory, by_agent):
+def test_non_numbers_are_not_converted(wrong, shared_memory, by_agent):
     env = by_agent(True, shared_memory, seen=spaces.Discrete(9), look=lambda time: wrong)
     with pytest.raises(ValueError, match="environment 0: the observation of agent 'a': expected"):
         env.reset()
 
 
 class Mission(spaces.Space):
-    """Texts, in a class of its own, as MiniGrid's."""
+    """Texts in a class of their own, like MiniGrid's."""
 
     def __init__(self) -> None:
         super().__init__(dtype=str)
@@ -330,7 +330,7 @@ class Mission(spaces.Space):
     __hash__ = None  # type: ignore[assignment]
 
 
-class Wish(spaces.Text):
+class DerivedText(spaces.Text):
     """Derived from a space of texts."""
 
 
@@ -340,14 +340,14 @@ def scene(mission: spaces.Space) -> spaces.Dict:
 
 
 def look_around(time: int) -> dict:
-    """A list for a tuple, a text, a number in an array, and numbers that lie outside their Box."""
+    """A list for a tuple, a text, a number in an array, and numbers outside their Box."""
     return {"eyes": [np.array(time), np.full(2, 1.25)], "mission": f"go {time}", "way": np.array(time % 4)}
 
 
 @TRAVELS
-@pytest.mark.parametrize("mission", [Mission(), Wish(9), spaces.Text(9)], ids=lambda space: type(space).__name__)
+@pytest.mark.parametrize("mission", [Mission(), DerivedText(9), spaces.Text(9)], ids=lambda space: type(space).__name__)
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
-def test_lists_texts_and_single_numbers_are_the_same_in_dicts_and_arrays(mode, mission, shared_memory):
+def test_lists_texts_and_single_numbers_are_equal_in_dicts_and_arrays(mode, mission, shared_memory):
     def make() -> ParallelEnv:
         constructors = [lambda: DictRules(seen=scene(mission), look=look_around, length=3)] * 2
         return ParallelEnv(constructors, mode, backend="serial", shared_memory=shared_memory)
@@ -357,18 +357,18 @@ def test_lists_texts_and_single_numbers_are_the_same_in_dicts_and_arrays(mode, m
         PettingZooVecEnv(make()) as by_agent,
         contextlib.closing(GymnasiumVectorEnv(make())) as in_rows,
     ):
-        told, stacked, rows = plain.reset()[0], by_agent.reset()[0], in_rows.reset()[0]
+        results, stacked, rows = plain.reset()[0], by_agent.reset()[0], in_rows.reset()[0]
         for _ in range(8):
-            assert told[0]["a"]["eyes"][1].dtype == np.float32
-            assert isinstance(told[0]["a"]["eyes"], list)
-            for env_id, of_env in enumerate(told):
+            assert results[0]["a"]["eyes"][1].dtype == np.float32
+            assert isinstance(results[0]["a"]["eyes"], list)
+            for env_id, of_env in enumerate(results):
                 for place, (agent, seen) in enumerate(of_env.items()):
                     for one, row in ((stacked[agent], env_id), (rows, 2 * env_id + place)):
                         assert one["mission"][row] == seen["mission"]
                         assert one["way"][row] == seen["way"]
                         assert one["eyes"][0][row] == seen["eyes"][0]
                         assert one["eyes"][1][row].tolist() == seen["eyes"][1].tolist() == [1.25, 1.25]
-            told = plain.step([{"a": 0, "b": 0}] * 2)[0]
+            results = plain.step([{"a": 0, "b": 0}] * 2)[0]
             stacked, rows = by_agent.step(NOBODY)[0], in_rows.step(np.zeros(4, np.int64))[0]
 
 
@@ -384,7 +384,7 @@ def test_lists_texts_and_single_numbers_are_the_same_in_dicts_and_arrays(mode, m
     ],
     ids=["text", "too long", "tuple", "shape", "keys"],
 )
-def test_a_refusal_names_the_agent_and_the_key(wrong, words, shared_memory, by_agent):
+def test_error_names_the_agent_and_the_key(wrong, words, shared_memory, by_agent):
     env = by_agent(True, shared_memory, seen=scene(Mission()), look=lambda time: wrong)
     with pytest.raises((ValueError, EnvError), match=r"environment 0.*the observation of agent 'a'.*") as caught:
         env.reset()
@@ -392,7 +392,7 @@ def test_a_refusal_names_the_agent_and_the_key(wrong, words, shared_memory, by_a
 
 
 @TRAVELS
-def test_actions_may_be_lists_in_place_of_tuples(shared_memory, by_agent, in_rows):
+def test_lists_in_place_of_tuples_in_actions(shared_memory, by_agent, in_rows):
     acts = spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (2,), np.float32)))
     env = by_agent(True, shared_memory, acts=acts)
     env.reset()
@@ -404,30 +404,30 @@ def test_actions_may_be_lists_in_place_of_tuples(shared_memory, by_agent, in_row
     rows = in_rows(acts=acts)
     rows.reset()
     rows.step([np.array([0, 1, 2, 0]), np.zeros((4, 2))])
-    assert [given["a"][0] for given in rows.get_attr("actions")] == [0, 2]
+    assert [received["a"][0] for received in rows.get_attr("actions")] == [0, 2]
     with ParallelEnv([lambda: DictRules(acts=acts)], backend="serial", shared_memory=shared_memory) as plain:
         plain.reset()
         plain.step([{"a": [1, [0.5, 0.5]], "b": (1, [0.5, 0.5])}])
-        ((listed, declared),) = ((given["a"], given["b"]) for given in plain.get_attr("actions"))
+        ((listed, declared),) = ((received["a"], received["b"]) for received in plain.get_attr("actions"))
         assert isinstance(listed, list)
         assert listed[1].dtype == declared[1].dtype == np.float32
 
 
-class Narrow(spaces.Box):
-    """A space of a class of its own."""
+class DerivedBox(spaces.Box):
+    """A user-defined space class."""
 
 
-def test_spaces_derived_from_others_are_arrays_too(in_rows):
-    env = in_rows(seen=Narrow(-9, 9, (1,)))
+def test_derived_spaces_are_arrays(in_rows):
+    env = in_rows(seen=DerivedBox(-9, 9, (1,)))
     observations, _ = env.reset()
     assert observations in env.observation_space
 
 
 @TRAVELS
-def test_all_copies_are_read_before_one_is_found_wrong(shared_memory):
-    """They have been stepped: who acts next is known of those after it, too."""
+def test_all_environments_are_read_before_an_error(shared_memory):
+    """They have been stepped: the acting agents of later environments are known, too."""
 
-    class Unpaid(DictRules):
+    class NoRewards(DictRules):
         def __init__(self, env_id: int) -> None:
             super().__init__(flags=lambda time: {"b": time == 1})
             self.pays = env_id != 0
@@ -436,7 +436,7 @@ def test_all_copies_are_read_before_one_is_found_wrong(shared_memory):
             observations, rewards, *rest = super().step(actions)
             return observations, rewards if self.pays or self.time > 1 else {"a": None}, *rest
 
-    with PettingZooVecEnv(ParallelEnv([Unpaid] * 2, False, backend="serial", shared_memory=shared_memory)) as env:
+    with PettingZooVecEnv(ParallelEnv([NoRewards] * 2, False, backend="serial", shared_memory=shared_memory)) as env:
         env.reset()
         with pytest.raises(ValueError, match="environment 0: the reward of agent 'a' is None"):
             env.step(NOBODY)

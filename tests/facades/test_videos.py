@@ -1,4 +1,4 @@
-"""Gymnasium's recorder takes the rows of `GymnasiumVectorEnv`, which want moviepy to be tested."""
+"""Gymnasium's video recorder on the rows of `GymnasiumVectorEnv`; it needs moviepy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_videos(tmp_path):
 
 
 class Large(VariableAgents):
-    """With frames that a codec takes."""
+    """Its frames are large enough for a codec."""
 
     def render(self) -> np.ndarray:
         return super().render().repeat(8, axis=0).repeat(8, axis=1)

@@ -1,7 +1,6 @@
-"""What goes wrong while something is in flight is told by `recv`, never by `send`, and then everything is closed,
-or, where faults are survived, what failed is built anew.
+"""Faults in calls in flight are raised by `recv`, never by `send`, and close everything, or restart the environment.
 
-The same faults in calls that wait are tested in `test_faults`.
+The same faults in `step` and `reset` are tested in `test_environment_errors` and `test_restarts`.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ pytestmark = pytest.mark.release_independent
 
 NOOP = {"a": 0, "b": 1}
 STEP_OR_RESET = pytest.mark.parametrize("method", ["step", "reset"])
-PROCESSES = pytest.mark.parametrize("way", ["forkserver", "portable"])
+PROCESSES = pytest.mark.parametrize("start_method", ["forkserver", "portable"])
 
 
-def fragile(notes: Path, **faults: Callable[[], Any]) -> list[Callable[..., Fragile]]:
-    """Four environments; the third has faults, those of steps and resets from the second on."""
+def fragile_envs(notes: Path, **faults: Callable[[], Any]) -> list[Callable[..., Fragile]]:
+    """Four environments; the third has faults: in `step` and `reset` from the second call on."""
     return [functools.partial(Fragile, faults if env_id == 2 else {}, notes, 1) for env_id in range(4)]
 
 
@@ -44,14 +43,14 @@ def begin(env: ParallelEnv, method: str, *env_ids: int) -> None:
         env.reset_async(env_ids=env_ids)
 
 
-def receive_all(env: ParallelEnv) -> None:
-    """Whatever is there, again and again, until there is a fault among it."""
+def receive_until_fault(env: ParallelEnv) -> None:
+    """Call `recv` until it raises a fault."""
     while True:
         env.recv(min_envs=1)
 
 
-def assert_over(env: ParallelEnv, notes: Path) -> None:
-    """Nothing is left, and nothing can be done any more."""
+def assert_closed(env: ParallelEnv, notes: Path) -> None:
+    """Nothing is left, and every call raises."""
     assert gone(workers(notes))
     for use in (env.recv, env.reset, env.reset_async, lambda: env.send([NOOP] * 4)):
         with pytest.raises(ClosedEnvironmentError):
@@ -60,9 +59,9 @@ def assert_over(env: ParallelEnv, notes: Path) -> None:
 
 @STEP_OR_RESET
 @pytest.mark.parametrize("fault", [raising(SimulatorError, "bad terrain"), system_exit], ids=["raise", "exit"])
-def test_what_an_environment_raises(fault, method, each, build, tmp_path):
-    """By `recv`, though others are sent to after it has happened."""
-    env = build(fragile(tmp_path, **{method: fault}), each)
+def test_exception_in_flight(fault, method, backend_setup, build, tmp_path):
+    """`recv` raises it, also if other environments are sent to after it happened."""
+    env = build(fragile_envs(tmp_path, **{method: fault}), backend_setup)
     env.reset()
     env.step([NOOP] * 4)
     begin(env, method, 2)
@@ -70,33 +69,33 @@ def test_what_an_environment_raises(fault, method, each, build, tmp_path):
     begin(env, "step", 0, 1)
     begin(env, "reset", 3)
     with pytest.raises(EnvError, match="environment 2") as caught:
-        receive_all(env)
+        receive_until_fault(env)
     assert (caught.value.env_ids, caught.value.method) == ((2,), method)
     assert isinstance(caught.value.__cause__, SimulatorError | SystemExit)
     assert len([*tmp_path.glob("closed-*")]) == 4
-    assert_over(env, tmp_path)
+    assert_closed(env, tmp_path)
 
 
 @PROCESSES
 @STEP_OR_RESET
 @pytest.mark.parametrize("fault", [hard_exit, killed_by(signal.SIGKILL)], ids=["exit", "SIGKILL"])
-def test_a_worker_that_dies(fault, method, way, tmp_path):
-    env = ParallelEnv(fragile(tmp_path, **{method: fault}), num_workers=2, **arguments(way))
+def test_worker_dies_in_flight(fault, method, start_method, tmp_path):
+    env = ParallelEnv(fragile_envs(tmp_path, **{method: fault}), num_workers=2, **arguments(start_method))
     env.reset()
     env.step([NOOP] * 4)
     begin(env, method, 0, 1, 2, 3)
     with pytest.raises(WorkerCrashed, match="environment 2") as caught:
-        receive_all(env)
+        receive_until_fault(env)
     assert (caught.value.env_ids, caught.value.worker) == ((2,), 1)
-    assert_over(env, tmp_path)
+    assert_closed(env, tmp_path)
 
 
 @PROCESSES
 @STEP_OR_RESET
 @pytest.mark.parametrize("seeds", ["known", "not known"])
-def test_a_worker_that_has_died_before(seeds, method, way, tmp_path):
-    """What is sent to it is in flight, whatever else had to be asked for."""
-    env = ParallelEnv(fragile(tmp_path), num_workers=2, **arguments(way))
+def test_send_to_a_dead_worker(seeds, method, start_method, tmp_path):
+    """The call is in flight, whatever other calls are made."""
+    env = ParallelEnv(fragile_envs(tmp_path), num_workers=2, **arguments(start_method))
     env.reset()
     victim = env.call("pid")[2]
     if seeds == "known":
@@ -107,26 +106,26 @@ def test_a_worker_that_has_died_before(seeds, method, way, tmp_path):
     begin(env, method, 0, 1, 2, 3)
     assert env.pending == (0, 1, 2, 3)
     with pytest.raises(WorkerCrashed, match="SIGKILL") as caught:
-        receive_all(env)
+        receive_until_fault(env)
     assert caught.value.worker == 1
-    assert_over(env, tmp_path)
+    assert_closed(env, tmp_path)
 
 
 @pytest.mark.parametrize("timeout", [None, 20.0])
-def test_ctrl_c(timeout, beside, build, tmp_path):
-    """Whatever simulators are at, no process is left."""
-    env = build(dozing(tmp_path, 3.0), beside)
+def test_ctrl_c(timeout, concurrent_setup, build, tmp_path):
+    """Whatever the simulators are doing, no process is left."""
+    env = build(dozing(tmp_path, 3.0), concurrent_setup)
     env.reset()
     begin(env, "step", 0, 1, 2, 3)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         env.recv(timeout=timeout)
-    assert_over(env, tmp_path)
+    assert_closed(env, tmp_path)
 
 
 @pytest.fixture
-def impatience() -> Iterator[None]:
-    """SIGALRM raises a `TimeoutError` of the caller's own out of whatever is going on."""
+def alarm_error() -> Iterator[None]:
+    """SIGALRM raises the caller's own `TimeoutError` out of any call."""
 
     def interrupt(*_: Any) -> None:
         raise TimeoutError("my own")
@@ -137,11 +136,11 @@ def impatience() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.usefixtures("impatience")
+@pytest.mark.usefixtures("alarm_error")
 @pytest.mark.parametrize("backend", ["thread", "process"])
 @pytest.mark.parametrize("method", ["step", "recv"])
-def test_a_timeout_of_the_callers_own(method, backend, tmp_path):
-    """Interrupted half-way, as by Ctrl-C: not to be mistaken for the one of `recv`, which loses nothing."""
+def test_timeout_error_of_a_signal_handler(method, backend, tmp_path):
+    """It interrupts `recv` like Ctrl-C and must not be taken for `recv`'s own timeout, which loses nothing."""
     env = ParallelEnv(fleet(tmp_path, 2), backend=backend, num_workers=2)
     env.reset()
     hold(tmp_path, 0)
@@ -157,8 +156,8 @@ def test_a_timeout_of_the_callers_own(method, backend, tmp_path):
     env.close(terminate=True)
 
 
-def fork() -> None:
-    """Have a child that holds open whatever its parent has open."""
+def fork_child() -> None:
+    """Fork a child that keeps the parent's descriptors open."""
     if os.fork() == 0:
         try:
             time.sleep(60)
@@ -167,9 +166,9 @@ def fork() -> None:
 
 
 @PROCESSES
-def test_a_death_is_noticed_while_others_go_on(way, tmp_path):
-    """Though its pipe is not closed, and there is never a pause in what the others say."""
-    env = ParallelEnv(fragile(tmp_path, constructor=fork), num_workers=2, **arguments(way))
+def test_death_is_noticed_while_others_run(start_method, tmp_path):
+    """Although its pipe stays open, and results of others arrive all the time."""
+    env = ParallelEnv(fragile_envs(tmp_path, constructor=fork_child), num_workers=2, **arguments(start_method))
     env.reset()
     victim = env.call("pid")[2]
     begin(env, "step", 0)
@@ -185,15 +184,15 @@ def test_a_death_is_noticed_while_others_go_on(way, tmp_path):
     with pytest.raises(WorkerCrashed, match="SIGKILL") as caught:
         go_on()
     assert caught.value.worker == 1
-    assert_over(env, tmp_path)
+    assert_closed(env, tmp_path)
 
 
 def pid_of(_: Any) -> int:
     return os.getpid()
 
 
-class Awaited(Paced):
-    """Can be held up while it is constructed, too, and may be doomed then."""
+class BlockingConstructor(Paced):
+    """Its constructor, too, can be blocked by the test, and can crash."""
 
     def __init__(self, notes: Any, *, env_id: int) -> None:
         super().__init__(notes, env_id=env_id)
@@ -205,10 +204,12 @@ class Awaited(Paced):
 @pytest.mark.parametrize("setup", [Setup("process", True, 1), Setup("portable", True, 1)], ids=str)
 @pytest.mark.parametrize("mode", ["SAME_STEP", "DISABLED"])
 @pytest.mark.parametrize("doomed", [False, True], ids=["comes", "does not come"])
-def test_what_is_built_anew_is_reset_when_it_is_there(doomed, mode, setup, build, tmp_path):
-    """`reset_async` does not wait for an idle environment whose process has died, and `recv` says what came of it."""
+def test_reset_async_of_a_crashed_worker(doomed, mode, setup, build, tmp_path):
+    """`reset_async` does not wait for the replacement; `recv` returns its result."""
     policy = RestartPolicy(max_restarts=1)
-    env = build([functools.partial(Awaited, tmp_path)] * 2, setup, mode, on_error="restart", restart_policy=policy)
+    env = build(
+        [functools.partial(BlockingConstructor, tmp_path)] * 2, setup, mode, on_error="restart", restart_policy=policy
+    )
     env.reset()
     pid = env.call(pid_of)[0]
     hold(tmp_path, 1)

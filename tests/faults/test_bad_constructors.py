@@ -1,4 +1,4 @@
-"""Constructors that are none, return no environment, or differ: a clear error, and nothing is left."""
+"""Constructors that are not callable, return no environment, or differ: a clear error, and nothing is left."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from marl_parallel import ParallelEnv
 from marl_parallel.adapters.pettingzoo_env import PettingZooEnv
 
 
-def test_no_constructors(each, build):
+def test_no_constructors(backend_setup, build):
     with pytest.raises(ValueError, match=r"env_constructors|constructor|environment"):
-        build([], each)
+        build([], backend_setup)
 
 
 @pytest.mark.parametrize("thing", [None, "mpe2.simple_spread_v3", 3], ids=repr)
-def test_not_callable(thing, each, build):
+def test_not_callable(thing, backend_setup, build):
     with pytest.raises(TypeError, match="2"):
-        build([Hunt, Hunt, thing], each)
+        build([Hunt, Hunt, thing], backend_setup)
 
 
-def test_an_environment_where_a_constructor_was_wanted(each, build):
+def test_environment_in_place_of_a_constructor(backend_setup, build):
     with pytest.raises(TypeError, match="0"):
-        build([Hunt()], each)
+        build([Hunt()], backend_setup)
 
 
 @pytest.mark.parametrize("arguments", [{"num_workers": 0}, {"num_workers": -1}, {"backend": "fast"}], ids=str)
@@ -46,12 +46,12 @@ def test_bad_arguments(arguments):
 
 
 @pytest.mark.parametrize("mode", ["SOMETIMES", "same step"])
-def test_an_unknown_mode(mode, each, build):
+def test_unknown_mode(mode, backend_setup, build):
     with pytest.raises(ValueError, match=mode):
-        build([Hunt] * 2, each, mode)
+        build([Hunt] * 2, backend_setup, mode)
 
 
-def test_an_unpicklable_constructor_is_named(killable, build):
+def test_unpicklable_constructor_is_named(killable_setup, build):
     lock = threading.Lock()
 
     def locked() -> Any:
@@ -59,12 +59,12 @@ def test_an_unpicklable_constructor_is_named(killable, build):
             return Hunt()
 
     with pytest.raises(Exception, match="2") as caught:
-        build([Hunt, Hunt, locked, Hunt], killable)
+        build([Hunt, Hunt, locked, Hunt], killable_setup)
     assert isinstance(caught.value, TypeError | ValueError) or "Pickling" in type(caught.value).__name__
 
 
 class Declaring(Relay):
-    """Whose spaces can be chosen."""
+    """An environment with configurable spaces."""
 
     def __init__(self, observed: Any, acted: Any, names: tuple[str, ...] = ("alpha", "beta")) -> None:
         self.observation_space = spaces.Dict([(name, observed) for name in names])
@@ -82,57 +82,59 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("observed", "acted", "agent"), OTHERS, ids=str)
-def test_spaces_that_differ(observed, acted, agent, packed, build):
-    """Which environment, which agent, what against what."""
+def test_different_spaces(observed, acted, agent, two_worker_setup, build):
+    """The error names the environment, the agent and both spaces."""
     usual = functools.partial(Declaring, PLAIN, spaces.Discrete(2))
     other = functools.partial(Declaring, observed, acted)
     with pytest.raises(ValueError, match=agent) as caught:
-        build([usual, usual, other, usual], packed)
+        build([usual, usual, other, usual], two_worker_setup)
     differing = (PLAIN, observed) if agent == "alpha" else (spaces.Discrete(2), acted)
     for part in ("2", *map(str, differing)):
         assert part in str(caught.value)
 
 
-class Own(spaces.Box):
-    """Equal to the Box that it is derived from, but its values are its own business."""
+class CustomBox(spaces.Box):
+    """Equal to the Box it is derived from, but with its own kind of values."""
 
 
-@pytest.mark.parametrize("kinds", [(spaces.Box, Own), (Own, spaces.Box)], ids=["usual first", "own first"])
+@pytest.mark.parametrize("kinds", [(spaces.Box, CustomBox), (CustomBox, spaces.Box)], ids=["usual first", "own first"])
 @pytest.mark.parametrize("below", [lambda space: space, lambda space: spaces.Dict(x=space)], ids=["alone", "below"])
-def test_spaces_of_kinds_that_differ(below, kinds, packed, build):
+def test_spaces_of_different_kinds(below, kinds, two_worker_setup, build):
     declared = [below(kind(-1.0, 1.0, (2,), np.float32)) for kind in kinds]
     with pytest.raises(ValueError, match=r"environment 1 differs .* agent 'alpha'.* against .* another class"):
-        build([functools.partial(Declaring, one, spaces.Discrete(2)) for one in declared], packed)
+        build([functools.partial(Declaring, one, spaces.Discrete(2)) for one in declared], two_worker_setup)
 
 
-class Bare(spaces.Space[int]):
-    """A space that does not say what it is equal to, as Gymnasium allows."""
+class SpaceWithoutEquality(spaces.Space[int]):
+    """A space without `__eq__`, as Gymnasium allows."""
 
     def __init__(self) -> None:
         super().__init__(None, None)
 
 
-def test_spaces_without_equality_do_not_differ(packed, build):
-    declared = spaces.Dict([("a", Bare()), ("b", spaces.Tuple([Bare(), spaces.Discrete(2)]))])
-    env = build([functools.partial(Scripted, declared, None, ({"a": 1}, {}), (), ("a", "b"))] * 2, packed)
+def test_spaces_without_equality_do_not_differ(two_worker_setup, build):
+    declared = spaces.Dict(
+        [("a", SpaceWithoutEquality()), ("b", spaces.Tuple([SpaceWithoutEquality(), spaces.Discrete(2)]))]
+    )
+    env = build([functools.partial(Scripted, declared, None, ({"a": 1}, {}), (), ("a", "b"))] * 2, two_worker_setup)
     assert env.reset()[0] == ({"a": 1}, {"a": 1})
 
 
-def test_agents_that_differ(packed, build):
+def test_different_agents(two_worker_setup, build):
     usual = functools.partial(Declaring, PLAIN, spaces.Discrete(2))
     other = functools.partial(Declaring, PLAIN, spaces.Discrete(2), ("alpha", "gamma"))
     with pytest.raises(ValueError, match=r"(?s)1.*(beta|gamma)|(beta|gamma).*1"):
-        build([usual, other], packed)
+        build([usual, other], two_worker_setup)
 
 
-class Half:
-    """Can be reset and closed, but not stepped."""
+class WithoutStep:
+    """Has `reset` and `close`, but no `step`."""
 
     def __init__(self, notes: Path, fault: Callable[[], Any] = int) -> None:
         self.notes, self.fault = notes, fault
 
     def reset(self) -> None:
-        """Is never called."""
+        """Never called."""
 
     def close(self) -> None:
         (self.notes / "closed-half").touch()
@@ -146,13 +148,13 @@ NO_ENVIRONMENTS = {
     "a class": (lambda notes: Hunt, "returned the class Hunt, not an instance"),
     "a constructor": (lambda notes: lambda: Hunt(), "did a constructor return another constructor"),
     "a module": (lambda notes: os, "builtins.module without `reset` and `step`"),  # its `close` wants an argument
-    "half of one": (Half, "Half without `step`"),
-    "half of one that breaks": (functools.partial(Half, fault=raising(SimulatorError)), "Half without `step`"),
+    "half of one": (WithoutStep, "Half without `step`"),
+    "half of one that breaks": (functools.partial(WithoutStep, fault=raising(SimulatorError)), "Half without `step`"),
 }
 
 
-def refused(env_id: int, make: Any, notes: Path, setup: Any, build: Any, **more: Any) -> str:
-    """What is said of a constructor among others that returns no environment, everything having been freed."""
+def refusal_message(env_id: int, make: Any, notes: Path, setup: Any, build: Any, **more: Any) -> str:
+    """The message for one constructor among others that returns no environment; everything has been freed."""
     before = {*threading.enumerate()}
     constructors = [functools.partial(Fragile, {}, notes)] * 4
     constructors[env_id] = functools.partial(make, notes)
@@ -168,15 +170,15 @@ def refused(env_id: int, make: Any, notes: Path, setup: Any, build: Any, **more:
 
 @pytest.mark.parametrize("env_id", [0, 3])
 @pytest.mark.parametrize("thing", NO_ENVIRONMENTS)
-def test_no_environment_at_all(thing, env_id, each, build, tmp_path):
-    """What the constructor returned is none of the kinds that are known; what can be closed is."""
-    make, said = NO_ENVIRONMENTS[thing]
-    assert said in refused(env_id, make, tmp_path, each, build)
+def test_constructor_returns_no_environment(thing, env_id, backend_setup, build, tmp_path):
+    """The result is of no known kind; it is closed if it has `close`."""
+    make, words = NO_ENVIRONMENTS[thing]
+    assert words in refusal_message(env_id, make, tmp_path, backend_setup, build)
     assert (tmp_path / "closed-half").exists() == thing.startswith("half")
 
 
 @pytest.mark.parametrize(
-    ("adapter", "said"),
+    ("adapter", "words"),
     [
         ("pettingzoo", "A PettingZoo parallel environment has no method `step`: "),
         ("dict", "A dict environment has no method `step`: "),
@@ -187,29 +189,29 @@ def test_no_environment_at_all(thing, env_id, each, build, tmp_path):
     ],
     ids=["pettingzoo", "dict", "own"],
 )
-def test_no_environment_of_the_kind_that_was_named(adapter, said, each, build, tmp_path):
-    assert said in refused(2, Half, tmp_path, each, build, adapter=adapter)
+def test_constructor_returns_another_kind_than_the_adapter(adapter, words, backend_setup, build, tmp_path):
+    assert words in refusal_message(2, WithoutStep, tmp_path, backend_setup, build, adapter=adapter)
     assert (tmp_path / "closed-half").exists()
 
 
-def test_the_first_of_several_that_are_none_is_named(each, build):
+def test_first_of_several_wrong_constructors_is_named(backend_setup, build):
     for _ in range(3):
         with pytest.raises(TypeError, match=r"^environment 1: "):
-            build([Hunt, dict, dict, dict], each)
+            build([Hunt, dict, dict, dict], backend_setup)
 
 
-class Elsewhere:
-    """What it is made of cannot be had without its module, not even by value."""
+class ModuleMissingInWorker:
+    """Cannot be unpickled without its module, not even by value."""
 
     def __reduce__(self) -> Any:
         return importlib.import_module, ("local_modules",)
 
 
-def test_a_module_that_workers_cannot_have(each, build, monkeypatch):
+def test_module_that_workers_cannot_import(backend_setup, build, monkeypatch):
     monkeypatch.setitem(sys.modules, "local_modules", types.ModuleType("local_modules"))
-    constructor = functools.partial(lambda _: Hunt(), Elsewhere())
-    if each.backend in ("serial", "thread"):
-        build([constructor] * 2, each).reset()
+    constructor = functools.partial(lambda _: Hunt(), ModuleMissingInWorker())
+    if backend_setup.backend in ("serial", "thread"):
+        build([constructor] * 2, backend_setup).reset()
         return
     with pytest.raises(ModuleNotFoundError, match=r"environment 0 needs the module 'local_modules'"):
-        build([constructor] * 2, each)
+        build([constructor] * 2, backend_setup)

@@ -1,10 +1,10 @@
-"""Simulators of all kinds of trouble, for thousands of steps: the run goes on, nothing is lost and nothing is left.
+"""Simulators with random faults for thousands of steps: the run goes on, nothing is lost and nothing is left.
 
-When each life ends, where and how, is drawn beforehand from a seed. `restart_reference` works out what must come of it.
+When, where and how each life ends is drawn from a seed in advance. `restart_reference` computes the expected results.
 
 pytest                                  one schedule for each way to step
-CHAOS_SEEDS=20 pytest -k chaos          so many
-CHAOS_SEEDS=20 CHAOS_FIRST=100 pytest   from another first one on
+CHAOS_SEEDS=20 pytest -k chaos          20 schedules
+CHAOS_SEEDS=20 CHAOS_FIRST=100 pytest   20 schedules from number 100 on
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
-from helpers.leaks import Held
-from helpers.restart_comparison import OFTEN, Play, actions_for
-from helpers.restart_reference import World, assert_as_told
+from helpers.leaks import HeldResources
+from helpers.restart_comparison import OFTEN, RestartComparison, actions_for
+from helpers.restart_reference import RestartReference, assert_same_with_reports
 from simulators.crashing import DEADLY, HANGING, RAISED, Children, Fate, Fates, crashing
 from simulators.deterministic import Skirmish
 
@@ -38,39 +38,39 @@ each_seed = pytest.mark.parametrize("seed", SEEDS)
 
 
 def fates_of(seed: int, hangs: int, deaths: int) -> Fates:
-    """How lives end, of as many in each environment as will be lived, and of some more.
+    """The scheduled faults: at least as many lives per environment as the test needs.
 
     Args:
-        seed: Of the schedule.
-        hangs: How many first lives end in something that never returns.
-        deaths: How many lives of each environment end otherwise.
+        seed: The seed of the schedule.
+        hangs: The number of first lives that end in a call that never returns.
+        deaths: The number of lives of each environment that end in another way.
     """
     rng = np.random.default_rng(seed)
 
-    def way(ways: list[str]) -> str:
-        return ways[int(rng.integers(len(ways)))]
+    def drawn(faults: list[str]) -> str:
+        return faults[int(rng.integers(len(faults)))]
 
     fates: dict[tuple[int, int], Fate] = {}
     for env_id in range(NUM_ENVS):
         for life in range(deaths):
             place = ["step", "step", "step", "reset", "constructor"][int(rng.integers(5 if life else 4))]
             after = int(rng.integers(0, 60)) if place == "step" else int(rng.integers(0, 6))
-            fates[env_id, life] = Fate(way(RAISED + DEADLY), place, 0 if place == "constructor" else after)
+            fates[env_id, life] = Fate(drawn(RAISED + DEADLY), place, 0 if place == "constructor" else after)
     for env_id in rng.permutation(NUM_ENVS)[:hangs]:
-        fates[int(env_id), 0] = Fate(way(HANGING), ["step", "reset"][int(rng.integers(2))], int(rng.integers(1, 9)))
+        fates[int(env_id), 0] = Fate(drawn(HANGING), ["step", "reset"][int(rng.integers(2))], int(rng.integers(1, 9)))
     return fates
 
 
 @pytest.fixture
 def children(tmp_path, monkeypatch) -> Iterator[Children]:
-    """Child processes of simulators; when all is over, there is nothing more than there was before."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # what others put into the usual one is not ours
+    """Child processes of simulators; after the test, no process is left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # files of other programs do not count
     children = Children(os.getpid() * 10_000 + int(time.time() * 1000) % 10_000)
     use_once(children)
-    before = Held.now()
+    before = HeldResources.now()
     yield children
     assert children.gone()
-    now = Held.now()
+    now = HeldResources.now()
     assert not now.processes - before.processes
     assert not now.threads - before.threads
     assert not Counter(now.descriptors) - Counter(before.descriptors)
@@ -80,7 +80,7 @@ def children(tmp_path, monkeypatch) -> Iterator[Children]:
 
 
 def use_once(children: Children) -> None:
-    """What is loaded at first use may stay."""
+    """Load everything that is loaded at first use."""
     constructor = crashing(Skirmish, {(0, 0): Fate("SIGKILL"), (1, 0): Fate("raise")}, started=children)
     with ParallelEnv([constructor] * 2, num_workers=2, on_error="restart") as env:
         env.reset()
@@ -101,11 +101,11 @@ def chaotic(fates: Fates, children: Children, mode: AutoresetMode, **more: Any) 
     ids=lambda value: getattr(value, "name", value),
 )
 def test_chaos_in_lockstep(num_workers, mode, seed, children):
-    """All step at once; those that share a worker die together."""
+    """All environments step together; those that share a worker die together."""
     fates = fates_of(seed, hangs=1, deaths=4)
-    world = World(Skirmish, NUM_ENVS, num_workers, mode, fates)
+    world = RestartReference(Skirmish, NUM_ENVS, num_workers, mode, fates)
     with chaotic(fates, children, mode, num_workers=num_workers) as env:
-        going = Play(env, world, Skirmish, mode, seed=seed)
+        going = RestartComparison(env, world, Skirmish, mode, seed=seed)
         going.go(200)
         going.check_counts()
         assert sum(world.restarts) >= NUM_ENVS
@@ -114,13 +114,13 @@ def test_chaos_in_lockstep(num_workers, mode, seed, children):
 
 @each_seed
 def test_chaos_one_by_one(seed, children):
-    """Each steps as soon as it can, while others are being built anew; of thousands of steps, none is missing."""
+    """Each environment steps as soon as it can while others are rebuilt; none of thousands of steps is missing."""
     mode = AutoresetMode.SAME_STEP
     fates = fates_of(seed, hangs=10, deaths=6)
     rng = np.random.default_rng(seed)
-    world = World(Skirmish, NUM_ENVS, NUM_ENVS, mode, fates)
+    world = RestartReference(Skirmish, NUM_ENVS, NUM_ENVS, mode, fates)
     with chaotic(fates, children, mode, num_workers=NUM_ENVS, shared_memory=bool(seed % 2)) as env:
-        assert_as_told(env.reset(), world.reset(), "reset")
+        assert_same_with_reports(env.reset(), world.reset(), "reset")
         left, due = [250] * NUM_ENVS, {}
         while any(left) or due:
             actions = {i: actions_for(Skirmish, rng) for i in range(NUM_ENVS) if left[i] and i not in due}
@@ -132,7 +132,7 @@ def test_chaos_one_by_one(seed, children):
             batch = env.recv(min_envs=1, timeout=60.0)
             for place, i in enumerate(batch.env_ids):
                 one = tuple((part[place],) for part in batch[1:])
-                assert_as_told(one, due.pop(i), f"environment {i}, {left[i]} steps to come")
+                assert_same_with_reports(one, due.pop(i), f"environment {i}, {left[i]} steps to come")
         assert env.stats().restarts == sum(world.restarts)
         assert env.seed() == world.seeds
         assert sum(world.restarts) >= 3 * NUM_ENVS

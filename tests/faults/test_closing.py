@@ -1,4 +1,4 @@
-"""`close`, and all the ways in which it comes about: nothing stays, whoever asked for it, however often."""
+"""`close` and every event that causes it: nothing is left, however often and by whom it is called."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def closed(notes: Path) -> set[str]:
 
 
 def gone(numbers: set[int], seconds: float = 5.0) -> bool:
-    """Whether all these processes end in time, and are reaped."""
+    """Whether all these processes end in time and are reaped."""
     deadline = time.monotonic() + seconds
     while any(psutil.pid_exists(number) for number in numbers) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -64,8 +64,8 @@ def test_close_twice(setup, build, tmp_path):
 
 
 @pytest.mark.parametrize("timeout", [None, float("inf"), 1e12, 0])
-def test_close_takes_any_time(timeout, packed, build, tmp_path):
-    env = build(fleet(tmp_path), packed)
+def test_close_timeout_arguments(timeout, two_worker_setup, build, tmp_path):
+    env = build(fleet(tmp_path), two_worker_setup)
     env.reset()
     env.close(timeout=timeout)
     if timeout != 0:
@@ -79,8 +79,8 @@ def test_close_before_the_first_reset(setup, build, tmp_path):
     assert gone(workers(tmp_path))
 
 
-def test_a_context(packed, build, tmp_path):
-    with build(fleet(tmp_path), packed) as env:
+def test_context_manager(two_worker_setup, build, tmp_path):
+    with build(fleet(tmp_path), two_worker_setup) as env:
         assert isinstance(env, ParallelEnv)
         env.reset()
     assert closed(tmp_path) == ALL_FOUR
@@ -88,18 +88,18 @@ def test_a_context(packed, build, tmp_path):
         env.reset()
 
 
-def test_a_context_left_by_an_error(packed, build, tmp_path):
-    with pytest.raises(KeyError, match="mine"), build(fleet(tmp_path), packed) as env:  # noqa: PT012
+def test_context_left_by_an_exception(two_worker_setup, build, tmp_path):
+    with pytest.raises(KeyError, match="mine"), build(fleet(tmp_path), two_worker_setup) as env:  # noqa: PT012
         env.reset()
         raise KeyError("mine")
     assert closed(tmp_path) == ALL_FOUR
     assert gone(workers(tmp_path))
 
 
-def test_a_context_left_by_an_environments_error(packed, build, tmp_path):
+def test_context_left_by_an_env_error(two_worker_setup, build, tmp_path):
     with (  # noqa: PT012
         pytest.raises(EnvError, match="bad terrain"),
-        build(fleet(tmp_path, step=raising(SimulatorError, "bad terrain")), packed) as env,
+        build(fleet(tmp_path, step=raising(SimulatorError, "bad terrain")), two_worker_setup) as env,
     ):
         env.reset()
         env.step([{"a": 0, "b": 0}] * 4)
@@ -108,8 +108,8 @@ def test_a_context_left_by_an_environments_error(packed, build, tmp_path):
 
 
 @pytest.mark.parametrize("cyclic", [False, True])
-def test_garbage_collection(cyclic, packed, tmp_path, recwarn):
-    env = ParallelEnv(fleet(tmp_path), **packed._asdict())
+def test_garbage_collection(cyclic, two_worker_setup, tmp_path, recwarn):
+    env = ParallelEnv(fleet(tmp_path), **two_worker_setup._asdict())
     env.reset()
     if cyclic:
         env.myself = env
@@ -120,20 +120,20 @@ def test_garbage_collection(cyclic, packed, tmp_path, recwarn):
     assert not [str(warning.message) for warning in recwarn if warning.category is ResourceWarning]
 
 
-def test_results_outlive_the_environment(packed, build):
-    env = build([Hunt] * 4, packed, copy=False)
+def test_results_stay_readable_after_close(two_worker_setup, build):
+    env = build([Hunt] * 4, two_worker_setup, copy=False)
     observations, _ = env.reset()
-    kept = [{agent: array.copy() for agent, array in one.items()} for one in observations]
+    saved = [{agent: array.copy() for agent, array in one.items()} for one in observations]
     env.close()
     del env
     gc.collect()
-    for one, other in zip(observations, kept, strict=True):
+    for one, other in zip(observations, saved, strict=True):
         assert all((one[agent] == other[agent]).all() for agent in other)
 
 
-def test_terminate_does_not_ask(killable, build, tmp_path):
-    """An environment whose `close` takes for ever does not hold it up."""
-    env = build(fleet(tmp_path, close=functools.partial(time.sleep, 60)), killable)
+def test_terminate_skips_close_of_environments(killable_setup, build, tmp_path):
+    """An environment whose `close` hangs does not delay it."""
+    env = build(fleet(tmp_path, close=functools.partial(time.sleep, 60)), killable_setup)
     env.reset()
     began = time.monotonic()
     env.close(terminate=True)
@@ -142,8 +142,8 @@ def test_terminate_does_not_ask(killable, build, tmp_path):
 
 
 @pytest.mark.parametrize("busy", [[], [0]], ids=["all idle", "one busy"])
-def test_threads_that_are_idle_end_at_once(busy, build, tmp_path, caplog):
-    """Only what is in the middle of something is left behind, and told of."""
+def test_idle_threads_end_at_once(busy, build, tmp_path, caplog):
+    """Only a thread in the middle of a call is left behind, with a warning."""
     env = build(paced.fleet(tmp_path, 4), Setup("thread", True, 4))
     env.reset()
     paced.hold(tmp_path, *busy)
@@ -159,9 +159,9 @@ def test_threads_that_are_idle_end_at_once(busy, build, tmp_path, caplog):
     ]
 
 
-def test_close_from_another_thread(killable, build, tmp_path):
-    """The blocked call ends with `ClosedEnvironmentError`; only a process can be taken from what it is doing."""
-    env = build(fleet(tmp_path, step=functools.partial(time.sleep, 60)), killable)
+def test_close_from_another_thread(killable_setup, build, tmp_path):
+    """The blocked call raises `ClosedEnvironmentError`; only a process can be interrupted in its call."""
+    env = build(fleet(tmp_path, step=functools.partial(time.sleep, 60)), killable_setup)
     env.reset()
     timer = threading.Timer(0.5, lambda: env.close(terminate=True))
     timer.start()
@@ -179,7 +179,7 @@ def close_in_a_while(env: ParallelEnv, how: dict[str, Any]) -> None:
 @pytest.mark.parametrize("backend", ["thread", "process"])
 @pytest.mark.parametrize("how", [{}, {"terminate": True}], ids=["asked", "terminated"])
 def test_close_in_a_signal_handler(how, backend, tmp_path):
-    """The call that was interrupted does not wait for ever for replies that have been discarded."""
+    """The interrupted call does not wait for replies that were discarded."""
     env = ParallelEnv(fleet(tmp_path, 2, step=functools.partial(time.sleep, 1.0)), backend=backend, num_workers=2)
     env.reset()
     before = signal.getsignal(signal.SIGALRM)
@@ -192,9 +192,9 @@ def test_close_in_a_signal_handler(how, backend, tmp_path):
     assert gone(workers(tmp_path))
 
 
-def test_close_interrupted(build, killable, tmp_path):
-    """Ctrl-C while simulators close themselves: what is left is ended then and there."""
-    env = build(fleet(tmp_path, close=functools.partial(time.sleep, 60)), killable)
+def test_ctrl_c_during_close(build, killable_setup, tmp_path):
+    """Ctrl-C while simulators close: the remaining workers are killed at once."""
+    env = build(fleet(tmp_path, close=functools.partial(time.sleep, 60)), killable_setup)
     env.reset()
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
@@ -203,10 +203,10 @@ def test_close_interrupted(build, killable, tmp_path):
 
 
 @pytest.mark.parametrize("on_error", ["raise", "restart"])
-def test_a_reset_interrupted(on_error, beside, build, tmp_path, capfd, caplog):
-    """Ctrl-C while simulators are being seeded anew: nothing is left, nobody adds to it, what was counted stays."""
+def test_ctrl_c_during_reset(on_error, concurrent_setup, build, tmp_path, capfd, caplog):
+    """Nothing is left, nothing is restarted, and counts stay."""
     slow = functools.partial(Fragile, {"reset": functools.partial(time.sleep, 3.0)}, tmp_path, after=1)
-    env = build([slow] * 4, beside, on_error=on_error)
+    env = build([slow] * 4, concurrent_setup, on_error=on_error)
     env.reset(seed=5)
     env.step([{"a": 0, "b": 0}] * 4)
     assert env.seed() == (5, 6, 7, 8)
@@ -227,10 +227,10 @@ def test_a_reset_interrupted(on_error, beside, build, tmp_path, capfd, caplog):
     assert len(stats.workers) == 2
     env.close()
     out, err = capfd.readouterr()
-    assert [line for line in out.splitlines() if line.strip() and "(raylet)" not in line] == []  # which tells of deaths
+    assert [line for line in out.splitlines() if line.strip() and "(raylet)" not in line] == []  # which reports deaths
     assert err == ""
     assert all("worker" in record.getMessage() for record in caplog.records)
-    assert bool(caplog.records) == (beside.backend == "thread")
+    assert bool(caplog.records) == (concurrent_setup.backend == "thread")
     for thread in {*threading.enumerate()} - {threading.current_thread()}:
         thread.join(10.0)  # what cannot be killed would write its notes in the middle of another test
 
@@ -258,7 +258,7 @@ ENDINGS = ["", "sys.exit(3)", "1 / 0"]
     ],
 )
 def test_interpreter_exit(how, backend, ending, tmp_path):
-    """No guard, no close: the environments are closed, the processes gone, the exit code and stderr the script's."""
+    """Without guard and `close`: environments are closed, processes end, exit code and stderr are the script's."""
     text = textwrap.dedent(SCRIPT).format(tests=str(TESTS), notes=str(tmp_path), backend=backend, ending=ending)
     script = tmp_path / "script.py"
     script.write_text(text)
@@ -284,8 +284,8 @@ def linger() -> None:
 
 
 @pytest.fixture
-def impatience():
-    """Whoever is impatient presses Ctrl-C when the timer rings."""
+def alarm_interrupt():
+    """SIGALRM raises KeyboardInterrupt, like Ctrl-C."""
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -297,12 +297,12 @@ def open_files() -> list[str]:
     return sorted(re.sub(r"\d+", "", os.readlink(path)) for path in paths if os.path.islink(path))
 
 
-@pytest.mark.usefixtures("impatience")
-def test_ctrl_c_while_workers_end(way, tmp_path):
-    """Nothing of theirs stays all the same: no process, no descriptor, no memory."""
-    gc.collect()  # what the test before has left to be collected
+@pytest.mark.usefixtures("alarm_interrupt")
+def test_ctrl_c_while_workers_end(start_method, tmp_path):
+    """No process, descriptor or memory is left."""
+    gc.collect()  # garbage of the test before
     before = open_files()
-    env = ParallelEnv(fleet(tmp_path, 2, constructor=linger), num_workers=2, **arguments(way))
+    env = ParallelEnv(fleet(tmp_path, 2, constructor=linger), num_workers=2, **arguments(start_method))
     env.reset()
     signal.setitimer(signal.ITIMER_REAL, 0.7)
     with pytest.raises(KeyboardInterrupt):
@@ -327,9 +327,11 @@ def leave_process() -> None:
 
 
 @pytest.mark.parametrize("fault", [leave_thread, leave_process])
-def test_what_a_simulator_leaves_running_is_named(fault, way, tmp_path, caplog):
-    """A process waits for threads and children that are no daemons; `close` says so, and ends it all the same."""
-    env = ParallelEnv([*fleet(tmp_path, 2, constructor=fault), *fleet(tmp_path, 2)], num_workers=2, **arguments(way))
+def test_threads_and_children_that_block_exit_are_named(fault, start_method, tmp_path, caplog):
+    """Processes wait for non-daemon threads and children; `close` warns and kills them."""
+    env = ParallelEnv(
+        [*fleet(tmp_path, 2, constructor=fault), *fleet(tmp_path, 2)], num_workers=2, **arguments(start_method)
+    )
     env.reset()
     env.close(timeout=4.0)
     (text,) = [record.getMessage() for record in caplog.records]

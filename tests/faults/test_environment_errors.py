@@ -1,4 +1,4 @@
-"""Environments that raise, exit or die: an error that says which, where and how, and everything closed."""
+"""Environments that raise, exit or die: the error says which, where and how, and everything is closed."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ from marl_parallel import EnvError, ParallelEnvError, WorkerCrashed
 
 
 class LocalError(Exception):
-    """Of a module that no worker can import by the name that pytest gave it."""
+    """Of a module that workers cannot import by the name that pytest uses."""
 
 
-def fleet(notes: Path, faults: dict[str, Callable[[], Any]], after: int = 0, faulty: Sequence[int] = (2,)) -> list[Any]:
-    """Four environments, some of which break."""
+def four_envs(
+    notes: Path, faults: dict[str, Callable[[], Any]], after: int = 0, faulty: Sequence[int] = (2,)
+) -> list[Any]:
+    """Four environments, some of which fail."""
     return [functools.partial(Fragile, faults if i in faulty else {}, notes, after) for i in range(4)]
 
 
-def told(notes: Path, event: str) -> set[int]:
-    """The environments that left such a note."""
+def envs_with_note(notes: Path, event: str) -> set[int]:
+    """The environments that wrote such a note."""
     return {int(path.name.rpartition("-")[2]) for path in notes.glob(f"{event}-*")}
 
 
@@ -48,8 +50,8 @@ def steps(env: Any, count: int) -> None:
 
 
 def assert_closed(env: Any, notes: Path) -> None:
-    """Everything that was built was closed, no worker is left, nothing can be called any more."""
-    assert told(notes, "closed") == told(notes, "built")
+    """All built environments were closed, no worker is left, and every call raises."""
+    assert envs_with_note(notes, "closed") == envs_with_note(notes, "built")
     assert gone(workers(notes))
     with pytest.raises(ClosedEnvironmentError):
         env.reset()
@@ -74,8 +76,8 @@ PLACES: list[tuple[str, Callable[[Any], Any]]] = [
 
 
 @pytest.mark.parametrize(("fault", "kind"), ERRORS, ids=lambda part: getattr(part, "__name__", ""))
-def test_an_exception_in_step(fault, kind, setup, build, tmp_path):
-    env = build(fleet(tmp_path, {"step": fault}, after=2), setup)
+def test_exception_in_step(fault, kind, setup, build, tmp_path):
+    env = build(four_envs(tmp_path, {"step": fault}, after=2), setup)
     env.reset()
     steps(env, 2)
     with pytest.raises(EnvError, match="bad terrain") as caught:
@@ -91,8 +93,8 @@ def test_an_exception_in_step(fault, kind, setup, build, tmp_path):
 
 
 @pytest.mark.parametrize(("place", "act"), PLACES, ids=[place for place, _ in PLACES])
-def test_an_exception_elsewhere(place, act, setup, build, tmp_path):
-    env = build(fleet(tmp_path, {place: raising(SimulatorError, "bad weather")}), setup)
+def test_exception_in_other_methods(place, act, setup, build, tmp_path):
+    env = build(four_envs(tmp_path, {place: raising(SimulatorError, "bad weather")}), setup)
     if place != "reset":
         env.reset()
     with pytest.raises(EnvError, match="bad weather") as caught:
@@ -104,10 +106,10 @@ def test_an_exception_elsewhere(place, act, setup, build, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
-def test_an_exception_in_an_automatic_reset(mode, packed, build, tmp_path):
-    """It is the reset that failed, not the step."""
-    constructors = fleet(tmp_path, {"reset": raising(SimulatorError, "no map")}, after=1)
-    env = build([functools.partial(make, length=3) for make in constructors], packed, mode)
+def test_exception_in_an_auto_reset(mode, two_worker_setup, build, tmp_path):
+    """The error names `reset`, not `step`."""
+    constructors = four_envs(tmp_path, {"reset": raising(SimulatorError, "no map")}, after=1)
+    env = build([functools.partial(make, length=3) for make in constructors], two_worker_setup, mode)
     env.reset()
     steps(env, 2)
     with pytest.raises(EnvError, match="no map") as caught:
@@ -116,8 +118,8 @@ def test_an_exception_in_an_automatic_reset(mode, packed, build, tmp_path):
     assert_closed(env, tmp_path)
 
 
-def test_an_exception_in_a_called_method(packed, build, tmp_path):
-    env = build(fleet(tmp_path, {"call": raising(SimulatorError, "no such lever")}), packed)
+def test_exception_in_a_called_method(two_worker_setup, build, tmp_path):
+    env = build(four_envs(tmp_path, {"call": raising(SimulatorError, "no such lever")}), two_worker_setup)
     with pytest.raises(EnvError, match="no such lever") as caught:
         env.call("act_up")
     assert caught.value.env_ids == (2,)
@@ -127,20 +129,20 @@ def test_an_exception_in_a_called_method(packed, build, tmp_path):
     assert_closed(env, tmp_path)
 
 
-def test_an_exception_in_the_constructor(setup, build, tmp_path):
-    """All that had been built is closed again; no worker stays."""
+def test_exception_in_the_constructor(setup, build, tmp_path):
+    """Environments that were built are closed; no worker is left."""
     with pytest.raises(EnvError, match="no licence") as caught:
-        build(fleet(tmp_path, {"constructor": raising(SimulatorError, "no licence")}), setup)
+        build(four_envs(tmp_path, {"constructor": raising(SimulatorError, "no licence")}), setup)
     assert (caught.value.env_ids, caught.value.method) == ((2,), "constructor")
     assert "in __init__" in caught.value.remote_traceback
     assert isinstance(caught.value.__cause__, SimulatorError)
-    assert told(tmp_path, "closed") == told(tmp_path, "built")
+    assert envs_with_note(tmp_path, "closed") == envs_with_note(tmp_path, "built")
     assert gone(workers(tmp_path))
 
 
-def test_an_exception_in_close(setup, build, tmp_path):
-    """The others are closed all the same, and the error says whose it was."""
-    env = build(fleet(tmp_path, {"close": raising(SimulatorError, "stuck door")}), setup)
+def test_exception_in_close(setup, build, tmp_path):
+    """The other environments are closed, and the error names the environment."""
+    env = build(four_envs(tmp_path, {"close": raising(SimulatorError, "stuck door")}), setup)
     env.reset()
     with pytest.raises(EnvError, match="stuck door") as caught:
         env.close()
@@ -148,9 +150,9 @@ def test_an_exception_in_close(setup, build, tmp_path):
     assert_closed(env, tmp_path)
 
 
-def test_several_raise_in_close(setup, build, tmp_path):
-    """The first of them is named, whichever worker was quicker."""
-    env = build(fleet(tmp_path, {"close": raising(SimulatorError, "stuck door")}, faulty=(1, 2, 3)), setup)
+def test_several_exceptions_in_close(setup, build, tmp_path):
+    """The error names the first environment, whichever worker was faster."""
+    env = build(four_envs(tmp_path, {"close": raising(SimulatorError, "stuck door")}, faulty=(1, 2, 3)), setup)
     env.reset()
     with pytest.raises(EnvError, match=r"environment 1 .*stuck door") as caught:
         env.close()
@@ -160,18 +162,18 @@ def test_several_raise_in_close(setup, build, tmp_path):
     assert_closed(env, tmp_path)
 
 
-def test_an_exception_in_close_hides_no_other(packed, build, tmp_path):
-    """What went wrong first is what is told."""
+def test_exception_in_close_does_not_hide_an_earlier_one(two_worker_setup, build, tmp_path):
+    """The first exception is raised."""
     faults = {"step": raising(SimulatorError, "bad terrain"), "close": raising(SimulatorError, "stuck door")}
-    env = build(fleet(tmp_path, faults), packed)
+    env = build(four_envs(tmp_path, faults), two_worker_setup)
     env.reset()
     with pytest.raises(EnvError, match="bad terrain"):
         steps(env, 1)
     assert_closed(env, tmp_path)
 
 
-def test_several_raise_in_the_same_step(setup, build, tmp_path):
-    env = build(fleet(tmp_path, {"step": raising(SimulatorError, "bad terrain")}, faulty=(1, 3)), setup)
+def test_several_exceptions_in_one_step(setup, build, tmp_path):
+    env = build(four_envs(tmp_path, {"step": raising(SimulatorError, "bad terrain")}, faulty=(1, 3)), setup)
     env.reset()
     with pytest.raises(EnvError, match="bad terrain") as caught:
         steps(env, 1)
@@ -181,7 +183,7 @@ def test_several_raise_in_the_same_step(setup, build, tmp_path):
 
 
 def test_sys_exit(setup, build, tmp_path):
-    env = build(fleet(tmp_path, {"step": system_exit}), setup)
+    env = build(four_envs(tmp_path, {"step": system_exit}), setup)
     env.reset()
     with pytest.raises(EnvError, match="SystemExit") as caught:
         steps(env, 1)
@@ -192,9 +194,9 @@ def test_sys_exit(setup, build, tmp_path):
 
 
 @pytest.mark.parametrize("make", [functools.partial(PickyError, 3, "gate"), functools.partial(LockedError, "gate")])
-def test_exceptions_that_do_not_travel(make, packed, build, tmp_path):
-    """The text tells what the exception itself cannot."""
-    env = build(fleet(tmp_path, {"step": raising(make)}), packed)
+def test_unpicklable_exceptions(make, two_worker_setup, build, tmp_path):
+    """The error has the exception's text."""
+    env = build(four_envs(tmp_path, {"step": raising(make)}), two_worker_setup)
     env.reset()
     with pytest.raises(EnvError, match="gate") as caught:
         steps(env, 1)
@@ -205,12 +207,12 @@ def test_exceptions_that_do_not_travel(make, packed, build, tmp_path):
 
 
 def unpicklable() -> Any:
-    """A thing that no pickle takes."""
+    """An unpicklable object."""
     return threading.Lock()
 
 
-def test_infos_that_do_not_travel(killable, build, tmp_path):
-    env = build(fleet(tmp_path, {"step": unpicklable}), killable)
+def test_unpicklable_infos(killable_setup, build, tmp_path):
+    env = build(four_envs(tmp_path, {"step": unpicklable}), killable_setup)
     env.reset()
     with pytest.raises(EnvError, match="infos") as caught:
         steps(env, 1)
@@ -218,16 +220,16 @@ def test_infos_that_do_not_travel(killable, build, tmp_path):
     assert_closed(env, tmp_path)
 
 
-class Haunted(Fragile):
-    """One more than the declared agents is seen, and it cannot be described."""
+class UnpicklableObservation(Fragile):
+    """One more agent than declared is observed, and its observation cannot be pickled."""
 
     def step(self, actions: dict) -> Any:
         observations, *others = super().step(actions)
         return {**observations, **({"ghost": threading.Lock()} if self.env_id == 2 else {})}, *others
 
 
-def test_observations_that_do_not_travel(killable, build, tmp_path):
-    env = build([functools.partial(Haunted, {}, tmp_path)] * 4, killable)
+def test_unpicklable_observations(killable_setup, build, tmp_path):
+    env = build([functools.partial(UnpicklableObservation, {}, tmp_path)] * 4, killable_setup)
     env.reset()
     with pytest.raises(EnvError, match=r"the observations entry of 'ghost' .*lock.* cannot be pickled") as caught:
         steps(env, 1)
@@ -245,18 +247,18 @@ DEATHS = [
 
 @pytest.mark.parametrize(("fault", "exitcode", "word"), DEATHS, ids=["os._exit", "SIGKILL", "SIGSEGV", "SIGABRT"])
 @pytest.mark.parametrize("place", ["constructor", "reset", "step", "render"])
-def test_a_worker_that_dies(place, fault, exitcode, word, processes, build, tmp_path):
-    constructors = fleet(tmp_path, {place: fault})
+def test_worker_dies(place, fault, exitcode, word, process_setup, build, tmp_path):
+    constructors = four_envs(tmp_path, {place: fault})
     with pytest.raises(WorkerCrashed, match=word) as caught:  # noqa: PT012
-        env = build(constructors, processes)
+        env = build(constructors, process_setup)
         env.reset()
         steps(env, 1)
         env.render()
     error = caught.value
     assert error.exitcode == exitcode
     assert 2 in error.env_ids
-    assert error.env_ids == (2,) or processes.num_workers < 4
-    assert error.worker == {1: 0, 2: 1, 4: 2}[processes.num_workers]
+    assert error.env_ids == (2,) or process_setup.num_workers < 4
+    assert error.worker == {1: 0, 2: 1, 4: 2}[process_setup.num_workers]
     assert gone(workers(tmp_path))
     if word in {"SIGSEGV", "SIGABRT"}:
         assert "failing.py" in str(error)
@@ -266,18 +268,18 @@ def test_a_worker_that_dies(place, fault, exitcode, word, processes, build, tmp_
         env.close()
 
 
-def test_the_others_are_closed_in_an_orderly_way(build, killable, tmp_path):
-    """Environments in workers that live are asked to close; only the dead worker's cannot be."""
-    env = build(fleet(tmp_path, {"step": hard_exit}), killable)
+def test_environments_in_live_workers_are_closed(build, killable_setup, tmp_path):
+    """Only the environments of the dead worker are not."""
+    env = build(four_envs(tmp_path, {"step": hard_exit}), killable_setup)
     env.reset()
     with pytest.raises(WorkerCrashed):
         steps(env, 1)
-    assert told(tmp_path, "closed") >= {1: set(), 2: {0, 1}, 4: {0, 1, 3}}[killable.num_workers]
+    assert envs_with_note(tmp_path, "closed") >= {1: set(), 2: {0, 1}, 4: {0, 1, 3}}[killable_setup.num_workers]
 
 
 @pytest.mark.parametrize("idle", ["before the first reset", "between steps"])
-def test_a_worker_killed_while_idle(idle, killable, build, tmp_path):
-    env = build(fleet(tmp_path, {}), killable)
+def test_worker_killed_while_idle(idle, killable_setup, build, tmp_path):
+    env = build(four_envs(tmp_path, {}), killable_setup)
     if idle == "between steps":
         env.reset()
         steps(env, 1)
@@ -287,7 +289,7 @@ def test_a_worker_killed_while_idle(idle, killable, build, tmp_path):
             env.reset()
         steps(env, 1)
     assert caught.value.exitcode == -signal.SIGKILL
-    assert caught.value.worker == killable.num_workers - 1
+    assert caught.value.worker == killable_setup.num_workers - 1
     assert gone(workers(tmp_path))
     with pytest.raises(ClosedEnvironmentError):
         steps(env, 1)
@@ -298,18 +300,18 @@ def forever() -> None:
         time.sleep(0.1)
 
 
-def test_a_constructor_that_never_returns(killable, build, tmp_path):
+def test_constructor_that_never_returns(killable_setup, build, tmp_path):
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="start_timeout") as caught:
-        build(fleet(tmp_path, {"constructor": forever}), killable, start_timeout=2.0)
+        build(four_envs(tmp_path, {"constructor": forever}), killable_setup, start_timeout=2.0)
     assert isinstance(caught.value, ParallelEnvError)
-    assert caught.value.env_ids == (2,) or killable.num_workers < 4
+    assert caught.value.env_ids == (2,) or killable_setup.num_workers < 4
     assert time.monotonic() - began < 10.0
     assert gone(workers(tmp_path))
 
 
-class Slow(dict):
-    """Takes its time to be pickled."""
+class SlowToPickle(dict):
+    """Pickling takes some time."""
 
     def __reduce__(self) -> Any:
         time.sleep(0.2)
@@ -319,17 +321,17 @@ class Slow(dict):
 class Detailed(Fragile):
     @property
     def metadata(self) -> Any:
-        return {"slow": Slow()}
+        return {"slow": SlowToPickle()}
 
 
-def test_start_timeout_does_not_pass_between_constructors(build, killable, tmp_path):
-    """A worker that tells of one environment before it builds the next is not late."""
+def test_start_timeout_does_not_pass_between_constructors(build, killable_setup, tmp_path):
+    """A worker that reports one environment before it builds the next is not late."""
     constructors = [functools.partial(Detailed, {}, tmp_path)] * 6
-    build(constructors, killable._replace(num_workers=1), start_timeout=0.9).reset()
+    build(constructors, killable_setup._replace(num_workers=1), start_timeout=0.9).reset()
 
 
-def test_start_timeout_is_per_constructor(build, killable, tmp_path):
-    """Four constructors of half a second each, one after the other, are not two seconds to one."""
-    constructors = fleet(tmp_path, {"constructor": functools.partial(time.sleep, 0.5)}, faulty=range(4))
-    env = build(constructors, killable._replace(num_workers=1), start_timeout=1.4)
+def test_start_timeout_is_per_constructor(build, killable_setup, tmp_path):
+    """Four constructors of half a second each, one after the other, do not exceed a limit of less than two seconds."""
+    constructors = four_envs(tmp_path, {"constructor": functools.partial(time.sleep, 0.5)}, faulty=range(4))
+    env = build(constructors, killable_setup._replace(num_workers=1), start_timeout=1.4)
     env.reset()

@@ -1,4 +1,4 @@
-"""What errors say: first what happened, where in whose code; then what to do; then the stack."""
+"""Error messages: what happened and in which line, then what to do, then the stack."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OURS = f"{Path(marl_parallel.__file__).parent}/core/worker.py"
 ADVICE = ', or pass on_error="restart"'
 
 
-def dumped(*frames):
-    """As `faulthandler` writes: the latest first."""
+def faulthandler_dump(*frames):
+    """In the form that `faulthandler` writes: the innermost frame first."""
     return "\n".join(f'  File "{path}", line {line} in {name}' for path, line, name in frames) + "\n"
 
 
@@ -32,7 +32,7 @@ STEP = ("/sim/road.py", 12, "step")
 BELOW = (OURS, 9, "_advance")
 
 
-@pytest.mark.parametrize("written", [dumped, traced])
+@pytest.mark.parametrize("written", [faulthandler_dump, traced])
 @pytest.mark.parametrize(
     ("frames", "place"),
     [
@@ -45,25 +45,25 @@ BELOW = (OURS, 9, "_advance")
         ([], ""),
     ],
 )
-def test_the_line_that_is_shown_is_the_simulators(frames, place, written):
-    """The innermost that is neither Python's nor of an installed library; nothing where our own code is to blame."""
+def test_message_shows_the_simulators_line(frames, place, written):
+    """The innermost frame outside Python and installed libraries; none if our own code is to blame."""
     assert reports.place(written(*frames)) == place
 
 
-def test_the_thread_that_is_shown_is_the_workers():
-    theirs = "Thread 0x01 (most recent call first):\n" + dumped(("/sim/reader.py", 1, "poll"))
-    main = "Current thread 0x02 (most recent call first):\n" + dumped(STEP, BELOW)
+def test_message_shows_the_workers_thread():
+    theirs = "Thread 0x01 (most recent call first):\n" + faulthandler_dump(("/sim/reader.py", 1, "poll"))
+    main = "Current thread 0x02 (most recent call first):\n" + faulthandler_dump(STEP, BELOW)
     for stack in (theirs + "\n" + main, main + "\n" + theirs, "Fatal Python error: Aborted\n\n" + main):
         assert reports.place(stack) == "line 12 of /sim/road.py"
 
 
-def test_the_last_of_several_tracebacks_counts():
+def test_message_uses_the_last_traceback():
     cause = traced(("/sim/cause.py", 1, "load"))
     text = f"{cause}\nThe above exception was the direct cause of the following exception:\n\n{traced(STEP)}"
     assert reports.place(text) == "line 12 of /sim/road.py"
 
 
-def test_an_exception():
+def test_message_of_an_exception():
     error = reports.env_error(3, 1, Failure("step", "ValueError: no road", traced(STEP), None), ADVICE)
     first, _, to_do, *_ = str(error).splitlines()
     assert first == "environment 3 (worker 1) raised in step, at line 12 of /sim/road.py: ValueError: no road"
@@ -80,9 +80,9 @@ def test_an_exception():
         (None, "how is not known", "alone"),
     ],
 )
-def test_a_death(exitcode, manner, to_do):
+def test_message_of_a_crash(exitcode, manner, to_do):
     running = Running(2, Activity.STEP, 0.0, True)
-    error = reports.crashed(0, range(4), Lost(exitcode, dumped(STEP, BELOW)), running, ADVICE)
+    error = reports.crashed(0, range(4), Lost(exitcode, faulthandler_dump(STEP, BELOW)), running, ADVICE)
     first, _, advice, *_ = str(error).splitlines()
     where = "worker 0 (environments 0 to 3) died in step of environment 2, at line 12 of /sim/road.py: "
     assert first.startswith(where + manner)
@@ -94,9 +94,9 @@ def test_a_death(exitcode, manner, to_do):
     ("doing", "argument"),
     [(Activity.STEP, "step_timeout"), (Activity.CALL, "step_timeout"), (Activity.RESET, "reset_timeout")],
 )
-def test_a_hang(doing, argument):
+def test_message_of_a_timeout(doing, argument):
     running = Running(2, doing, 0.0, True)
-    error = reports.timed_out(0, range(4), running, doing, 1.5, dumped(STEP, BELOW), ADVICE)
+    error = reports.timed_out(0, range(4), running, doing, 1.5, faulthandler_dump(STEP, BELOW), ADVICE)
     first, _, to_do, *_ = str(error).splitlines()
     assert first.startswith(
         f"environment 2 (worker 0) has not finished its {doing.method} within 1.5 s; it is at line 12"
@@ -105,8 +105,8 @@ def test_a_hang(doing, argument):
     assert to_do.endswith(ADVICE + ".")
 
 
-def test_nobody_is_told_to_restart_what_is_not_restarted():
-    """What fails in the first construction, or at the end, raises in any case."""
+def test_no_restart_advice_where_restarts_do_not_apply():
+    """Failures of the first construction and of `close` raise in any case."""
     running = Running(2, Activity.CONSTRUCTOR, 0.0, True)
     errors = [
         reports.env_error(2, 0, Failure("constructor", "ValueError: no road", traced(STEP), None), ADVICE),

@@ -1,4 +1,4 @@
-"""Simulators that fork: the child never gets into the package's own code, whatever it does and wherever."""
+"""Simulators that fork: the child never runs the package's own code, whatever it does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers import SIMULATORS, TESTS
 from helpers.comparison import assert_same
 from helpers.forked_steps import NUM_ENVS, STEPS, actions, plain_loop, stepped
 from helpers.setups import Setup
-from helpers.start_methods import WAYS, arguments
+from helpers.start_methods import START_METHODS, arguments
 from simulators.forking import ENDINGS, Forking, Helped, Walk
 
 from marl_parallel.cli.check import Job, Severity, run_probes
@@ -33,8 +33,8 @@ LIMITS = {"step_timeout": 30.0, "reset_timeout": 30.0}
         ("step", "exec", "restart"),
     ],
 )
-def test_children_that_come_back_do_not_touch_the_data(place, ending, on_error, build, capfd):
-    """The batch is that of a plain loop without forks; each child has left with its own exit code."""
+def test_returning_children_do_not_change_results(place, ending, on_error, build, capfd):
+    """The batch equals a plain loop's without forks; each child exits with its own exit code."""
     make = functools.partial(Forking, place, ending)
     env = build([make] * NUM_ENVS, Setup("process", True, 1), on_error=on_error, **LIMITS)
     assert_same(stepped(env), plain_loop(Walk))
@@ -48,12 +48,12 @@ def test_children_that_come_back_do_not_touch_the_data(place, ending, on_error, 
     assert expected[ending] in told
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_children_that_come_back_in_every_kind_of_worker(way, tmp_path):
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_returning_children_with_every_start_method(start_method, tmp_path):
     from marl_parallel import ParallelEnv
 
     make = functools.partial(Forking, "step", "exec")
-    with ParallelEnv([make] * NUM_ENVS, num_workers=2, **arguments(way), **LIMITS) as env:
+    with ParallelEnv([make] * NUM_ENVS, num_workers=2, **arguments(start_method), **LIMITS) as env:
         assert_same(stepped(env), plain_loop(Walk))
         assert env.call("exit_codes") == ([1] * STEPS,) * NUM_ENVS
 
@@ -61,7 +61,7 @@ def test_children_that_come_back_in_every_kind_of_worker(way, tmp_path):
 @pytest.mark.parametrize(
     ("place", "ending"), [("constructor", "exec"), ("render", "return"), ("call", "exec"), ("close", "exec")]
 )
-def test_children_that_come_back_from_other_methods(place, ending, build, tmp_path):
+def test_returning_children_of_other_methods(place, ending, build, tmp_path):
     codes = tmp_path / "codes"
     make = functools.partial(Forking, place, ending, str(codes))
     env = build([make] * NUM_ENVS, Setup("process", True, 1), **LIMITS)
@@ -95,8 +95,8 @@ SCRIPT = """
 @pytest.mark.parametrize(
     ("backend", "ending"), [*(("serial", ending) for ending in ENDINGS), ("thread", "exec"), ("thread", "return")]
 )
-def test_children_do_not_go_on_with_the_training(backend, ending):
-    """Where simulators run in the caller's process, the child has the whole training program in it."""
+def test_returning_children_do_not_run_the_training_loop(backend, ending):
+    """With serial workers, the child is a copy of the whole training program."""
     text = textwrap.dedent(SCRIPT).format(tests=str(TESTS), ending=ending, backend=backend)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -136,16 +136,16 @@ FORKS_BY_ITSELF = """
 
 
 @pytest.mark.parametrize("backend", ["serial", "thread", "process"])
-def test_a_training_program_that_forks_by_itself(backend):
-    """In its child the environments count as closed, and new ones can be made."""
+def test_training_program_that_forks(backend):
+    """In its child, environments count as closed, and new ones can be created."""
     text = textwrap.dedent(FORKS_BY_ITSELF).format(tests=str(TESTS), backend=backend)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["closed in the child", "the child has its own", "5"]
 
 
-def test_processes_of_multiprocessing_are_not_disturbed(each, build):
-    env = build([Helped] * NUM_ENVS, each)
+def test_simulators_with_multiprocessing_children(backend_setup, build):
+    env = build([Helped] * NUM_ENVS, backend_setup)
     env.reset()
     for step in range(3):
         *_, infos = env.step(actions(step))
@@ -153,8 +153,8 @@ def test_processes_of_multiprocessing_are_not_disturbed(each, build):
 
 
 @pytest.mark.parametrize("name", ["ExecsMissing", "ExecsMissingInReset"])
-def test_check_comes_to_its_end(name):
-    """By itself, in each test of the environment's own project, and in a `ParallelEnv`."""
+def test_check_of_a_forking_simulator_finishes(name):
+    """Alone, in the tests of other projects, and in a `ParallelEnv`."""
     environment = f"{SIMULATORS / 'forking.py'}:{name}"
     jobs = [
         Job(probe, environment, "{}", timeout=20.0, seconds=0.05, steps=12, backend=backend)
@@ -169,8 +169,8 @@ def test_check_comes_to_its_end(name):
     assert traces[0][:common] == traces[1][:common] == traces[2][:common]
 
 
-def test_numbers_of_the_reference_vary():
-    """The comparisons above could tell one step from another."""
+def test_reference_values_differ_between_steps():
+    """Otherwise the comparisons above would prove nothing."""
     history = plain_loop(Walk)
     places = [step[0][0]["a"] for step in history[1:]]
     assert len({np.asarray(place).tobytes() for place in places}) == STEPS

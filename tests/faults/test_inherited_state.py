@@ -1,6 +1,6 @@
-"""Programs in an unusual state: signals blocked or ignored, descriptors closed or many, the working directory removed.
+"""Programs in an unusual state: blocked or ignored signals, closed or many descriptors, a removed working directory.
 
-Each script steps environments in one kind of worker process, loses a worker and goes on with a fresh one.
+Each script steps environments with one start method, loses a worker and continues with its replacement.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from helpers import ROOT, TESTS
 from helpers.launching import linux_only
-from helpers.start_methods import WAYS
+from helpers.start_methods import START_METHODS
 
 from marl_parallel.backends import interpreter
 
@@ -48,7 +48,7 @@ class Watched(Hunt):
             "cwd": os.path.realpath("/proc/self/cwd"),
         }}
 
-with ParallelEnv([Watched] * 2, num_workers=2, on_error="restart", **arguments({way!r})) as env:
+with ParallelEnv([Watched] * 2, num_workers=2, on_error="restart", **arguments({start_method!r})) as env:
     env.reset()
     {between}
     killed = env.call("pid")[0]
@@ -72,21 +72,23 @@ os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
 """
 
 
-def run(way: str, folder: Path, *, state: str = "", before: str = "", between: str = "") -> dict[str, Any]:
+def run(start_method: str, folder: Path, *, state: str = "", before: str = "", between: str = "") -> dict[str, Any]:
     """Run the script.
 
     Args:
-        way: How its workers start.
-        folder: For its results.
+        start_method: The start method of its workers.
+        folder: The folder for its results.
         state: Statements of the program that executes the script.
-        before: Statements of the script before it imports anything.
+        before: Statements of the script before its imports.
         between: Statements after the first reset and before a worker is killed.
 
     Returns:
-        What the script found, checked where that is the same in every state.
+        The script's output; values that are the same in every state are checked.
     """
     results = folder / "results.json"
-    script = SCRIPT.format(tests=str(TESTS), way=way, results=str(results), before=before, between=between)
+    script = SCRIPT.format(
+        tests=str(TESTS), start_method=start_method, results=str(results), before=before, between=between
+    )
     command = [sys.executable, "-c", LAUNCHER.format(state=state), script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT)
     assert (done.returncode, results.exists()) == (0, True), done.stderr
@@ -108,17 +110,17 @@ STATES_OF_SIGNALS = {
 
 
 @pytest.mark.parametrize("name", STATES_OF_SIGNALS)
-def test_signals(name: str, way: str, tmp_path: Path) -> None:
-    """Deaths are noticed all the same, and simulators can wait for their own children."""
-    run(way, tmp_path, **STATES_OF_SIGNALS[name])
+def test_blocked_and_ignored_signals(name: str, start_method: str, tmp_path: Path) -> None:
+    """Deaths are noticed, and simulators can wait for their own children."""
+    run(start_method, tmp_path, **STATES_OF_SIGNALS[name])
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "portable"])
-def test_exit_code_where_children_are_ignored(way: str, tmp_path: Path) -> None:
-    """The kernel reaps the children of such a program by itself, so it cannot wait for its workers."""
+@pytest.mark.parametrize("start_method", [start_method for start_method in START_METHODS if start_method != "portable"])
+def test_exit_code_with_sigchld_ignored(start_method: str, tmp_path: Path) -> None:
+    """The kernel reaps the children of such a program, so it cannot wait for its workers."""
     checked = """
     from marl_parallel import WorkerCrashed
-    with ParallelEnv([Watched] * 2, num_workers=2, **arguments({way!r})) as raising:
+    with ParallelEnv([Watched] * 2, num_workers=2, **arguments({start_method!r})) as raising:
         raising.reset()
         os.kill(raising.call("pid")[1], signal.SIGSEGV)
         try:
@@ -128,10 +130,15 @@ def test_exit_code_where_children_are_ignored(way: str, tmp_path: Path) -> None:
         else:
             assert False, "not noticed"
     """
-    run(way, tmp_path, **STATES_OF_SIGNALS["SIGCHLD ignored"], between=checked.format(way=way).strip())
+    run(
+        start_method,
+        tmp_path,
+        **STATES_OF_SIGNALS["SIGCHLD ignored"],
+        between=checked.format(start_method=start_method).strip(),
+    )
 
 
-# What a native library prints to a closed descriptor must not get into sockets or memory of the package.
+# Output of native libraries to a closed descriptor must not reach sockets or memory of the package.
 PRINT = """
     for fd in range(3):
         for _ in range(100):
@@ -143,46 +150,50 @@ PRINT = """
 
 
 @pytest.mark.parametrize(
-    ("way", "closed"),
-    [*((way, (0, 1, 2)) for way in WAYS), ("forkserver", (1,)), ("forkserver", (0, 2))],
+    ("start_method", "closed"),
+    [*((start_method, (0, 1, 2)) for start_method in START_METHODS), ("forkserver", (1,)), ("forkserver", (0, 2))],
     ids=str,
 )
-def test_closed_standard_descriptors(way: str, closed: tuple[int, ...], tmp_path: Path) -> None:
-    """As of `python train.py <&- >&- 2>&-`."""
-    found = run(way, tmp_path, state=f"for fd in {closed}: os.close(fd)", between=PRINT.strip())
+def test_closed_standard_descriptors(start_method: str, closed: tuple[int, ...], tmp_path: Path) -> None:
+    """As in `python train.py <&- >&- 2>&-`."""
+    found = run(start_method, tmp_path, state=f"for fd in {closed}: os.close(fd)", between=PRINT.strip())
     for fd in closed:
         assert found["standard"][fd] in (os.devnull, f"/proc/self/fd/{fd}"), "taken by a file of the package"
         for surroundings in found["surroundings"]:
             assert surroundings["standard"][fd] == os.devnull
 
 
-def test_many_descriptors(way: str, tmp_path: Path) -> None:
-    """More than `select.select` can take."""
+def test_many_descriptors(start_method: str, tmp_path: Path) -> None:
+    """More than `select.select` supports."""
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 2000
     state = "resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
-    run(way, tmp_path, state=state, before="kept = [open(os.devnull) for _ in range(1200)]")
+    run(start_method, tmp_path, state=state, before="kept = [open(os.devnull) for _ in range(1200)]")
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-def test_removed_working_directory(when: str, way: str, tmp_path: Path) -> None:
-    """Workers start in the root folder then, since much that is imported asks for the working directory."""
+def test_removed_working_directory(when: str, start_method: str, tmp_path: Path) -> None:
+    """Workers start in the root folder, because many imports read the working directory."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     moves = f"os.chdir({str(folder)!r})"
     removes = f"os.rmdir({str(folder)!r})"
     if when == "before":
         # PettingZoo cannot be imported in such a folder.
-        found = run(way, tmp_path, before=f"import pettingzoo; {moves}; {removes}")
+        found = run(start_method, tmp_path, before=f"import pettingzoo; {moves}; {removes}")
         assert [one["cwd"] for one in found["surroundings"]] == ["/", "/"]
     else:
-        found = run(way, tmp_path, before=moves, between=removes)
+        found = run(start_method, tmp_path, before=moves, between=removes)
         assert found["surroundings"][0]["cwd"] == "/"
 
 
-def test_long_path_and_no_executable(way: str, tmp_path: Path) -> None:
-    """Linux takes no more than 128 kB in one argument; what embeds Python may have no `sys.executable`."""
+def test_long_path_and_no_executable(start_method: str, tmp_path: Path) -> None:
+    """Linux limits one argument to 128 kB; programs that embed Python may have no `sys.executable`."""
     path = "sys.path += ['/nowhere/' + 'x' * 2000 + str(number) for number in range(100)]"
-    run(way, tmp_path, before=f"import multiprocessing.spawn as mp; mp.set_executable(''); sys.executable = ''; {path}")
+    run(
+        start_method,
+        tmp_path,
+        before=f"import multiprocessing.spawn as mp; mp.set_executable(''); sys.executable = ''; {path}",
+    )
 
 
 @pytest.mark.parametrize("executable", ["", None])
@@ -194,7 +205,7 @@ def test_no_interpreter(executable: str | None, monkeypatch: pytest.MonkeyPatch)
         interpreter.executable()
 
 
-def test_given_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_set_by_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")
     monkeypatch.setattr("multiprocessing.spawn._python_exe", b"/given/python")
     assert interpreter.executable() == "/given/python"

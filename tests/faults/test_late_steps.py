@@ -1,4 +1,4 @@
-"""Steps past their timeout: what counts as late, and that each is reported as interrupted, whenever it finishes."""
+"""Steps past their timeout: which steps are late, and that each late step is reported as interrupted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ACTIONS = {"a": 1, "b": 2}
 SAME_STEP, NEXT_STEP, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
 
 
-class Plain:
+class PlainEnv:
     """One environment of a plain loop."""
 
     def __init__(self, seed: int) -> None:
@@ -46,8 +46,8 @@ def of(env_id: int, results: Any) -> tuple[Any, ...]:
     return tuple(dicts[env_id] for dicts in results)
 
 
-def all_stepped(env: Any, how: str) -> tuple[Any, ...]:
-    """What a step of all environments returns, in their order."""
+def step_all(env: Any, how: str) -> tuple[Any, ...]:
+    """The results of a step of all environments, in order."""
     if how == "step":
         return env.step([ACTIONS] * NUM_ENVS)
     env.send([ACTIONS] * NUM_ENVS)
@@ -71,18 +71,18 @@ def all_stepped(env: Any, how: str) -> tuple[Any, ...]:
     ],
     ids=str,
 )
-def test_a_step_that_finishes_too_late_is_interrupted(fault, mode, setup, how, late, build):
-    """The mark comes with that very step; neighbours in the same worker that had finished before lose nothing."""
+def test_late_step_is_interrupted(fault, mode, setup, how, late, build):
+    """The step has the restart mark; neighbours in the same worker that finished before lose nothing."""
     env = build([functools.partial(FinishesLate, fault, late)] * NUM_ENVS, setup, mode, on_error="restart",
                 step_timeout=1.0)  # fmt: skip
-    plain = [Plain(SEED + env_id) for env_id in range(NUM_ENVS)]
+    plain = [PlainEnv(SEED + env_id) for env_id in range(NUM_ENVS)]
     observations, _ = env.reset()
     assert_same(observations, tuple(one.first for one in plain))
     before = [one.step() for one in plain]
-    for env_id, result in enumerate(zip(*all_stepped(env, how), strict=True)):
+    for env_id, result in enumerate(zip(*step_all(env, how), strict=True)):
         assert_same(result, before[env_id])
-    results = all_stepped(env, how)
-    fresh = Plain(seed_of(SEED, late, 1))
+    results = step_all(env, how)
+    fresh = PlainEnv(seed_of(SEED, late, 1))
     observations, rewards, terminateds, truncateds, infos = of(late, results)
     assert infos["__common__"]["restarted"] is True
     assert "has not finished" in infos["__common__"]["error"]
@@ -101,7 +101,7 @@ def test_a_step_that_finishes_too_late_is_interrupted(fault, mode, setup, how, l
         if env_id != late and (earlier or "__common__" not in of(env_id, results)[4]):
             assert_same(of(env_id, results), plain[env_id].step())
     if mode is SAME_STEP:
-        again = of(late, all_stepped(env, how))
+        again = of(late, step_all(env, how))
         assert_same(again, fresh.step())
 
 
@@ -135,8 +135,8 @@ SCRIPT = """
     ['dict(context="forkserver")', "dict(backend=PortableProcessBackend())"],
     ids=["forkserver", "portable"],
 )
-def test_time_in_which_everything_is_frozen_does_not_count(arguments, tmp_path):
-    """As when a virtual machine or a container is paused: parent and workers are stopped together, past every limit."""
+def test_frozen_time_does_not_count(arguments, tmp_path):
+    """Parent and workers are stopped together past every limit, as when a virtual machine is paused."""
     text = textwrap.dedent(SCRIPT).format(tests=str(TESTS), notes=str(tmp_path), arguments=arguments)
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as script:
         assert script.stdout is not None
@@ -156,8 +156,8 @@ def test_time_in_which_everything_is_frozen_does_not_count(arguments, tmp_path):
     assert len(everyone) > 2
 
 
-def test_the_time_of_the_caller_counts(build, tmp_path):
-    """Between `send` and `recv`, a worker that hangs is late; one that was done in time is not, however long it is."""
+def test_time_between_send_and_recv_counts(build, tmp_path):
+    """A worker that hangs meanwhile is late; one that finished in time is not."""
     slow = functools.partial(time.sleep, 0.2)
     constructors = [
         functools.partial(Fragile, {"step": functools.partial(time.sleep, 600)}, tmp_path),
@@ -173,7 +173,7 @@ def test_the_time_of_the_caller_counts(build, tmp_path):
     assert infos[1].keys() == {"a", "b"}
 
 
-def test_a_worker_that_alone_is_stopped_is_late(build, tmp_path):
+def test_stopped_worker_is_late(build, tmp_path):
     """The parent was not frozen."""
     env = build([functools.partial(FinishesLate, "stop", 0)] * 2, Setup("process", True, 2), step_timeout=1.0)
     env.reset()

@@ -1,4 +1,4 @@
-"""Nothing is left after many batches have come and gone: no process, thread, file descriptor, memory or file."""
+"""After many batches no process, thread, file descriptor, memory or file is left."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 
 import psutil
 import pytest
-from helpers.leaks import Held
+from helpers.leaks import HeldResources
 from helpers.processes import alive, gone, wait_for
 from helpers.start_methods import CONTEXTS
 from simulators.counting import ACTIONS, Counting
@@ -24,7 +24,7 @@ CYCLES = 50
 
 @pytest.fixture(autouse=True)
 def own_folder_for_temporary_files(tmp_path, monkeypatch):
-    """What others on this machine put into the usual one is not ours."""
+    """Temporary files of other programs do not count."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
@@ -77,22 +77,22 @@ def failing(notes, place, fault, error, **arguments) -> None:
 
 
 def check(cycle, cycles: int = CYCLES) -> None:
-    cycle()  # what is loaded at first use may stay
-    before = Held.now()
+    cycle()  # modules that are loaded at first use may stay
+    before = HeldResources.now()
     for _ in range(cycles):
         cycle()
-    assert Held.now() == before
+    assert HeldResources.now() == before
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_restarted_workers_leave_nothing(context):
-    """Not even until they are closed: nothing lives but the children of simulators that do, wherever they went."""
+    """Also before `close`: only the current worker and its simulators' children live, whatever their process group."""
     children = Children(os.getpid() * 10_000 + CONTEXTS.index(context))
     fates = {(1, life): Fate("SIGKILL", "step", 1) for life in range(3)}
     make = crashing(Counting, fates, started=children)
     with ParallelEnv([make] * 3, num_workers=1, context=context, on_error="restart") as env:
         env.reset()
-        process, others = env.call("pid")[0], len(helpers(children, env))
+        process, others = env.call("pid")[0], len(helper_processes(children, env))
         for restarts in (3, 6, 9):
             seen = children.running()
             assert len(seen) == 6
@@ -103,11 +103,11 @@ def test_restarted_workers_leave_nothing(context):
             (process,) = {*now}
             assert gone(seen, 2.0)
             assert len(children.running()) == 6
-            wait_for(lambda: len(helpers(children, env)) == others)  # a keeper ends a moment after its worker
+            wait_for(lambda: len(helper_processes(children, env)) == others)  # a keeper ends a moment after its worker
     assert children.gone()
 
 
-def helpers(children: Children, env: ParallelEnv) -> set[int]:
-    """All descendants of this process but the worker and its simulators' children."""
+def helper_processes(children: Children, env: ParallelEnv) -> set[int]:
+    """All descendants of this process except the worker and its simulators' children."""
     found = {child.pid for child in psutil.Process().children(recursive=True) if alive(child.pid)}
     return found - children.running() - {*env.call("pid")}

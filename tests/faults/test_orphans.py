@@ -1,6 +1,6 @@
-"""Nothing outlives what it works for: not a worker its parent or its fork server, not a child its worker.
+"""Processes end with their parent: workers with the caller or the fork server, children with their worker.
 
-The same for a whole `ParallelEnv` is tested in `test_parents`.
+The same for a whole `ParallelEnv` is tested in `test_parent_deaths`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import psutil
 import pytest
 from helpers import TESTS
-from helpers.launching import Stage, linux_only, server_of
+from helpers.launching import LauncherHarness, linux_only, server_of
 from helpers.processes import alive, all_gone, wait_for
 from helpers.start_methods import CONTEXTS
 
@@ -24,24 +24,24 @@ pytestmark = [pytest.mark.release_independent, linux_only]
 
 
 @pytest.mark.parametrize("end", ["kill", "SIGKILL", "stopped", "close"])
-def test_children_die_with_their_worker(stage: Stage, end: str) -> None:
-    bystander = stage.launch("waits")
-    stage.hear()
-    worker = stage.launch("has_children")
-    pids = stage.hear()["pids"]
+def test_children_die_with_their_worker(harness: LauncherHarness, end: str) -> None:
+    bystander = harness.launch("waits")
+    harness.receive()
+    worker = harness.launch("has_children")
+    pids = harness.receive()["pids"]
     assert all(alive(pid) for pid in [worker, *pids[1:]])
     if end == "kill":
-        stage.kill(worker)
+        harness.kill(worker)
     elif end == "SIGKILL":
         os.kill(worker, signal.SIGKILL)
     elif end == "stopped":
         os.killpg(worker, signal.SIGSTOP)
-        stage.kill(worker)
+        harness.kill(worker)
     else:
-        stage.launcher.close()
+        harness.launcher.close()
         assert all_gone(bystander, worker, *pids)
         return
-    assert stage.death() == (worker, -signal.SIGKILL)
+    assert harness.death() == (worker, -signal.SIGKILL)
     wait_for(lambda: all_gone(worker, *pids))
     assert alive(bystander)
 
@@ -119,92 +119,92 @@ def test_parent_that_forked_leaves_nothing(context: str) -> None:
 @pytest.mark.parametrize(
     "then", ["", "sys.exit(0)", "del launcher; time.sleep(0)", "keep = [launcher]; keep.append(keep)"]
 )
-def test_parent_that_just_ends_leaves_nothing(context: str, then: str) -> None:
+def test_parent_that_exits_leaves_nothing(context: str, then: str) -> None:
     parent, pids = run_parent(context, ["waits", "busy"], then)
     assert reaped(parent) == 0
     wait_for(lambda: all_gone(*pids))
 
 
-def test_killed_server_takes_its_workers_along(served: Stage) -> None:
-    workers = [served.launch("busy"), served.launch("has_children")]
-    heard = [served.hear(), served.hear()]
-    children = next(values["pids"] for values in heard if "pids" in values)
-    server = server_of(served.launcher)
+def test_workers_die_with_their_server(server_harness: LauncherHarness) -> None:
+    workers = [server_harness.launch("busy"), server_harness.launch("has_children")]
+    received = [server_harness.receive(), server_harness.receive()]
+    children = next(values["pids"] for values in received if "pids" in values)
+    server = server_of(server_harness.launcher)
     os.kill(server, signal.SIGKILL)
     wait_for(lambda: all_gone(*workers))
     deaths: list[tuple[int, int]] = []
-    wait_for(lambda: len(deaths) == len(workers) or deaths.extend(served.deaths()))
+    wait_for(lambda: len(deaths) == len(workers) or deaths.extend(server_harness.deaths()))
     assert sorted(deaths) == sorted((pid, -signal.SIGKILL) for pid in workers)
     wait_for(lambda: all_gone(server, *workers, *children))
-    fresh = served.launch("waits")
-    assert served.hear()["ready"] == fresh
-    assert server_of(served.launcher) != server
+    fresh = server_harness.launch("waits")
+    assert server_harness.receive()["ready"] == fresh
+    assert server_of(server_harness.launcher) != server
 
 
-def test_stopped_server_does_not_keep_close_from_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_with_a_stopped_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marl_parallel.backends.launching._ENDS_WITHIN_S", 0.3)
-    with contextlib.closing(Stage("forkserver")) as stage:
-        worker = stage.launch("has_children")
-        pids = stage.hear()["pids"][1:]
-        os.kill(server_of(stage.launcher), signal.SIGSTOP)
+    with contextlib.closing(LauncherHarness("forkserver")) as harness:
+        worker = harness.launch("has_children")
+        pids = harness.receive()["pids"][1:]
+        os.kill(server_of(harness.launcher), signal.SIGSTOP)
         start = time.monotonic()
-        stage.launcher.close()
+        harness.launcher.close()
         assert time.monotonic() - start < 1.0
         wait_for(lambda: all_gone(worker, *pids))
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_killed_keeper_takes_its_worker_along(context: str) -> None:
-    """The process between launcher and worker, which only the out-of-memory killer and the like can end."""
-    with contextlib.closing(Stage(context)) as stage:
-        bystander = stage.launch("waits")
-        stage.hear()
-        worker = stage.launch("busy")
-        stage.hear()
+def test_worker_dies_with_its_keeper(context: str) -> None:
+    """The keeper is the process between launcher and worker; for example the out-of-memory killer ends it."""
+    with contextlib.closing(LauncherHarness(context)) as harness:
+        bystander = harness.launch("waits")
+        harness.receive()
+        worker = harness.launch("busy")
+        harness.receive()
         keeper = psutil.Process(worker).ppid()
         assert keeper != os.getpid()
         os.kill(keeper, signal.SIGKILL)
-        assert stage.death() == (worker, -signal.SIGKILL)
+        assert harness.death() == (worker, -signal.SIGKILL)
         wait_for(lambda: all_gone(keeper, worker))
         assert alive(bystander)
-        fresh = stage.launch("waits")
-        assert stage.hear()["ready"] == fresh
+        fresh = harness.launch("waits")
+        assert harness.receive()["ready"] == fresh
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_killed_keeper_leaves_nothing(context: str) -> None:
-    """Not even processes that have left the worker's group and cleared their environment."""
-    with contextlib.closing(Stage(context)) as stage:
-        bystander = stage.launch("waits")
-        stage.hear()
-        worker = stage.launch("has_children")
-        pids = stage.hear()["pids"][1:]
+    """Not even processes that left the worker's group and cleared their environment."""
+    with contextlib.closing(LauncherHarness(context)) as harness:
+        bystander = harness.launch("waits")
+        harness.receive()
+        worker = harness.launch("has_children")
+        pids = harness.receive()["pids"][1:]
         assert all(alive(pid) for pid in pids)
         os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
-        assert stage.death() == (worker, -signal.SIGKILL)
+        assert harness.death() == (worker, -signal.SIGKILL)
         wait_for(lambda: all_gone(worker, *pids))
         assert alive(bystander)
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_children_are_gone_when_a_death_is_reported(context: str) -> None:
-    """A new worker may need the port or file that a child of the old one holds."""
-    with contextlib.closing(Stage(context)) as stage:
+    """A new worker may need a port or file that a child of the old one holds."""
+    with contextlib.closing(LauncherHarness(context)) as harness:
         for _ in range(3):
-            worker = stage.launch("has_children")
-            pids = stage.hear()["pids"][1:]
-            stage.kill(worker)
-            assert stage.death() == (worker, -signal.SIGKILL)
+            worker = harness.launch("has_children")
+            pids = harness.receive()["pids"][1:]
+            harness.kill(worker)
+            assert harness.death() == (worker, -signal.SIGKILL)
             assert all_gone(worker, *pids)
 
 
 @pytest.mark.parametrize("context", ["forkserver", "spawn"])
 def test_killed_server_and_keeper_leave_nothing(context: str) -> None:
-    """What shows the variable of the environment is found, whatever else has been killed."""
-    with contextlib.closing(Stage(context)) as stage:
-        worker = stage.launch("has_children")
-        marked = stage.hear()["pids"][1:3]  # in the worker's group, and in a session of its own
-        for pid in (server_of(stage.launcher), psutil.Process(worker).ppid()):
+    """Processes with the environment variable are found even then."""
+    with contextlib.closing(LauncherHarness(context)) as harness:
+        worker = harness.launch("has_children")
+        marked = harness.receive()["pids"][1:3]  # in the worker's group, and in a session of its own
+        for pid in (server_of(harness.launcher), psutil.Process(worker).ppid()):
             os.kill(pid, signal.SIGKILL)
-        wait_for(stage.deaths)
+        wait_for(harness.deaths)
         wait_for(lambda: all_gone(worker, *marked))

@@ -1,6 +1,6 @@
-"""Scripts whose workers start in every way: they end, are killed or interrupted, and leave nothing behind.
+"""Scripts with workers of every start method end, are killed or interrupted, and leave nothing behind.
 
-What else may run the caller's code is tested in `test_scripts`, what launchers by themselves leave in `test_orphans`.
+Other ways to run the caller's code are tested in `test_scripts`, launchers alone in `test_orphans`.
 """
 
 from __future__ import annotations
@@ -61,15 +61,17 @@ SCRIPT = """
 """
 
 
-def script(way: str, notes: Path, then: str = "end") -> str:
-    expression = "dict(backend=PortableProcessBackend())" if way == "portable" else f"dict(context={way!r})"
+def script(start_method: str, notes: Path, then: str = "end") -> str:
+    expression = (
+        "dict(backend=PortableProcessBackend())" if start_method == "portable" else f"dict(context={start_method!r})"
+    )
     return textwrap.dedent(SCRIPT).format(tests=str(TESTS), notes=str(notes), then=then, arguments=expression)
 
 
 @pytest.mark.parametrize("how", ["script", "-c", "-"])
-def test_constructors_of_main(how, way, tmp_path):
-    """No guard, no module: and the script is read once."""
-    text = script(way, tmp_path)
+def test_constructors_of_main(how, start_method, tmp_path):
+    """Without guard and module; the script is executed once."""
+    text = script(start_method, tmp_path)
     file = tmp_path / "script.py"
     file.write_text(text)
     done = subprocess.run(
@@ -88,7 +90,7 @@ def test_constructors_of_main(how, way, tmp_path):
 
 @contextlib.contextmanager
 def running(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The script in a process group of its own, as a shell has it."""
+    """Run the script in its own process group, as a shell does."""
     command = [sys.executable, "-c", text]
     environ = {**os.environ, "TMPDIR": str(folder)}
     with subprocess.Popen(
@@ -108,8 +110,8 @@ def await_files(notes: Path, pattern: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("then", ["starting", "busy"])
-def test_killed_parent(then, way, tmp_path, short_folder):
-    with running(script(way, tmp_path, then), short_folder) as parent:
+def test_killed_parent(then, start_method, tmp_path, short_folder):
+    with running(script(start_method, tmp_path, then), short_folder) as parent:
         await_files(tmp_path, {"starting": "started-*", "busy": "busy-*"}[then], 2)
         pids = workers(tmp_path)
         assert len(pids) == 2
@@ -118,7 +120,7 @@ def test_killed_parent(then, way, tmp_path, short_folder):
     assert os.listdir(short_folder) == []
 
 
-def test_killed_parent_before_its_workers_are_there(short_folder, tmp_path):
+def test_killed_parent_before_its_workers_start(short_folder, tmp_path):
     with running(script("portable", tmp_path), short_folder) as parent:
         wait_for(lambda: len(psutil.Process(parent.pid).children()) == 2, 20)
         children = psutil.Process(parent.pid).children()
@@ -128,9 +130,9 @@ def test_killed_parent_before_its_workers_are_there(short_folder, tmp_path):
 
 
 @pytest.mark.parametrize("then", ["busy", "reset anew"])
-def test_interrupted_parent(then, way, tmp_path, short_folder):
-    """By Ctrl-C, which all of its group get: one traceback, the parent's."""
-    with running(script(way, tmp_path, then), short_folder) as parent:
+def test_interrupted_parent(then, start_method, tmp_path, short_folder):
+    """Ctrl-C reaches the whole process group: one traceback, the parent's."""
+    with running(script(start_method, tmp_path, then), short_folder) as parent:
         await_files(tmp_path, "busy-*", 2)
         os.killpg(parent.pid, signal.SIGINT)
         _, err = parent.communicate(timeout=20)

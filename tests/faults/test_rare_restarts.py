@@ -1,6 +1,6 @@
-"""Restarts at moments that are rare: what is told is of the episode it is told of, once, and never half of it.
+"""Restarts at rare moments: each result belongs to one episode, is returned once, and is complete.
 
-Each simulator's observation is a hundred for each time it was built, ten for each episode, and one for each step.
+An observation is 100 per construction, plus 10 per episode, plus 1 per step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ACTIONS = {"a": 0, "b": 0}
 
 
 class Clock:
-    """Two agents in episodes of three steps; breaks or says odd things where `at` of a class beneath says so."""
+    """Two agents in episodes of three steps; subclasses inject faults or unusual results in `at`."""
 
     possible_agents = ("a", "b")
     observation_space = spaces.Dict({agent: spaces.Box(-999, 999, (1,), np.float32) for agent in "ab"})
@@ -77,8 +77,8 @@ def step(env: ParallelEnv) -> tuple[Any, ...]:
     return tuple(dicts[0] for dicts in env.step([ACTIONS]))
 
 
-class FailsToBegin(Clock):
-    """The second copy breaks in its first reset."""
+class FailsFirstReset(Clock):
+    """The second environment fails in its first reset."""
 
     episodes = 0
 
@@ -88,18 +88,18 @@ class FailsToBegin(Clock):
         return super().reset(**keywords)
 
 
-class FailsToBeginAgain(FailsToBegin):
-    """The second copy breaks in its second reset."""
+class FailsSecondReset(FailsFirstReset):
+    """The second environment fails in its second reset."""
 
     episodes = 1
 
 
 @each_setup
 @pytest.mark.parametrize("mode", [True, "NEXT_STEP", False])
-def test_a_mark_goes_with_its_episode(mode, setup, build):
-    """Broken while it was idle, and again in the caller's own reset: that one is told of, and nothing after it."""
-    # With auto-reset in the same step, a fresh copy has been reset before anybody asks for it.
-    env = alone(build, FailsToBeginAgain if mode is True else FailsToBegin, setup, mode)
+def test_restart_mark_ends_with_its_episode(mode, setup, build):
+    """Faults while idle and in the caller's own reset: only the second one is reported, once."""
+    # With SAME_STEP, a replacement is reset at once.
+    env = alone(build, FailsSecondReset if mode is True else FailsFirstReset, setup, mode)
     env.reset()
     step(env)
     with pytest.raises(EnvError):
@@ -117,8 +117,8 @@ def test_a_mark_goes_with_its_episode(mode, setup, build):
     assert env.get_attr("got") == ([ACTIONS] * 2,)
 
 
-class SaysWhoWon(Clock):
-    """The first episode's end says something; the third reset fails."""
+class InfoAtEpisodeEnd(Clock):
+    """The first episode ends with an info; the third reset fails."""
 
     length = 1
 
@@ -132,8 +132,8 @@ class SaysWhoWon(Clock):
 
 
 @each_setup
-def test_a_last_step_says_what_it_said_itself(setup, build):
-    env = alone(build, SaysWhoWon, setup)
+def test_last_step_keeps_its_own_infos(setup, build):
+    env = alone(build, InfoAtEpisodeEnd, setup)
     env.reset()
     assert step(env)[4]["a"]["winner"] == "red"
     infos = step(env)[4]
@@ -142,8 +142,8 @@ def test_a_last_step_says_what_it_said_itself(setup, build):
     assert infos["a"]["final_obs"] == 21
 
 
-class SeesTooMuch(Clock):
-    """The first copy's agent b sees too many numbers at one moment."""
+class WrongShapeOnce(Clock):
+    """The first environment's agent b has an observation of a wrong shape once."""
 
     at = (1, 2)
 
@@ -152,12 +152,12 @@ class SeesTooMuch(Clock):
         return {"a": self.now(), "b": np.zeros(7, np.float32) if wrong else self.now()}
 
 
-class SeesTooMuchAtFirst(SeesTooMuch):
+class WrongShapeInReset(WrongShapeOnce):
     at = (2, 0)
 
 
-class TellsTooMuch(Clock):
-    """The first copy's last info does not pickle, and says that agent b has terminated."""
+class UnpicklableLastInfo(Clock):
+    """The first environment's last info cannot be pickled, and agent b terminates."""
 
     def step(self, actions: dict) -> tuple[dict, ...]:
         observations, rewards, terminateds, truncateds, infos = super().step(actions)
@@ -168,8 +168,8 @@ class TellsTooMuch(Clock):
 
 
 @each_setup
-@pytest.mark.parametrize("make", [SeesTooMuch, TellsTooMuch])
-def test_a_step_that_is_refused_is_told_as_interrupted(make, setup, build):
+@pytest.mark.parametrize("make", [WrongShapeOnce, UnpicklableLastInfo])
+def test_refused_step_is_reported_as_interrupted(make, setup, build):
     env = alone(build, make, setup)
     env.reset()
     step(env)
@@ -182,8 +182,8 @@ def test_a_step_that_is_refused_is_told_as_interrupted(make, setup, build):
 
 
 @each_setup
-def test_a_first_observation_that_is_refused_spoils_no_last_one(setup, build):
-    env = alone(build, SeesTooMuchAtFirst, setup)
+def test_refused_first_observation_keeps_final_obs(setup, build):
+    env = alone(build, WrongShapeInReset, setup)
     env.reset()
     for _ in range(3):
         observations, rewards, terminateds, _, infos = step(env)
@@ -193,7 +193,7 @@ def test_a_first_observation_that_is_refused_spoils_no_last_one(setup, build):
     assert {agent: infos[agent]["final_obs"][0] for agent in "ab"} == {"a": 13, "b": 13}
 
 
-class Breaks(Clock):
+class RaisesInStep(Clock):
     def step(self, actions: dict) -> tuple[dict, ...]:
         if not self.restarts:
             raise RuntimeError("broken in a step")
@@ -202,9 +202,9 @@ class Breaks(Clock):
 
 @each_setup
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "DISABLED"])
-def test_who_looks_at_it_early_changes_nothing(mode, setup, build):
-    """A fresh simulator whose reset is not due yet has a state all the same."""
-    env, other = (alone(build, Breaks, setup, mode) for _ in range(2))
+def test_state_before_the_pending_reset(mode, setup, build):
+    """A fresh environment has a state before its pending reset."""
+    env, other = (alone(build, RaisesInStep, setup, mode) for _ in range(2))
     for one in (env, other):
         one.reset()
         assert step(one)[3]["__all__"]
@@ -220,8 +220,8 @@ def test_who_looks_at_it_early_changes_nothing(mode, setup, build):
     assert env.state()[0] == env.call("now")[0]
 
 
-class UsesItsArraysAgain(Clock):
-    """Writes into the arrays it has given, and says what `copy.deepcopy` refuses."""
+class ReusesArrays(Clock):
+    """Writes into the arrays it has returned; its infos cannot be deep-copied."""
 
     def __init__(self, restarts: int = 0) -> None:
         super().__init__(restarts)
@@ -236,8 +236,8 @@ class UsesItsArraysAgain(Clock):
 
 
 @each_setup
-def test_a_last_observation_is_kept_whatever_is_beside_it(setup, build):
-    env = build([UsesItsArraysAgain], setup)
+def test_final_obs_is_kept_with_uncopiable_infos(setup, build):
+    env = build([ReusesArrays], setup)
     env.reset()
     for _ in range(3):
         observations, *_, infos = step(env)
@@ -246,8 +246,8 @@ def test_a_last_observation_is_kept_whatever_is_beside_it(setup, build):
     assert [*infos["a"]["near"]] == ["b"]
 
 
-class Fickle(Clock):
-    """The first copy dies in its first step, and the first to be built anew has other spaces."""
+class OtherSpacesAfterRestart(Clock):
+    """The first environment dies in its first step, and its first replacement has other spaces."""
 
     def __init__(self, env_id: int, restarts: int) -> None:
         super().__init__(restarts)
@@ -263,9 +263,9 @@ class Fickle(Clock):
 
 @each_killable
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
-def test_another_simulator_for_once(mode, setup, build):
-    """It is refused, before it has had a say in how anybody's records lie in the block."""
-    env = build([Fickle] * 2, setup, mode, on_error="restart")
+def test_replacement_with_other_spaces(mode, setup, build):
+    """It is refused before it changes the layout of any record."""
+    env = build([OtherSpacesAfterRestart] * 2, setup, mode, on_error="restart")
     env.reset()
     for _ in range(4):
         observations = env.step([ACTIONS] * 2)[0]
@@ -275,8 +275,8 @@ def test_another_simulator_for_once(mode, setup, build):
     assert [int(own[0]) // 100 for own in now] == [2, 1]
 
 
-class SlowToBegin(Clock):
-    """Breaks in its first step, and what takes its place hangs in its first reset."""
+class HangsInFirstResetAfterRestart(Clock):
+    """Fails in its first step; its replacement hangs in its first reset."""
 
     render_mode = "ansi"
 
@@ -293,9 +293,9 @@ class SlowToBegin(Clock):
 
 
 @pytest.mark.parametrize("ask", [ParallelEnv.state, ParallelEnv.render], ids=lambda ask: ask.__name__)
-def test_a_reset_that_somebody_looks_in_on_has_its_limit(ask, build):
+def test_reset_timeout_of_a_pending_reset(ask, build):
     setup = Setup("process", True, 1)
-    env = build([SlowToBegin], setup, "NEXT_STEP", on_error="restart", reset_timeout=0.5)
+    env = build([HangsInFirstResetAfterRestart], setup, "NEXT_STEP", on_error="restart", reset_timeout=0.5)
     env.reset()
     step(env)
     with pytest.raises(WorkerTimeout, match=r"has not finished its reset within 0\.5 s"):
@@ -317,7 +317,7 @@ def pid_of(_: Any) -> int:
 
 
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
-def test_a_copy_that_died_before_its_first_reset_has_a_seed_of_its_own(mode, build):
+def test_seed_after_a_death_before_the_first_reset(mode, build):
     env = build([Seeded] * 2, Setup("process", True, 2), mode, seed=7, on_error="restart")
     os.kill(env.call(pid_of)[1], signal.SIGKILL)
     with pytest.raises(WorkerCrashed):
@@ -328,8 +328,8 @@ def test_a_copy_that_died_before_its_first_reset_has_a_seed_of_its_own(mode, bui
     assert env.get_attr("seeds") == ([7, 7], [own, own])
 
 
-class Computed:
-    """An observation that is computed when it is looked at, as on a GPU, which may be fatal."""
+class ComputedObservation:
+    """An observation that is computed when it is read, as on a GPU, which may crash the process."""
 
     shape, dtype, ndim = (1,), np.dtype(np.float32), 1
 
@@ -342,16 +342,16 @@ class Computed:
         return self.value
 
 
-class DiesOfBeingSeen(Clock):
+class DiesWhileObservationIsRead(Clock):
     def seen(self) -> dict[str, Any]:
         fatal = self.restarts == 0 and self.episode == 2
-        return {"a": Computed(self.now(), fatal=False), "b": Computed(self.now(), fatal=fatal)}
+        return {"a": ComputedObservation(self.now(), fatal=False), "b": ComputedObservation(self.now(), fatal=fatal)}
 
 
 @each_killable
-def test_a_death_while_the_new_episode_is_told(setup, build):
-    """What was written of it already is not mistaken for the old one's."""
-    env = build([DiesOfBeingSeen], setup, on_error="restart")
+def test_death_while_the_first_observation_is_written(setup, build):
+    """The partially written record is not used as the old episode's."""
+    env = build([DiesWhileObservationIsRead], setup, on_error="restart")
     env.reset()
     for _ in range(Clock.length):
         _, rewards, terminateds, _, infos = step(env)
@@ -363,8 +363,8 @@ def test_a_death_while_the_new_episode_is_told(setup, build):
     )
 
 
-class StopsForAWhile(Clock):
-    """Is stopped in the last step of its first episode; whoever asks where it is has it go on."""
+class StopsOnce(Clock):
+    """Stopped in the last step of its first episode; the request for its stack continues it."""
 
     def step(self, actions: dict) -> tuple[dict, ...]:
         if (self.restarts, self.episode, self.time) == (0, 1, 2):
@@ -373,18 +373,18 @@ class StopsForAWhile(Clock):
 
 
 @each_killable
-def test_whoever_goes_on_when_time_is_up(setup, build):
-    """Either its step counts, and the next result has the mark, or it was interrupted; nothing in between is told."""
-    env = build([StopsForAWhile], setup, on_error="restart", step_timeout=0.3)
+def test_worker_that_continues_at_its_timeout(setup, build):
+    """Either its step counts and the next result has the mark, or it was interrupted."""
+    env = build([StopsOnce], setup, on_error="restart", step_timeout=0.3)
     env.reset()
     for _ in range(Clock.length):
         _, rewards, _, truncateds, infos = step(env)
     final = float(infos["a"]["final_obs"][0])
     if "__common__" in infos:
-        # In its step or in the reset after it; zeros where it was just writing down what came of that.
+        # In its step or in the reset after it; zeros if it was interrupted while it wrote the observation.
         cut_off, stepped = (0.0, True), (1.0, False)
-        told = rewards["a"], truncateds["__all__"]
-        assert (told, final) in ((cut_off, 12.0), (cut_off, 0.0), (stepped, 13.0), (stepped, 0.0))
+        actual = rewards["a"], truncateds["__all__"]
+        assert (actual, final) in ((cut_off, 12.0), (cut_off, 0.0), (stepped, 13.0), (stepped, 0.0))
     else:
         assert (rewards["a"], final) == (1.0, 13.0)
         assert step(env)[4]["__common__"]["restarted"] is True

@@ -1,7 +1,7 @@
-"""What `step` and `reset` return when an environment breaks, written out: case by case, number by number.
+"""Results of `step` and `reset` when an environment fails: expected values written out, case by case.
 
-`counting` shows in each observation whose it is: its seed, how often it was reset, and how many steps ago. Of two
-environments the second breaks. Whatever else may happen is compared with a reference in `test_restarts`.
+In `counting`, observations show the seed, the number of resets, and the steps since. Of two environments the second
+fails. All other cases are compared with a reference in `test_restarts`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
 from helpers.setups import Setup
 from simulators.counting import ACTIONS, Counting, CountingDicts, seen
-from simulators.crashing import WAYS, Fate, crashing
+from simulators.crashing import FAULT_KINDS, Fate, crashing
 
 from marl_parallel import ParallelEnv
 
@@ -29,7 +29,7 @@ OLD_0, FRESH_0 = 42, 948246714  # of environment 0
 each_rules = pytest.mark.parametrize("make", [Counting, CountingDicts], ids=["pettingzoo", "dict"])
 each_mode = pytest.mark.parametrize("mode", [SAME_STEP, NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
 each_way = pytest.mark.parametrize(
-    ("way", "setup"),
+    ("fault", "setup"),
     [
         ("raise", Setup("serial", True, 2)),
         ("raise", Setup("thread", True, 2)),
@@ -42,26 +42,26 @@ each_way = pytest.mark.parametrize(
 
 
 def start(build: Any, make: Any, mode: AutoresetMode, setup: Setup, *lives: Fate) -> ParallelEnv:
-    """Two environments, of which the second has these fates, one life after the other."""
+    """Two environments, of which the second has these fates, one per life."""
     fates = {(1, life): fate for life, fate in enumerate(lives)}
     return build([crashing(make, fates)] * 2, setup, mode, on_error="restart")
 
 
 def step(env: ParallelEnv, env_id: int = 1) -> tuple[Any, ...]:
-    """What one environment says to a step of all."""
+    """The results of one environment in a step of all."""
     return tuple(dicts[env_id] for dicts in env.step([ACTIONS] * 2))
 
 
-def mark(infos: dict[Any, Any], way: str) -> dict[str, Any]:
-    """What `__common__` must be, the report being what it is, if it says what has happened."""
+def mark(infos: dict[Any, Any], fault: str) -> dict[str, Any]:
+    """The expected `__common__`, with the actual report if it names the fault."""
     report = infos["__common__"]["error"]
     assert isinstance(report, str)
-    assert WAYS[way].word in report
+    assert FAULT_KINDS[fault].word in report
     return {"restarted": True, "error": report}
 
 
 def first_step_of(seed: int) -> tuple[Any, ...]:
-    """What the first step after a reset says where nothing breaks."""
+    """The first step after a reset if nothing fails."""
     return (
         {"long": seen(seed, 1, 1), "short": seen(seed, 1, 1)},
         {"long": 1.5, "short": 1.5},
@@ -71,13 +71,13 @@ def first_step_of(seed: int) -> tuple[Any, ...]:
     )
 
 
-def test_the_seeds():
-    """Those that the cases below expect, and where they come from."""
+def test_seeds_of_the_cases():
+    """The seeds that the cases below expect, and how they are derived."""
     for seed, env_id, restarts in ((FRESH, 1, 1), (FRESHER, 1, 2), (FRESH_0, 0, 1)):
         assert seed == int(np.random.SeedSequence((42, env_id, restarts)).generate_state(1)[0] >> 1)
 
 
-# A step breaks, or the automatic reset within or after a step. Each line is what a step returns, in order.
+# A step fails, or the automatic reset within or after a step. Each line is the result of a step, in order.
 
 BOTH_RUN = {"long": False, "short": False, "__all__": False}
 CUT_OFF = {"long": True, "short": True, "__all__": True}
@@ -104,14 +104,14 @@ def first_observations(infos: dict[str, Any]) -> tuple[Any, ...]:
 
 
 class Case(NamedTuple):
-    """Environment 1 of two breaks once.
+    """Environment 1 of two fails once.
 
     Attributes:
         mode: The auto-reset mode.
         length: Steps of an episode; None for the simulator's own.
-        fate: Where it breaks, and after how many calls.
-        steps: What each step returns.
-        acting: Who acts after the last step but one; None where another test looks.
+        fate: The method that fails, and the number of calls before.
+        steps: The results of each step.
+        acting: The acting agents after the last step but one; None if another test checks them.
     """
 
     mode: AutoresetMode
@@ -213,15 +213,15 @@ CASES = {
 @each_rules
 @each_way
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_steps_around_a_restart(case, way, setup, make, build):
+def test_steps_around_a_restart(case, fault, setup, make, build):
     of_this_length = make if case.length is None else functools.partial(make, case.length)
-    env = start(build, of_this_length, case.mode, setup, Fate(way, *case.fate))
+    env = start(build, of_this_length, case.mode, setup, Fate(fault, *case.fate))
     env.reset()
     for number, expected in enumerate(case.steps):
         result = step(env)
         if expected is not ANY:
             if expected[4].get("__common__") is REPORT:
-                expected = (*expected[:4], {**expected[4], "__common__": mark(result[4], way)})
+                expected = (*expected[:4], {**expected[4], "__common__": mark(result[4], fault)})
             assert_same(result, expected, f"step {number}")
         if case.acting is not None and number == len(case.steps) - 2:
             assert env.acting == case.acting
@@ -230,8 +230,8 @@ def test_steps_around_a_restart(case, way, setup, make, build):
 
 @each_rules
 @each_way
-def test_a_reset_after_a_restart_with_auto_reset_disabled(way, setup, make, build):
-    env = start(build, make, DISABLED, setup, Fate(way, "step", 1))
+def test_reset_after_a_restart_with_auto_reset_disabled(fault, setup, make, build):
+    env = start(build, make, DISABLED, setup, Fate(fault, "step", 1))
     env.reset()
     for _ in range(4):
         step(env)
@@ -247,13 +247,13 @@ def test_a_reset_after_a_restart_with_auto_reset_disabled(way, setup, make, buil
 @each_mode
 @each_rules
 @each_way
-def test_a_reset(way, setup, make, mode, build):
-    """The fresh environment's, though it takes two to get there."""
-    env = start(build, make, mode, setup, Fate(way, "reset", 0), Fate(way, "reset", 0))
+def test_failing_reset(fault, setup, make, mode, build):
+    """Returns the fresh environment's reset, after two restarts."""
+    env = start(build, make, mode, setup, Fate(fault, "reset", 0), Fate(fault, "reset", 0))
     observations, infos = env.reset()
     untroubled = {"long": seen(OLD_0, 1, 0), "short": seen(OLD_0, 1, 0)}
     assert_same(observations, (untroubled, {"long": seen(FRESHER, 1, 0), "short": seen(FRESHER, 1, 0)}))
-    expected = {"long": {}, "short": {}, "__common__": mark(infos[1], way)}
+    expected = {"long": {}, "short": {}, "__common__": mark(infos[1], fault)}
     assert_same(infos, ({"long": {}, "short": {}}, expected))
     assert env.seed() == (OLD_0, FRESHER)
     assert_same(step(env), first_step_of(FRESHER))
@@ -263,8 +263,8 @@ def test_a_reset(way, setup, make, mode, build):
 
 
 @each_rules
-def test_a_neighbour_that_was_done(make, build):
-    """Its step is told as it was; then it is cut off too, the action it is given being ignored."""
+def test_neighbour_that_had_finished(make, build):
+    """Its step is returned unchanged; its next step is marked as interrupted and its action is ignored."""
     env = start(build, make, SAME_STEP, Setup("process", True, 1), Fate("SIGKILL", "step", 0))
     env.reset()
     results = [*zip(*env.step([ACTIONS] * 2), strict=True)]
@@ -288,7 +288,7 @@ def test_a_neighbour_that_was_done(make, build):
 
 @each_rules
 @pytest.mark.parametrize("mode", [NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
-def test_a_neighbour_that_was_done_is_reset_later(mode, make, build):
+def test_neighbour_that_had_finished_is_reset_later(mode, make, build):
     env = start(build, make, mode, Setup("process", True, 1), Fate("SIGKILL", "step", 0))
     env.reset()
     assert_same(step(env, 0), first_step_of(OLD_0))
@@ -313,15 +313,15 @@ def test_a_neighbour_that_was_done_is_reset_later(mode, make, build):
     assert_same(step(env, 0), first_step_of(FRESH_0))
 
 
-# What a reset was given
+# Arguments of a reset
 
 
 @each_mode
 @each_way
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["reset", "reset_async"])
-def test_options_are_for_the_reset_that_failed(asynchronous, way, setup, mode, build):
-    """Each fresh environment that fails to take its place is given them; another that is built later is not."""
-    fates = [Fate(way, "reset", 1), Fate(way, "reset", 0), Fate(way, "step", 0)]
+def test_options_of_a_failed_reset(asynchronous, fault, setup, mode, build):
+    """Each replacement in that reset gets them; one that is built later does not."""
+    fates = [Fate(fault, "reset", 1), Fate(fault, "reset", 0), Fate(fault, "step", 0)]
     env = start(build, Counting, mode, setup, *fates)
     env.reset()
     options = {"map": "big", "deep": {"n": [1, 2]}}
@@ -343,9 +343,9 @@ def test_options_are_for_the_reset_that_failed(asynchronous, way, setup, mode, b
 
 @each_way
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["reset", "reset_async"])
-def test_a_seed_is_the_base_of_the_reset_that_failed(asynchronous, way, setup, build):
-    """Though not its seed: that failed."""
-    env = start(build, Counting, SAME_STEP, setup, Fate(way, "reset", 1))
+def test_seed_of_a_failed_reset(asynchronous, fault, setup, build):
+    """It becomes the base seed, but the replacement gets its own derived seed."""
+    env = start(build, Counting, SAME_STEP, setup, Fate(fault, "reset", 1))
     env.reset()
     if asynchronous:
         env.reset_async(seed=100)
@@ -359,26 +359,26 @@ def refuse() -> None:
     raise RuntimeError("cannot be made here")
 
 
-class OneWay:
-    """Pickles, but cannot be made again from it."""
+class UnpicklesInWorkerOnly:
+    """Pickles, but cannot be unpickled by the caller."""
 
     def __reduce__(self) -> Any:
         return refuse, ()
 
 
-class Secretive(Counting):
-    """In its first life, the infos of its first reset can be read by nobody."""
+class UnreadableFirstInfos(Counting):
+    """In its first life, the infos of its first reset cannot be unpickled by the caller."""
 
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
         observations, infos = super().reset(seed, options)
-        return observations, {**infos, "secret": OneWay()} if self.given == OLD else infos
+        return observations, {**infos, "secret": UnpicklesInWorkerOnly()} if self.last_seed == OLD else infos
 
 
 @each_mode
 @pytest.mark.parametrize("backend", ["serial", "thread", "process"])
-def test_a_reset_that_cannot_be_read(mode, backend, build):
-    """It has failed as any other."""
-    env = build([Secretive] * 2, Setup(backend, True, 2), mode, on_error="restart")
+def test_unreadable_reset(mode, backend, build):
+    """It counts as failed."""
+    env = build([UnreadableFirstInfos] * 2, Setup(backend, True, 2), mode, on_error="restart")
     observations, infos = env.reset()
     assert_same(observations[1], {"long": seen(FRESH, 1, 0), "short": seen(FRESH, 1, 0)})
     report = infos[1]["__common__"]["error"]

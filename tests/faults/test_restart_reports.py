@@ -1,4 +1,4 @@
-"""What is told of a restart: one line in the log, and the whole report in the result of the step."""
+"""Reports of restarts: one line in the log, and the whole report in the infos of the step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DIED = "worker {worker} ({share}) died in step of environment 1"
 HUNG = "environment 1 (worker {worker}) has not finished its step within 1 s"
 
 
-def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What has been logged so far: each a line, a warning, and of this package."""
+def log_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines logged so far: warnings of this package."""
     for record in caplog.records:
         assert (record.name, record.levelno) == ("marl_parallel", logging.WARNING)
         assert len(record.getMessage().splitlines()) == 1
@@ -28,7 +28,7 @@ def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("way", "setup", "what", "more"),
+    ("fault", "setup", "what", "more"),
     [
         ("raise", Setup("serial", True, 2), RAISED, "Traceback"),
         ("raise", Setup("thread", True, 2), RAISED, "Traceback"),
@@ -45,17 +45,17 @@ def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
     ],
     ids=str,
 )
-def test_a_restart(way, setup, what, more, build, caplog):
-    """One line, its beginning that of the report, however many environments shared the process."""
+def test_restart_logs_one_line(fault, setup, what, more, build, caplog):
+    """It starts like the report, however many environments shared the process."""
     timeout = {} if setup.backend == "serial" else {"step_timeout": 1.0}
-    env = build([crashing(Counting, {(1, 0): Fate(way, "step", 1)})] * 2, setup, on_error="restart", **timeout)
+    env = build([crashing(Counting, {(1, 0): Fate(fault, "step", 1)})] * 2, setup, on_error="restart", **timeout)
     env.reset()
     env.step([ACTIONS] * 2)
-    assert notices(caplog) == []
+    assert log_lines(caplog) == []
     infos = env.step([ACTIONS] * 2)[4]
     for _ in range(3):
         env.step([ACTIONS] * 2)
-    (notice,) = notices(caplog)
+    (notice,) = log_lines(caplog)
     share, worker = ("environments 0 to 1", 0) if setup.num_workers == 1 else ("environment 1", 1)
     assert notice.startswith(what.format(worker=worker, share=share))
     assert "restarted" in notice
@@ -66,35 +66,35 @@ def test_a_restart(way, setup, what, more, build, caplog):
     assert more in "\n".join([to_do, *rest])
 
 
-@pytest.mark.parametrize("way", ["raise", "SIGKILL"])
-def test_restarts_that_fail(way, build, caplog):
-    """Each has its line."""
-    fates = {(1, 0): Fate(way), (1, 1): Fate(way, "constructor"), (1, 2): Fate(way, "reset")}
+@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
+def test_failed_restarts_log_one_line_each(fault, build, caplog):
+    """Each failed restart."""
+    fates = {(1, 0): Fate(fault), (1, 1): Fate(fault, "constructor"), (1, 2): Fate(fault, "reset")}
     env = build([crashing(Counting, fates)] * 2, APART, on_error="restart")
     env.reset()
     infos = env.step([ACTIONS] * 2)[4]
-    told = notices(caplog)
-    assert env.stats().restarts == len(told) == 3
-    for place, notice in zip(("step", "constructor", "reset"), told, strict=True):
+    lines = log_lines(caplog)
+    assert env.stats().restarts == len(lines) == 3
+    for place, notice in zip(("step", "constructor", "reset"), lines, strict=True):
         assert f" in {place}" in notice
-    assert told[0].startswith(infos[1]["__common__"]["error"].splitlines()[0])
+    assert lines[0].startswith(infos[1]["__common__"]["error"].splitlines()[0])
 
 
-def test_an_exception_of_several_lines(build, caplog):
+def test_exception_text_of_several_lines(build, caplog):
     def act(self: Counting, actions: dict) -> None:
         raise SimulatorError("bad terrain:\r\n  a river\n  a wall")
 
     env = build([type("Talkative", (Counting,), {"step": act})] * 2, APART, on_error="restart")
     env.reset()
     infos = env.step([ACTIONS] * 2)[4]
-    told = notices(caplog)
-    assert [notice.partition("SimulatorError: ")[2] for notice in told] == ["bad terrain:; it is restarted"] * 2
+    lines = log_lines(caplog)
+    assert [notice.partition("SimulatorError: ")[2] for notice in lines] == ["bad terrain:; it is restarted"] * 2
     assert all("  a river\n  a wall" in info["__common__"]["error"] for info in infos)
 
 
-def test_nothing_is_told_of_what_is_raised(build, caplog):
+def test_raised_faults_are_not_logged(build, caplog):
     env = build([crashing(Counting, {(1, 0): Fate("SIGKILL")})] * 2, APART)
     env.reset()
     with pytest.raises(RuntimeError, match="SIGKILL"):
         env.step([ACTIONS] * 2)
-    assert notices(caplog) == []
+    assert log_lines(caplog) == []

@@ -1,6 +1,6 @@
-"""What an environment that is built anew has to say of it, and that the others have nothing to say.
+"""Restarts compared with a reference: results of the restarted environment and of all others.
 
-For simulators with fates (`crashing`), `restart_reference` works out what the design means.
+For simulators with fates (`crashing`), `restart_reference` computes what the design requires.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import pytest
 from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
 from helpers.reference import Reference
-from helpers.restart_comparison import SIMULATORS, Play, actions_for, many, play
-from helpers.restart_reference import World
+from helpers.restart_comparison import SIMULATORS, RestartComparison, actions_for, many_fates, play
+from helpers.restart_reference import RestartReference
 from helpers.setups import ALL_SETUPS, PROCESS_SETUPS, Setup
 from simulators.crashing import DEADLY, HANGING, RAISED, Fate, crashing
 
@@ -31,7 +31,7 @@ each_mode = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @each_mode
 @pytest.mark.parametrize(("name", "setup"), COMBINED, ids=str)
 def test_simulators_that_raise(name, setup, mode, build):
-    going = play(build, setup, name, mode, many("raise", "sys.exit"))
+    going = play(build, setup, name, mode, many_fates("raise", "sys.exit"))
     assert going.world.restarts[0] == 0
     assert going.world.restarts[1] >= 3
     assert going.world.restarts[3] == 2
@@ -43,27 +43,27 @@ def test_simulators_that_raise(name, setup, mode, build):
 )
 @pytest.mark.parametrize("name", ["skirmish", "hunt"])
 def test_simulators_that_die(name, setup, mode, build):
-    """Where they share a worker, they die together."""
-    going = play(build, setup, name, mode, many("os._exit", "SIGSEGV"))
+    """Environments that share a worker die together."""
+    going = play(build, setup, name, mode, many_fates("os._exit", "SIGSEGV"))
     assert all(number > 0 for number in going.world.restarts) or setup.num_workers == 4
     assert going.world.restarts[0] == 0 or setup.num_workers < 4
 
 
 @each_mode
-@pytest.mark.parametrize("way", [*RAISED, *DEADLY])
+@pytest.mark.parametrize("fault", [*RAISED, *DEADLY])
 @pytest.mark.parametrize("place", ["step", "reset", "constructor"])
 @pytest.mark.parametrize("setup", [Setup("process", True, 1), Setup("process", True, 4)], ids=str)
-def test_every_way_in_every_place(setup, place, way, mode, build):
-    """All in one worker, and one in each."""
-    fates = {(1, 0): Fate("raise", "step", 2), (1, 1): Fate(way, place, 0), (2, 0): Fate(way, "reset", 1)}
+def test_every_fault_in_every_method(setup, place, fault, mode, build):
+    """With all environments in one worker, and one in each."""
+    fates = {(1, 0): Fate("raise", "step", 2), (1, 1): Fate(fault, place, 0), (2, 0): Fate(fault, "reset", 1)}
     play(build, setup, "hunt", mode, fates, steps=14)
 
 
 @each_mode
-@pytest.mark.parametrize("way", HANGING)
+@pytest.mark.parametrize("fault", HANGING)
 @pytest.mark.parametrize("place", ["step", "reset"])
-def test_simulators_that_hang(place, way, mode, build):
-    fates = {(1, 0): Fate(way, place, 1), (3, 0): Fate(way, "step", 3)}
+def test_simulators_that_hang(place, fault, mode, build):
+    fates = {(1, 0): Fate(fault, place, 1), (3, 0): Fate(fault, "step", 3)}
     limits = {"step_timeout": 1.0, "reset_timeout": 1.0}
     going = play(build, Setup("process", True, 2), "skirmish", mode, fates, steps=14, **limits)
     assert going.world.restarts[1] > 0
@@ -71,36 +71,36 @@ def test_simulators_that_hang(place, way, mode, build):
 
 
 @each_mode
-@pytest.mark.parametrize("way", ["raise", "SIGKILL"])
-def test_views(way, mode, processes, build):
-    """With `copy=False` as well."""
-    play(build, processes, "hunt", mode, many(way, way), copy=False)
+@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
+def test_views_with_restarts(fault, mode, process_setup, build):
+    """With `copy=False`."""
+    play(build, process_setup, "hunt", mode, many_fates(fault, fault), copy=False)
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 @pytest.mark.parametrize("name", ["skirmish", "hunt"])
-def test_other_ways_to_start(name, context, build):
-    fates = many("SIGKILL", "raise")
+def test_other_start_methods(name, context, build):
+    fates = many_fates("SIGKILL", "raise")
     play(build, Setup("process", True, 2), name, AutoresetMode.SAME_STEP, fates, context=context)
 
 
 @each_mode
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
 def test_portable_workers(shared_memory, mode, build):
-    play(build, Setup("portable", shared_memory, 2), "skirmish", mode, many("SIGKILL", "raise"))
+    play(build, Setup("portable", shared_memory, 2), "skirmish", mode, many_fates("SIGKILL", "raise"))
 
 
 @each_mode
-@pytest.mark.parametrize("way", [*RAISED, *DEADLY])
+@pytest.mark.parametrize("fault", [*RAISED, *DEADLY])
 @pytest.mark.parametrize("name", ["hunt"])
-def test_the_others_are_as_without_the_fault(name, way, mode, build):
-    """Equal to the bit to those in a run in which nothing breaks, seed included."""
+def test_other_environments_are_unaffected(name, fault, mode, build):
+    """Equal to the bit to a run without faults, seeds included."""
     make = SIMULATORS[name]
-    fates = {(1, 0): Fate(way, "step", 3), (1, 1): Fate(way, "step", 4), (1, 2): Fate(way, "constructor")}
+    fates = {(1, 0): Fate(fault, "step", 3), (1, 1): Fate(fault, "step", 4), (1, 2): Fate(fault, "constructor")}
     env = build([crashing(make, fates)] * 4, PROCESS_SETUPS[2], mode, on_error="restart")
     untroubled = Reference([make] * 4, mode, 42)
     others = [0, 2, 3]
-    going = Play(env, World(make, 4, 4, mode, fates), make, mode)
+    going = RestartComparison(env, RestartReference(make, 4, 4, mode, fates), make, mode)
 
     def compare(actual, expected):
         for one, other in zip(actual, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Workers that stop while they send or receive a large message: deadlines, `recv(timeout=)` and `close` always win."""
+"""Workers that stop while they send or receive a large message: timeouts, `recv(timeout=)` and `close` still hold."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from marl_parallel.backends.channel import Channel
 
 pytestmark = pytest.mark.release_independent
 
-AT_MOST_S = 60.0  # far more than any limit here, also where the machine is busy; far less than for ever
+AT_MOST_S = 60.0  # far more than any timeout here, even on a busy machine, and far less than forever
 
 # A message in a file of its own, one that goes through the socket, and the portable backend's.
 SENT = [
@@ -33,34 +33,34 @@ SENT = [
     pytest.param("forkserver", {"moment": "socket", "inline": True}, id="socket"),
     pytest.param("portable", {"moment": "connection"}, id="portable"),
 ]
-sending = pytest.mark.parametrize(("way", "how"), SENT)
+sending = pytest.mark.parametrize(("start_method", "how"), SENT)
 
 
-def opened(way: str, make: Any, **more: Any) -> ParallelEnv:
-    return ParallelEnv([make] * 2, num_workers=2, **arguments(way), **more)
+def opened(start_method: str, make: Any, **more: Any) -> ParallelEnv:
+    return ParallelEnv([make] * 2, num_workers=2, **arguments(start_method), **more)
 
 
-def send_until_it_stops(env: ParallelEnv, flag: Path, step: int = 0) -> None:
-    """Sends actions, and returns when the first worker has stopped in the midst of its message."""
+def send_until_worker_stops(env: ParallelEnv, flag: Path, step: int = 0) -> None:
+    """Send actions; return when the first worker has stopped in the middle of its message."""
     env.send(actions(step))
     wait_for(flag.exists, AT_MOST_S)
     time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
-    ("way", "how", "fault"),
+    ("start_method", "how", "fault"),
     [
         *(pytest.param(*sent.values, "stop", id=f"stop-{sent.id}") for sent in SENT),
         # Not in the portable backend: its one system call for a message does not need the interpreter's lock.
         *(pytest.param(*sent.values, "lock", id=f"lock-{sent.id}") for sent in SENT[:2]),
     ],
 )
-def test_step_timeout(way, how, fault, tmp_path):
+def test_step_timeout(start_method, how, fault, tmp_path):
     flag = tmp_path / "flag"
-    env = opened(way, functools.partial(LargeInfos, fault, 1, flag=str(flag), **how), step_timeout=2.0)
+    env = opened(start_method, functools.partial(LargeInfos, fault, 1, flag=str(flag), **how), step_timeout=2.0)
     pids = {*env.call("pid")}
     env.reset()
-    send_until_it_stops(env, flag)
+    send_until_worker_stops(env, flag)
     began = time.monotonic()
     with pytest.raises(WorkerTimeout) as caught:
         env.recv()
@@ -70,16 +70,16 @@ def test_step_timeout(way, how, fault, tmp_path):
 
 
 @sending
-def test_step_timeout_with_restarts(way, how, tmp_path):
-    """The neighbour's results are those of a plain loop, and the worker that stopped is replaced."""
+def test_step_timeout_with_restarts(start_method, how, tmp_path):
+    """The neighbour's results equal a plain loop's, and the stopped worker is replaced."""
     flag = tmp_path / "flag"
     make = functools.partial(LargeInfos, "stop", 2, flag=str(flag), **how)
-    with opened(way, make, step_timeout=3.0, on_error="restart") as env:
+    with opened(start_method, make, step_timeout=3.0, on_error="restart") as env:
         observations, _ = env.reset()
         history = [observations]
         for step in range(8):
             if step == 1:
-                send_until_it_stops(env, flag, step)
+                send_until_worker_stops(env, flag, step)
                 batch = env.recv()
                 place = batch.env_ids.index(0)
                 assert batch.truncateds[place]["__all__"] is True
@@ -97,13 +97,13 @@ def test_step_timeout_with_restarts(way, how, tmp_path):
 
 
 @sending
-def test_recv_timeout(way, how, tmp_path):
-    """Nothing is lost: when the worker is continued, the results are those of a plain loop."""
+def test_recv_timeout(start_method, how, tmp_path):
+    """Nothing is lost: once the worker continues, results equal a plain loop's."""
     flag = tmp_path / "flag"
-    with opened(way, functools.partial(LargeInfos, "stop", 1, flag=str(flag), **how)) as env:
+    with opened(start_method, functools.partial(LargeInfos, "stop", 1, flag=str(flag), **how)) as env:
         worker = env.call("pid")[0]
         env.reset()
-        send_until_it_stops(env, flag)
+        send_until_worker_stops(env, flag)
         began = time.monotonic()
         for _ in range(2):
             with pytest.raises(TimeoutError):
@@ -119,13 +119,13 @@ def test_recv_timeout(way, how, tmp_path):
 
 
 @sending
-def test_close_from_another_thread(way, how, tmp_path):
-    """No limit is set: the blocked call ends with `ClosedEnvironmentError`."""
+def test_close_from_another_thread(start_method, how, tmp_path):
+    """Without a timeout: the blocked call raises `ClosedEnvironmentError`."""
     flag = tmp_path / "flag"
-    env = opened(way, functools.partial(LargeInfos, "stop", 1, flag=str(flag), **how))
+    env = opened(start_method, functools.partial(LargeInfos, "stop", 1, flag=str(flag), **how))
     pids = {*env.call("pid")}
     env.reset()
-    send_until_it_stops(env, flag)
+    send_until_worker_stops(env, flag)
     began = time.monotonic()
     timer = threading.Timer(0.5, env.close, kwargs={"timeout": 0.5})
     timer.start()
@@ -137,10 +137,10 @@ def test_close_from_another_thread(way, how, tmp_path):
     assert gone(pids)
 
 
-@pytest.mark.parametrize("way", ["forkserver", "portable"])
-def test_large_requests_to_a_stopped_worker(way):
-    """`send` does not wait for a worker that takes nothing in, and the limit holds."""
-    env = opened(way, functools.partial(LargeInfos, ""), step_timeout=2.0)
+@pytest.mark.parametrize("start_method", ["forkserver", "portable"])
+def test_large_requests_to_a_stopped_worker(start_method):
+    """`send` does not wait for a worker that reads nothing, and the timeout holds."""
+    env = opened(start_method, functools.partial(LargeInfos, ""), step_timeout=2.0)
     pids = env.call("pid")
     env.reset()
     os.kill(pids[0], signal.SIGSTOP)
@@ -151,10 +151,10 @@ def test_large_requests_to_a_stopped_worker(way):
     assert gone(pids)
 
 
-@pytest.mark.parametrize("way", ["forkserver", "portable"])
-def test_large_messages_arrive_whole(way):
-    """Both ways, at every size around the limits of files, sockets and pipes."""
-    with opened(way, functools.partial(LargeInfos, "")) as env:
+@pytest.mark.parametrize("start_method", ["forkserver", "portable"])
+def test_large_messages_arrive_whole(start_method):
+    """In both directions, at every size around the limits of files, sockets and pipes."""
+    with opened(start_method, functools.partial(LargeInfos, "")) as env:
         for size in (1, 16_000, 16_384, 16_400, 65_536, 65_600, 300_000, 5_000_000):
             sent = os.urandom(size)
             env.set_attr("map", [sent] * 2)
@@ -167,8 +167,8 @@ def test_large_messages_arrive_whole(way):
 
 @pytest.mark.parametrize("size", [10, 100_000])
 @pytest.mark.parametrize("inline", [False, True])
-def test_a_channel_takes_a_message_packet_by_packet(size, inline, monkeypatch):
-    """However much has come, `receive_now` returns; the message is there with its last packet, and so is the next."""
+def test_channel_receives_a_message_packet_by_packet(size, inline, monkeypatch):
+    """`receive_now` never blocks; it returns the message with its last packet."""
     if inline:  # no descriptor is left for a file
         monkeypatch.setattr("marl_parallel.backends.channel._file_of", lambda body: -1)
     ours, middle = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -177,16 +177,16 @@ def test_a_channel_takes_a_message_packet_by_packet(size, inline, monkeypatch):
     messages = [{"sent": os.urandom(size)}, "next"]
     for message in messages:
         ends[1].put(message)
-        taken = []
+        received = []
         theirs.setblocking(False)
-        while not taken:
+        while not received:
             data, fds, _, _ = socket.recv_fds(theirs, 1 << 16, 4)
             assert data
             socket.send_fds(middle, [data], fds)
             for fd in fds:
                 os.close(fd)
-            taken = [one for one in [ends[0].receive_now()] if one is not None]
-        assert taken == [message]
+            received = [one for one in [ends[0].receive_now()] if one is not None]
+        assert received == [message]
         assert ends[0].receive_now() is None
         with pytest.raises(BlockingIOError):
             theirs.recv(1)

@@ -1,4 +1,4 @@
-"""How long an environment may take for what, whoever shares its worker, and what is said of one that takes longer."""
+"""Timeouts per environment and method, also in shared workers, and their error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from marl_parallel import ParallelEnv, ParallelEnvError, WorkerTimeout
 pytestmark = pytest.mark.release_independent
 
 ACTIONS = [{"a": 0, "b": 1}] * 4
-AT_MOST_S = 15.0  # far more than any of these limits, far less than for ever
+AT_MOST_S = 15.0  # far more than any of these timeouts, and far less than forever
 ONE_EACH = PROCESS_SETUPS[2]
 
 
@@ -45,14 +45,14 @@ def caught_in_time(act) -> WorkerTimeout:
         ("call", "step_timeout", lambda env: env.call("act_up")),
     ],
 )
-def test_each_method_has_its_limit(place, limit, act, killable, build, tmp_path):
-    """It is named with the environment, and the line of the simulator that it hangs in."""
-    env = build(fleet(tmp_path, {place: forever}), killable, **{limit: 0.5})
+def test_each_method_has_its_limit(place, limit, act, killable_setup, build, tmp_path):
+    """The error names the environment, the method and the simulator's line."""
+    env = build(fleet(tmp_path, {place: forever}), killable_setup, **{limit: 0.5})
     if place != "reset":
         env.reset()
     error = caught_in_time(lambda: act(env))
     assert error.env_ids == (2,)
-    assert error.worker == {1: 0, 2: 1, 4: 2}[killable.num_workers]
+    assert error.worker == {1: 0, 2: 1, 4: 2}[killable_setup.num_workers]
     assert error.method == place
     assert "crashing.py" in error.stack
     assert "in forever" in error.stack
@@ -64,9 +64,9 @@ def test_each_method_has_its_limit(place, limit, act, killable, build, tmp_path)
         env.reset()
 
 
-def test_automatic_resets_have_the_limit_of_resets(killable, build, tmp_path):
+def test_reset_timeout_applies_to_auto_resets(killable_setup, build, tmp_path):
     constructors = fleet(tmp_path, {"reset": forever}, after=1, length=2)
-    env = build(constructors, killable, step_timeout=60.0, reset_timeout=0.5)
+    env = build(constructors, killable_setup, step_timeout=60.0, reset_timeout=0.5)
     env.reset()
     env.step(ACTIONS)
     error = caught_in_time(lambda: env.step(ACTIONS))
@@ -74,10 +74,12 @@ def test_automatic_resets_have_the_limit_of_resets(killable, build, tmp_path):
     assert "reset_timeout" in str(error)
 
 
-@pytest.mark.parametrize("way", HANGING)
-def test_processes_that_stop_or_loop(way, killable, build, tmp_path):
+@pytest.mark.parametrize("fault", HANGING)
+def test_stopped_and_looping_processes(fault, killable_setup, build, tmp_path):
     env = build(
-        [crashing(functools.partial(Fragile, {}, tmp_path), {(2, 0): Fate(way)})] * 4, killable, step_timeout=0.5
+        [crashing(functools.partial(Fragile, {}, tmp_path), {(2, 0): Fate(fault)})] * 4,
+        killable_setup,
+        step_timeout=0.5,
     )
     env.reset()
     error = caught_in_time(lambda: env.step(ACTIONS))
@@ -86,8 +88,8 @@ def test_processes_that_stop_or_loop(way, killable, build, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["step", "reset"])
-def test_limits_are_each_environments_own(place, build, tmp_path):
-    """Four in one worker that take their time one after the other are not late, together with all that is sent."""
+def test_timeouts_are_per_environment(place, build, tmp_path):
+    """Four environments of one worker that run one after the other are not late in sum."""
     slow = {place: functools.partial(time.sleep, 0.5)}
     limits = {"step_timeout": 1.5, "reset_timeout": 1.5}
     env = build(fleet(tmp_path, slow, faulty=range(4)), Setup("process", True, 1), **limits)
@@ -97,21 +99,21 @@ def test_limits_are_each_environments_own(place, build, tmp_path):
     assert len(env.recv().env_ids) == 4
 
 
-def test_without_a_limit_nobody_is_late(build, tmp_path):
+def test_no_timeout_by_default(build, tmp_path):
     env = build(fleet(tmp_path, {"step": functools.partial(time.sleep, 1.0)}), ONE_EACH, reset_timeout=0.3)
     env.reset()
     env.step(ACTIONS)
 
 
-def test_recv_raises_it_and_send_does_not(killable, build, tmp_path):
-    env = build(fleet(tmp_path, {"step": forever}), killable, step_timeout=0.5)
+def test_recv_raises_the_timeout_and_send_does_not(killable_setup, build, tmp_path):
+    env = build(fleet(tmp_path, {"step": forever}), killable_setup, step_timeout=0.5)
     env.reset()
     env.send(ACTIONS)
     assert caught_in_time(env.recv).env_ids == (2,)
 
 
-def test_a_recv_that_is_over_first_loses_nothing(build, tmp_path):
-    """Its own timeout is a plain `TimeoutError`, and closes nothing."""
+def test_recv_timeout_before_step_timeout(build, tmp_path):
+    """`recv`'s own timeout is a plain `TimeoutError` and closes nothing."""
     slow = {"step": functools.partial(time.sleep, 1.0)}
     env = build(fleet(tmp_path, slow), ONE_EACH, step_timeout=30.0)
     env.reset()
@@ -123,8 +125,8 @@ def test_a_recv_that_is_over_first_loses_nothing(build, tmp_path):
 
 
 @pytest.mark.parametrize("on_error", ["raise", "restart"])
-def test_threads_cannot_be_ended(on_error, build, tmp_path):
-    """So it is raised, whatever was asked for, and with the stack."""
+def test_threads_cannot_be_restarted(on_error, build, tmp_path):
+    """The error is raised with any `on_error`, with the stack."""
     nap = functools.partial(time.sleep, 4.0)
     env = build(fleet(tmp_path, {"step": nap}), Setup("thread", True, 2), step_timeout=0.5, on_error=on_error)
     env.reset()
@@ -136,27 +138,27 @@ def test_threads_cannot_be_ended(on_error, build, tmp_path):
 
 
 @pytest.mark.parametrize("limit", ["step_timeout", "reset_timeout", "start_timeout"])
-def test_serial_cannot_enforce_them_and_says_so_once(limit, tmp_path):
+def test_serial_warns_once_that_timeouts_are_not_enforced(limit, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with ParallelEnv(fleet(tmp_path, {}), backend="serial", num_workers=2, **{limit: 5.0}) as env:
             env.reset()
             env.step(ACTIONS)
-    told = [str(warning.message) for warning in caught if "timeout" in str(warning.message)]
-    assert len(told) == 1
-    assert "serial" in told[0]
+    messages = [str(warning.message) for warning in caught if "timeout" in str(warning.message)]
+    assert len(messages) == 1
+    assert "serial" in messages[0]
 
 
-def test_serial_says_nothing_of_limits_nobody_set(tmp_path):
+def test_serial_does_not_warn_without_timeouts(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ParallelEnv(fleet(tmp_path, {}), backend="serial", num_workers=1).close()
 
 
 @pytest.mark.parametrize("fault", [forever, functools.partial(time.sleep, 60)], ids=["loop", "sleep"])
-def test_close_takes_no_longer_than_it_may(fault, killable, build, tmp_path):
-    """Its timeout and a second, whatever simulators do when they are closed."""
-    env = build(fleet(tmp_path, {"close": fault}, faulty=range(4)), killable)
+def test_close_timeout(fault, killable_setup, build, tmp_path):
+    """At most one second more, whatever simulators do in `close`."""
+    env = build(fleet(tmp_path, {"close": fault}, faulty=range(4)), killable_setup)
     env.reset()
     began = time.monotonic()
     env.close(timeout=1.0)
@@ -166,6 +168,6 @@ def test_close_takes_no_longer_than_it_may(fault, killable, build, tmp_path):
 
 @pytest.mark.parametrize("name", ["step_timeout", "reset_timeout", "start_timeout"])
 @pytest.mark.parametrize(("wrong", "kind"), [(0, ValueError), (-1.0, ValueError), ("5", TypeError), (True, TypeError)])
-def test_nonsense(name, wrong, kind, tmp_path):
+def test_wrong_arguments(name, wrong, kind, tmp_path):
     with pytest.raises(kind, match=name):
         ParallelEnv(fleet(tmp_path, {}), **{name: wrong})

@@ -1,4 +1,4 @@
-"""What tests share: references, comparisons, and where things lie."""
+"""Helpers of the tests: references, comparisons, and paths."""
 
 from pathlib import Path
 

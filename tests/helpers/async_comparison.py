@@ -1,7 +1,7 @@
-"""The package and the reference side by side, without waiting: whatever comes is compared with what is due.
+"""The package and the reference compared in `send` and `recv`, in any order of results.
 
-`turns` has the reference play each environment by itself, once; `Tandem` asks the package for the same in whatever
-order a test likes. The simulators and how they are played are in `scenarios`.
+`turns` lets the reference play each environment once; `Tandem` runs the same turns in the package in any order. The
+simulators and their policies are in `scenarios`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from helpers.comparison import assert_same, spoil
-from helpers.reference import Copy
+from helpers.reference import ReferenceEnv
 from helpers.scenarios import SEED, scenario
 from marl_parallel import ParallelEnv, StepBatch
 
@@ -23,13 +23,13 @@ FORMS = ("sequence", "mapping", "mapping and env_ids")
 
 
 class Turn(NamedTuple):
-    """A reset or a step of one environment, and what the reference made of it.
+    """A reset or step of one environment with the reference's result.
 
     Attributes:
         actions: None for a reset.
-        seed: What a reset is given.
-        result: Five dicts, also of a reset.
-        acting: Who should act afterwards; None where the design leaves it open.
+        seed: The seed of a reset.
+        result: Five dicts, also for a reset.
+        acting: The agents that act next; None if the design does not define them.
     """
 
     actions: dict[Any, Any] | None
@@ -40,17 +40,17 @@ class Turn(NamedTuple):
 
 @functools.cache
 def turns(name: str, mode: AutoresetMode) -> tuple[tuple[Turn, ...], ...]:
-    """The turns of each environment of a scenario: steps, with a reset first and now and then."""
+    """The turns of each environment of a scenario: steps, with a reset at first and now and then."""
     chosen = scenario(name)
     played = []
     for index, make in enumerate(chosen.constructors):
-        one, rng = Copy(make, index, SEED + index, mode), np.random.default_rng(index)
+        one, rng = ReferenceEnv(make, index, SEED + index, mode), np.random.default_rng(index)
         played.append(tuple(_turn(one, chosen.policy, rng, first=time == 0) for time in range(chosen.steps + 1)))
         one.env.close()
     return tuple(played)
 
 
-def _turn(one: Copy, policy: Any, rng: np.random.Generator, *, first: bool) -> Turn:
+def _turn(one: ReferenceEnv, policy: Any, rng: np.random.Generator, *, first: bool) -> Turn:
     waits_for_reset = one.over and one.mode is AutoresetMode.DISABLED
     actions = seed = None
     if first or rng.random() < (0.4 if waits_for_reset else 0.06):
@@ -68,11 +68,11 @@ def _as_of_a_step(observations: dict[Any, Any], infos: dict[Any, Any]) -> tuple[
 
 
 class Tandem:
-    """One `ParallelEnv` on its way through the turns of a scenario.
+    """A `ParallelEnv` that runs the turns of a scenario.
 
     Attributes:
         due: The turns in flight, by environment.
-        latest: What each environment that is not in flight gave last, and its turn.
+        latest: The last result and turn of each environment that is not in flight.
     """
 
     def __init__(self, env: ParallelEnv, name: str, mode: AutoresetMode = AutoresetMode.SAME_STEP) -> None:
@@ -87,28 +87,28 @@ class Tandem:
         return [env_id for env_id, left in enumerate(self._left) if left and env_id not in self.due]
 
     def go(self, env_ids: Sequence[int], form: str = "sequence") -> None:
-        """Send these environments their next turns, with one `send` and one `reset_async` at most."""
+        """Send these environments their next turns, with at most one `send` and one `reset_async`."""
         steps, resets = self._taken(env_ids)
         for env_id in env_ids:
             self.latest.pop(env_id, None)
         if steps:
-            given = copy.deepcopy({env_id: turn.actions for env_id, turn in steps.items()})
-            self._send(given, form)
-            spoil(given)  # the caller may do what it likes with them
+            sent = copy.deepcopy({env_id: turn.actions for env_id, turn in steps.items()})
+            self._send(sent, form)
+            spoil(sent)  # callers may modify them
         if resets:
             self.env.reset_async(**_reset_arguments(resets))
         self.due.update(steps | resets)
 
-    def _send(self, given: dict[int, Any], form: str) -> None:
+    def _send(self, sent: dict[int, Any], form: str) -> None:
         if form == "sequence":
-            self.env.send([*given.values()], env_ids=[*given])
+            self.env.send([*sent.values()], env_ids=[*sent])
         elif form == "mapping":
-            self.env.send(given)
+            self.env.send(sent)
         else:
-            self.env.send(given, env_ids=[*given][::-1])
+            self.env.send(sent, env_ids=[*sent][::-1])
 
     def recv(self, min_envs: int | None = None, timeout: float | None = None) -> StepBatch:
-        """Receive, and compare; what is returned is the package's."""
+        """Receive and compare; returns the package's results."""
         at_least = len(self.due) if min_envs is None else min_envs
         batch = self.env.recv(min_envs, timeout)
         assert type(batch) is StepBatch
@@ -118,7 +118,7 @@ class Tandem:
         return batch
 
     def wait(self, env_ids: Sequence[int]) -> None:
-        """The next turns of these environments, by `step` and `reset`."""
+        """Run the next turns of these environments with `step` and `reset`."""
         steps, resets = self._taken(env_ids)
         if steps:
             actions = copy.deepcopy([turn.actions for turn in steps.values()])
@@ -128,14 +128,14 @@ class Tandem:
             self._compare([*resets], tuple(zip(*map(_as_of_a_step, observations, infos))), resets)
 
     def check_latest(self) -> None:
-        """What came last from each environment is still what it was."""
+        """Check that the last result of each environment is unchanged."""
         for env_id, (result, turn) in self.latest.items():
             assert_same(result, turn.result, f"environment {env_id}, looked at later")
 
     def _taken(self, env_ids: Sequence[int]) -> tuple[dict[int, Turn], dict[int, Turn]]:
-        taken = {env_id: self._left[env_id].pop() for env_id in env_ids}
-        steps = {env_id: turn for env_id, turn in taken.items() if turn.actions is not None}
-        return steps, {env_id: turn for env_id, turn in taken.items() if turn.actions is None}
+        turns_taken = {env_id: self._left[env_id].pop() for env_id in env_ids}
+        steps = {env_id: turn for env_id, turn in turns_taken.items() if turn.actions is not None}
+        return steps, {env_id: turn for env_id, turn in turns_taken.items() if turn.actions is None}
 
     def _compare(self, env_ids: Sequence[int], results: Sequence[Any], expected: dict[int, Turn]) -> None:
         for env_id, *result in zip(env_ids, *results, strict=True):
@@ -152,18 +152,18 @@ def _reset_arguments(resets: dict[int, Turn]) -> dict[str, Any]:
 
 
 def some_of(env_ids: Sequence[int], rng: np.random.Generator) -> list[int]:
-    """Some environments, perhaps none, in any order."""
+    """Some environments, possibly none, in any order."""
     return [int(env_id) for env_id in rng.permutation(env_ids)[: rng.integers(len(env_ids) + 1)]]
 
 
 def play(tandem: Tandem, seed: int, *, views: bool = False, spoiled: bool = False) -> None:
-    """Go through all turns as chance will have it.
+    """Run all turns in random order.
 
     Args:
-        tandem: At its beginning.
-        seed: Of chance.
-        views: Look all the time whether what came last is still there.
-        spoiled: Write into whatever has come.
+        tandem: At its start.
+        seed: The seed of the order.
+        views: Check again and again that the last results are unchanged.
+        spoiled: Overwrite every result after its comparison.
     """
     rng = np.random.default_rng(seed)
     while tandem.idle or tandem.due:

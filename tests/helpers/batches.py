@@ -1,4 +1,4 @@
-"""What tests of facades share: values of batches taken apart, and compared with those of the core's dicts."""
+"""Helpers for facades: rows of batched values, compared with the core's dicts."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ def same(actual: Any, expected: Any) -> bool:
     return np.array_equal(actual, expected) and np.asarray(actual).dtype == np.asarray(expected).dtype
 
 
-def nothing(value: Any) -> bool:
-    """Zeros all over."""
+def all_zero(value: Any) -> bool:
+    """All values are zero."""
     if isinstance(value, dict | tuple):
-        return all(map(nothing, value.values() if isinstance(value, dict) else value))
+        return all(map(all_zero, value.values() if isinstance(value, dict) else value))
     return not np.any(value)
 
 
-def assert_noted(vector: dict[str, Any], info: dict[str, Any], row: int) -> None:
-    """One row of vector infos is this info, no more and no less."""
+def assert_vector_info(vector: dict[str, Any], info: dict[str, Any], row: int) -> None:
+    """One row of vector infos equals this info."""
     there = {key for key in vector if f"_{key}" in vector and vector[f"_{key}"][row]}
     assert there == info.keys()
     for key, value in info.items():
         if isinstance(value, dict) and key != "final_obs":
-            assert_noted(vector[key], value, row)
+            assert_vector_info(vector[key], value, row)
         else:
             assert same(vector[key][row], value) or vector[key][row] == value
 
 
 def as_dicts(actions: dict[str, Any], acting: tuple[list[str], ...]) -> list[dict[str, Any]]:
-    """Actions by agent, of all copies, as the dicts that the core takes."""
+    """Actions by agent, for all environments, as dicts for the core."""
     return [{agent: at(actions[agent], env_id) for agent in agents} for env_id, agents in enumerate(acting)]
 
 
-def drawn_for(space: spaces.Space, rows: int) -> Any:
-    """Random actions of so many rows, batched."""
+def sample_rows(space: spaces.Space, rows: int) -> Any:
+    """Random batched actions with this many rows."""
     drawn = [space.sample() for _ in range(rows)]
     if isinstance(space, spaces.Dict):
         return {key: np.array([one[key] for one in drawn]) for key in space.spaces}

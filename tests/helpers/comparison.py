@@ -1,7 +1,6 @@
 """`assert_same`: equality to the bit and to the type, with the path of the first difference.
 
-`spoil` shows whether anybody relies on what has been given away. What is compared, and with what, is the business of
-the tests.
+`spoil` overwrites results, to show whether later ones depend on them.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ def assert_same(actual: Any, expected: Any, path: str = "result") -> None:
     """Fail unless both are of equal types and equal values all the way down; NaN equals NaN, -0.0 is not 0.0.
 
     Args:
-        actual: What the package gave.
-        expected: What the reference gave.
-        path: Where in a larger whole the two stand, for the message.
+        actual: The package's value.
+        expected: The reference's value.
+        path: The position in a larger structure, for the message.
     """
     assert type(actual) is type(expected), f"{path}: {_shown(actual)} is not {_shown(expected)}"
     if isinstance(expected, dict):
@@ -44,7 +43,7 @@ def assert_same(actual: Any, expected: Any, path: str = "result") -> None:
 
 
 def spoil(value: Any) -> None:
-    """Write into everything that can be written to."""
+    """Overwrite everything that is writable."""
     if isinstance(value, dict | tuple | list):
         for item in value.values() if isinstance(value, dict) else value:
             spoil(item)
@@ -59,5 +58,5 @@ def _shown(value: Any) -> str:
 
 
 def _nan_to_none(value: Any) -> list[Any]:
-    """The bytes of each number, None for NaN, whose payload bits say nothing."""
+    """The bytes of each number; None for NaN, whose payload bits have no meaning."""
     return [None if number != number else number.tobytes() for number in np.asarray(value).ravel()]

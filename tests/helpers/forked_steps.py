@@ -12,13 +12,13 @@ def actions(step: int) -> list[dict[str, int]]:
 
 
 def plain_loop(make: Any, steps: int = STEPS) -> list[Any]:
-    """What the environments return in a plain loop: the first observations, then (observations, rewards) of steps."""
+    """The results of a plain loop: the first observations, then (observations, rewards) of each step."""
     envs = [make(seed=SEED + env_id) for env_id in range(NUM_ENVS)]
     history: list[Any] = [tuple(env.reset(seed=SEED + env_id)[0] for env_id, env in enumerate(envs))]
     for step in range(steps):
         observed, rewarded = [], []
-        for env, given in zip(envs, actions(step), strict=True):
-            observations, rewards, *_ = env.step(given)
+        for env, env_actions in zip(envs, actions(step), strict=True):
+            observations, rewards, *_ = env.step(env_actions)
             if not env.agents:
                 observations = env.reset()[0]
             observed.append(observations)

@@ -1,4 +1,4 @@
-"""Mains of the worker processes that the tests of the launchers start, by what `TARGET` says."""
+"""Main functions of worker processes for the tests of launchers, selected by the variable `TARGET`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _segfaults(index: int, fds: list[int]) -> None:
 
 
 def _has_children(index: int, fds: list[int]) -> None:
-    """One in its own group, and others that left it: by fork alone, by executing a program, with no environment."""
+    """Start one child in its own group, and others outside: by fork, by exec, and without environment variables."""
     plain = subprocess.Popen(SLEEPER).pid
     executed = subprocess.Popen(SLEEPER, start_new_session=True).pid
     cleared = subprocess.Popen(SLEEPER, start_new_session=True, env={}).pid

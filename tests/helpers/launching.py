@@ -1,7 +1,4 @@
-"""What the tests of the launchers share: a launcher with all that it needs.
-
-What its workers do is in `launch_targets`.
-"""
+"""Helpers for the tests of launchers. The main functions of their workers are in `launch_targets`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from marl_parallel.backends.memory import Block, Semaphore
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="these launchers are Linux's")
 
 
-class Stage:
+class LauncherHarness:
     """A launcher, the semaphore it posts, and a pipe that workers write to."""
 
     def __init__(self, context: str, limit: int | None = 1) -> None:
@@ -31,7 +28,7 @@ class Stage:
         self.processes: dict[int, WorkerProcess] = {}  # by process id; not those whose death was reported
         self.dead: dict[int, WorkerProcess] = {}
         read_end, self.write_end = os.pipe()
-        self.said = os.fdopen(read_end)
+        self.pipe = os.fdopen(read_end)
 
     def launch(self, target: str, index: int = 0) -> int:
         with pytest.MonkeyPatch.context() as patch:
@@ -41,11 +38,11 @@ class Stage:
         self.processes[process.pid] = process
         return process.pid
 
-    def hear(self) -> Any:
-        return json.loads(self.said.readline())
+    def receive(self) -> Any:
+        return json.loads(self.pipe.readline())
 
     def death(self) -> tuple[int, int]:
-        """The next death, which the semaphore announces."""
+        """The next death, announced by the semaphore."""
         assert self.wake.take(timeout=10)
         return wait_for(self.deaths)[0]
 
@@ -76,7 +73,7 @@ class Stage:
     def close(self) -> None:
         self.launcher.close()
         self.block.close_fd()
-        self.said.close()
+        self.pipe.close()
         os.close(self.write_end)
 
 

@@ -1,4 +1,4 @@
-"""What a process holds and what it has left where others see it: processes, threads, descriptors, memory, files."""
+"""Resources of this process: processes, threads, descriptors, memory, files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import psutil
 
 
-class Held(NamedTuple):
-    """What this process has, and what it has put where others see it."""
+class HeldResources(NamedTuple):
+    """The resources of this process, including files that others can see."""
 
     processes: set[int]
     threads: set[str]
@@ -23,7 +23,7 @@ class Held(NamedTuple):
     temporary: set[str]
 
     @classmethod
-    def now(cls) -> Held:
+    def now(cls) -> HeldResources:
         gc.collect()
         me = psutil.Process()
         return cls(
@@ -37,7 +37,7 @@ class Held(NamedTuple):
 
 
 def open_descriptors() -> list[str]:
-    """Without the one by which the listing is read."""
+    """Without the descriptor that reads the list."""
     with os.scandir("/proc/self/fd") as entries:
         names = [entry.name for entry in entries]
     return [name for name in names if os.path.lexists(f"/proc/self/fd/{name}")]

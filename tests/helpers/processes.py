@@ -1,4 +1,4 @@
-"""Which processes live, and waiting for them to end."""
+"""Liveness of processes, and waiting for their end."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def wait_for(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
 
 
 def workers(notes: Path) -> set[int]:
-    """The processes, but for this one, in which environments of `failing` were started with these notes."""
+    """The other processes in which environments of `failing` were started with these notes."""
     return {int(path.read_text()) for path in notes.glob("started-*")} - {os.getpid()}

@@ -1,4 +1,4 @@
-"""Ray clusters on this machine: one node that most tests share, or several, and at most one of the two at a time."""
+"""Ray clusters on this machine: one node that most tests share, or several nodes; at most one cluster at a time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _DEATHS_SEEN_SOON = {
 }
 
 
-class Grounds:
-    """What is there, and connected to, is left as it is until something else is asked for."""
+class RayClusters:
+    """Keeps the current cluster until a different one is requested."""
 
     def __init__(self) -> None:
         self._connected = False
@@ -29,14 +29,14 @@ class Grounds:
     def one_node(self) -> None:
         """A node with eight CPUs."""
         if not self._connected or not ray.is_initialized():
-            self.nothing()
+            self.shut_down()
             ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, _system_config=_QUIET)
             self._connected = ray_backend.connect(None)  # so that its node monitors stay, too
 
     def three_nodes(self) -> Any:
-        """A cluster of three nodes, and a head that takes no actors."""
+        """A cluster of three nodes, and a head without actors."""
         if self._cluster is None:
-            self.nothing()
+            self.shut_down()
             config = {**_QUIET, **_DEATHS_SEEN_SOON}
             self._cluster = Cluster(
                 initialize_head=True,
@@ -49,8 +49,8 @@ class Grounds:
         self._cluster.wait_for_nodes()
         return self._cluster
 
-    def nothing(self) -> None:
-        """Nothing at all."""
+    def shut_down(self) -> None:
+        """Shut down the current cluster."""
         if self._connected:
             ray_backend.disconnect()
             self._connected = False
@@ -59,4 +59,4 @@ class Grounds:
             self._cluster.shutdown()
             self._cluster = None
 
-    close = nothing
+    close = shut_down

@@ -1,8 +1,8 @@
-"""Runs a simulator that somebody else has written, as `ParallelEnv` and as a plain loop, and keeps what it returns.
+"""Runs a third-party simulator in `ParallelEnv` and in a plain loop, and saves the results.
 
 A script begins with the simulator's own lines, defines `make` and ends with `real_simulators.main(make)`; see `script`.
-Run as `script.py OUT plain 0,1` it steps environments 0 and 1 in a plain loop (`reference.Copy`, which shares no code
-with the package) and pickles everything into OUT; as `script.py OUT process` or `script.py OUT serial` it does the same
+Run as `script.py OUT plain 0,1` it steps environments 0 and 1 in a plain loop (`reference.ReferenceEnv`, sharing no
+code with the package) and pickles the results into OUT; `script.py OUT process` and `script.py OUT serial` do the same
 with `ParallelEnv`. Both choose actions with `Actor`.
 """
 
@@ -34,17 +34,17 @@ GROUPS = ("0,1", "2,3")
 """The environments that share a worker, where two workers share four."""
 
 Choose = Callable[[Sequence[Any], np.random.Generator], Mapping[Any, Any]]
-"""The actions of one environment, of those who act."""
+"""Chooses the actions of one environment for its acting agents."""
 
 
 class Rollout(NamedTuple):
-    """What environments returned, by environment.
+    """The results of environments.
 
     Attributes:
-        resets: (observations, infos) of the first reset.
-        steps: (observations, rewards, terminateds, truncateds, infos) of each step.
-        ends: In how many steps each environment's episode was over.
-        seconds: How long the steps took.
+        resets: (observations, infos) of the first reset, by environment.
+        steps: (observations, rewards, terminateds, truncateds, infos) of each step, by environment.
+        ends: The number of steps in which each environment's episode was over.
+        seconds: The time of all steps.
     """
 
     resets: list[tuple[Any, ...]]
@@ -57,9 +57,9 @@ class Actor:
     """Draws legal random actions for one environment: the same ones for the same observations.
 
     Args:
-        env_id: Which environment, so that each one sees other actions.
-        space_of: The action space of an agent, or None if it declares none.
-        choose: Chooses the actions, if not random ones from the action spaces.
+        env_id: The environment; each one gets different actions.
+        space_of: Returns the action space of an agent, or None.
+        choose: Chooses the actions; None for random ones from the action spaces.
     """
 
     def __init__(self, env_id: int, space_of: Callable[[Any], Any], choose: Choose | None) -> None:
@@ -80,7 +80,7 @@ class Actor:
 
 
 def masks_of(observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The action masks in what a plain loop's environment returned, by agent."""
+    """The action masks in the results of a plain loop, by agent."""
     masks = {}
     for agent, observation in observations.items():
         info = infos.get(agent, {})
@@ -107,8 +107,8 @@ class TupleAsDict(gymnasium.Env):
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         # Agents whose part of the episode is over get the first action.
-        given = tuple(actions.get(agent, 0) for agent in self.possible_agents)
-        observations, rewards, terminateds, truncateds, info = self.env.step(given)
+        inputs = tuple(actions.get(agent, 0) for agent in self.possible_agents)
+        observations, rewards, terminateds, truncateds, info = self.env.step(inputs)
         terminateds, truncateds = self._shared_or_not(terminateds), self._shared_or_not(truncateds)
         over = all(terminateds[agent] or truncateds[agent] for agent in self.possible_agents)
         all_terminated, all_truncated = all(terminateds.values()), all(truncateds.values())
@@ -134,7 +134,7 @@ class TupleAsDict(gymnasium.Env):
 
 
 class SharedFlags(gymnasium.Env):
-    """A simulator with dict spaces that has one flag for all agents, and takes a list of actions, as VMAS does."""
+    """Converts a simulator with dict spaces, one flag for all agents and lists of actions, such as VMAS."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -155,7 +155,7 @@ class SharedFlags(gymnasium.Env):
 
 
 def plain(env: Any) -> Any:
-    """A simulator as `reference` knows it."""
+    """Convert a simulator to a form that `reference` supports."""
     if isinstance(getattr(env, "action_space", None), spaces.Tuple):
         return TupleAsDict(env)
     if type(env).__module__.startswith("vmas."):
@@ -167,7 +167,7 @@ def plain(env: Any) -> Any:
 
 def plain_rollout(make: Callable[..., Any], env_ids: Sequence[int], batches: int, choose: Choose | None) -> Rollout:
     """Step environments in a plain loop, one after the other."""
-    copies = [reference.Copy(Plain(make), i, SEED + i, AutoresetMode.SAME_STEP) for i in env_ids]
+    copies = [reference.ReferenceEnv(PlainConstructor(make), i, SEED + i, AutoresetMode.SAME_STEP) for i in env_ids]
     actors = [
         Actor(i, lambda agent, one=one: one.space("action_space", agent), choose)
         for i, one in zip(env_ids, copies, strict=True)
@@ -188,8 +188,8 @@ def plain_rollout(make: Callable[..., Any], env_ids: Sequence[int], batches: int
     return Rollout(resets, steps, [ends(of_one) for of_one in steps], seconds)
 
 
-class Plain:
-    """The constructor of a simulator as `reference` knows it, with the original's signature."""
+class PlainConstructor:
+    """The constructor of a simulator for `reference`, with the original's signature."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = self.__wrapped__ = make
@@ -219,8 +219,8 @@ def parallel_rollout(
         steps: list[list[tuple[Any, ...]]] = [[] for _ in actors]
         begun = time.perf_counter()
         for _ in range(batches):
-            given = zip(actors, env.acting, env.action_masks, strict=True)
-            last = env.step([actor.act(acting, masks) for actor, acting, masks in given])
+            inputs = zip(actors, env.acting, env.action_masks, strict=True)
+            last = env.step([actor.act(acting, masks) for actor, acting, masks in inputs])
             for of_one, transition in zip(steps, zip(*last, strict=True), strict=True):
                 of_one.append(transition)
         seconds = time.perf_counter() - begun
@@ -238,12 +238,12 @@ def main(
     num_envs: int = NUM_ENVS,
     **arguments: Any,
 ) -> None:
-    """Do what the command line says.
+    """Run as the command line says.
 
     Args:
         make: Makes an environment; it may take a seed.
         batches: The number of steps of all environments.
-        choose: Chooses the actions, if not random ones from the action spaces.
+        choose: Chooses the actions; None for random ones from the action spaces.
         num_envs: The number of environments of `ParallelEnv`.
         arguments: Further arguments of `ParallelEnv`.
     """
@@ -256,7 +256,7 @@ def main(
 
 
 def simplified(value: Any) -> Any:
-    """The same with nothing but dicts, tuples, lists, arrays, numbers and text, and the names of other types."""
+    """The same with only dicts, tuples, lists, arrays, numbers and text, and the names of other types."""
     if isinstance(value, dict):
         return {key: simplified(item) for key, item in value.items()}
     if type(value) in (tuple, list):
@@ -273,15 +273,15 @@ def simplified(value: Any) -> Any:
     return (type(value).__qualname__, repr(value))
 
 
-# -- scripts and what they give ----------------------------------------------------------------------------------------
+# -- scripts and their results ----------------------------------------------------------------------------------------
 
 
 def script(setup: str, make: str, options: str = "") -> str:
     """The text of a script for a simulator.
 
     Args:
-        setup: Lines as its README begins with.
-        make: The expression that makes an environment, as its README has it.
+        setup: The first lines of its README's example.
+        make: The README's expression that makes an environment.
         options: Further arguments of `main`.
     """
     call = f"from helpers import real_simulators\nreal_simulators.main(make, {options})"
@@ -295,8 +295,8 @@ def rollouts(
 
     Args:
         text: The script.
-        folder: Where it runs.
-        runs: Its arguments; what comes after a second space only tells equal runs apart.
+        folder: The working directory.
+        runs: Its arguments; text after a second space only distinguishes equal runs.
         variables: Environment variables.
     """
     file = folder / "script.py"
@@ -315,14 +315,14 @@ def _rollout(file: Path, run: str, variables: Mapping[str, str]) -> Rollout:
     return Rollout(*pickle.loads(out.read_bytes()))
 
 
-def together(*groups: Rollout) -> Rollout:
-    """Rollouts of some environments each as one of all."""
+def merged(*groups: Rollout) -> Rollout:
+    """Merge rollouts of some environments each into one of all."""
     resets, steps, ends = ([item for group in groups for item in group[part]] for part in range(3))
     return Rollout(resets, steps, ends, sum(group.seconds for group in groups))
 
 
 def assert_equal(actual: Rollout, expected: Rollout, name: str) -> None:
-    """Fail with the place of the first difference."""
+    """Fail with the path of the first difference."""
     for env_id, (one, other) in enumerate(zip(actual.resets, expected.resets, strict=True)):
         assert_same(one, other, f"{name}: reset of environment {env_id}")
     for number in range(len(expected.steps[0])):
@@ -331,7 +331,7 @@ def assert_equal(actual: Rollout, expected: Rollout, name: str) -> None:
 
 
 def structure(value: Any) -> Any:
-    """The keys, types and shapes of what was returned."""
+    """The keys, types and shapes of a value."""
     if isinstance(value, dict):
         return {key: structure(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
@@ -342,7 +342,7 @@ def structure(value: Any) -> Any:
 
 
 def report(name: str, of: Mapping[str, Rollout]) -> None:
-    """Print how long it took; `pytest -rP` shows it."""
+    """Print the times; `pytest -rP` shows them."""
     seconds = ", ".join(f"{run} {rollout.seconds:.1f} s" for run, rollout in of.items())
     first = next(iter(of.values()))
     print(f"{name}: {len(first.steps[0])} batches, episode ends {first.ends}; {seconds}")

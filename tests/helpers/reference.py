@@ -1,7 +1,7 @@
-"""The plainest loop that gives what the package must give; it shares no code with the package.
+"""The reference: a plain loop with the results that the package must have; it shares no code with the package.
 
 Section 2 of the design in straightforward code on native environments: no workers, no memory, no speed. The
-environments themselves are in `deterministic`, the equality that is asked for in `comparison`.
+environments are in `deterministic`, the comparison in `comparison`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TUPLE_AGENTS = ["agent_0", "agent_1", "agent_2"]
 
 
 def cast(space: gymnasium.Space[Any] | None, value: Any) -> Any:
-    """A deep copy of `value` whose arrays have the dtypes that `space` asks for."""
+    """A deep copy of `value` whose arrays have the dtypes of `space`."""
     if isinstance(space, spaces.Box | spaces.MultiBinary | spaces.MultiDiscrete) and value is not None:
         return np.array(value, dtype=space.dtype)
     if isinstance(space, spaces.Dict) and isinstance(value, Mapping):
@@ -36,14 +36,14 @@ def cast(space: gymnasium.Space[Any] | None, value: Any) -> Any:
 
 
 def keywords_of(function: Constructor, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the `offered` arguments that the signature of `function` names."""
+    """The `offered` arguments that the signature of `function` names."""
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     return {p.name: offered[p.name] for p in parameters if p.name in offered and p.kind in by_keyword}
 
 
-class Copy:
-    """One environment, and what the design says a step of it means."""
+class ReferenceEnv:
+    """One environment with the design's semantics of a step."""
 
     def __init__(self, constructor: Constructor, index: int, seed: int, mode: AutoresetMode) -> None:
         self.mode = mode
@@ -64,7 +64,7 @@ class Copy:
         self.flags = (False, False)
 
     def space(self, which: str, agent: Any) -> gymnasium.Space[Any] | None:
-        """The observation or action space of an agent, None if it declares none."""
+        """The observation or action space of an agent; None if it declares none."""
         declared = getattr(self.env, which)
         if self.tuples:
             return declared[TUPLE_AGENTS.index(agent)] if isinstance(declared, spaces.Tuple) else declared
@@ -80,17 +80,17 @@ class Copy:
 
     @property
     def acting(self) -> list[Any]:
-        """Who should act next."""
+        """The agents that act next."""
         if self.turn_based:
             return [self.env.aec_env.agent_selection] if self.env.agents else []
         return [agent for agent in self.observations if agent in self.seen - self.dead]
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
-        """Begin an episode; the first one has the environment's own seed unless another is given."""
+        """Start an episode; the first one uses the environment's own seed unless another is passed."""
         offered = {"seed": self.first_seed if seed is None else seed, "options": copy.deepcopy(options)}
         self.first_seed = None
-        given = {key: value for key, value in offered.items() if value is not None}
-        observations, infos = self.env.reset(**keywords_of(self.env.reset, given))
+        passed = {key: value for key, value in offered.items() if value is not None}
+        observations, infos = self.env.reset(**keywords_of(self.env.reset, passed))
         if self.single:
             observations, infos = {"agent_0": observations}, {"agent_0": infos}
         if self.tuples:
@@ -107,7 +107,7 @@ class Copy:
         return {a: cast(self.space("observation_space", a), value) for a, value in observations.items()}
 
     def step(self, actions: Mapping[Any, Any]) -> tuple[dict, dict, dict, dict, dict]:
-        """One step with whatever the mode makes of the end of an episode."""
+        """One step, with the mode's handling of episode ends."""
         if self.over and self.mode is AutoresetMode.NEXT_STEP:
             observations, infos = self.reset()
             unfinished = {**dict.fromkeys(observations, False), "__all__": False}
@@ -127,18 +127,20 @@ class Copy:
         return observations, rewards, terminateds, truncateds, infos
 
     def cast_vector(self, agent: Any, reward: Any) -> Any:
-        """A vector reward has the dtype that the environment declares for it."""
+        """A vector reward gets the declared dtype."""
         space_of = getattr(getattr(self.env, "aec_env", self.env), "reward_space", None)
         if isinstance(reward, np.ndarray) and reward.ndim and callable(space_of):
             return reward.astype(space_of(agent).dtype)
         return reward
 
     def native_step(self, actions: Mapping[Any, Any]) -> tuple[dict, dict, dict, dict, dict]:
-        """One step of the environment itself, with `__all__` by the rules it follows."""
-        given = actions if self.dict_rules else {agent: actions[agent] for agent in self.acting}
-        given = {agent: cast(self.space("action_space", agent), action) for agent, action in given.items()}
+        """One step of the environment itself, with `__all__` by its rules."""
+        passed = actions if self.dict_rules else {agent: actions[agent] for agent in self.acting}
+        passed = {agent: cast(self.space("action_space", agent), action) for agent, action in passed.items()}
         alive_before = self.seen - self.dead
-        results = self.tuple_step(given) if self.tuples else self.env.step(given["agent_0"] if self.single else given)
+        results = (
+            self.tuple_step(passed) if self.tuples else self.env.step(passed["agent_0"] if self.single else passed)
+        )
         if self.single:
             results = tuple({"agent_0": result} for result in results)
         if len(results) == 4:
@@ -166,9 +168,9 @@ class Copy:
         self.flags = bool(terminateds["__all__"]), bool(truncateds["__all__"])
         return copy.deepcopy(self.observations), rewards, terminateds, truncateds, infos
 
-    def tuple_step(self, given: Mapping[Any, Any]) -> tuple[dict, ...]:
-        """One step of a tuple environment: an agent that is over and not given an action does nothing, which is 0."""
-        actions = [given.get(agent, 0) for agent in TUPLE_AGENTS]
+    def tuple_step(self, passed: Mapping[Any, Any]) -> tuple[dict, ...]:
+        """One step of a tuple environment: a finished agent without an action gets 0, which does nothing."""
+        actions = [passed.get(agent, 0) for agent in TUPLE_AGENTS]
         sequence = tuple if isinstance(self.env.action_space, spaces.Tuple) else list
         *results, infos = self.env.step(sequence(actions))
         shared = [None if isinstance(result, list | tuple | np.ndarray) else [result] * 3 for result in results]
@@ -177,23 +179,23 @@ class Copy:
 
 
 def tuple_infos(infos: Any) -> dict[str, Any]:
-    """Infos of a tuple environment: one for each agent, or one for all of them."""
+    """Infos of a tuple environment: one for each agent, or one for all."""
     if isinstance(infos, list):
         return dict(zip(TUPLE_AGENTS, infos, strict=True))
     return {**{agent: {} for agent in TUPLE_AGENTS}, **({"__common__": infos} if infos else {})}
 
 
 class Reference:
-    """What `ParallelEnv(constructors, mode, seed)` must be equal to."""
+    """The reference of `ParallelEnv(constructors, mode, seed)`."""
 
     def __init__(self, constructors: Sequence[Constructor], mode: AutoresetMode, seed: int) -> None:
-        self.copies = [Copy(make, index, seed + index, mode) for index, make in enumerate(constructors)]
+        self.copies = [ReferenceEnv(make, index, seed + index, mode) for index, make in enumerate(constructors)]
 
     @property
     def acting(self) -> tuple[list[Any], ...]:
         return tuple(one.acting for one in self.copies)
 
-    def chosen(self, env_ids: Sequence[int] | None) -> list[Copy]:
+    def chosen(self, env_ids: Sequence[int] | None) -> list[ReferenceEnv]:
         return self.copies if env_ids is None else [self.copies[index] for index in env_ids]
 
     def reset(

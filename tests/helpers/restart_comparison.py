@@ -1,4 +1,4 @@
-"""The package and the reference of `restart_reference` side by side, while simulators break."""
+"""The package compared with `restart_reference` while simulators fail."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from simulators.deterministic import Hunt, Skirmish
 from simulators.every_space import draw
 
 from helpers.comparison import spoil
-from helpers.reference import Copy
-from helpers.restart_reference import World, assert_acting, assert_as_told
+from helpers.reference import ReferenceEnv
+from helpers.restart_reference import RestartReference, assert_acting, assert_same_with_reports
 from helpers.setups import Setup
 from marl_parallel import ParallelEnv, ParallelEnvError, RestartPolicy
 
@@ -31,31 +31,31 @@ SIMULATORS: dict[str, Callable[..., Any]] = {
 
 @functools.cache
 def _agents(make: Callable[..., Any]) -> list[tuple[Any, Any]]:
-    one = Copy(make, 0, 0, AutoresetMode.SAME_STEP)
+    one = ReferenceEnv(make, 0, 0, AutoresetMode.SAME_STEP)
     return [(agent, one.space("action_space", agent)) for agent in one.env.possible_agents]
 
 
 def actions_for(make: Callable[..., Any], rng: np.random.Generator) -> dict[Any, Any]:
-    """One for every agent there may be: who acts after a restart is not looked at."""
+    """An action for every possible agent, since the acting agents after a restart are not compared."""
     return {agent: draw(space, rng) for agent, space in _agents(make)}
 
 
-class Play:
-    """One `ParallelEnv` on its way, in lockstep with a `World`.
+class RestartComparison:
+    """A `ParallelEnv` in lockstep with a `RestartReference`.
 
     Args:
-        env: The package's, which restarts.
+        env: The `ParallelEnv`, which restarts environments.
         world: The reference.
-        make: Makes the simulators.
-        mode: Of both.
-        seed: Of the actions.
-        views: Whether what comes lies in the block, and is not to be spoiled.
+        make: The constructor of the simulators.
+        mode: The auto-reset mode of both.
+        seed: The seed of the actions.
+        views: Whether results are views, which must not be overwritten.
     """
 
     def __init__(
         self,
         env: ParallelEnv,
-        world: World,
+        world: RestartReference,
         make: Callable[..., Any],
         mode: AutoresetMode,
         *,
@@ -89,15 +89,15 @@ class Play:
         return expected
 
     def settle(self) -> None:
-        """Have idle ones built anew before the next step: else it would be chance which of the two comes first."""
+        """Restart idle environments before the next step; otherwise the order of the two would be random."""
         for _ in range(100):
-            with contextlib.suppress(ParallelEnvError):  # a worker that dies of a restart cannot be asked
+            with contextlib.suppress(ParallelEnvError):  # a worker may die during the restart
                 assert self.env.seed() == self.world.seeds
                 return
         raise AssertionError("always something else")
 
     def go(self, steps: int, parts: bool = True) -> None:
-        """Reset all, then step; now and then some only, and reset what is over where nothing else does."""
+        """Reset all, then step; sometimes only some, and reset finished environments in DISABLED mode."""
         self.reset()
         for _ in range(steps):
             some = [2, 0] if parts and self.time % 5 == 3 else None
@@ -107,21 +107,21 @@ class Play:
                 self.reset(over[::-1])
 
     def check_counts(self) -> None:
-        """What is counted, and which seeds are told, are what has happened."""
+        """Check the restart counts and the seeds."""
         stats = self.env.stats()
         assert stats.restarts == sum(self.world.restarts)
         assert [worker.restarts for worker in stats.workers] == self.world.restarts_of_workers()
         assert self.env.seed() == self.world.seeds
 
     def _compare(self, actual: tuple[Any, ...], expected: tuple[Any, ...], path: str) -> None:
-        assert_as_told(actual, expected, path)
+        assert_same_with_reports(actual, expected, path)
         assert_acting(self.env, self.world, path)
         if not self.views:
-            spoil(actual)  # nobody needs it any more
+            spoil(actual)  # not used any more
 
 
-def many(first: str, second: str) -> Fates:
-    """One life after the other, cut off in all places, by two ways to break; only environment 0 is spared."""
+def many_fates(first: str, second: str) -> Fates:
+    """Lives that end in every method with two kinds of faults; only environment 0 has none."""
     return {
         (1, 0): Fate(first, "step", 4),
         (1, 1): Fate(second, "step", 2),
@@ -136,12 +136,14 @@ def many(first: str, second: str) -> Fates:
     }
 
 
-def play(build, setup: Setup, name: str, mode: AutoresetMode, fates: Fates, steps: int = 40, **more) -> Play:
-    """Both side by side, to the end; every restart that is due must have happened."""
+def play(
+    build, setup: Setup, name: str, mode: AutoresetMode, fates: Fates, steps: int = 40, **more
+) -> RestartComparison:
+    """Run both to the end; every scheduled restart must have happened."""
     make = SIMULATORS[name]
     env = build([crashing(make, fates)] * 4, setup, mode, on_error="restart", restart_policy=OFTEN, **more)
-    world = World(make, 4, setup.num_workers, mode, fates)
-    going = Play(env, world, make, mode, views=not more.get("copy", True))
+    world = RestartReference(make, 4, setup.num_workers, mode, fates)
+    going = RestartComparison(env, world, make, mode, views=not more.get("copy", True))
     going.go(steps)
     going.check_counts()
     env.close()

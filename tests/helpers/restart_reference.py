@@ -1,11 +1,11 @@
-"""What `on_error="restart"` must make of simulators that break: the reference, with fates, and workers that fall.
+"""The reference of `on_error="restart"`, with scheduled faults and workers that die.
 
-Section 2, point 6 of the design in straightforward code, on top of `reference`; it shares no code with the package.
-Nothing breaks here: where a fate says that something would, what the design says of it is worked out instead.
+Section 2, point 6 of the design in straightforward code on top of `reference`; it shares no code with the package.
+Nothing fails here: at a scheduled fault, the results that the design requires are computed.
 
-Where the design is silent, this is what is taken for meant: a restart counts when it begins, also when its worker dies
-before it gets to it; what an idle environment has to say of two restarts in a row is about the first of them; and
-where an environment has an info `__common__` of its own, the mark is added to it.
+Assumptions where the design does not say: a restart counts when it begins, also if its worker dies before it runs; the
+mark of an idle environment after two restarts describes the first; and the mark is merged into an info `__common__` of
+the environment's own.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gymnasium.vector import AutoresetMode
-from simulators.crashing import RAISED, SEED, WAYS, Fate, Fates, seed_of
+from simulators.crashing import FAULT_KINDS, RAISED, SEED, Fate, Fates, seed_of
 
 from helpers.comparison import assert_same
-from helpers.reference import Copy
+from helpers.reference import ReferenceEnv
 
 SAME_STEP = AutoresetMode.SAME_STEP
 Dicts = tuple[dict[Any, Any], ...]
 
 
-class Struck(Exception):
-    """Here it would break."""
+class FaultDue(Exception):
+    """A fault is due here."""
 
     def __init__(self, fate: Fate) -> None:
         super().__init__(fate)
         self.fate = fate
 
 
-class Life(Copy):
+class Life(ReferenceEnv):
     """One life of an environment.
 
     Attributes:
-        unused: It has not been reset yet, and takes the place of one that was cut off.
-        last: What its latest step itself had to say.
+        unused: Not reset yet, in place of a life that was interrupted.
+        last: The environment's own results of its latest step.
     """
 
     def __init__(self, make: Callable[..., Any], index: int, seed: int, mode: AutoresetMode, fate: Fate | None) -> None:
@@ -50,7 +50,7 @@ class Life(Copy):
     def _come_to(self, place: str) -> None:
         if self._fate is not None and self._fate.place == place:
             if self._left == 0:
-                raise Struck(self._fate)
+                raise FaultDue(self._fate)
             self._left -= 1
 
     @property
@@ -78,13 +78,13 @@ class Life(Copy):
         return result
 
 
-class Story(NamedTuple):
-    """What an environment was doing when its life ended.
+class Interrupted(NamedTuple):
+    """The interrupted call of a life.
 
     Attributes:
         kind: "step", "auto-reset" or "reset".
-        dicts: What is told of it; empty for a reset.
-        word: What the report must say.
+        dicts: The results to return; empty for a reset.
+        word: A part of the expected report.
     """
 
     kind: str
@@ -92,12 +92,12 @@ class Story(NamedTuple):
     word: str
 
 
-class World:
-    """What `ParallelEnv([crashing(make, fates)] * count, mode, on_error="restart", num_workers=workers)` must equal.
+class RestartReference:
+    """The reference of `ParallelEnv([crashing(make, fates)] * count, mode, on_error="restart", num_workers=workers)`.
 
     Attributes:
-        restarts: Of each environment so far.
-        acting: Who should act next in each, as the caller knows it; None where the design leaves it open.
+        restarts: The number of restarts of each environment so far.
+        acting: The agents that act next in each environment; None if the design does not define them.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class World:
         self._lives = [Life(make, i, base + i, mode, fates.get((i, 0))) for i in range(count)]
         self._known: list[dict[Any, Any]] = [{} for _ in range(count)]
         self._begun = [False] * count
-        self._marks: dict[int, tuple[Story, Dicts, list[Any] | None]] = {}
+        self._marks: dict[int, tuple[Interrupted, Dicts, list[Any] | None]] = {}
         self.acting: list[list[Any] | None] = [[] for _ in range(count)]
 
     @property
@@ -126,49 +126,49 @@ class World:
             life.env.close()
 
     def reset(self, env_ids: Sequence[int] | None = None) -> tuple[Any, ...]:
-        """Observations and infos."""
+        """Returns observations and infos."""
         results = self._have_done("reset", dict.fromkeys(self._ids(env_ids)))
         return tuple(zip(*((dicts[0], dicts[4]) for dicts in results.values()), strict=True))
 
     def step(self, actions: Sequence[Any], env_ids: Sequence[int] | None = None) -> tuple[Any, ...]:
-        """Five tuples of dicts."""
+        """Returns five tuples of dicts."""
         results = self._have_done("step", dict(zip(self._ids(env_ids), actions, strict=True)))
         return tuple(zip(*results.values(), strict=True))
 
     def _ids(self, env_ids: Sequence[int] | None) -> list[int]:
         return list(range(len(self._lives))) if env_ids is None else list(env_ids)
 
-    def _have_done(self, method: str, given: Mapping[int, Any]) -> dict[int, Dicts]:
+    def _have_done(self, method: str, calls: Mapping[int, Any]) -> dict[int, Dicts]:
         done: dict[int, tuple[Dicts, list[Any] | None]] = {}
         for share in self._shares:
-            self._work(share, method, {i: given[i] for i in given if i in share}, done)
-        for i in given:
+            self._work(share, method, {i: calls[i] for i in calls if i in share}, done)
+        for i in calls:
             self.acting[i] = done[i][1]
-        return {i: copy.deepcopy(done[i][0]) for i in given}
+        return {i: copy.deepcopy(done[i][0]) for i in calls}
 
     # -- one worker ------------------------------------------------------------------------------------------------
 
-    def _work(self, share: range, method: str, given: Mapping[int, Any], done: dict[int, Any]) -> None:
+    def _work(self, share: range, method: str, calls: Mapping[int, Any], done: dict[int, Any]) -> None:
         todo = []
-        for i in given:
+        for i in calls:
             if method == "step" and i in self._marks:
                 done[i] = self._marks.pop(i)[1:]
             else:
                 todo.append(i)
-        ended: dict[int, Story] = {}
+        ended: dict[int, Interrupted] = {}
         for place, i in enumerate(todo):
             try:
-                done[i] = self._live(i, method, given[i])
-            except Struck as struck:
-                ended[i] = self._story(i, method, struck.fate, in_reset=struck.fate.place == "reset")
+                done[i] = self._live(i, method, calls[i])
+            except FaultDue as struck:
+                ended[i] = self._interruption_of(i, method, struck.fate, in_reset=struck.fate.place == "reset")
                 self.restarts[i] += 1
-                if struck.fate.way not in RAISED:
+                if struck.fate.fault not in RAISED:
                     self.restarts[i] -= 1  # counted with the others
-                    ended.update({j: self._story(j, method, struck.fate) for j in todo[place + 1 :]})
-                    self._fall(share, ended, struck.fate)
-                    self._build(share, [*share], ended, given, done)
+                    ended.update({j: self._interruption_of(j, method, struck.fate) for j in todo[place + 1 :]})
+                    self._end_worker(share, ended, struck.fate)
+                    self._build(share, [*share], ended, calls, done)
                     return
-        self._build(share, [*ended], ended, given, done)
+        self._build(share, [*ended], ended, calls, done)
 
     def _live(self, i: int, method: str, actions: Any) -> tuple[Dicts, list[Any] | None]:
         life = self._lives[i]
@@ -187,50 +187,57 @@ class World:
             return None if life.dict_rules else []
         return life.acting
 
-    def _story(self, i: int, method: str, fate: Fate, in_reset: bool = False) -> Story:
-        """What is told of an environment that was in flight."""
-        word = WAYS[fate.way].word
+    def _interruption_of(self, i: int, method: str, fate: Fate, in_reset: bool = False) -> Interrupted:
+        """The interruption of an environment in flight."""
+        word = FAULT_KINDS[fate.fault].word
         if method == "reset" or (in_reset and self._mode is not SAME_STEP):
-            return Story("reset", (), word)
+            return Interrupted("reset", (), word)
         if in_reset:
-            return Story("auto-reset", marked(self._lives[i].last, word), word)
-        return Story("step", self._cut_off(i, word), word)
+            return Interrupted("auto-reset", marked(self._lives[i].last, word), word)
+        return Interrupted("step", self._cut_off(i, word), word)
 
     def _cut_off(self, i: int, word: str) -> Dicts:
         alive = self._lives[i].alive
         flags = {**dict.fromkeys(alive, False), "__all__": False}, {**dict.fromkeys(alive, True), "__all__": True}
         return marked((copy.deepcopy(self._known[i]), dict.fromkeys(alive, 0.0), *flags, {}), word)
 
-    def _fall(self, share: range, ended: dict[int, Story], fate: Fate) -> None:
-        """The process has ended: whoever is not in flight any more was idle."""
+    def _end_worker(self, share: range, ended: dict[int, Interrupted], fate: Fate) -> None:
+        """End the process: environments that had finished were idle."""
         for i in share:
             self.restarts[i] += 1
             if i not in ended:
-                word = WAYS[fate.way].word
-                ended[i] = self._marks.pop(i)[0] if i in self._marks else Story("step", self._cut_off(i, word), word)
+                word = FAULT_KINDS[fate.fault].word
+                ended[i] = (
+                    self._marks.pop(i)[0] if i in self._marks else Interrupted("step", self._cut_off(i, word), word)
+                )
 
     def _build(
-        self, share: range, queue: list[int], ended: dict[int, Story], given: Mapping[int, Any], done: dict[int, Any]
+        self,
+        share: range,
+        queue: list[int],
+        ended: dict[int, Interrupted],
+        calls: Mapping[int, Any],
+        done: dict[int, Any],
     ) -> None:
         while queue:
             i = queue.pop(0)
             try:
-                dicts, acting = self._bear(i, ended[i], idle=i not in given or i in done)
-            except Struck as struck:
-                if struck.fate.way in RAISED:
+                dicts, acting = self._bear(i, ended[i], idle=i not in calls or i in done)
+            except FaultDue as struck:
+                if struck.fate.fault in RAISED:
                     self.restarts[i] += 1
                     queue.append(i)
                 else:
-                    self._fall(share, ended, struck.fate)
+                    self._end_worker(share, ended, struck.fate)
                     queue = [*share]
                 continue
             story = ended.pop(i)
-            if i in given and i not in done:
+            if i in calls and i not in done:
                 done[i] = dicts, acting
             else:
                 self._marks[i] = story, dicts, acting
 
-    def _bear(self, i: int, story: Story, idle: bool) -> tuple[Dicts, list[Any] | None]:
+    def _bear(self, i: int, story: Interrupted, idle: bool) -> tuple[Dicts, list[Any] | None]:
         n = self.restarts[i]
         life = Life(self._make, i, seed_of(self._base, i, n), self._mode, self._fates.get((i, n)))
         if story.kind == "reset":
@@ -259,7 +266,7 @@ def marked(dicts: Dicts, word: str) -> Dicts:
 
 
 def _continued(dicts: Dicts, observations: dict[Any, Any], reset_infos: dict[Any, Any]) -> Dicts:
-    """The end of the old episode, and the first observations of the new one."""
+    """The end of the old episode with the first observations of the new one."""
     last, rewards, terminateds, truncateds, infos = copy.deepcopy(dicts)
     for agent, value in last.items():
         infos.setdefault(agent, {}).setdefault("final_obs", value)
@@ -269,11 +276,11 @@ def _continued(dicts: Dicts, observations: dict[Any, Any], reset_infos: dict[Any
     return observations, rewards, terminateds, truncateds, infos
 
 
-def assert_as_told(actual: Sequence[Any], expected: Sequence[Any], path: str) -> None:
-    """As `assert_same`; of each report, that it says what it must."""
+def assert_same_with_reports(actual: Sequence[Any], expected: Sequence[Any], path: str) -> None:
+    """As `assert_same`; actual reports must contain the expected words."""
     infos = []
-    for i, (info, wanted) in enumerate(zip(actual[-1], expected[-1], strict=True)):
-        word = wanted.get("__common__", {}).get("error")
+    for i, (info, expected_info) in enumerate(zip(actual[-1], expected[-1], strict=True)):
+        word = expected_info.get("__common__", {}).get("error")
         common = info.get("__common__", {})
         if word is not None and "error" in common:
             assert isinstance(common["error"], str)
@@ -283,6 +290,6 @@ def assert_as_told(actual: Sequence[Any], expected: Sequence[Any], path: str) ->
     assert_same((*actual[:-1], tuple(infos)), tuple(expected), path)
 
 
-def assert_acting(env: Any, world: World, path: str) -> None:
+def assert_acting(env: Any, world: RestartReference, path: str) -> None:
     for i, (acting, expected) in enumerate(zip(env.acting, world.acting, strict=True)):
         assert expected is None or sorted(map(str, acting)) == sorted(map(str, expected)), f"{path}: environment {i}"

@@ -1,7 +1,7 @@
-"""Which simulators are stepped with which actions, and what the reference makes of it.
+"""Scenarios: simulators with their policies, recorded with the reference.
 
-A `Scenario` names constructors and a policy; `record` plays it once against `reference.Reference` and keeps what was
-asked and what came, so that every setup of the package can be asked the same.
+A `Scenario` has constructors and a policy; `record` plays it once with `reference.Reference` and records calls and
+results, so that every setup of the package can repeat them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from simulators.deterministic import Hunt, Recycler, Relay, Skirmish
 from simulators.every_space import EverySpace, draw
 from simulators.tuple_envs import Cooperative, Foraging, Intersection, Pathfinding
 
-from helpers.reference import TUPLE_AGENTS, Copy, Reference
+from helpers.reference import TUPLE_AGENTS, Reference, ReferenceEnv
 
 NUM_ENVS = 4
 SEED = 42
-Policy = Callable[[Copy, np.random.Generator], dict[Any, Any]]
+Policy = Callable[[ReferenceEnv, np.random.Generator], dict[Any, Any]]
 
 
 class Scenario(NamedTuple):
-    """Four copies of a simulator, and how they are played.
+    """Four environments of a simulator, and their policy.
 
     Attributes:
-        name: What pytest calls it.
-        constructors: One per copy.
-        policy: Gives one copy's actions.
-        steps: For how long.
+        name: The name in test ids.
+        constructors: One per environment.
+        policy: Returns the actions of one environment.
+        steps: The number of steps.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Scenario(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One call, and what the reference answered.
+    """One recorded call with the reference's result.
 
     Attributes:
         method: "reset" or "step".
         arguments: The keywords of the call.
-        result: What came of it.
-        acting: Who should act afterwards; None in place of a list where the design leaves it open.
+        result: The result.
+        acting: The agents that act next; None in place of a list if the design does not define them.
     """
 
     method: str
@@ -57,8 +57,8 @@ class Event(NamedTuple):
     acting: tuple[list[Any] | None, ...]
 
 
-def random_actions(copy: Copy, rng: np.random.Generator) -> dict[Any, Any]:
-    """An action for everyone who is to act, now and then also for agents who are not."""
+def random_actions(copy: ReferenceEnv, rng: np.random.Generator) -> dict[Any, Any]:
+    """An action for every acting agent, sometimes also for others."""
     agents = list(copy.acting)
     if copy.tuples and rng.random() < 0.3:
         agents = list(TUPLE_AGENTS)
@@ -71,8 +71,8 @@ def random_actions(copy: Copy, rng: np.random.Generator) -> dict[Any, Any]:
     return actions
 
 
-def legal_actions(copy: Copy, rng: np.random.Generator) -> dict[Any, Any]:
-    """What the action mask allows; nonsense for the one who has to wait."""
+def legal_actions(copy: ReferenceEnv, rng: np.random.Generator) -> dict[Any, Any]:
+    """Actions that the mask allows; nonsense for the agent whose turn it is not."""
     actions = dict.fromkeys(copy.env.possible_agents, 0)
     for agent in copy.acting:
         allowed = np.flatnonzero(copy.observations[agent]["action_mask"])
@@ -80,8 +80,8 @@ def legal_actions(copy: Copy, rng: np.random.Generator) -> dict[Any, Any]:
     return actions
 
 
-def restless(copy: Copy, rng: np.random.Generator) -> dict[Any, Any]:
-    """Knights and archers who walk into the border one after the other."""
+def walk_into_borders(copy: ReferenceEnv, rng: np.random.Generator) -> dict[Any, Any]:
+    """Knights and archers walk into the border one after the other."""
     return {agent: int(rng.choice(6, p=[0.05, 0.9, 0.03, 0.02, 0.0, 0.0])) for agent in copy.acting}
 
 
@@ -121,7 +121,7 @@ def scenario(name: str) -> Scenario:
         "tictactoe": lambda: imported("pettingzoo.classic.tictactoe_v3:env"),
         "cartpole": lambda: [functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=30)] * NUM_ENVS,
     }
-    policies = {"connect_four": legal_actions, "tictactoe": legal_actions, "knights": restless}
+    policies = {"connect_four": legal_actions, "tictactoe": legal_actions, "knights": walk_into_borders}
     steps = {"pistonball": 4, "knights": 90, "zoo": 12, "recycler": 20, "relay": 20, **dict.fromkeys(TUPLES, 20)}
     return Scenario(name, makers[name](), policies.get(name, random_actions), steps.get(name, 50))
 
@@ -134,7 +134,7 @@ REAL = [
 
 @functools.cache
 def record(name: str, mode: AutoresetMode) -> tuple[Event, ...]:
-    """Play a scenario against the reference: whole batches, parts of batches in any order, resets in between."""
+    """Play a scenario with the reference: whole batches, parts of batches in any order, resets in between."""
     chosen = scenario(name)
     rng = np.random.default_rng(7)
     reference = Reference(chosen.constructors, mode, SEED)

@@ -1,4 +1,4 @@
-"""Setups: on which backend, through which memory and on how many workers a test runs, and which of them a run keeps."""
+"""Setups: backend, shared memory and number of workers of a test, and the selection by `--setups`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Setup(NamedTuple):
 
     Attributes:
         backend: The kind of worker; "portable" stands for an instance of `PortableProcessBackend`.
-        shared_memory: Whether values travel through a block of memory, or pickled.
-        num_workers: 1, some, or one per environment of a batch of four.
+        shared_memory: Whether values travel through shared memory, or pickled.
+        num_workers: 1, 2, or 4: one per environment of a batch of four.
     """
 
     backend: str
@@ -50,9 +50,9 @@ def left_out(items: Sequence[pytest.Item], choice: str) -> list[pytest.Item]:
 
 
 def _once(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Each test once per backend: on two workers that start in the default way, through shared memory.
+    """Each test once per backend: two workers with the default start method, shared memory.
 
-    A test that has no such setup keeps the first that it has.
+    A test without such a setup keeps its first one.
     """
     chosen: dict[str, pytest.Item] = {}
     for item in items:

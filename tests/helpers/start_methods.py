@@ -1,15 +1,15 @@
-"""The ways in which worker processes start."""
+"""Start methods of worker processes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 CONTEXTS = ["forkserver", "spawn", "fork"]
-WAYS = [*CONTEXTS, "portable"]
+START_METHODS = [*CONTEXTS, "portable"]
 
 
-def arguments(way: str) -> dict[str, Any]:
-    """What asks a `ParallelEnv` for workers that start in this way."""
+def arguments(start_method: str) -> dict[str, Any]:
+    """The arguments of a `ParallelEnv` whose workers start in this way."""
     from marl_parallel.backends.spawn import PortableProcessBackend
 
-    return {"backend": PortableProcessBackend()} if way == "portable" else {"context": way}
+    return {"backend": PortableProcessBackend()} if start_method == "portable" else {"context": start_method}

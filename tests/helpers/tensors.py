@@ -1,4 +1,4 @@
-"""`TorchRLEnv` stepped beside the core: whether its tensors are the core's dicts."""
+"""`TorchRLEnv` compared with the core: its tensors must equal the core's dicts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from marl_parallel.vector import TorchRLEnv
 
 
 def same_value(actual: Any, space: spaces.Space, place: tuple[int, int], value: Any, path: str) -> None:
-    """The value at one place of a tensordict or tensor is that of a dict; zeros where there is None."""
+    """Check one place of a tensordict or tensor against the value of a dict; zeros for None."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         for key, child in items:
@@ -26,19 +26,19 @@ def same_value(actual: Any, space: spaces.Space, place: tuple[int, int], value: 
     assert_same(np.asarray(actual[place].numpy()), expected, path)
 
 
-def given(space: spaces.Space, value: Any, place: tuple[int, int]) -> Any:
-    """What an action of a tensordict is to the core."""
+def core_action(space: spaces.Space, value: Any, place: tuple[int, int]) -> Any:
+    """The core's form of an action in a tensordict."""
     if isinstance(space, spaces.Dict):
-        return {key: given(child, value.get(str(key)), place) for key, child in space.spaces.items()}
+        return {key: core_action(child, value.get(str(key)), place) for key, child in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(given(child, value.get(str(i)), place) for i, child in enumerate(space.spaces))
+        return tuple(core_action(child, value.get(str(i)), place) for i, child in enumerate(space.spaces))
     number = value[place].numpy()
     if isinstance(space, spaces.Discrete):
         return np.int64(number + space.start)
     return number
 
 
-class Beside:
+class TorchRLComparison:
     """A `TorchRLEnv` and the core, stepped with the same actions.
 
     Attributes:
@@ -65,26 +65,26 @@ class Beside:
             chosen.append({})
             for agent in self.core.acting[i]:
                 group, k = self.places[agent]
-                chosen[-1][agent] = given(self.core.action_space[agent], self.data.get((group, "action")), (i, k))
+                chosen[-1][agent] = core_action(self.core.action_space[agent], self.data.get((group, "action")), (i, k))
         return chosen
 
     def step(self) -> None:
         everywhere = range(self.core.num_envs)
         self.data = self.env.rand_action(self.data)
-        told = self.core.step(self.actions(everywhere))
+        results = self.core.step(self.actions(everywhere))
         data, following = self.env.step_and_maybe_reset(self.data.clone())
-        self.seen = [*told[0]]
+        self.seen = [*results[0]]
         self.check_observations(data["next"])
-        over = self.check_flags(data["next"], everywhere, told)
-        infos = [*told[4]]
+        over = self.check_flags(data["next"], everywhere, results)
+        infos = [*results[4]]
         if over:
             for i, seen, more in zip(over, *self.core.reset(env_ids=over), strict=True):
                 self.seen[i], self.ended[i] = seen, set()
                 infos[i] = {**saying(infos[i])}
                 for key, info in more.items():
                     if info:
-                        told = info if "restarted" in info else {"reset_info": info}
-                        infos[i][key] = {**infos[i].get(key, {}), **told}
+                        results = info if "restarted" in info else {"reset_info": info}
+                        infos[i][key] = {**infos[i].get(key, {}), **results}
         self.check_infos(infos)
         self.check_observations(following)
         self.data = following
@@ -99,10 +99,10 @@ class Beside:
                 assert of_group["mask"][i, k].item() is (agent in acting[i])
                 assert of_group["present"][i, k].item() is (agent in seen)
 
-    def check_flags(self, data: Any, env_ids: Sequence[int], told: Any) -> list[int]:
-        """Rewards and flags; returns where it is over."""
+    def check_flags(self, data: Any, env_ids: Sequence[int], results: Any) -> list[int]:
+        """Check rewards and flags; returns the environments whose episode is over."""
         over = []
-        for i, rewards, terminateds, truncateds in zip(env_ids, *told[1:4], strict=True):
+        for i, rewards, terminateds, truncateds in zip(env_ids, *results[1:4], strict=True):
             roots = terminateds["__all__"], truncateds["__all__"]
             self.flags_are(data, i, *roots)
             for agent, (group, k) in self.places.items():

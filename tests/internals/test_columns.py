@@ -1,4 +1,4 @@
-"""Columns: what is written over several records at once is what would have been written one by one."""
+"""Columns: writing several records at once equals writing them one by one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def samples(declared: list[spaces.Space[Any]], count: int) -> list[Any]:
 
 @pytest.mark.parametrize("span", [range(RECORDS), range(1, 3), range(3, 4)])
 @pytest.mark.parametrize("copy", [True, False])
-def test_written_at_once(declared, span, copy):
+def test_write_at_once(declared, span, copy):
     columns, values, size = columns_of(declared), samples(declared, len(span)), len(declared)
     columns.write_span(*ends(span), values)
     one_by_one = [value for record in span for value in columns.read_span(record, record + 1, copy)]
@@ -61,14 +61,14 @@ def test_written_at_once(declared, span, copy):
     assert len(one_by_one) == size * len(span)
 
 
-def test_written_one_by_one(declared):
+def test_write_one_by_one(declared):
     columns, values, size = columns_of(declared), samples(declared, RECORDS), len(declared)
     for record in range(RECORDS):
         columns.write_span(record, record + 1, values[record * size : (record + 1) * size])
     assert_same(columns.read_span(*ends(range(RECORDS)), True), values)
 
 
-def test_neighbours_are_left_alone(declared):
+def test_neighbours_are_unchanged(declared):
     columns, values, size = columns_of(declared), samples(declared, RECORDS), len(declared)
     columns.write_span(*ends(range(RECORDS)), values)
     columns.write_span(*ends(range(1, 3)), samples(declared, 2))
@@ -105,7 +105,7 @@ def test_scalars_that_do_not_fit(value):
         [np.zeros(3, np.complex64)] * 3,
     ],
 )
-def test_arrays_that_are_not_what_is_declared(values):
+def test_arrays_of_another_form(values):
     with pytest.raises(Mismatch):
         columns_of(SPACES["box"]).write_span(*ends(range(1)), values)
 
@@ -135,14 +135,16 @@ ALL_DTYPES = ["?", *np.typecodes["AllInteger"], *np.typecodes["AllFloat"], "O", 
 
 @pytest.mark.filterwarnings("ignore:Casting complex")
 @pytest.mark.parametrize("write", [write_record, write_span, write_each])
-@pytest.mark.parametrize("given", ALL_DTYPES)
+@pytest.mark.parametrize("passed", ALL_DTYPES)
 @pytest.mark.parametrize("declared", [np.float16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64])
-def test_casts(declared, given, write):
-    """However it is written: between integers nothing but the number counts, and else it is NumPy's "same kind"."""
+def test_casts(declared, passed, write):
+    """The same rules for every way to write: integers are cast if their values fit, other dtypes by NumPy's "same
+    kind".
+    """
     columns = columns_of([spaces.Box(0, 1, (3,), declared)] * 2)
-    values = [np.array([0, 1, 1]).astype(given), np.array([1, 0, 1], declared)]
-    integers = np.dtype(given).kind in "bui" and np.dtype(declared).kind in "ui"
-    if integers or np.can_cast(given, declared, "same_kind"):
+    values = [np.array([0, 1, 1]).astype(passed), np.array([1, 0, 1], declared)]
+    integers = np.dtype(passed).kind in "bui" and np.dtype(declared).kind in "ui"
+    if integers or np.can_cast(passed, declared, "same_kind"):
         write(columns, values)
         assert_same(columns.read_span(0, 0 + 1, True), [np.array([0, 1, 1], declared), np.array([1, 0, 1], declared)])
     else:
@@ -151,13 +153,13 @@ def test_casts(declared, given, write):
 
 
 @pytest.mark.parametrize("write", [write_record, write_span, write_each])
-def test_integers_are_never_wrapped_round(write):
+def test_integers_never_wrap_around(write):
     columns = columns_of([spaces.MultiBinary(2)] * 2)
     with pytest.raises(Mismatch, match="int64 values that int8 cannot hold"):
         write(columns, [np.array([0, 1]), np.array([0, 257])])
 
 
 @pytest.mark.parametrize("kind", [int, bool, float, np.float32, np.int8])
-def test_numbers_of(kind):
+def test_scalar_columns_of_spaces(kind):
     numbers = numbers_of(np.array([[0, 1], [1, 0]], np.float64), kind)
     assert_same(numbers, [kind(0), kind(1), kind(1), kind(0)])

@@ -1,6 +1,6 @@
-"""The usual form of a transition, of which nothing but observations and rewards is written.
+"""The fast path of transitions, which writes only observations and rewards.
 
-Nothing is sent for it, nor for any other step whose infos are empty.
+Neither it nor any other step with empty infos sends anything else.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ AGENTS = ["a", "b"]
 PARTS = ["observations", "rewards", "terminateds", "truncateds", "infos"]
 
 
-class Untold:
-    """Will not say whether it is true."""
+class WithoutTruthValue:
+    """Raises in `bool()`."""
 
     def __bool__(self) -> bool:
         raise RuntimeError("do not ask")
@@ -55,14 +55,14 @@ def code(parts: dict[str, dict[Any, Any]], agents: list[str] = AGENTS) -> int:
 
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("with_all", [True, False])
-def test_usual(kind, with_all):
+def test_fast_path(kind, with_all):
     parts = dicts(kind)
     if with_all:
         parts["terminateds"]["__all__"] = parts["truncateds"]["__all__"] = False
     assert code(parts) == PLAIN | REWARD_TYPES.index(kind) << REWARD_SHIFT
 
 
-def test_nobody_is_never_usual():
+def test_no_agents_take_the_slow_path():
     assert code({name: {} for name in PARTS}, []) == 0
 
 
@@ -87,7 +87,7 @@ def test_other_agents(part, change):
         *[
             (part, value)
             for part in ("terminateds", "truncateds")
-            for value in (True, 0, 0.0, None, np.False_, np.True_, np.zeros(1, bool), "", [], {}, Untold())
+            for value in (True, 0, 0.0, None, np.False_, np.True_, np.zeros(1, bool), "", [], {}, WithoutTruthValue())
         ],
     ],
 )
@@ -98,10 +98,10 @@ def test_other_values(part, value, agent):
     assert code(parts) == 0
 
 
-@pytest.mark.parametrize("value", [{"x": 1}, {"x": np.zeros(3)}, None, False, 0, "", Untold()])
+@pytest.mark.parametrize("value", [{"x": 1}, {"x": np.zeros(3)}, None, False, 0, "", WithoutTruthValue()])
 @pytest.mark.parametrize("agent", AGENTS)
 def test_other_infos(value, agent):
-    """They are pickled; all else may be as usual."""
+    """They are pickled; everything else may take the fast path."""
     parts = dicts()
     parts["infos"][agent] = value
     assert code(parts) == PLAIN | INFOS
@@ -157,7 +157,7 @@ def test_other_values_for_all(part, value):
 
 
 @pytest.mark.parametrize("part", ["terminateds", "truncateds"])
-def test_one_without_all(part):
+def test_missing_all(part):
     parts = dicts()
     parts[part]["__all__"] = False
     assert code(parts) == 0
@@ -165,18 +165,18 @@ def test_one_without_all(part):
 
 @pytest.mark.parametrize("part", ["observations", "rewards", "truncateds", "infos"])
 def test_all_in_the_wrong_place(part):
-    """As many entries as usual in the usual order, only that one of them is in another dict."""
+    """The same number and order of entries, with `__all__` in another dict."""
     parts = dicts()
     parts["terminateds"]["__all__"] = False
     parts[part] = {"__all__": False, **parts[part]}
     assert code(parts) == 0
 
 
-# What is sent
+# Sent messages
 
 
-class Mail:
-    """What this process says to its workers and hears from them beside what is in the block."""
+class RecordedMessages:
+    """Records the messages between this process and its workers, apart from the block."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -192,10 +192,10 @@ class Mail:
 
 
 @pytest.mark.parametrize("env_ids", [None, [0, 1, 2, 3], [1, 2]], ids=str)
-def test_nothing_is_sent_where_infos_are_empty(env_ids, processes, build, tmp_path, monkeypatch):
-    """Every step of two episodes, the last ones with the reset that follows; where infos are not, they are."""
-    mail = Mail(monkeypatch)
-    env = build([functools.partial(Fragile, {"step": lambda: "news"}, tmp_path, 6, length=3)] * 4, processes)
+def test_nothing_is_sent_if_infos_are_empty(env_ids, process_setup, build, tmp_path, monkeypatch):
+    """For every step of two episodes, resets included; with infos, they are sent."""
+    mail = RecordedMessages(monkeypatch)
+    env = build([functools.partial(Fragile, {"step": lambda: "news"}, tmp_path, 6, length=3)] * 4, process_setup)
     env.reset()
     before = mail.count
     assert before > 0

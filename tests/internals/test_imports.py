@@ -1,4 +1,4 @@
-"""What is imported where: parts of the package import from below only, and a bare import loads nothing heavy."""
+"""Imports: parts of the package import from lower ones only, and a bare import loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
 
 def part_of(path: Path) -> str:
-    """The folder or module right below the package that a file belongs to."""
+    """The folder or module directly below the package that a file belongs to."""
     first = path.relative_to(PACKAGE).parts[0]
     return "marl_parallel" if first == "__init__.py" else first.removesuffix(".py")
 
 
 def imported_parts(path: Path) -> Iterator[str]:
-    """What every import statement of a file, wherever it stands in it, takes of this package."""
+    """The parts of this package that any import statement of a file uses."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative"
-            # What is taken from the package itself may be a module of it.
+            # A name imported from the package itself may be a module.
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -62,7 +62,7 @@ def test_every_part_has_a_level():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_downwards(path):
-    """Never to what stands above or beside, unless in the same folder."""
+    """Never to a higher part or another one of the same level, except in the same folder."""
     own = part_of(path)
     upwards = {part for part in imported_parts(path) if part != own and LEVEL_OF[part] >= LEVEL_OF[own]}
     assert not upwards
@@ -75,7 +75,7 @@ HEAVY = {
 
 
 def test_everything_can_be_imported(tmp_path):
-    """With the libraries that there are; a folder of the name of one is none, as where Ray leaves its `/tmp/ray`."""
+    """With the installed libraries; a folder with the name of one, such as Ray's `/tmp/ray`, does not count."""
     (tmp_path / "ray").mkdir()
     program = "from marl_parallel import *; from marl_parallel.vector import *; print(ParallelEnv, PettingZooVecEnv)"
     command = [sys.executable, "-c", program]
@@ -83,8 +83,8 @@ def test_everything_can_be_imported(tmp_path):
     assert "PettingZooVecEnv" in done.stdout, done.stderr
 
 
-def test_a_bare_import_is_light(tmp_path):
-    """What only the command line, the tests or somebody's simulators need is not loaded, though it is there."""
+def test_bare_import_is_light(tmp_path):
+    """Libraries of the command line, the tests or simulators are not loaded, although they are installed."""
     for name in HEAVY:
         (tmp_path / f"{name}.py").touch()
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,4 +1,4 @@
-"""The block: each environment's record begins on a cache line, and nothing is written beyond the record's end."""
+"""The block: each record starts on a cache line, and writes stay inside the record."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_records_begin_on_cache_lines(schema, arrays):
 
 
 def written(schema: Schema, record: int, byte: int) -> set[int]:
-    """Write whatever can be written into one record of a block full of this byte; returns which bytes have changed."""
+    """Write every value into one record of a block filled with this byte; return the changed positions."""
     layout = Layout(schema, RECORDS)
     block = bytearray([byte]) * layout.nbytes
     layout.bind(block)
@@ -78,7 +78,7 @@ def written(schema: Schema, record: int, byte: int) -> set[int]:
 
 @pytest.mark.parametrize("record", range(RECORDS))
 def test_records_do_not_overlap(schema, record):
-    """What belongs to one of them lies between its own beginning and the next one's."""
+    """All bytes of a record lie between its own start and the next one's."""
     layout = Layout(schema, RECORDS)
     end = [*layout.starts, layout.nbytes][record + 1]
     touched = written(schema, record, 0) | written(schema, record, 0xFF)

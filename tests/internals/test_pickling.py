@@ -1,4 +1,4 @@
-"""Classes of the caller's own travel by value; where they are known already they stay as they are."""
+"""The caller's classes are pickled by value; classes that the receiver already has stay unchanged."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def falling(tmp_path: Path) -> Iterator[types.ModuleType]:
 
 
 def heights(env: ParallelEnv, look: str) -> list[float]:
-    """How far a body falls in the first step of each episode."""
+    """The distance that a body falls in the first step of each episode."""
     fallen = []
     for episode in range(5):
         env.reset()
@@ -93,35 +93,37 @@ def heights(env: ParallelEnv, look: str) -> list[float]:
 
 
 @pytest.mark.parametrize("look", ["", "get", "set"])
-def test_who_looks_changes_nothing(look, falling, each, build):
-    """Neither the simulator's classes, where what is told of them comes from, nor the caller's, where it goes."""
+def test_reading_attributes_changes_no_class(look, falling, backend_setup, build):
+    """Neither the simulator's classes in the worker nor the caller's."""
     known, fall = falling.GRAVITY, falling.Body.fall
-    env = build([falling.Falling] * 2, each, num_workers=1)
-    shared = 2.0 * (2 if each.backend in ("serial", "thread") or env.num_workers == 1 else 1)
+    env = build([falling.Falling] * 2, backend_setup, num_workers=1)
+    shared = 2.0 * (2 if backend_setup.backend in ("serial", "thread") or env.num_workers == 1 else 1)
     assert heights(env, look) == [known + shared * episode for episode in range(1, 6)]
     assert falling.Body.fall is fall
     assert fall.__globals__ is vars(falling)
     falling.GRAVITY = known
 
 
-def test_copies_in_one_process_share_their_classes(falling, each, build):
-    """As they do without workers: no constructor sets them back."""
-    env = build([falling.Falling] * 3, each, num_workers=1)
-    before = len(falling.Falling.built) if each.backend in ("serial", "thread") else 3
+def test_environments_in_one_process_share_classes(falling, backend_setup, build):
+    """As without workers: no constructor resets class attributes."""
+    env = build([falling.Falling] * 3, backend_setup, num_workers=1)
+    before = len(falling.Falling.built) if backend_setup.backend in ("serial", "thread") else 3
     assert env.call("copies") == (before,) * 3
     falling.Falling.built.clear()
 
 
-def test_an_adapter_that_workers_cannot_import(falling, each, build):
+def test_adapter_that_workers_cannot_import(falling, backend_setup, build):
     for adapter in (falling.adapted, lambda simulator: falling.adapted(simulator)):
-        env = build([falling.Falling] * 2, each, adapter=adapter)
+        env = build([falling.Falling] * 2, backend_setup, adapter=adapter)
         assert len(env.reset()[0]) == 2
 
 
-def test_a_class_whose_making_has_failed_half_way_is_made(falling):
-    """The second time, with what was missing, is as good as the first."""
-    made = types.new_class("Late", (), {}, lambda names: names.update(missing=falling, value=3, __module__="__main__"))
-    pickled = dumps(made)
+def test_class_is_rebuilt_after_a_failed_unpickling(falling):
+    """The second attempt, with the missing module, succeeds."""
+    rebuilt = types.new_class(
+        "Late", (), {}, lambda names: names.update(missing=falling, value=3, __module__="__main__")
+    )
+    pickled = dumps(rebuilt)
     program = (
         "import sys, types; from marl_parallel.core.pickling import loads\n"
         f"pickled = {pickled!r}\n"
@@ -135,8 +137,8 @@ def test_a_class_whose_making_has_failed_half_way_is_made(falling):
 
 
 @pytest.mark.parametrize("size", [1, 100_000])
-def test_what_is_known_stays_as_it_is(size):
-    """Cloudpickle alone would set it back."""
+def test_known_classes_stay_unchanged(size):
+    """Cloudpickle alone would reset their attributes."""
 
     class Own:
         value = 1

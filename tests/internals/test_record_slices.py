@@ -1,4 +1,4 @@
-"""What of the block travels where its ends share no memory: it arrives, and nothing else is touched."""
+"""Record slices, for workers without shared memory: they arrive, and nothing else is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ID_SETS = [range(4), (1, 2), (3, 0), (2,)]
 
 
 class End:
-    """A block and what reads and writes it."""
+    """A block with its readers and writers."""
 
     def __init__(self) -> None:
         self.layout = Layout(SCHEMA, 4)
@@ -31,7 +31,7 @@ class End:
         self.slices = RecordSlices(self.layout, self.buffer)
 
 
-def told(number: int, *, last: bool = False) -> Transition:
+def results_of(number: int, *, last: bool = False) -> Transition:
     observations = {agent: np.full(3, number / 10 + place / 100, np.float32) for place, agent in enumerate(AGENTS)}
     no = {**dict.fromkeys(AGENTS, False), "__all__": False}
     flags = {**dict.fromkeys(AGENTS, last), "__all__": last}
@@ -59,10 +59,10 @@ def test_actions_arrive(env_ids):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("env_ids", ID_SETS, ids=str)
 def test_results_arrive(env_ids, last):
-    """With last observations where there are any, and without the room for them where there are none."""
+    """With last observations if there are any, and without their space if there are none."""
     here, there = End(), End()
     for env_id in range(4):
-        assert here.transitions.write(env_id, told(env_id, last=last and env_id == 2)) is None
+        assert here.transitions.write(env_id, results_of(env_id, last=last and env_id == 2)) is None
     slices = here.slices.results(env_ids, Message.STEP)
     head, step_end = here.layout.transition_header, here.layout.step_end
     whole = last and 2 in env_ids
@@ -86,10 +86,10 @@ def test_states_arrive():
     np.testing.assert_array_equal(there.layout.state.records[1][0], here.layout.state.records[1][0])
 
 
-def test_whole_records_arrive_but_for_their_actions():
+def test_whole_records_arrive_without_actions():
     here, there = End(), End()
     for env_id in range(4):
-        here.transitions.write(env_id, told(env_id, last=env_id == 1))
+        here.transitions.write(env_id, results_of(env_id, last=env_id == 1))
         here.actions.write(env_id, dict.fromkeys(AGENTS, 7))
         there.actions.write(env_id, dict.fromkeys(AGENTS, 5))
     start, stop = here.slices.places(range(1, 3))
@@ -100,8 +100,8 @@ def test_whole_records_arrive_but_for_their_actions():
     assert there.transitions.read(3, None)[0][0] == {}  # nothing has ever been written there
 
 
-def test_a_status_of_another_machine():
-    """All of it, by this machine's clock; but not what is the parent's to write."""
+def test_status_of_another_machine():
+    """Complete, with times on this machine's clock; the parent's own fields are unchanged."""
     theirs, ours = WorkerStatus(bytearray(WorkerStatus.NBYTES)), WorkerStatus(bytearray(WorkerStatus.NBYTES))
     theirs.begin_request()
     theirs.enter(3, Activity.STEP)

@@ -1,4 +1,4 @@
-"""Records of transitions: several writers, and records of other forms among usual ones."""
+"""Records of transitions: several writers, and records that need the slow path between others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def block_of(records: int) -> tuple[Layout, bytearray]:
 
 
 def transition(number: int, *, kind: type = float, over: bool = False, infos: Any = None) -> Transition:
-    """One whose numbers tell it from others."""
+    """A transition with distinct numbers."""
     observations = {agent: np.full(3, number / 100, np.float32) for agent in AGENTS}
     rewards = {agent: kind(number) for agent in AGENTS}
     flags = {**dict.fromkeys(AGENTS, over), "__all__": over}
@@ -38,26 +38,26 @@ def transition(number: int, *, kind: type = float, over: bool = False, infos: An
 
 
 def test_several_writers():
-    """A record that another writer has left in another form is written in full again."""
+    """A record that another writer wrote in another form is written completely again."""
     layout, block = block_of(1)
     ours, theirs = TransitionRecords(layout, block), TransitionRecords(layout, block)
-    for number, (writer, given) in enumerate(
+    for number, (writer, value) in enumerate(
         [(ours, {}), (theirs, {"over": True}), (ours, {}), (theirs, {"kind": int}), (ours, {})]
     ):
-        expected = transition(number, **given)
+        expected = transition(number, **value)
         assert writer.write(0, expected) is None
         dicts, acting, alive, over = ours.read(0, None)
         assert_same(dicts, expected[:5])
         assert acting == alive == expected.alive
-        assert over == bool(given.get("over"))
+        assert over == bool(value.get("over"))
 
 
 @pytest.mark.parametrize("place", [0, 7, RECORDS - 1])
-@pytest.mark.parametrize("given", [{"over": True}, {"kind": int}, {"infos": {"a": {"x": 1}, "b": {}}}], ids=str)
-def test_one_record_of_another_form(place, given):
-    """All its neighbours are read in two runs."""
+@pytest.mark.parametrize("value", [{"over": True}, {"kind": int}, {"infos": {"a": {"x": 1}, "b": {}}}], ids=str)
+def test_one_record_of_another_form(place, value):
+    """Its neighbours are read in two runs."""
     records = TransitionRecords(*block_of(RECORDS))
-    written = [transition(number, **(given if number == place else {})) for number in range(RECORDS)]
+    written = [transition(number, **(value if number == place else {})) for number in range(RECORDS)]
     extras = {record: more for record, one in enumerate(written) if (more := records.write(record, one))}
     assert extras.keys() <= {place}
     runs = records.runs(range(RECORDS))
@@ -72,7 +72,7 @@ def test_one_record_of_another_form(place, given):
             assert_same(records.read(place, None)[0], written[place][:5])
 
 
-def test_records_that_are_not_to_be_read():
+def test_skipped_records():
     records = TransitionRecords(*block_of(5))
     for record in range(5):
         records.write(record, transition(record))

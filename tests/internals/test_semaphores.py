@@ -41,7 +41,7 @@ def test_counts(block: mmap) -> None:
     assert not semaphore.take(timeout=0)
 
 
-def test_init_starts_anew(block: mmap) -> None:
+def test_init_resets_the_count(block: mmap) -> None:
     semaphore = make(block, value=3)
     semaphore.init(0)
     assert not semaphore.try_take()
@@ -76,7 +76,7 @@ def test_ctrl_c_interrupts(block: mmap, timeout: float | None) -> None:
     timer.join()
 
 
-def test_interrupt_without_a_system_call_to_interrupt_is_not_lost(block: mmap) -> None:
+def test_interrupt_outside_a_system_call_is_not_lost(block: mmap) -> None:
     semaphore = make(block)
     timer = threading.Timer(0.1, _thread.interrupt_main)
     timer.start()
@@ -108,7 +108,7 @@ def test_waiting_lets_other_threads_run(block: mmap) -> None:
     assert not thread.is_alive()
 
 
-def test_no_hand_off_between_processes_is_lost(block: mmap) -> None:
+def test_no_post_between_processes_is_lost(block: mmap) -> None:
     there, back = make(block, 0), make(block, 64)
     counter = np.frombuffer(block, dtype=np.int64, count=1, offset=128)
     hand_offs = 100_000
@@ -129,13 +129,13 @@ def test_no_hand_off_between_processes_is_lost(block: mmap) -> None:
     assert not back.try_take()
 
 
-def test_misplaced(block: mmap) -> None:
+def test_misaligned(block: mmap) -> None:
     for offset in (-64, 4, 4096 - 32, 5000):
         with pytest.raises(ValueError, match="no room for a semaphore"):
             Semaphore(block, offset)
 
 
-def test_keeps_its_memory(block: mmap) -> None:
+def test_semaphore_keeps_its_memory(block: mmap) -> None:
     semaphore = make(block)
     with pytest.raises(BufferError):
         block.close()

@@ -1,4 +1,4 @@
-"""How many of our own Python functions the parent calls in one step."""
+"""The number of the package's Python functions that the parent calls in one step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.release_independent
 PACKAGE = str(Path(marl_parallel.__file__).parent)
 
 
-def calls_of_ours(env: ParallelEnv, actions: list[dict[str, int]]) -> list[str]:
+def own_calls(env: ParallelEnv, actions: list[dict[str, int]]) -> list[str]:
     """The functions of the package that one step calls in this process."""
     called = []
 
@@ -36,12 +36,12 @@ def calls_of_ours(env: ParallelEnv, actions: list[dict[str, int]]) -> list[str]:
 
 
 @pytest.mark.parametrize(("on_error", "most"), [("raise", 23), ("restart", 26)])
-def test_a_step_of_four_environments_on_two_workers(on_error, most):
+def test_calls_of_a_step_of_four_environments_on_two_workers(on_error, most):
     with ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2, on_error=on_error) as env:
         env.reset()
         actions = [dict.fromkeys(acting, 0) for acting in env.acting]
         for _ in range(3):
             env.step(actions)
-        counts = [calls_of_ours(env, actions) for _ in range(5)]
+        counts = [own_calls(env, actions) for _ in range(5)]
         called = min(counts, key=len)  # a worker that takes longer than the others costs another look
         assert 5 < len(called) <= most, called

@@ -1,4 +1,6 @@
-"""`action_masks`: the masks of the running episode, for those who act, in every mode, from wherever they come."""
+"""`action_masks`: the masks of the running episode for the acting agents, in every auto-reset mode and from every
+source.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 WHERE = ["infos", "observations", "both"]
 
 
-def right_ones(env: ParallelEnv) -> list[dict]:
-    """The only allowed actions, by the masks; the simulators refuse all others."""
+def allowed_actions(env: ParallelEnv) -> list[dict]:
+    """The only allowed actions by the masks; the simulators refuse all others."""
     return [{agent: int(np.flatnonzero(mask)[0]) for agent, mask in masks.items()} for masks in env.action_masks]
 
 
@@ -36,26 +38,26 @@ def turnstiles(where: str, count: int = 4, **more: Any) -> list[Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("where", WHERE)
-def test_masks_are_those_of_the_running_episode(where, mode, each, build):
-    """Over ends, deaths and resets, in every backend; with both masks, the info's counts."""
-    follow_masks(build(turnstiles(where), each, mode), mode)
+def test_masks_belong_to_the_running_episode(where, mode, backend_setup, build):
+    """Across episode ends, deaths and resets, on every backend. If both places have a mask, the info's mask counts."""
+    follow_masks(build(turnstiles(where), backend_setup, mode), mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("where", WHERE)
-def test_masks_that_travel_pickled(where, mode, parallel):
+def test_pickled_masks(where, mode, parallel):
     follow_masks(parallel(turnstiles(where)[0], 4, mode, shared_memory=False), mode)
 
 
 def follow_masks(env: ParallelEnv, mode: str) -> None:
-    """Through several episodes."""
+    """Follow the masks through several episodes."""
     assert env.action_masks == ({},) * 4
     env.reset()
     for _ in range(14):
         masks = env.action_masks
         assert [[*of_env] for of_env in masks] == [*env.acting]
         assert all(mask.dtype == np.bool_ and mask.sum() == 1 for of_env in masks for mask in of_env.values())
-        *_, terminateds, _, _ = env.step(right_ones(env))
+        *_, terminateds, _, _ = env.step(allowed_actions(env))
         over = [env_id for env_id, flags in enumerate(terminateds) if flags["__all__"]]
         if over and mode != "SAME_STEP":
             assert [env.action_masks[env_id] for env_id in over] == [{}] * len(over)
@@ -64,11 +66,11 @@ def follow_masks(env: ParallelEnv, mode: str) -> None:
     assert env.stats().resets >= 12
 
 
-def test_the_mask_after_a_reset_in_the_same_step_is_the_new_episodes(each, build):
-    env = build(turnstiles("infos"), each)
+def test_mask_after_a_same_step_reset_belongs_to_the_new_episode(backend_setup, build):
+    env = build(turnstiles("infos"), backend_setup)
     env.reset()
     for _ in range(4):
-        *_, infos = env.step(right_ones(env))
+        *_, infos = env.step(allowed_actions(env))
     assert not infos[0]["host"]["action_mask"].any()
     fresh = infos[0]["host"]["reset_info"]["action_mask"]
     assert_same(env.action_masks[0]["host"], fresh.astype(np.bool_))
@@ -77,27 +79,27 @@ def test_the_mask_after_a_reset_in_the_same_step_is_the_new_episodes(each, build
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_partial_reset_changes_only_its_own(where, each, build):
-    env = build(turnstiles(where), each)
+def test_partial_reset_changes_only_masks_of_reset_environments(where, backend_setup, build):
+    env = build(turnstiles(where), backend_setup)
     env.reset()
-    env.step(right_ones(env))
+    env.step(allowed_actions(env))
     before = env.action_masks
     env.reset(env_ids=[2, 0])
     after = env.action_masks
     assert_same((after[1], after[3]), (before[1], before[3]))
-    env.step([right_ones(env)[env_id] for env_id in (0, 2)], env_ids=[0, 2])
-    env.step(right_ones(env))
+    env.step([allowed_actions(env)[env_id] for env_id in (0, 2)], env_ids=[0, 2])
+    env.step(allowed_actions(env))
 
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("mode", [True, "NEXT_STEP"])
-def test_an_environment_in_flight_has_none(mode, where, each, build):
-    env = build(turnstiles(where), each, mode)
+def test_environment_in_flight_has_no_mask(mode, where, backend_setup, build):
+    env = build(turnstiles(where), backend_setup, mode)
     env.reset_async()
     assert env.action_masks == ({},) * 4
     env.recv()
     for _ in range(7):
-        actions = right_ones(env)
+        actions = allowed_actions(env)
         env.send({1: actions[1], 3: actions[3]})
         assert [bool(masks) for masks in env.action_masks] == [bool(actions[0]), False, bool(actions[2]), False]
         env.send({0: actions[0], 2: actions[2]})
@@ -107,26 +109,26 @@ def test_an_environment_in_flight_has_none(mode, where, each, build):
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
-def test_what_the_caller_does_to_infos_and_masks_changes_nothing(shared_memory, parallel):
+def test_modifying_returned_infos_and_masks_changes_nothing(shared_memory, parallel):
     for where in WHERE:
         env = parallel(turnstiles(where)[0], 4, True, shared_memory=shared_memory)
         _, infos = env.reset()
         for _ in range(9):
             spoil(infos)
             spoil(env.action_masks)
-            *_, infos = env.step(right_ones(env))
+            *_, infos = env.step(allowed_actions(env))
 
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("mode", MODES)
 def test_masks_after_a_restart(mode, where, build):
-    """Also of those in the same worker, which lose nothing but what was interrupted."""
+    """Environments in the same worker lose only the interrupted step."""
     constructors = turnstiles(where, crashes_at=3)
     env = build(constructors, Setup("process", True, 2), mode, on_error="restart")
     env.reset()
     marks = 0
     for _ in range(12):
-        *_, terminateds, truncateds, infos = env.step(right_ones(env))
+        *_, terminateds, truncateds, infos = env.step(allowed_actions(env))
         marks += sum("__common__" in info for info in infos)
         over = [i for i, flags in enumerate(zip(terminateds, truncateds)) if any(flag["__all__"] for flag in flags)]
         if over and mode == "DISABLED":
@@ -135,13 +137,13 @@ def test_masks_after_a_restart(mode, where, build):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_facade_steps_and_the_masks_follow(where, parallel):
+def test_masks_follow_steps_of_a_facade(where, parallel):
     for shared_memory in (True, False):
         env = parallel(turnstiles(where)[0], 4, True, shared_memory=shared_memory)
         facade = PettingZooVecEnv(env)
         facade.reset()
         for _ in range(9):
-            right = right_ones(env)
+            right = allowed_actions(env)
             facade.step({agent: np.array([one.get(agent, 0) for one in right]) for agent in env.possible_agents})
         facade.close()
 
@@ -171,9 +173,9 @@ FORMS: list[tuple[spaces.Space, Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("acts", "told", "due"), FORMS, ids=lambda part: type(part).__name__)
-def test_a_mask_keeps_its_form_and_actions_are_drawn_by_it(acts, told, due, parallel):
-    env = parallel(functools.partial(Formed, acts, lambda: told), 2)
+@pytest.mark.parametrize(("acts", "returned", "due"), FORMS, ids=lambda part: type(part).__name__)
+def test_mask_keeps_its_form_and_limits_sampled_actions(acts, returned, due, parallel):
+    env = parallel(functools.partial(Formed, acts, lambda: returned), 2)
     env.reset()
     assert_same(env.action_masks, ({"agent_0": due},) * 2)
     mask = for_sample(acts, env.action_masks[0]["agent_0"])
@@ -194,7 +196,7 @@ ODD = [
     (spaces.Discrete(3), np.ones((3, 1))),
     (spaces.Discrete(3), "all"),
     (spaces.Discrete(3), [0.5, 0.5, 0]),
-    (spaces.Discrete(3), object()),
+    pytest.param(spaces.Discrete(3), object(), id="Discrete(3)-object"),
     (spaces.MultiDiscrete([2, 3]), [1, 1, 1]),
     (spaces.Box(0, 1, (2,)), [1, 1]),
     (spaces.Tuple((spaces.Discrete(2),)), [1, 1]),
@@ -203,26 +205,26 @@ ODD = [
 
 
 @pytest.mark.parametrize(("acts", "mask"), ODD, ids=str)
-def test_masks_of_another_form_stop_nobody(acts, mask):
+def test_actor_ignores_masks_of_another_form(acts, mask):
     found = mask_of(None, {"action_mask": mask})
     assert acts.contains(acts.sample(for_sample(acts, found)))
     assert {*Actor({"a": acts}, 0)(["a"], {}, {"a": {"action_mask": mask}})} == {"a"}
 
 
-def test_a_mask_that_allows_nothing_is_no_first_action():
+def test_mask_that_allows_nothing_does_not_select_action_zero():
     actor = Actor({"a": spaces.Discrete(5)}, 0)
     nothing = {"a": {"action_mask": np.zeros(5, np.int8)}}
     assert {int(actor(["a"], {}, nothing)["a"]) for _ in range(50)} == {0, 1, 2, 3, 4}
 
 
-def test_a_continuous_action_beside_a_mask_is_measured():
+def test_plain_loop_of_continuous_actions_with_a_mask():
     adapted = adapted_for_loop(BoxWithMask())
     assert adapted.action_spaces
     assert not isinstance(adapted, GymnasiumEnv)
 
 
 class MaskedArena(Arena):
-    """A native simulator with masks: tanks have them in infos, the scout observes its own."""
+    """A native simulator with masks: in the infos of tanks, in the observation of the scout."""
 
     def __init__(self, num_envs: int) -> None:
         super().__init__(num_envs)
@@ -239,7 +241,7 @@ class MaskedArena(Arena):
         return received._replace(observations=[tanks, {**scouts, "action_mask": allowed[:, None]}])
 
 
-def test_a_native_simulator_has_those_it_reports():
+def test_masks_of_a_native_simulator():
     with ParallelEnv.from_native(Arena(3)) as env:
         env.reset()
         assert env.action_masks == ({},) * 3

@@ -1,4 +1,4 @@
-"""Names that agents cannot have: one key for two of them, and the keys that stand for the whole environment."""
+"""Reserved and duplicate agent names: two agents with one key, and keys that stand for the whole environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPACE, ACTIONS = spaces.Box(0.0, 1.0, (2,), np.float32), spaces.Discrete(3)
 
 
 class DictRoom:
-    """Dict rules; who is there, and what else the dicts have, is chosen."""
+    """Dict rules, with configurable agents and dict entries."""
 
     def __init__(self, possible: Any, there: Any = ("a", "b"), **extra: Any) -> None:
         self.there, self.extra = there, extra
@@ -27,7 +27,7 @@ class DictRoom:
             self.possible_agents = [*possible]
 
     def dicts(self, moment: str, *empty: str) -> tuple[dict[Any, Any], ...]:
-        made: dict[str, dict[Any, Any]] = {
+        results: dict[str, dict[Any, Any]] = {
             "observations": {agent: np.zeros(2, np.float32) for agent in self.there},
             "rewards": dict.fromkeys(self.there, 1.0),
             "terminateds": {**dict.fromkeys(self.there, False), "__all__": False},
@@ -37,8 +37,8 @@ class DictRoom:
         for where, entries in self.extra.items():
             at, _, name = where.partition("_")
             if at == moment:
-                made[name] |= entries
-        return tuple(made.values())
+                results[name] |= entries
+        return tuple(results.values())
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[Any, Any], ...]:
         observations, _, _, _, infos = self.dicts("reset")
@@ -49,7 +49,7 @@ class DictRoom:
 
 
 class DictRoomWithSpaces(DictRoom):
-    """The same, whose agents are those that have a space."""
+    """Dict rules; its agents are those that have a space."""
 
     def __init__(self, possible: Any) -> None:
         super().__init__(None, possible)
@@ -58,7 +58,7 @@ class DictRoomWithSpaces(DictRoom):
 
 
 class PettingZooRoom(pettingzoo.ParallelEnv):
-    """PettingZoo's rules."""
+    """PettingZoo rules."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
     render_mode = None
@@ -99,8 +99,8 @@ class TurnsRoom(pettingzoo.AECEnv):
         raise NotImplementedError
 
 
-class OwnAdapter(MultiAgentEnv):
-    """Somebody's own `MultiAgentEnv`."""
+class CustomAdapter(MultiAgentEnv):
+    """A user-defined `MultiAgentEnv`."""
 
     rules = Rules.DICT
     state_space = render_mode = None
@@ -118,7 +118,7 @@ class OwnAdapter(MultiAgentEnv):
     step = render = state = close = reset
 
 
-KINDS = [DictRoom, PettingZooRoom, TurnsRoom, OwnAdapter]
+KINDS = [DictRoom, PettingZooRoom, TurnsRoom, CustomAdapter]
 DECLARED = {
     "doubled": (["a", "b", "a"], r"agents 0 and 2 as 'a' and 'a', which are the same key"),
     "true and one": ([True, 2, 1], r"agents 0 and 2 as True and 1, which are the same key"),
@@ -131,7 +131,7 @@ DECLARED = {
 
 @pytest.mark.parametrize("name", DECLARED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_names_that_are_declared(kind, name, parallel):
+def test_reserved_names_in_possible_agents(kind, name, parallel):
     possible, text = DECLARED[name]
     with pytest.raises(ValueError, match=rf"^environment 1: .*{kind.__name__} declares {text}"):
         parallel_of(parallel, functools.partial(kind, ["a", "b"]), functools.partial(kind, possible))
@@ -144,20 +144,20 @@ def parallel_of(parallel: Any, *constructors: Any) -> Any:
     return parallel(chosen, len(constructors))
 
 
-def test_names_of_spaces(parallel):
+def test_reserved_names_in_spaces(parallel):
     with pytest.raises(ValueError, match=r"environment 0: .*DictRoomWithSpaces declares an agent named '__all__'"):
         parallel(functools.partial(DictRoomWithSpaces, ["a", "__all__"]))
 
 
-def test_names_on_every_backend(packed, build):
-    """Nothing is left behind: what was built is closed."""
+def test_reserved_names_on_every_backend(two_worker_setup, build):
+    """All environments that were built are closed."""
     with pytest.raises(ValueError, match=r"environment 0: .*PettingZooRoom declares agents 0 and 1 as True and 1"):
-        build([functools.partial(PettingZooRoom, [True, 1])] * 2, packed)
+        build([functools.partial(PettingZooRoom, [True, 1])] * 2, two_worker_setup)
     with pytest.raises(ValueError, match=r"environment 0: .*DictRoom declares an agent named '__all__'"):
-        build([functools.partial(DictRoom, ["a", "__all__"])] * 2, packed)
+        build([functools.partial(DictRoom, ["a", "__all__"])] * 2, two_worker_setup)
 
 
-def test_names_of_a_native_simulator():
+def test_reserved_names_of_a_native_simulator():
     arena = Arena(2)
     declared = arena.schema
     arena.schema = Schema(["a", "a"], declared.observation_spaces, declared.action_spaces, None)
@@ -176,11 +176,11 @@ def test_names_of_a_native_simulator():
         ("reset_observations", {"__all__": np.zeros(2)}, "`reset` returned an observation of an agent named '__all__'"),
     ],
 )  # fmt: skip
-def test_names_that_appear(where, value, text, on_error, possible, each, build):
+def test_reserved_names_that_appear_during_an_episode(where, value, text, on_error, possible, backend_setup, build):
     constructors = [functools.partial(DictRoom, possible), functools.partial(DictRoom, possible, **{where: value})]
     if possible:
         assert [*constructors[0]().possible_agents] == possible
-    env = build(constructors, each, on_error=on_error)
+    env = build(constructors, backend_setup, on_error=on_error)
     steps = where.startswith("step")
     if steps:
         env.reset()
@@ -189,7 +189,7 @@ def test_names_that_appear(where, value, text, on_error, possible, each, build):
         return env.step([{}, {}]) if steps else env.reset()
 
     if on_error == "raise" or not steps:
-        error = EnvError if on_error == "raise" else RestartLimitExceeded  # what is built anew does it again
+        error = EnvError if on_error == "raise" else RestartLimitExceeded  # the replacement does it again
         with pytest.raises(error, match=text) as caught:
             call()
         assert caught.value.env_ids == (1,)
@@ -200,14 +200,14 @@ def test_names_that_appear(where, value, text, on_error, possible, each, build):
 
 
 @pytest.mark.parametrize("possible", [["a", "b"], None], ids=["declared", "open-ended"])
-def test_infos_of_the_environment_stay(possible, each, build):
-    """The infos' own keys, those that agents cannot have included, and values of `__all__` in the flags."""
+def test_environment_level_infos_are_kept(possible, backend_setup, build):
+    """Includes info keys that agents cannot have, and `__all__` in the flags."""
     common = {"weather": "rain"}
     extra = {
         "step_infos": {"__common__": common, "__all__": {"time": 3}, "crash": 1},
         "reset_infos": {"__common__": {}},
     }
-    env = build([functools.partial(DictRoom, possible, **extra)] * 2, each)
+    env = build([functools.partial(DictRoom, possible, **extra)] * 2, backend_setup)
     _, infos = env.reset()
     assert infos == ({"a": {}, "b": {}, "__common__": {}},) * 2
     _, rewards, terminateds, _, infos = env.step([{}, {}])

@@ -1,4 +1,4 @@
-"""What is refused before anything starts, and what a failed start or a failed transfer leaves behind."""
+"""Arguments that are refused before anything starts, and cleanup after a failed start or a failed transfer."""
 
 from __future__ import annotations
 
@@ -65,37 +65,37 @@ def test_refused_before_anything_starts(arguments, error, says):
         (2, {"envs_per_worker": 1, "num_workers": 7}, [1, 1]),
     ],
 )
-def test_a_number_of_environments_for_each_worker(num_envs, arguments, sizes):
-    """However few CPUs there are."""
+def test_envs_per_worker(num_envs, arguments, sizes):
+    """The number of CPUs does not matter."""
     with ParallelEnv([Skirmish] * num_envs, backend="thread", **arguments) as env:
         assert env.num_workers == len(sizes)
         assert [len(share) for share in env.runner.pool.shares] == sizes
         assert len(env.reset()[0]) == num_envs
 
 
-class OnlyOne(Skirmish):
+class SingleSimulation(Skirmish):
     """Allows one simulation per process."""
 
     running = False
 
     def __init__(self) -> None:
         super().__init__()
-        if OnlyOne.running:
+        if SingleSimulation.running:
             raise RuntimeError("a simulation is already running in this process")
-        OnlyOne.running = True
+        SingleSimulation.running = True
 
 
 @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
 def test_one_simulation_per_process():
     with pytest.raises(EnvError, match="already running"):
-        ParallelEnv([OnlyOne] * 3, num_workers=1)
-    with make(f"{__name__}:OnlyOne", 3, envs_per_worker=1) as env:
+        ParallelEnv([SingleSimulation] * 3, num_workers=1)
+    with make(f"{__name__}:SingleSimulation", 3, envs_per_worker=1) as env:
         env.reset()
         assert env.num_workers == 3
 
 
-def test_a_limit_that_cannot_be_enforced(recwarn):
-    """Said once, where it was asked for; the default is nobody's wish."""
+def test_serial_timeout_warns_once(recwarn):
+    """Only for a limit that the caller set, not for the default."""
     ParallelEnv([Skirmish] * 2, backend="serial", start_timeout=5.0).close()
     (warning,) = recwarn
     assert warning.category is RuntimeWarning
@@ -106,20 +106,20 @@ def test_a_limit_that_cannot_be_enforced(recwarn):
     assert len(recwarn) == 1
 
 
-def test_an_adapter_that_does_not_pickle():
+def test_unpicklable_adapter():
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"adapter=.* cannot be pickled"):
         ParallelEnv([Skirmish], adapter=lambda env: (lock, env))
 
 
 @pytest.mark.parametrize("constructors", [None, 5, Skirmish, "Skirmish", {0: Skirmish}])
-def test_constructors_that_are_no_sequence(constructors):
+def test_constructors_must_be_a_sequence(constructors):
     with pytest.raises(TypeError, match="env_constructors must be a sequence of callables"):
         ParallelEnv(constructors)
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("argument", "says"),
     [
         (lambda: Skirmish(), "that is one: pass what makes it, such as its class"),
         (
@@ -130,9 +130,9 @@ def test_constructors_that_are_no_sequence(constructors):
     ],
     ids=["environment", "module", "name"],
 )
-def test_what_makes_no_environment(given, says):
+def test_constructors_must_be_callable(argument, says):
     with pytest.raises(TypeError, match=rf"env_constructors\[1\] must be a callable .*; ({says})"):
-        ParallelEnv([Skirmish, given()])
+        ParallelEnv([Skirmish, argument()])
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def two():
         (copy.deepcopy, TypeError, "can be neither pickled nor copied"),
     ],
 )
-def test_refused_with_nothing_done(call, error, says, two):
+def test_refused_call_has_no_effect(call, error, says, two):
     with pytest.raises(error, match=says):
         call(two)
     if two.pending:
@@ -179,7 +179,7 @@ def test_refused_with_nothing_done(call, error, says, two):
 
 
 @pytest.mark.parametrize("backend", [SerialBackend, ThreadBackend])
-def test_a_backend_serves_one(backend):
+def test_backend_serves_one_environment(backend):
     shared = backend()
     with ParallelEnv([Skirmish], backend=shared) as env:
         with pytest.raises(ValueError, match="a backend serves one ParallelEnv"):
@@ -187,15 +187,15 @@ def test_a_backend_serves_one(backend):
         env.reset()
 
 
-def test_a_start_that_fails(monkeypatch):
-    """The error of the start is the one that arrives."""
+def test_failed_start_raises_the_first_error(monkeypatch):
+    """The error of the start is raised, not an error of the cleanup."""
     monkeypatch.setattr("sys.executable", "/no/such/python")
     with pytest.raises(FileNotFoundError, match="/no/such/python"):
         ParallelEnv([Skirmish] * 2)
 
 
-class OneWay:
-    """Pickles, but cannot be made again from it anywhere but where the environments are."""
+class UnpicklesInWorkerOnly:
+    """Pickles, but can be unpickled only in the worker's process."""
 
     def __reduce__(self):
         return (_only_elsewhere, (threading.get_ident(),))
@@ -204,24 +204,24 @@ class OneWay:
 def _only_elsewhere(made_in):
     if threading.get_ident() != made_in:
         raise RuntimeError("cannot be made here")
-    return OneWay()
+    return UnpicklesInWorkerOnly()
 
 
-class Secretive(gymnasium.Env):
-    """Its infos cannot be read by the caller."""
+class UnreadableInfos(gymnasium.Env):
+    """Its infos cannot be unpickled by the caller."""
 
     observation_space = action_space = gymnasium.spaces.Discrete(2)
-    secret = OneWay()
+    secret = UnpicklesInWorkerOnly()
 
     def reset(self, *, seed=None, options=None):
         return 0, {}
 
     def step(self, action):
-        return 0, 0.0, False, False, {"secret": OneWay()}
+        return 0, 0.0, False, False, {"secret": UnpicklesInWorkerOnly()}
 
 
-def test_infos_that_cannot_be_read():
-    with ParallelEnv([Secretive] * 2, backend="thread", num_workers=1) as env:
+def test_unreadable_infos():
+    with ParallelEnv([UnreadableInfos] * 2, backend="thread", num_workers=1) as env:
         env.reset()
         with pytest.raises(EnvError, match="cannot be unpickled") as caught:
             env.step([{"agent_0": 0}] * 2)
@@ -230,8 +230,8 @@ def test_infos_that_cannot_be_read():
             env.reset()
 
 
-def test_a_result_that_cannot_be_read_closes_nothing():
-    with ParallelEnv([Secretive] * 2, backend="thread", num_workers=1) as env:
+def test_unreadable_call_result_closes_nothing():
+    with ParallelEnv([UnreadableInfos] * 2, backend="thread", num_workers=1) as env:
         for ask in (lambda: env.get_attr("secret"), lambda: env.call("secret", env_ids=[0])):
             with pytest.raises(TypeError, match="environment 0: the result pickles there, but cannot be made again"):
                 ask()
@@ -239,8 +239,8 @@ def test_a_result_that_cannot_be_read_closes_nothing():
 
 
 @pytest.mark.parametrize("backend", ["serial", "thread", "process"])
-def test_memory_goes_with_the_object(backend):
-    """No cycle keeps the block until the garbage collector comes round."""
+def test_memory_is_freed_with_the_object(backend):
+    """No reference cycle keeps the block alive until the next garbage collection."""
     gc.collect()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""`send`, `reset_async` and `recv` mean what `step` and `reset` mean, one environment at a time.
+"""`send`, `reset_async` and `recv` return what `step` and `reset` return, one environment at a time.
 
-When results come is tested in `test_readiness`, what is allowed while they are on their way in `test_in_flight`.
+When results arrive is tested in `test_readiness`; which calls are allowed in flight in `test_in_flight`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from simulators.paced import acts, fleet, seen
 from marl_parallel import ParallelEnv, StepBatch
 
 SAME_STEP, NEXT_STEP, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
-# Agents that come and go under dict rules, a real one without surprises, one whose agents die, a turn-based one.
+# Agents that join and leave under dict rules, a simple real environment, one whose agents die, a turn-based one.
 CHOSEN = ["skirmish", "spread", "knights", "connect_four"]
 
 
 def schedule(*parts: Any) -> int:
-    """Another one for each test, and the same each time."""
+    """A different schedule for each test, the same in every run."""
     return zlib.crc32(repr(parts).encode())
 
 
@@ -39,13 +39,16 @@ def test_random_schedules(name, setup, build):
 
 @pytest.mark.parametrize("mode", [NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("name", CHOSEN)
-def test_random_schedules_in_other_modes(name, mode, each, build):
-    play(Tandem(build(scenario(name).constructors, each, mode), name, mode), schedule(name, mode.name, each))
+def test_random_schedules_in_other_autoreset_modes(name, mode, backend_setup, build):
+    play(
+        Tandem(build(scenario(name).constructors, backend_setup, mode), name, mode),
+        schedule(name, mode.name, backend_setup),
+    )
 
 
 @pytest.mark.parametrize("name", sorted({*SYNTHETIC, *REAL} - {*CHOSEN}))
-def test_random_schedules_of_all_kinds(name, each, build):
-    play(Tandem(build(scenario(name).constructors, each), name), schedule(name, each))
+def test_random_schedules_on_every_setup(name, backend_setup, build):
+    play(Tandem(build(scenario(name).constructors, backend_setup), name), schedule(name, backend_setup))
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
@@ -57,10 +60,10 @@ def test_random_schedules_in_portable_workers(name, shared_memory):
 
 
 @pytest.mark.parametrize("name", ["skirmish", "hunt"])
-def test_random_schedules_where_faults_would_be_survived(name, each, build):
-    """Nothing of what is kept in case of a fault shows where there is none."""
-    env = build(scenario(name).constructors, each, on_error="restart")
-    play(Tandem(env, name), schedule(name, each, "restart"))
+def test_random_schedules_with_restarts_enabled(name, backend_setup, build):
+    """`on_error="restart"` changes no result while nothing fails."""
+    env = build(scenario(name).constructors, backend_setup, on_error="restart")
+    play(Tandem(env, name), schedule(name, backend_setup, "restart"))
 
 
 def over(turn: Turn) -> bool:
@@ -72,8 +75,8 @@ def deadly(turn: Turn) -> bool:
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_the_turns_show_what_they_are_for(name):
-    """Episodes end and are cut short by resets; agents die before the end where they are said to."""
+def test_turns_cover_ends_resets_and_deaths(name):
+    """Episodes end and are cut short by resets; agents die before the end in the scenarios that declare it."""
     every = [turn for own in turns(name, SAME_STEP) for turn in own]
     assert sum(turn.actions is None for turn in every) > 4
     assert sum(map(over, every)) >= 3
@@ -81,32 +84,32 @@ def test_the_turns_show_what_they_are_for(name):
 
 
 @pytest.mark.parametrize("name", ["skirmish", "hunt", "zoo", "connect_four"])
-def test_views_hold_until_the_environment_is_sent_to(name, each, build):
-    """With `copy=False`, while others are stepped; and after `close`, the last ones for good."""
-    env = build(scenario(name).constructors, each, copy=False)
+def test_views_last_until_the_next_send(name, backend_setup, build):
+    """With `copy=False`, while others are stepped; the last ones stay valid after `close`."""
+    env = build(scenario(name).constructors, backend_setup, copy=False)
     tandem = Tandem(env, name)
-    play(tandem, schedule(name, each), views=True)
+    play(tandem, schedule(name, backend_setup), views=True)
     env.close()
     assert len(tandem.latest) == 4
     tandem.check_latest()
 
 
-def test_views_are_views(build, killable):
-    env = build([Hunt] * 4, killable, copy=False)
+def test_views_are_views(build, killable_setup):
+    env = build([Hunt] * 4, killable_setup, copy=False)
     env.reset_async()
     assert not any(array.flags.owndata for one in env.recv().observations for array in one.values())
 
 
 @pytest.mark.parametrize("name", ["skirmish", "hunt", "recycler", "zoo"])
-def test_results_belong_to_the_caller(name, each, build):
-    """Whatever the caller does to a result, no later result shows it."""
-    play(Tandem(build(scenario(name).constructors, each), name), schedule(name, each), spoiled=True)
+def test_results_belong_to_the_caller(name, backend_setup, build):
+    """Modifying a result changes no later result."""
+    play(Tandem(build(scenario(name).constructors, backend_setup), name), schedule(name, backend_setup), spoiled=True)
 
 
 @pytest.mark.parametrize("name", ["hunt", "tictactoe"])
-def test_waiting_and_not_waiting_in_turn(name, packed, build):
-    """`step` and `reset` are right after `send` and `recv`, and the other way round, again and again."""
-    tandem = Tandem(build(scenario(name).constructors, packed), name)
+def test_mixing_step_and_send(name, two_worker_setup, build):
+    """`step` and `reset` work after `send` and `recv`, and the other way round."""
+    tandem = Tandem(build(scenario(name).constructors, two_worker_setup), name)
     rng = np.random.default_rng(3)
     while tandem.idle:
         tandem.go(some_of(tandem.idle, rng))
@@ -116,7 +119,7 @@ def test_waiting_and_not_waiting_in_turn(name, packed, build):
 
 
 def test_a_reset_and_a_step_in_one_batch(setup, build):
-    """The reset's rewards are 0.0 and its flags False, for the same agents."""
+    """The reset has rewards 0.0 and flags False, for the same agents."""
     reference = Reference([Hunt] * 2, SAME_STEP, 42)
     env = build([Hunt] * 2, setup)
     env.reset()
@@ -136,9 +139,9 @@ def test_a_reset_and_a_step_in_one_batch(setup, build):
         assert_same(tuple(result), due[env_id])
 
 
-def test_a_batch(each, build, tmp_path):
-    """It is of the type that users import, with six fields of one length."""
-    env = build(fleet(tmp_path, 3), each)
+def test_step_batch_fields(backend_setup, build, tmp_path):
+    """It is the exported type, with six fields of one length."""
+    env = build(fleet(tmp_path, 3), backend_setup)
     env.reset_async()
     batch = env.recv()
     assert type(batch) is StepBatch
@@ -149,9 +152,9 @@ def test_a_batch(each, build, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_whose_actions_are_whose(form, each, build, tmp_path):
-    """A sequence follows `env_ids`, also where that is an array; a mapping has the ids itself."""
-    env = build(fleet(tmp_path, 4), each)
+def test_actions_by_env_ids_or_mapping(form, backend_setup, build, tmp_path):
+    """A sequence follows `env_ids`, also an array; a mapping has env ids as keys."""
+    env = build(fleet(tmp_path, 4), backend_setup)
     env.reset()
     one, two, three = acts(1.0, 2.0, 3.0)
     if form == "sequence":
@@ -164,7 +167,7 @@ def test_whose_actions_are_whose(form, each, build, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "reset_arguments",
     [
         {"seed": 9},
         {"seed": 9, "env_ids": [2, 1]},
@@ -175,40 +178,40 @@ def test_whose_actions_are_whose(form, each, build, tmp_path):
     ids=str,
 )
 @pytest.mark.parametrize("constructor", [Skirmish, Hunt])
-def test_reset_arguments(constructor, asked, each, build):
+def test_reset_arguments(constructor, reset_arguments, backend_setup, build):
     reference = Reference([constructor] * 4, SAME_STEP, 42)
-    env = build([constructor] * 4, each)
+    env = build([constructor] * 4, backend_setup)
     assert_same(env.reset(), reference.reset())
-    due = reference.reset(**asked)
-    env.reset_async(**asked)
+    due = reference.reset(**reset_arguments)
+    env.reset_async(**reset_arguments)
     batch = env.recv()
-    for env_id, *expected in zip(asked.get("env_ids", range(4)), *due, strict=True):
+    for env_id, *expected in zip(reset_arguments.get("env_ids", range(4)), *due, strict=True):
         place = batch.env_ids.index(env_id)
         assert_same([batch.observations[place], batch.infos[place]], expected)
 
 
-def test_seeds_are_those_of_reset(each, build):
-    """The first reset of each has its own; `reset_async(seed=s)` makes s the base, and `seed` tells afterwards."""
-    env = build([Hunt] * 4, each, seed=5)
-    assert seeds_given(env, env_ids=[1]) == {1: 6}
-    assert seeds_given(env, env_ids=[1]) == {1: None}
-    assert seeds_given(env, env_ids=[2], seed=20) == {2: 22}
+def test_seeds_are_the_same_as_with_reset(backend_setup, build):
+    """Each first reset has its own seed; `reset_async(seed=s)` makes s the base, and `seed()` returns the new seeds."""
+    env = build([Hunt] * 4, backend_setup, seed=5)
+    assert reset_seeds(env, env_ids=[1]) == {1: 6}
+    assert reset_seeds(env, env_ids=[1]) == {1: None}
+    assert reset_seeds(env, env_ids=[2], seed=20) == {2: 22}
     assert env.seed() == (5, 6, 22, 8)
-    assert seeds_given(env) == {0: 20, 1: None, 2: None, 3: 23}
+    assert reset_seeds(env) == {0: 20, 1: None, 2: None, 3: 23}
     assert env.seed() == (20, 6, 22, 23)
-    assert seeds_given(env, env_ids=[3, 0], seed=[8, 9]) == {3: 8, 0: 9}
+    assert reset_seeds(env, env_ids=[3, 0], seed=[8, 9]) == {3: 8, 0: 9}
     assert env.seed() == (9, 6, 22, 8)
 
 
-def seeds_given(env: ParallelEnv, **asked: Any) -> dict[int, int | None]:
-    """What each simulator's `reset` got, as its infos say."""
-    env.reset_async(options={"tell": True}, **asked)
+def reset_seeds(env: ParallelEnv, **reset_arguments: Any) -> dict[int, int | None]:
+    """The seeds that each simulator's `reset` received, from its infos."""
+    env.reset_async(options={"tell": True}, **reset_arguments)
     batch = env.recv()
     return {env_id: infos["wolf_0"]["seed"] for env_id, infos in zip(batch.env_ids, batch.infos, strict=True)}
 
 
 @pytest.mark.parametrize(
-    ("asked", "error"),
+    ("reset_arguments", "error"),
     [
         ({"seed": -1}, ValueError),
         ({"seed": 1.5}, TypeError),
@@ -217,10 +220,10 @@ def seeds_given(env: ParallelEnv, **asked: Any) -> dict[int, int | None]:
     ],
     ids=["negative", "no integer", "too few", "unpicklable"],
 )
-def test_a_refused_reset(asked, error, each, build):
-    """Nothing has been reset, and the base is what it was."""
-    env = build([Hunt] * 4, each, seed=5)
+def test_refused_reset_has_no_effect(reset_arguments, error, backend_setup, build):
+    """Nothing is reset, and the base seed is unchanged."""
+    env = build([Hunt] * 4, backend_setup, seed=5)
     with pytest.raises(error):
-        env.reset_async(**asked)
+        env.reset_async(**reset_arguments)
     assert env.pending == ()
-    assert seeds_given(env) == {0: 5, 1: 6, 2: 7, 3: 8}
+    assert reset_seeds(env) == {0: 5, 1: 6, 2: 7, 3: 8}

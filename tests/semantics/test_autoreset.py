@@ -1,4 +1,4 @@
-"""What the end of an episode means, sentence by sentence, on scripts written out here: without the reference."""
+"""Ends of episodes, rule by rule, with expected values written out instead of the reference."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def by_dict_rules(steps: list[Any], first: tuple[dict, dict] | None = None) -> A
     return functools.partial(Scripted, spaces.Dict(both), spaces.Dict(both), first, steps, ("a", "b"))
 
 
-class Told(PettingZooEnv):
-    """PettingZoo rules: in each step these terminate, those are truncated."""
+class ScriptedEnds(PettingZooEnv):
+    """PettingZoo rules: in each step the listed agents terminate or are truncated."""
 
-    metadata = {"name": "told"}  # noqa: RUF012
+    metadata = {"name": "scripted_ends"}  # noqa: RUF012
 
     def __init__(self, steps: list[tuple[str, str]], info: dict | None = None) -> None:
         self.script, self.info = steps, info or {}
@@ -81,12 +81,12 @@ def step_of(observations: dict, *, over: Any = None, infos: dict | None = None, 
     )
 
 
-def test_same_step_under_dict_rules(packed, build):
-    """The new episode's first observation; all else is the old one's last; `final_obs` only who was observed."""
+def test_same_step_under_dict_rules(two_worker_setup, build):
+    """The new episode's first observation with the old episode's last values; `final_obs` only for observed agents."""
     infos = {"a": {"score": 3}, "__common__": {"laps": 2}}
     script = [step_of({"a": seen(1)}, over=np.bool_(True), infos=infos, a=True)]
     first = ({"a": seen(100), "b": seen(200)}, {"b": {"spawn": "north"}, "a": {}, "__common__": {"map": 5}})
-    env = build([by_dict_rules(script, first)] * 2, packed, SAME_STEP)
+    env = build([by_dict_rules(script, first)] * 2, two_worker_setup, SAME_STEP)
     assert_same(env.reset(), ((first[0],) * 2, (first[1],) * 2))
     expected = (
         first[0],
@@ -104,22 +104,22 @@ def test_same_step_under_dict_rules(packed, build):
         assert [sorted(agents) for agents in env.acting] == [["a", "b"]] * 2
 
 
-def test_what_the_environment_has_stays(packed, build):
-    """Keys we would add are the environment's own where it has them already."""
+def test_keys_of_the_environment_are_not_overwritten(two_worker_setup, build):
+    """Keys that we would add keep the environment's own value."""
     own = {"a": {"final_obs": "mine", "reset_info": "mine too"}, "__common__": {"restarted": 1}}
     script = [step_of({"a": seen(1)}, over=True, infos=own)]
-    env = build([by_dict_rules(script, ({"a": seen(9)}, {"a": {"n": 1}}))] * 2, packed, SAME_STEP)
+    env = build([by_dict_rules(script, ({"a": seen(9)}, {"a": {"n": 1}}))] * 2, two_worker_setup, SAME_STEP)
     env.reset()
     assert_same(env.step([{}, {}])[4], (own, own))
 
 
-def test_infos_of_a_class_of_their_own(packed, build):
-    """What is added changes neither their class nor what they have by that name already."""
+def test_infos_of_dict_subclasses(two_worker_setup, build):
+    """Added keys change neither the class nor an existing entry."""
     counted = defaultdict(list, laps=[2])
     infos = {"a": OrderedDict(hp=3), "b": OrderedDict(final_obs="mine"), "__common__": counted}
     script = [step_of({"a": seen(1), "b": seen(2)}, over=True, infos=infos)]
     first = ({"a": seen(100)}, {key: {"spawn": 1} for key in infos})
-    env = build([by_dict_rules(script, first)] * 2, packed, SAME_STEP)
+    env = build([by_dict_rules(script, first)] * 2, two_worker_setup, SAME_STEP)
     env.reset()
     again = {"reset_info": {"spawn": 1}}
     expected = {
@@ -131,24 +131,24 @@ def test_infos_of_a_class_of_their_own(packed, build):
     assert counted == {"laps": [2]}
 
 
-def test_infos_that_are_mappings_but_no_dicts(packed, build):
-    """They become dicts where something is added."""
+def test_infos_that_are_mappings(two_worker_setup, build):
+    """They become dicts if a key is added."""
     script = [step_of({"a": seen(1)}, over=True, infos={"a": UserDict(hp=3), "b": UserDict(hp=2)})]
-    env = build([by_dict_rules(script, ({"a": seen(100)}, {"a": {"spawn": 1}}))] * 2, packed, SAME_STEP)
+    env = build([by_dict_rules(script, ({"a": seen(100)}, {"a": {"spawn": 1}}))] * 2, two_worker_setup, SAME_STEP)
     env.reset()
-    told = env.step([{}, {}])[4][1]
-    assert_same(told["a"], {"hp": 3, "final_obs": seen(1), "reset_info": {"spawn": 1}})
-    assert type(told["b"]) is UserDict
+    infos_of_step = env.step([{}, {}])[4][1]
+    assert_same(infos_of_step["a"], {"hp": 3, "final_obs": seen(1), "reset_info": {"spawn": 1}})
+    assert type(infos_of_step["b"]) is UserDict
 
 
-def test_infos_that_are_one_and_the_same_dict(packed, build):
-    """An environment may tell all agents by one dict; what is added for one of them is not told to the others."""
+def test_agents_that_share_one_info_dict(two_worker_setup, build):
+    """Keys that are added for one agent do not appear for the others."""
     nothing: dict[str, Any] = {}
     spawn = {"spawn": 1}
     infos = {"a": nothing, "b": nothing, "c": nothing}
     script = [step_of({"a": seen(1), "b": seen(2)}, over=True, infos=infos)]
     first = ({"a": seen(100)}, {"a": spawn, "b": spawn})
-    env = build([by_dict_rules(script, first)] * 2, packed, SAME_STEP)
+    env = build([by_dict_rules(script, first)] * 2, two_worker_setup, SAME_STEP)
     env.reset()
     again = {"reset_info": {"spawn": 1}}
     expected = {"a": {"final_obs": seen(1), **again}, "b": {"final_obs": seen(2), **again}, "c": {}}
@@ -157,24 +157,24 @@ def test_infos_that_are_one_and_the_same_dict(packed, build):
 
 
 @pytest.mark.parametrize("mode", [SAME_STEP, NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
-def test_all_is_false_where_a_dict_environment_does_not_say(mode, packed, build):
-    """Dict rules: everybody may be done, as long as the environment does not say `__all__` it is not over."""
+def test_missing_all_is_false_under_dict_rules(mode, two_worker_setup, build):
+    """All agents may be done; without `__all__` the episode goes on."""
     script = [
         step_of({"a": seen(1), "b": seen(2)}, a=True, b=True),
         step_of({}),
         step_of({"b": seen(3)}, over=False),
     ]
-    env = build([by_dict_rules(script)] * 2, packed, mode)
+    env = build([by_dict_rules(script)] * 2, two_worker_setup, mode)
     env.reset()
     for observations, rewards, terminateds, truncateds, infos in script:
         expected = (observations, rewards, {**EVERYONE, **terminateds}, {**truncateds, **EVERYONE}, infos)
         assert_same(env.step([{}, {}]), tuple((part, part) for part in expected))
 
 
-def test_next_step_resets_in_the_next_step(packed, build):
+def test_next_step_resets_in_the_next_step(two_worker_setup, build):
     script = [step_of({"a": seen(1)}, over=True, a=True), step_of({"b": seen(2)})]
     first = ({"a": seen(100), "b": seen(200)}, {"a": {"spawn": 1}})
-    env = build([by_dict_rules(script, first), by_dict_rules(script[1:], first)], packed, NEXT_STEP)
+    env = build([by_dict_rules(script, first), by_dict_rules(script[1:], first)], two_worker_setup, NEXT_STEP)
     env.reset()
     last = env.step([{"a": seen(0)}, {}])
     assert_same(last[0], ({"a": seen(1)}, {"b": seen(2)}))
@@ -187,8 +187,8 @@ def test_next_step_resets_in_the_next_step(packed, build):
 
 
 @pytest.mark.parametrize("mode", [NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
-def test_a_reset_in_between_cancels_the_due_one(mode, packed, build):
-    env = build([functools.partial(Told, [("abc", ""), ("a", "")])] * 2, packed, mode)
+def test_reset_cancels_the_pending_autoreset(mode, two_worker_setup, build):
+    env = build([functools.partial(ScriptedEnds, [("abc", ""), ("a", "")])] * 2, two_worker_setup, mode)
     env.reset()
     env.step(acts(env))
     observations, _ = env.reset(env_ids=[1])
@@ -199,10 +199,10 @@ def test_a_reset_in_between_cancels_the_due_one(mode, packed, build):
     assert env.get_attr("calls") == (1, 2)
 
 
-def test_disabled_under_dict_rules_steps_on(packed, build):
-    """An environment that is over is stepped on, as its own business."""
+def test_disabled_under_dict_rules_keeps_stepping(two_worker_setup, build):
+    """An environment whose episode is over is still stepped."""
     script = [step_of({"a": seen(1)}, over=True), step_of({"a": seen(2)}, over=True), step_of({}, over=1)]
-    env = build([by_dict_rules(script)] * 2, packed, DISABLED)
+    env = build([by_dict_rules(script)] * 2, two_worker_setup, DISABLED)
     env.reset()
     for number, (observations, rewards, terminateds, truncateds, infos) in enumerate(script):
         expected = (observations, rewards, terminateds, {**truncateds, "__all__": False}, infos)
@@ -212,9 +212,9 @@ def test_disabled_under_dict_rules_steps_on(packed, build):
 
 
 @pytest.mark.parametrize(("last", "flags"), [("t", (True, False)), ("u", (False, True))])
-def test_disabled_under_pettingzoo_rules_does_not_touch(last, flags, packed, build):
+def test_disabled_under_pettingzoo_rules_stops_stepping(last, flags, two_worker_setup, build):
     script = [("abc", "") if last == "t" else ("a", "bc")]
-    env = build([functools.partial(Told, script)] * 2, packed, DISABLED)
+    env = build([functools.partial(ScriptedEnds, script)] * 2, two_worker_setup, DISABLED)
     env.reset()
     env.step(acts(env))
     assert env.acting == ([], [])
@@ -236,9 +236,9 @@ def test_disabled_under_pettingzoo_rules_does_not_touch(last, flags, packed, bui
     ],
     ids=str,
 )
-def test_all_under_pettingzoo_rules(script, flags, packed, build):
-    """Over when nobody is left; terminated if everyone alive before that very step terminated."""
-    env = build([functools.partial(Told, script)] * 2, packed, NEXT_STEP)
+def test_all_under_pettingzoo_rules(script, flags, two_worker_setup, build):
+    """The episode is over when no agent is left; terminated if all agents alive before that step terminated."""
+    env = build([functools.partial(ScriptedEnds, script)] * 2, two_worker_setup, NEXT_STEP)
     env.reset()
     for remaining in reversed(range(len(script))):
         _, _, terminateds, truncateds, _ = env.step(acts(env))
@@ -246,8 +246,8 @@ def test_all_under_pettingzoo_rules(script, flags, packed, build):
         assert_same((terminateds[0]["__all__"], truncateds[1]["__all__"]), expected)
 
 
-class Outspoken(Told):
-    """Says `__all__` itself, but in one kind of flags only, and always that nothing is over."""
+class ReturnsAll(ScriptedEnds):
+    """Returns `__all__` itself, in one kind of flags only and always False."""
 
     def __init__(self, steps: list[tuple[str, str]], kind: int) -> None:
         super().__init__(steps)
@@ -261,9 +261,9 @@ class Outspoken(Told):
 
 @pytest.mark.parametrize("ending", [("abc", ""), ("", "abc"), ("ab", "c")], ids=str)
 @pytest.mark.parametrize("kind", [2, 3], ids=["terminateds", "truncateds"])
-def test_all_in_one_kind_of_flags_under_pettingzoo_rules(kind, ending, packed, build):
-    """It stays as it was said; that nobody is left ends the episode all the same, so the other kind says that."""
-    env = build([functools.partial(Outspoken, [("", ""), ending], kind)] * 2, packed, DISABLED)
+def test_all_in_one_kind_of_flags_under_pettingzoo_rules(kind, ending, two_worker_setup, build):
+    """The environment's own value is kept; the other kind of flags ends the episode when no agent is left."""
+    env = build([functools.partial(ReturnsAll, [("", ""), ending], kind)] * 2, two_worker_setup, DISABLED)
     env.reset()
     other = {2: 3, 3: 2}[kind]
     for over in (False, True):
@@ -275,9 +275,9 @@ def test_all_in_one_kind_of_flags_under_pettingzoo_rules(kind, ending, packed, b
     assert env.get_attr("calls") == (2, 2)
 
 
-def test_same_step_under_pettingzoo_rules(packed, build):
-    """`final_obs` for those in the last step, `reset_info` for all who got one, alive are all of the new episode."""
-    env = build([functools.partial(Told, [("a", ""), ("b", "c")], {"hp": 3})] * 2, packed, SAME_STEP)
+def test_same_step_under_pettingzoo_rules(two_worker_setup, build):
+    """`final_obs` for agents of the last step, `reset_info` for agents with one; then all agents are alive again."""
+    env = build([functools.partial(ScriptedEnds, [("a", ""), ("b", "c")], {"hp": 3})] * 2, two_worker_setup, SAME_STEP)
     env.reset()
     env.step(acts(env))
     assert [sorted(agents) for agents in env.acting] == [["b", "c"]] * 2
@@ -292,10 +292,10 @@ def test_same_step_under_pettingzoo_rules(packed, build):
 
 
 @pytest.mark.parametrize("mode", [SAME_STEP, NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
-def test_a_single_agent_environment(mode, packed, build):
+def test_single_agent_environment(mode, two_worker_setup, build):
     """Gymnasium's own environments have one agent, `agent_0`, and PettingZoo rules."""
     make = functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=2)
-    env = build([make] * 2, packed, mode)
+    env = build([make] * 2, two_worker_setup, mode)
     assert env.possible_agents == ["agent_0"]
     env.reset()
     env.step([{"agent_0": 0}] * 2)
@@ -308,13 +308,13 @@ def test_a_single_agent_environment(mode, packed, build):
     assert_same(rewards, ({"agent_0": 1.0},) * 2)
 
 
-def test_a_turn_based_environment(packed, build):
-    """Only the one whose turn it is acts, and all are told who that is, from the first reset on."""
+def test_turn_based_environment(two_worker_setup, build):
+    """Only the agent whose turn it is acts; infos name it from the first reset on."""
     classic = pytest.importorskip("pettingzoo.classic.tictactoe_v3")
-    env = build([classic.env] * 2, packed, SAME_STEP)
+    env = build([classic.env] * 2, two_worker_setup, SAME_STEP)
     _, infos = env.reset()
-    told = {agent: {"active_agent": "player_1"} for agent in ("player_1", "player_2")}
-    assert_same(infos, (told, told))
+    infos_of_step = {agent: {"active_agent": "player_1"} for agent in ("player_1", "player_2")}
+    assert_same(infos, (infos_of_step, infos_of_step))
     for turn, cell in enumerate([0, 1, 3, 4, 6]):
         player, waiting = ("player_1", "player_2") if turn % 2 == 0 else ("player_2", "player_1")
         assert env.acting == ([player],) * 2
@@ -326,26 +326,26 @@ def test_a_turn_based_environment(packed, build):
     assert env.acting == (["player_1"],) * 2
 
 
-def test_dict_environments_get_the_actions_as_given(packed, build):
-    """Nothing is dropped, nothing is missed: agents who are done, unknown ones, none at all."""
+def test_dict_environments_receive_actions_unchanged(two_worker_setup, build):
+    """Nothing is dropped or required: done agents, unknown agents, no agents."""
     script = [step_of({"a": seen(1), "b": seen(2)}, a=True), step_of({"b": seen(3)}), step_of({"b": seen(4)})]
-    env = build([by_dict_rules(script)] * 2, packed)
+    env = build([by_dict_rules(script)] * 2, two_worker_setup)
     env.reset()
-    given = [{"a": seen(5), "b": seen(6)}, {"a": seen(7), "nobody": ["north", 3]}, {"b": None}]
-    for actions in given:
+    sent = [{"a": seen(5), "b": seen(6)}, {"a": seen(7), "nobody": ["north", 3]}, {"b": None}]
+    for actions in sent:
         env.step([actions, {}])
-    assert_same(env.get_attr("actions"), (given, [{}, {}, {}]))
+    assert_same(env.get_attr("actions"), (sent, [{}, {}, {}]))
 
 
-def test_agents_who_rejoin_or_leave_without_a_word(packed, build):
-    """Acting: seen in this episode, not done yet, and in the latest observation."""
+def test_acting_agents_that_leave_and_rejoin(two_worker_setup, build):
+    """Acting: seen in this episode, not done, and in the latest observation."""
     script = [
         step_of({"a": seen(1)}),
         step_of({"a": seen(2), "b": seen(3), "c": {"unknown": 1}}),
         step_of({"b": seen(4), "c": {"unknown": 2}}, c=True),
         step_of({"a": seen(5), "c": {"unknown": 3}}),
     ]
-    env = build([by_dict_rules(script, ({"a": seen(0)}, {}))] * 2, packed, DISABLED)
+    env = build([by_dict_rules(script, ({"a": seen(0)}, {}))] * 2, two_worker_setup, DISABLED)
     env.reset()
     assert env.acting == (["a"], ["a"])
     for expected in (["a"], ["a", "b", "c"], ["b"], ["a"]):
@@ -353,8 +353,8 @@ def test_agents_who_rejoin_or_leave_without_a_word(packed, build):
         assert [sorted(agents) for agents in env.acting] == [expected] * 2
 
 
-class Unseen(Hunt):
-    """A wolf who is rewarded and flagged, but sees nothing; the others go before it is cut off."""
+class UnobservedAgent(Hunt):
+    """The last wolf has rewards and flags but no observations; the others leave before it is truncated."""
 
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
         observations, infos = super().reset(seed=seed, options=options)
@@ -376,9 +376,9 @@ class Unseen(Hunt):
         return seen, rewards, *flags, {}
 
 
-def test_the_last_one_was_never_seen(each, build):
-    """How the episode ends is told by whoever is flagged then."""
-    env = build([Unseen], each, "DISABLED")
+def test_last_agent_without_observations(backend_setup, build):
+    """The flags of the last agent decide how the episode ends."""
+    env = build([UnobservedAgent], backend_setup, "DISABLED")
     env.reset()
     ends = []
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Bad input gets a clear error and loses nothing: the next correct step is the reference's.
+"""Bad input raises a clear error and loses nothing: the next correct step equals the reference's.
 
 Bad constructors are tested in `test_bad_constructors`.
 """
@@ -27,7 +27,7 @@ FLOAT32 = np.array([0.5, 0.25, -1.0], np.float32)
 
 
 class Pair:
-    """The package and the reference side by side, a few steps into an episode."""
+    """The package and the reference in lockstep, a few steps into an episode."""
 
     def __init__(self, env: ParallelEnv, reference: Reference) -> None:
         self.env, self.reference = env, reference
@@ -36,7 +36,7 @@ class Pair:
         self.step()
 
     def actions(self) -> list[dict[Any, Any]]:
-        """Good ones."""
+        """Valid actions."""
         return [random_actions(one, self.rng) for one in self.reference.copies]
 
     def step(self) -> None:
@@ -46,13 +46,13 @@ class Pair:
 
 
 @pytest.fixture
-def pair(packed, build):
+def pair(two_worker_setup, build):
     """Four hunts under PettingZoo rules."""
-    return Pair(build([Hunt] * 4, packed), Reference([Hunt] * 4, SAME_STEP, 42))
+    return Pair(build([Hunt] * 4, two_worker_setup), Reference([Hunt] * 4, SAME_STEP, 42))
 
 
-def refuses(pair: Pair, error: Any, match: str, actions: Any, env_ids: Any = None) -> None:
-    """The step is refused, and the next good one shows that nothing had happened; twice."""
+def assert_refused(pair: Pair, error: Any, match: str, actions: Any, env_ids: Any = None) -> None:
+    """The step is refused, and the next correct one is unaffected; twice."""
     for _ in range(2):
         with pytest.raises(error, match=match):
             pair.env.step(actions, env_ids)
@@ -72,15 +72,15 @@ def everyone() -> list[dict]:
 
 @pytest.mark.parametrize("count", [0, 3, 5])
 def test_wrong_number_of_action_dicts(count, pair):
-    refuses(pair, ValueError, rf"(?s)(4.*{count}|{count}.*4)", (everyone() * 2)[:count])
+    assert_refused(pair, ValueError, rf"(?s)(4.*{count}|{count}.*4)", (everyone() * 2)[:count])
 
 
 def test_wrong_number_of_action_dicts_for_env_ids(pair):
-    refuses(pair, ValueError, r"(?s)(2.*3|3.*2)", everyone()[:3], [0, 2])
+    assert_refused(pair, ValueError, r"(?s)(2.*3|3.*2)", everyone()[:3], [0, 2])
 
 
-def test_a_missing_agent(pair):
-    """The last environment's: those before it must not have been stepped."""
+def test_missing_action(pair):
+    """Of the last environment: the environments before it must not have been stepped."""
     agent = pair.reference.acting[3][0]
     with pytest.raises(ValueError, match=rf"(?s)(3.*{agent}|{agent}.*3)"):
         pair.env.step(without(everyone(), 3, agent))
@@ -88,13 +88,13 @@ def test_a_missing_agent(pair):
 
 
 @pytest.mark.parametrize("one", [None, 3, [1, 2], "wolf_0", np.zeros(4)], ids=str)
-def test_not_a_dict(one, pair):
-    refuses(pair, (TypeError, ValueError), "3", [*everyone()[:3], one])
+def test_actions_that_are_not_a_dict(one, pair):
+    assert_refused(pair, (TypeError, ValueError), "3", [*everyone()[:3], one])
 
 
-def test_a_dict_for_all(pair):
-    """One dict where one per environment was wanted."""
-    refuses(pair, (TypeError, ValueError), "wolf_0|dict|sequence|list", everyone()[0])
+def test_one_dict_for_all_environments(pair):
+    """One dict in place of one dict per environment."""
+    assert_refused(pair, (TypeError, ValueError), "wolf_0|dict|sequence|list", everyone()[0])
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def test_a_dict_for_all(pair):
     [np.zeros(2), np.zeros((3, 1)), np.zeros((1, 3)), np.zeros(()), 1.0, [0.5], "left"],
     ids=lambda action: f"{type(action).__name__}{np.shape(action)}",
 )
-def test_a_wrong_shape(action, packed, build):
+def test_action_of_wrong_shape(action, two_worker_setup, build):
     """Refused before any simulator is touched; never broadcast."""
     space = spaces.Box(-1.0, 1.0, (3,), np.float32)
     for rules in (by_pettingzoo_rules, by_dict_rules):
-        env = build([rules(space)] * 4, packed)
+        env = build([rules(space)] * 4, two_worker_setup)
         env.reset()
         with pytest.raises((ValueError, TypeError), match=r"(?s)(3.*'a'|'a'.*3)"):
             env.step([{"a": FLOAT32}] * 3 + [{"a": action}])
@@ -117,7 +117,7 @@ def test_a_wrong_shape(action, packed, build):
 
 
 @pytest.mark.parametrize(
-    ("action", "says"),
+    ("action", "message"),
     [
         (0, r"expected a dict with the keys \['eat', 'move'\], got 0"),
         ({"move": (1, 2)}, r"expected a dict with the keys \['eat', 'move'\], got the keys \['move'\]"),
@@ -126,42 +126,42 @@ def test_a_wrong_shape(action, packed, build):
     ],
     ids=["number", "key", "short", "part"],
 )
-def test_an_action_that_is_not_whole(action, says, packed, build):
+def test_float_for_a_discrete_action(action, message, two_worker_setup, build):
     space = spaces.Dict(eat=spaces.Discrete(3), move=spaces.Tuple([spaces.Discrete(3), spaces.Discrete(3)]))
     good = {"eat": 1, "move": (1, 2)}
-    env = build([by_dict_rules(space)] * 2, packed)
+    env = build([by_dict_rules(space)] * 2, two_worker_setup)
     env.reset()
-    with pytest.raises(ValueError, match=rf"environment 1: the action of agent 'a': {says}"):
+    with pytest.raises(ValueError, match=rf"environment 1: the action of agent 'a': {message}"):
         env.step([{"a": good}, {"a": action}])
     assert env.get_attr("actions") == ([], [])
     env.step([{"a": good}, {"a": {**good, "more": "of it"}}])
-    env.step([{"a": good}, {"a": None}])  # as PettingZoo's turns have for those who are done
+    env.step([{"a": good}, {"a": None}])  # as in PettingZoo's turn-based environments for agents that are done
     assert env.get_attr("actions")[1] == [{"a": {**good, "more": "of it"}}, {"a": None}]
 
 
-@pytest.mark.parametrize("beside", [None, np.array(1), "left"], ids=str)
+@pytest.mark.parametrize("other_part", [None, np.array(1), "left"], ids=str)
 @pytest.mark.parametrize(
     "array", [np.zeros(2), np.zeros((3, 1)), np.zeros(3, complex)], ids=lambda a: f"{a.dtype}{a.shape}"
 )
-def test_a_wrong_array_beside_what_does_not_fit(array, beside, packed, build):
-    """That another part of the action has a form that has to travel pickled saves nothing."""
+def test_wrong_array_in_a_pickled_action(array, other_part, two_worker_setup, build):
+    """An array of a wrong shape is refused also if another part of the action has to be pickled."""
     space = spaces.Dict(n=spaces.Discrete(3), x=spaces.Box(-1.0, 1.0, (3,), np.float32))
-    good = {"n": beside, "x": FLOAT32}
+    good = {"n": other_part, "x": FLOAT32}
     for rules in (by_pettingzoo_rules, by_dict_rules):
-        env = build([rules(space)] * 4, packed)
+        env = build([rules(space)] * 4, two_worker_setup)
         env.reset()
         with pytest.raises(
             ValueError, match=r"environment 3: the action of agent 'a': expected an array of shape \(3,\)"
         ):
-            env.step([{"a": good}] * 3 + [{"a": {"n": beside, "x": array}}])
+            env.step([{"a": good}] * 3 + [{"a": {"n": other_part, "x": array}}])
         assert env.get_attr("actions") == ([], [], [], [])
         env.step([{"a": good}] * 4)
         assert_same(env.get_attr("actions"), ([{"a": good}],) * 4)
         env.close()
 
 
-class Listener(Hunt):
-    """PettingZoo rules with one agent that keeps the actions it was given."""
+class RecordsActions(Hunt):
+    """PettingZoo rules with one agent; records the actions it receives."""
 
     def __init__(self, space: spaces.Space) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Listener(Hunt):
 
 
 def by_pettingzoo_rules(space: spaces.Space) -> Any:
-    return functools.partial(Listener, space)
+    return functools.partial(RecordsActions, space)
 
 
 def by_dict_rules(space: spaces.Space) -> Any:
@@ -193,8 +193,8 @@ def by_dict_rules(space: spaces.Space) -> Any:
 
 
 @pytest.mark.parametrize("space", [spaces.MultiDiscrete([3, 4]), spaces.Box(0, 9, (2,), np.int32)], ids=str)
-def test_floats_are_not_cast_to_integers(space, packed, build):
-    env = build([by_pettingzoo_rules(space)] * 2, packed)
+def test_floats_are_not_cast_to_integers(space, two_worker_setup, build):
+    env = build([by_pettingzoo_rules(space)] * 2, two_worker_setup)
     env.reset()
     with pytest.raises((ValueError, TypeError), match="'a'"):
         env.step([{"a": np.array([1, 2])}, {"a": np.array([1.0, 2.0])}])
@@ -217,25 +217,25 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize(("space", "bad", "good"), OUTSIDE, ids=lambda part: str(part)[:30])
-def test_check_actions(space, bad, good, packed, build):
-    """Asked for, an action outside its space is refused; not asked for, it goes through."""
+def test_check_actions(space, bad, good, two_worker_setup, build):
+    """With `check_actions`, an action outside its space is refused; without, it is passed on."""
     for rules in (by_pettingzoo_rules, by_dict_rules):
-        env = build([rules(space)] * 2, packed, check_actions=True)
+        env = build([rules(space)] * 2, two_worker_setup, check_actions=True)
         env.reset()
         with pytest.raises(ValueError, match=r"(?s)(1.*'a'|'a'.*1)"):
             env.step([{"a": good}, {"a": bad}])
         env.step([{"a": good}] * 2)
         assert_same(env.get_attr("actions"), ([{"a": good}],) * 2)
         env.close()
-        unchecked = build([rules(space)] * 2, packed)
+        unchecked = build([rules(space)] * 2, two_worker_setup)
         unchecked.reset()
         unchecked.step([{"a": good}, {"a": bad}])
         assert_same(unchecked.get_attr("actions"), ([{"a": good}], [{"a": bad}]))
         unchecked.close()
 
 
-def test_checked_trajectories_are_the_same(packed, build):
-    pair = Pair(build([Skirmish] * 4, packed, check_actions=True), Reference([Skirmish] * 4, SAME_STEP, 42))
+def test_check_actions_changes_no_trajectory(two_worker_setup, build):
+    pair = Pair(build([Skirmish] * 4, two_worker_setup, check_actions=True), Reference([Skirmish] * 4, SAME_STEP, 42))
     for _ in range(10):
         pair.step()
 
@@ -249,7 +249,7 @@ ASK_SOME = {
 
 @pytest.mark.parametrize("env_ids", [[4], [-1], [0, 0], [1, 2, 1], [0, 9]], ids=str)
 @pytest.mark.parametrize("method", ASK_SOME)
-def test_unknown_or_doubled_env_ids(method, env_ids, pair):
+def test_unknown_or_duplicate_env_ids(method, env_ids, pair):
     with pytest.raises(ValueError, match=r"env_ids|environment"):
         ASK_SOME[method](pair.env, env_ids)
     pair.step()
@@ -268,15 +268,15 @@ def test_wrong_number_of_values(pair):
     pair.step()
 
 
-def test_a_missing_attribute_closes_nothing(pair):
+def test_missing_attribute_closes_nothing(pair):
     for ask in (pair.env.get_attr, pair.env.call):
         with pytest.raises(AttributeError, match="no_such_thing"):
             ask("no_such_thing")
         pair.step()
 
 
-def test_step_before_reset(packed, build):
-    env, reference = build([Hunt] * 4, packed), Reference([Hunt] * 4, SAME_STEP, 42)
+def test_step_before_reset(two_worker_setup, build):
+    env, reference = build([Hunt] * 4, two_worker_setup), Reference([Hunt] * 4, SAME_STEP, 42)
     with pytest.raises(ResetNeeded):
         env.step(everyone())
     assert_same(env.reset(env_ids=[1, 2]), reference.reset(env_ids=[1, 2]))
@@ -289,8 +289,8 @@ def test_step_before_reset(packed, build):
     assert env.get_attr("steps_ever") == (0, 1, 1, 0)
 
 
-def test_calls_after_close(each, build):
-    env = build([Hunt] * 2, each)
+def test_calls_after_close(backend_setup, build):
+    env = build([Hunt] * 2, backend_setup)
     env.reset()
     env.close()
     calls = (
@@ -309,7 +309,7 @@ def test_calls_after_close(each, build):
     assert env.num_envs == 2
 
 
-def test_a_gymnasium_environment_needs_its_agent(packed, build):
+def test_missing_action_of_a_gymnasium_environment(two_worker_setup, build):
     make = functools.partial(gymnasium.make, "CartPole-v1")
-    pair = Pair(build([make] * 4, packed), Reference([make] * 4, SAME_STEP, 42))
-    refuses(pair, ValueError, "agent_0", [{"agent_0": 0}, {}, {"agent_0": 0}, {"agent_0": 1}])
+    pair = Pair(build([make] * 4, two_worker_setup), Reference([make] * 4, SAME_STEP, 42))
+    assert_refused(pair, ValueError, "agent_0", [{"agent_0": 0}, {}, {"agent_0": 0}, {"agent_0": 1}])

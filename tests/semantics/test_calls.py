@@ -1,4 +1,4 @@
-"""Calls, attributes and frames: what is asked, and what is refused without anything being closed."""
+"""`call`, `get_attr`, `set_attr` and `render`: what they return, and errors that close nothing."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Counting(Hunt):
         return self.looks
 
 
-def test_an_attribute_is_looked_at_once(each, build):
-    env = build([Counting] * 2, each)
+def test_attribute_is_read_once(backend_setup, build):
+    env = build([Counting] * 2, backend_setup)
     assert_same(env.get_attr("looked_at"), (1, 1))
 
 
-def test_arguments_for_what_is_no_method_close_nothing(each, build):
-    env = build([Hunt] * 2, each)
+def test_arguments_for_an_attribute_close_nothing(backend_setup, build):
+    env = build([Hunt] * 2, backend_setup)
     with pytest.raises(TypeError, match="environment 0: 'metadata' takes no arguments: it is not a method"):
         env.call("metadata", 3)
     env.reset()
 
 
 class Unreadable:
-    """Pickles, but nothing can be made again from that."""
+    """Pickles, but cannot be unpickled."""
 
     def __init__(self, module: str | None = None) -> None:
         self.module = module
@@ -54,8 +54,8 @@ TELLINGS = {
 
 
 @pytest.mark.parametrize("tell", TELLINGS.values(), ids=TELLINGS)
-def test_what_cannot_be_read_where_environments_are_closes_nothing(tell, each, build):
-    env = build([Hunt] * 2, each)
+def test_arguments_that_workers_cannot_unpickle_close_nothing(tell, backend_setup, build):
+    env = build([Hunt] * 2, backend_setup)
     with pytest.raises(TypeError, match=r"environment 0: .* cannot be made again from that: ValueError: .*seven"):
         tell(env, Unreadable())
     env.reset()
@@ -63,7 +63,7 @@ def test_what_cannot_be_read_where_environments_are_closes_nothing(tell, each, b
 
 
 @pytest.mark.parametrize("tell", TELLINGS.values(), ids=TELLINGS)
-def test_a_module_that_workers_cannot_have_closes_nothing(tell, build, monkeypatch):
+def test_module_that_workers_cannot_import_closes_nothing(tell, build, monkeypatch):
     monkeypatch.setitem(sys.modules, "local_modules", types.ModuleType("local_modules"))
     env = build([Hunt] * 2, Setup("process", True, 2))
     with pytest.raises(ModuleNotFoundError, match="sent to environment 0 needs the module 'local_modules'") as caught:
@@ -73,8 +73,8 @@ def test_a_module_that_workers_cannot_have_closes_nothing(tell, build, monkeypat
     assert_same(env.get_attr("gravity"), (1.0, 1.0))
 
 
-def test_frames_want_a_reset(each, build):
-    env = build([functools.partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")] * 2, each)
+def test_render_before_reset(backend_setup, build):
+    env = build([functools.partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")] * 2, backend_setup)
     with pytest.raises(ResetNeeded, match=r"environments \[0, 1\] have never been reset; call reset\(\) before render"):
         env.render()
     env.reset()

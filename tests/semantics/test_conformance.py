@@ -1,4 +1,4 @@
-"""Trajectories equal the reference's to the bit and to the type, on every setup; results are the caller's own."""
+"""Trajectories equal the reference's to the bit and to the type, on every setup; results belong to the caller."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def assert_acting(actual: Sequence[list[Any]], expected: Sequence[list[Any] | No
 
 
 def replay(env: Any, events: Sequence[Event]) -> None:
-    """Ask `env` what the reference was asked; every answer must be the same, also after all the others came."""
-    kept = []
+    """Repeat the recorded calls on `env`; each result must be equal, also after all later calls."""
+    saved = []
     for index, event in enumerate(events):
         arguments = copy.deepcopy(event.arguments)
         result = getattr(env, event.method)(**arguments)
@@ -36,8 +36,8 @@ def replay(env: Any, events: Sequence[Event]) -> None:
         assert_same(result, event.result, where)
         assert_acting(env.acting, event.acting, where)
         if event.arguments.get("env_ids") is None and index % 4 == 0:
-            kept.append((result, event.result, f"{where}, looked at later"))
-    for result, expected, where in kept:
+            saved.append((result, event.result, f"{where}, looked at later"))
+    for result, expected, where in saved:
         assert_same(result, expected, where)
 
 
@@ -48,19 +48,19 @@ def test_same_step(name, setup, build):
 
 @pytest.mark.parametrize("mode", [NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("name", ["skirmish", "hunt", "tictactoe"])
-def test_other_modes(name, mode, setup, build):
+def test_other_autoreset_modes(name, mode, setup, build):
     replay(build(scenario(name).constructors, setup, mode), record(name, mode))
 
 
 @pytest.mark.parametrize("mode", [NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("name", sorted({*SYNTHETIC, *REAL} - {"skirmish", "hunt", "tictactoe"}))
-def test_other_modes_packed(name, mode, packed, build):
-    replay(build(scenario(name).constructors, packed, mode), record(name, mode))
+def test_other_autoreset_modes_on_two_workers(name, mode, two_worker_setup, build):
+    replay(build(scenario(name).constructors, two_worker_setup, mode), record(name, mode))
 
 
 @pytest.mark.parametrize("name", [*SYNTHETIC, *REAL])
-def test_scenarios_show_what_they_are_for(name):
-    """The recordings themselves: episodes end in all of them, agents die before the end where they are said to."""
+def test_scenarios_cover_ends_and_deaths(name):
+    """Episodes end in all recordings; agents die before the end in the scenarios that declare it."""
     over, deaths = 0, 0
     for event in record(name, SAME_STEP):
         if event.method == "step":
@@ -74,10 +74,10 @@ def test_scenarios_show_what_they_are_for(name):
 
 
 @pytest.mark.parametrize("name", ["skirmish", "hunt", "zoo", "connect_four"])
-def test_views_hold_until_the_next_step(name, packed, build):
-    """With `copy=False` every result is right when it comes; an idle environment's stays so; so does the last one."""
+def test_views_last_until_the_next_step(name, two_worker_setup, build):
+    """With `copy=False`, results of idle environments and the last results stay valid."""
     events = record(name, SAME_STEP)
-    env = build(scenario(name).constructors, packed, SAME_STEP, copy=False)
+    env = build(scenario(name).constructors, two_worker_setup, SAME_STEP, copy=False)
     latest: dict[int, tuple[Any, ...]] = {}
     for index, event in enumerate(events):
         result = getattr(env, event.method)(**event.arguments)
@@ -93,16 +93,16 @@ def test_views_hold_until_the_next_step(name, packed, build):
             assert_same(actual, expected, f"after close, environment {env_id}")
 
 
-def test_views_are_views(build, killable):
-    env = build([Hunt] * 4, killable, copy=False)
+def test_views_are_views(build, killable_setup):
+    env = build([Hunt] * 4, killable_setup, copy=False)
     observations, _ = env.reset()
     assert not any(array.flags.owndata for one in observations for array in one.values())
 
 
 @pytest.mark.parametrize("name", ["skirmish", "hunt", "recycler", "zoo"])
-def test_results_belong_to_the_caller(name, packed, build):
-    """Whatever the caller does to a result, no later result shows it."""
-    env = build(scenario(name).constructors, packed, SAME_STEP)
+def test_results_belong_to_the_caller(name, two_worker_setup, build):
+    """Modifying a result changes no later result."""
+    env = build(scenario(name).constructors, two_worker_setup, SAME_STEP)
     for index, event in enumerate(record(name, SAME_STEP)):
         result = getattr(env, event.method)(**copy.deepcopy(event.arguments))
         assert_same(result, event.result, f"event {index}")
@@ -110,10 +110,10 @@ def test_results_belong_to_the_caller(name, packed, build):
 
 
 @pytest.mark.parametrize("constructor", [Skirmish, Hunt, Recycler])
-def test_the_first_reset_may_come_in_parts(constructor, packed, build):
-    """Each environment has its own seed on its first reset, whenever that is."""
+def test_first_reset_in_parts(constructor, two_worker_setup, build):
+    """Each environment uses its own seed in its first reset, whenever that is."""
     reference = Reference([constructor] * 4, SAME_STEP, 5)
-    env = build([constructor] * 4, packed, SAME_STEP, 5)
+    env = build([constructor] * 4, two_worker_setup, SAME_STEP, 5)
     for arguments in (
         {"env_ids": [3]},
         {"env_ids": [1, 0], "options": {"start": 2.0}},
@@ -136,9 +136,9 @@ def test_the_first_reset_may_come_in_parts(constructor, packed, build):
     ids=str,
 )
 @pytest.mark.parametrize("constructor", [Skirmish, Hunt])
-def test_reset_arguments(constructor, arguments, packed, build):
+def test_reset_arguments(constructor, arguments, two_worker_setup, build):
     reference = Reference([constructor] * 4, SAME_STEP, 42)
-    env = build([constructor] * 4, packed)
+    env = build([constructor] * 4, two_worker_setup)
     assert_same(env.reset(), reference.reset())
     assert_same(env.reset(**arguments), reference.reset(**arguments))
     for _ in range(3):
@@ -170,9 +170,9 @@ def test_step_in_any_order(env_ids, setup, build):
         assert_acting(env.acting, reference.acting, "acting")
 
 
-def test_the_number_of_workers_changes_nothing(build, each):
-    """Environments that draw from generators of their own: the same batches, wherever they run."""
+def test_number_of_workers_changes_nothing(build, backend_setup):
+    """For environments with their own generators, batches are equal for every number of workers."""
     for workers in (1, 3, 4):
-        env = build(scenario("skirmish").constructors, each._replace(num_workers=workers), SAME_STEP)
+        env = build(scenario("skirmish").constructors, backend_setup._replace(num_workers=workers), SAME_STEP)
         replay(env, record("skirmish", SAME_STEP)[:10])
         env.close()

@@ -1,4 +1,4 @@
-"""Constructors that pass `**kwargs` on: which of them get the seed, and who is warned where it reached nobody."""
+"""Seeds for constructors that pass `**kwargs` on, and warnings if a seed reaches no simulator."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def wrapped(seed: int, env_id: int, size: int = 2) -> Scenario:
 
 
 @functools.wraps(wrapped)
-def fills_in() -> Scenario:
-    """Has the signature of what it wraps, but takes none of it."""
+def fills_arguments() -> Scenario:
+    """Has the signature of the wrapped function, but passes no arguments to it."""
     return Scenario(9)
 
 
@@ -48,32 +48,32 @@ CONSTRUCTORS = [
     (functools.partial(make_scenario, "registered/Scenario"), {"size": 7, "seed": 43}),
     (functools.partial(make_scenario, "registered/Scenario-v1", seed=6), {"size": 7, "seed": 6}),
     (functools.partial(make_scenario, "registered/Fixed-v0"), {"size": 1, "seed": 5}),
-    (functools.partial(make_scenario, "registered/NamesNothing-v0"), {"size": 1, "seed": 42}),
+    (functools.partial(make_scenario, "registered/WithoutSeed-v0"), {"size": 1, "seed": 42}),
     (functools.partial(make_scenario, gymnasium.spec("registered/Scenario-v1")), {"size": 7, "seed": 43}),
     (gymnasium.spec("registered/Scenario-v1").make, {"size": 7, "seed": 43}),
     (functools.partial(named(gymnasium.make), "registered/Scenario-v1"), {"size": 7, "seed": 43}),
     (wrapped, {"size": 2, "seed": 43, "env_id": 1}),
     (functools.partial(wrapped, size=4), {"size": 4, "seed": 43, "env_id": 1}),
-    (fills_in, {"size": 9, "seed": 42}),
+    (fills_arguments, {"size": 9, "seed": 42}),
     (passes_on, {"size": 1, "seed": 42}),
     (lambda: gymnasium.make("registered/Scenario-v1"), {"size": 7, "seed": None}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("constructor", "received"), CONSTRUCTORS)
-def test_the_seed_goes_through_known_makers(constructor, received):
+def test_seed_passes_through_known_makers(constructor, received):
     env = construct_one(constructor, seed=43, env_id=1)
     assert env.unwrapped.received == received
 
 
-def test_a_module_is_imported_for_its_registrations():
-    """The usual way to make SMARTS: `module:id`."""
+def test_gymnasium_make_with_module_and_id():
+    """`module:id`, as SMARTS documents it."""
     constructor = functools.partial(make_scenario, "simulators.registered:registered/Scenario-v0")
     assert construct_one(constructor, seed=43, env_id=1).unwrapped.received["seed"] == 43
 
 
 @pytest.mark.parametrize("name", ["nowhere:Scenario-v0", "registered/Nowhere-v0", "a b", None])
-def test_what_cannot_be_found_is_left_to_the_maker(name):
+def test_unknown_ids_are_left_to_the_maker(name):
     with pytest.raises(Exception) as expected:  # noqa: PT011  # whatever Gymnasium raises
         gymnasium.make(name)
     with pytest.raises(type(expected.value)) as caught:
@@ -97,7 +97,7 @@ def seeded_aec(seed: int = -1, env_id: str = "name of a map") -> Any:
     "constructor",
     [parallel_wrapper_fn(seeded_aec), aec_wrapper_fn(Seeded), parallel_wrapper_fn(aec_wrapper_fn(Seeded))],
 )
-def test_the_seed_goes_through_pettingzoos_conversions(constructor):
+def test_seed_passes_through_pettingzoo_conversions(constructor):
     """`env_id` does not: in other projects' signatures it means something else."""
     env = construct_one(constructor, seed=43, env_id=1)
     parallel = env if hasattr(env, "step") and not hasattr(env, "last") else aec_to_parallel(env)
@@ -107,19 +107,19 @@ def test_the_seed_goes_through_pettingzoos_conversions(constructor):
     assert inner.received == (43, "name of a map")
 
 
-def test_environments_of_gymnasiums_make_differ(each, build):
-    """On every backend, as of a plain loop that passes the seed itself."""
+def test_gymnasium_make_gets_different_seeds(backend_setup, build):
+    """On every backend, equal to a plain loop that passes the seed itself."""
     constructor = functools.partial(make_scenario, "registered/Scenario-v1")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        env = build([constructor] * 3, each, seed=11)
+        env = build([constructor] * 3, backend_setup, seed=11)
         observations, _ = env.reset()
     assert env.seed() == (11, 12, 13)
     for observed, seed in zip(observations, (11, 12, 13)):
         np.testing.assert_array_equal(observed["car"], np.random.default_rng(seed).random(2))
 
 
-def test_make_passes_the_seed_on():
+def test_make_passes_the_seed():
     kwargs = {"id": "registered/Scenario-v1", "disable_env_checker": True}
     with make("gymnasium:make", 2, env_kwargs=kwargs, seed=11, num_workers=1) as env:
         assert env.seed() == (11, 12)
@@ -128,7 +128,7 @@ def test_make_passes_the_seed_on():
 # -- warnings ----------------------------------------------------------------------------------------------------------
 
 
-def warned(constructors: list[Any], steps: Any = lambda env: env.reset(), **arguments: Any) -> list[str]:
+def seed_warnings(constructors: list[Any], steps: Any = lambda env: env.reset(), **arguments: Any) -> list[str]:
     """The texts of the warnings of a start and a first reset."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -138,9 +138,9 @@ def warned(constructors: list[Any], steps: Any = lambda env: env.reset(), **argu
     return [str(one.message) for one in caught if one.category is UserWarning]
 
 
-def test_environments_that_declare_the_same_seed(each, build):
-    """Once, wherever they are."""
-    env = build([passes_on] * 3, each)
+def test_equal_declared_seeds_warn_once(backend_setup, build):
+    """Whether they share a worker or not."""
+    env = build([passes_on] * 3, backend_setup)
     with pytest.warns(UserWarning, match=r"environments \[0, 1, 2\] declare the same seed, 42") as caught:
         env.reset()
     with warnings.catch_warnings():
@@ -150,60 +150,60 @@ def test_environments_that_declare_the_same_seed(each, build):
     assert "`lambda seed: make_env(seed=seed)`" in str(warning.message)
 
 
-def test_the_warning_comes_where_the_caller_resets():
+def test_seed_warning_points_at_the_callers_reset():
     with ParallelEnv([passes_on] * 2, backend="serial") as env, pytest.warns(UserWarning, match="same seed") as caught:
         env.reset()
     assert [one.filename for one in caught] == [__file__]
 
 
-def test_a_warning_while_others_are_in_flight():
+def test_seed_warning_while_others_are_in_flight():
     def in_flight(env: ParallelEnv) -> None:
         env.reset_async()
         env.recv(min_envs=1)
         while env.pending:
             env.recv()
 
-    assert len(warned([passes_on] * 2, in_flight, backend="thread")) == 1
+    assert len(seed_warnings([passes_on] * 2, in_flight, backend="thread")) == 1
 
 
-class SeedsTooLate(Scenario):
-    """Declares the seed of its latest reset, but has drawn its map before, as SMARTS does."""
+class SeededAfterDrawing(Scenario):
+    """Declares the seed of its latest reset, but draws its map in the constructor, as SMARTS does."""
 
     def reset(self, *, seed=None, options=None):
         self.seed = self.seed if seed is None else seed
         return super().reset()
 
 
-def test_environments_that_are_seeded_too_late():
-    (text,) = warned([lambda: SeedsTooLate()] * 2)
+def test_environments_seeded_after_drawing_warn():
+    (text,) = seed_warnings([lambda: SeededAfterDrawing()] * 2)
     assert text.startswith("environments [0, 1] declare the same seed when they were made, 42, although")
 
 
-class SetsItsSeed(SeedsTooLate):
-    """Draws its map again."""
+class DrawsMapInReset(SeededAfterDrawing):
+    """Draws its map again in `reset`."""
 
     def reset(self, *, seed=None, options=None):
         self.map = self.map if seed is None else np.random.default_rng(seed).random(2)
         return super().reset(seed=seed)
 
 
-def test_no_warning_where_seeds_are_taken():
+def test_no_warning_if_seeds_are_used():
     quiet = [
         [Scenario] * 2,
-        [SetsItsSeed] * 2,
-        [lambda: SetsItsSeed()] * 2,  # its seed is right after the reset
+        [DrawsMapInReset] * 2,
+        [lambda: DrawsMapInReset()] * 2,  # its seed is right after the reset
         [functools.partial(passes_on, seed=3)] * 2,  # bound by the caller
         [functools.partial(Scenario, 1, 3)] * 2,
         [passes_on],  # one alone
         [Hunt] * 2,
     ]
     for constructors in quiet:
-        assert warned(constructors) == []
-    assert warned([passes_on] * 2, lambda env: env.reset(seed=[8, 8])) == []  # meant to be alike
+        assert seed_warnings(constructors) == []
+    assert seed_warnings([passes_on] * 2, lambda env: env.reset(seed=[8, 8])) == []  # meant to be alike
 
 
 class Unseeded(Scenario):
-    """Has no seed to declare, and a `reset` that takes none."""
+    """Declares no seed, and its `reset` takes none."""
 
     def __init__(self, start: float = 0.5, **more: Any) -> None:
         self.start = start
@@ -216,8 +216,8 @@ def unseeded(**kwargs: Any) -> Unseeded:
     return Unseeded(**kwargs)
 
 
-def test_first_observations_that_are_all_equal(each, build):
-    env = build([unseeded] * 3, each)
+def test_equal_first_observations_warn(backend_setup, build):
+    env = build([unseeded] * 3, backend_setup)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         env.reset(env_ids=[0])
@@ -229,7 +229,7 @@ def test_first_observations_that_are_all_equal(each, build):
 
 
 class BoardGame(Unseeded):
-    """Begins with the same board; `reset` takes a seed, as that of chess does."""
+    """Starts with the same board; `reset` takes a seed, as PettingZoo's chess does."""
 
     def reset(self, *, seed=None, options=None):
         return super().reset()
@@ -239,11 +239,11 @@ def board_game(**kwargs: Any) -> BoardGame:
     return BoardGame(**kwargs)
 
 
-def test_no_warning_of_first_observations_that_may_be_equal():
-    assert warned([board_game] * 3) == []
-    assert warned([lambda: Unseeded()] * 3) == []  # could not have been given a seed
-    assert warned([functools.partial(unseeded, start=0.1), unseeded, unseeded]) == []
-    assert warned([unseeded]) == []
+def test_no_warning_for_board_games():
+    assert seed_warnings([board_game] * 3) == []
+    assert seed_warnings([lambda: Unseeded()] * 3) == []  # has no seed argument
+    assert seed_warnings([functools.partial(unseeded, start=0.1), unseeded, unseeded]) == []
+    assert seed_warnings([unseeded]) == []
 
 
 # -- constructors that want something else -----------------------------------------------------------------------------
@@ -271,22 +271,27 @@ class OfMap(Hunt):
     ids=["i", "config and env_id", "function", "class", "positional only", "partial"],
 )
 @pytest.mark.parametrize("backend", ["serial", "process"])
-def test_an_argument_that_is_not_ours_is_refused(backend, constructor, says):
-    """RLlib calls constructors with a config; here nothing starts, and the error shows the signature."""
+def test_unknown_required_argument_is_refused(backend, constructor, says):
+    """For example RLlib's config: nothing starts, and the error shows the signature."""
     with pytest.raises(TypeError, match=rf"env_constructors\[1\] cannot be called: {says}"):
         ParallelEnv([Hunt, constructor], backend=backend)
 
 
-def test_make_says_how_to_pass_the_argument():
+def test_make_suggests_how_to_pass_the_argument():
     with pytest.raises(TypeError, match=r"requires 'name', 'level'.*env_kwargs=dict\(name=..., level=...\)"):
         make(f"{__name__}:OfMap", 2)
 
 
 @pytest.mark.parametrize(
     "constructor",
-    [lambda config=None: Hunt(), functools.partial(of_config, {}), functools.partial(OfMap, "big", level=2), fills_in],
+    [
+        lambda config=None: Hunt(),
+        functools.partial(of_config, {}),
+        functools.partial(OfMap, "big", level=2),
+        fills_arguments,
+    ],
     ids=["default", "bound", "bound by name", "filled in by a wrapper"],
 )
 @pytest.mark.filterwarnings("ignore:environments .* declare the same seed")
-def test_an_argument_that_has_a_value_is_not_refused(constructor, each, build):
-    build([constructor] * 2, each).reset()
+def test_bound_argument_is_accepted(constructor, backend_setup, build):
+    build([constructor] * 2, backend_setup).reset()

@@ -1,4 +1,4 @@
-"""The end of an episode: what is kept of its last step, and that all of it arrives, whoever is in which dict."""
+"""The last step of an episode: the saved copy, and its transfer with every combination of agents in the dicts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def seen(number: float) -> np.ndarray:
 
 
 def last_step(**changed: Any) -> list[dict[Any, Any]]:
-    """The five dicts of a step that cuts the episode off."""
+    """The five dicts of a step that truncates the episode."""
     parts = {
         "observations": {agent: seen(place) for place, agent in enumerate(AGENTS)},
         "rewards": {agent: place / 4 for place, agent in enumerate(AGENTS)},
@@ -36,7 +36,7 @@ def last_step(**changed: Any) -> list[dict[Any, Any]]:
     return [*{**parts, **changed}.values()]
 
 
-# What is kept
+# The saved copy
 
 
 class Uncopiable:
@@ -57,7 +57,7 @@ class Uncopiable:
     ids=repr,
 )  # fmt: skip
 @pytest.mark.parametrize("part", range(5))
-def test_kept_whatever_becomes_of_it(value, part):
+def test_saved_copy_is_independent(value, part):
     dicts = last_step()
     dicts[part] = {"a": copy.deepcopy(value), "b": copy.deepcopy(value)}
     expected = copy.deepcopy(dicts)
@@ -67,7 +67,7 @@ def test_kept_whatever_becomes_of_it(value, part):
     assert_same([*ours], expected)
 
 
-def test_objects_in_arrays_are_kept():
+def test_objects_in_arrays_are_copied():
     array = np.array([{"x": 1}, None])
     observations, *_ = copied_dicts(tuple(last_step(observations={"a": array})))
     array[0]["x"] = 2
@@ -75,7 +75,7 @@ def test_objects_in_arrays_are_kept():
 
 
 @pytest.mark.parametrize("value", [seen(1), {}, {"x": 1}, [1]], ids=repr)
-def test_one_object_stays_one_object(value):
+def test_shared_objects_stay_shared(value):
     """Between agents and between dicts."""
     dicts = last_step(observations=dict.fromkeys(AGENTS, value), infos=dict.fromkeys(AGENTS, value))
     observations, *_, infos = copied_dicts(tuple(dicts))
@@ -83,26 +83,26 @@ def test_one_object_stays_one_object(value):
     assert {id(one) for one in [*observations.values(), *infos.values()]} == {id(observations["a"])}
 
 
-def test_an_array_in_an_observation_and_in_an_info_stays_one():
+def test_array_shared_by_observation_and_info_stays_shared():
     view = seen(1)
     observations, *_, infos = copied_dicts(tuple(last_step(observations={"a": view}, infos={"a": {"view": view}})))
     assert infos["a"]["view"] is observations["a"] is not view
 
 
 @pytest.mark.parametrize("info", [{}, {"x": 1}, 1], ids=repr)
-def test_the_type_of_infos_is_kept(info):
+def test_type_of_infos_is_preserved(info):
     *_, infos = copied_dicts(tuple(last_step(infos=defaultdict(list, a=info))))
     assert_same(infos, defaultdict(list, a=info))
     assert infos.default_factory is list
 
 
-def test_what_cannot_be_copied_stays():
+def test_uncopiable_infos_are_passed_on():
     dicts = tuple(last_step(infos={"a": Uncopiable()}))
     *others, infos = copied_dicts(dicts)
     assert infos is dicts[4]
-    for own, given in zip(others, dicts[:4], strict=True):
-        assert_same(own, given)
-        assert own is not given
+    for own, original in zip(others, dicts[:4], strict=True):
+        assert_same(own, original)
+        assert own is not original
     assert others[0]["b"] is not dicts[0]["b"]
 
 
@@ -147,8 +147,8 @@ FINALS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def told(records: int, transition: Transition, record: int) -> tuple[Any, ...]:
-    """What is read of a transition, from a record that has told of something else before."""
+def written_and_read(records: int, transition: Transition, record: int) -> tuple[Any, ...]:
+    """The transition read from a record that held other values before."""
     layout = Layout(Schema(AGENTS, dict.fromkeys(AGENTS, BOX), {}, None), records)
     block = bytearray([0xFF]) * layout.nbytes
     layout.bind(block)
@@ -159,7 +159,7 @@ def told(records: int, transition: Transition, record: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize("final", FINALS.values(), ids=FINALS)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("there", [AGENTS, ["b"], ["c", "d"], []], ids=str)
-def test_all_arrives(there, change, final):
+def test_last_step_round_trip(there, change, final):
     dicts = last_step(**change)
     expected = copy.deepcopy(dicts)
     for agent, value in (final or {}).items():
@@ -167,6 +167,6 @@ def test_all_arrives(there, change, final):
         if isinstance(info, dict):
             info["final_obs"] = value
     transition = Transition(*dicts, alive=there, acting=there, final_observations=final)
-    arrived, acting, alive, over = told(3, transition, 1)
+    arrived, acting, alive, over = written_and_read(3, transition, 1)
     assert_same([*arrived], expected)
     assert (acting, alive, over) == (there, there, True)

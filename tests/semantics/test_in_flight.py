@@ -1,6 +1,6 @@
-"""What is allowed between `send` and the last `recv`, what is refused and then does nothing, and what closing does.
+"""Calls between `send` and the last `recv`: which are allowed, which are refused without effect, and closing.
 
-What results mean is tested in `test_async`, when they come in `test_readiness`, how it ends badly in
+What results mean is tested in `test_async_stepping`, when they arrive in `test_readiness`, faults in
 `test_async_faults`.
 """
 
@@ -34,7 +34,7 @@ NOOP = {"a": 0, "b": 1}
 
 
 class Pair:
-    """Four hunts, by the package and by the reference: what is done to both must come to the same."""
+    """Four hunts in the package and in the reference, which must stay equal."""
 
     def __init__(self, env: ParallelEnv) -> None:
         self.env, self.reference = env, Reference([Hunt] * 4, AutoresetMode.SAME_STEP, 42)
@@ -62,8 +62,8 @@ class Pair:
         expected = self.reference.step(copy.deepcopy(actions))
         assert_same(self.env.step(actions), expected)
 
-    def refuses(self, error: Any, call: Callable[..., Any], *args: Any, **keywords: Any) -> None:
-        """A call fails with nothing in flight or something, and does not do anything: both go on alike."""
+    def assert_refused(self, error: Any, call: Callable[..., Any], *args: Any, **keywords: Any) -> None:
+        """The call fails with and without calls in flight and has no effect."""
         in_flight = tuple(sorted(self.due))
         with pytest.raises(error) as caught:
             call(*args, **keywords)
@@ -77,15 +77,15 @@ class Pair:
 
 
 @pytest.fixture
-def pair(each, build) -> Pair:
-    return Pair(build([functools.partial(Hunt, render_mode="rgb_array")] * 4, each))
+def pair(backend_setup, build) -> Pair:
+    return Pair(build([functools.partial(Hunt, render_mode="rgb_array")] * 4, backend_setup))
 
 
-# What is refused
+# Refused calls
 
 
-def test_what_waits_is_refused(pair):
-    """Each of these, whether the environments it is about are in flight or not."""
+def test_blocking_calls_are_refused(pair):
+    """Whether the environments they concern are in flight or not."""
     env = pair.env
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("step", lambda: env.step(pair.actions())),
@@ -105,21 +105,21 @@ def test_what_waits_is_refused(pair):
         with pytest.raises(AlreadyPendingCallError, match=name):
             call()
         pair.send(2)
-        pair.refuses(AlreadyPendingCallError, call)
+        pair.assert_refused(AlreadyPendingCallError, call)
     assert env.seed() == (42, 43, 44, 45)
     assert env.get_attr("gravity") == (1.0,) * 4
 
 
 @pytest.mark.parametrize("env_ids", [(1,), (0, 1), (1, 2, 3), None], ids=str)
-def test_what_is_in_flight_is_not_sent_to(env_ids, pair):
-    """Nothing is sent to anybody, not even to the others that were named."""
+def test_sending_to_an_environment_in_flight_is_refused(env_ids, pair):
+    """Nothing is sent, not even to the other environments of the call."""
     ids = env_ids or range(4)
     pair.send(1)
-    pair.refuses(AlreadyPendingCallError, pair.env.send, pair.actions(ids), env_ids)
+    pair.assert_refused(AlreadyPendingCallError, pair.env.send, pair.actions(ids), env_ids)
     pair.send(1)
-    pair.refuses(AlreadyPendingCallError, pair.env.send, dict(zip(ids, pair.actions(ids), strict=True)))
+    pair.assert_refused(AlreadyPendingCallError, pair.env.send, dict(zip(ids, pair.actions(ids), strict=True)))
     pair.send(1)
-    pair.refuses(AlreadyPendingCallError, pair.env.reset_async, seed=7, env_ids=env_ids)
+    pair.assert_refused(AlreadyPendingCallError, pair.env.reset_async, seed=7, env_ids=env_ids)
 
 
 @pytest.mark.parametrize("in_flight", [[], [3]], ids=["idle", "occupied"])
@@ -130,20 +130,20 @@ def test_what_is_in_flight_is_not_sent_to(env_ids, pair):
         (TypeError, [[2.0], ["2"], [None]]),
     ],
 )
-def test_environments_that_there_are_not(error, env_ids, in_flight, pair):
+def test_unknown_env_ids(error, env_ids, in_flight, pair):
     for ids in env_ids:
         for call in (functools.partial(pair.env.send, pair.actions()[: len(ids)]), pair.env.reset_async):
             if in_flight:
                 pair.send(*in_flight)
-            pair.refuses(error, call, env_ids=ids)
+            pair.assert_refused(error, call, env_ids=ids)
 
 
 EVERYONE = {"wolf_0": 1, "wolf_1": 1, "wolf_2": np.zeros(3, np.float32), "wolf_3": 1}
 MISSHAPEN = {**EVERYONE, "wolf_2": np.zeros(2, np.float32)}
 
 
-def test_actions_that_are_refused(pair):
-    """Nothing has been sent to anybody, and nothing of it is left behind."""
+def test_refused_actions_send_nothing(pair):
+    """Not to any environment, and the call leaves no state behind."""
     for actions, env_ids in [
         ([EVERYONE, MISSHAPEN], [0, 2]),
         ({0: EVERYONE, 2: MISSHAPEN}, None),
@@ -154,37 +154,37 @@ def test_actions_that_are_refused(pair):
         (None, [0]),
         (iter([EVERYONE]), [0]),
     ]:
-        pair.refuses((ValueError, TypeError), pair.env.send, actions, env_ids)
+        pair.assert_refused((ValueError, TypeError), pair.env.send, actions, env_ids)
         pair.send(1)
-        pair.refuses((ValueError, TypeError), pair.env.send, actions, env_ids)
+        pair.assert_refused((ValueError, TypeError), pair.env.send, actions, env_ids)
 
 
-def test_a_missing_action(pair):
-    """The last environment's: those before it must not have been sent."""
+def test_missing_action(pair):
+    """Of the last environment: nothing must have been sent to the environments before it."""
     while len(pair.reference.acting[2]) < 2:
         pair.step()
     _, first, last = pair.actions(range(3))
     del last[pair.reference.acting[2][0]]
-    pair.refuses(ValueError, pair.env.send, {1: first, 2: last})
+    pair.assert_refused(ValueError, pair.env.send, {1: first, 2: last})
 
 
-def test_mappings_that_are_not_by_environment(pair):
+def test_mappings_without_env_ids_as_keys(pair):
     mappings = [EVERYONE, {"0": EVERYONE}, {None: EVERYONE}, {4: EVERYONE}, {-1: EVERYONE}, {0.0: EVERYONE}, {}]
     for mapping in mappings:
-        pair.refuses(ValueError, pair.env.send, mapping)
+        pair.assert_refused(ValueError, pair.env.send, mapping)
     for env_ids in ([0, 3], [0], [0, 1, 2], [2, 2]):
-        pair.refuses(ValueError, pair.env.send, {0: EVERYONE, 2: EVERYONE}, env_ids)
+        pair.assert_refused(ValueError, pair.env.send, {0: EVERYONE, 2: EVERYONE}, env_ids)
 
 
-def test_actions_outside_their_space(each, build):
-    pair = Pair(build([Hunt] * 4, each, check_actions=True))
+def test_actions_outside_their_space(backend_setup, build):
+    pair = Pair(build([Hunt] * 4, backend_setup, check_actions=True))
     pair.send(3)
-    pair.refuses(ValueError, pair.env.send, {0: EVERYONE, 2: {**EVERYONE, "wolf_0": 77}})
+    pair.assert_refused(ValueError, pair.env.send, {0: EVERYONE, 2: {**EVERYONE, "wolf_0": 77}})
 
 
-def test_send_before_the_first_reset(each, build, tmp_path):
-    """Each environment's own: also while others are on their way, and until its reset has been received."""
-    env = build(fleet(tmp_path, 3), each)
+def test_send_before_the_first_reset(backend_setup, build, tmp_path):
+    """Per environment: also while others are in flight, and until the result of its reset has been received."""
+    env = build(fleet(tmp_path, 3), backend_setup)
     (one,) = acts(1)
     with pytest.raises(ResetNeeded):
         env.send([one] * 3)
@@ -200,10 +200,10 @@ def test_send_before_the_first_reset(each, build, tmp_path):
     assert trace(tmp_path) == ["reset 0", "step 0"]
 
 
-# What is allowed
+# Allowed calls
 
 
-def test_what_is_allowed(pair):
+def test_allowed_calls(pair):
     env = pair.env
     acting, stats = env.acting, env.stats()
     pair.send(2)
@@ -225,9 +225,9 @@ def test_what_is_allowed(pair):
     assert len(env.render()) == 4
 
 
-def test_seeds_while_environments_are_in_flight(each, build):
-    """What they have been given, also by what is still on its way."""
-    env = build([Hunt] * 4, each, seed=5)
+def test_seeds_while_environments_are_in_flight(backend_setup, build):
+    """`seed()` includes seeds of resets in flight."""
+    env = build([Hunt] * 4, backend_setup, seed=5)
     env.reset_async(env_ids=[0, 1])
     assert env.seed() == (5, 6, 7, 8)
     env.reset_async(seed=50, env_ids=[3])
@@ -244,9 +244,9 @@ def test_seeds_while_environments_are_in_flight(each, build):
 
 
 @pytest.mark.parametrize("terminate", [False, True], ids=["asked", "terminated"])
-def test_close_discards_what_is_in_flight(terminate, beside, build, tmp_path):
-    """What has not been begun never is; the environments still close themselves where they are asked."""
-    env = build(fleet(tmp_path, 50), beside, num_workers=1)
+def test_close_discards_calls_in_flight(terminate, concurrent_setup, build, tmp_path):
+    """Queued calls never start; the environments are still closed."""
+    env = build(fleet(tmp_path, 50), concurrent_setup, num_workers=1)
     env.reset()
     hold(tmp_path, 0)
     env.send(acts(*range(50)))
@@ -262,8 +262,8 @@ def test_close_discards_what_is_in_flight(terminate, beside, build, tmp_path):
 
 
 @pytest.mark.parametrize("received", [False, True], ids=["in flight", "received"])
-def test_closed(received, each, build, tmp_path):
-    env = build(fleet(tmp_path, 4), each)
+def test_calls_after_close(received, backend_setup, build, tmp_path):
+    env = build(fleet(tmp_path, 4), backend_setup)
     env.reset()
     env.send(acts(1, 2, 3, 4))
     if received:
@@ -276,22 +276,22 @@ def test_closed(received, each, build, tmp_path):
     env.close()
 
 
-def test_nothing_is_in_flight_after_close(each, build, tmp_path):
-    env = build(fleet(tmp_path, 2), each)
+def test_nothing_is_in_flight_after_close(backend_setup, build, tmp_path):
+    env = build(fleet(tmp_path, 2), backend_setup)
     env.reset_async()
     env.close()
     assert env.pending == ()
 
 
-def test_a_context_left(beside, build, tmp_path):
-    with build(dozing(tmp_path, 0.3), beside) as env:
+def test_leaving_the_context(concurrent_setup, build, tmp_path):
+    with build(dozing(tmp_path, 0.3), concurrent_setup) as env:
         env.reset()
         env.send([NOOP] * 4)
     assert gone(workers(tmp_path))
 
 
-def test_a_context_left_by_an_error(beside, build, tmp_path):
-    with pytest.raises(KeyError, match="mine"), build(dozing(tmp_path, 0.3), beside) as env:  # noqa: PT012
+def test_leaving_the_context_by_an_exception(concurrent_setup, build, tmp_path):
+    with pytest.raises(KeyError, match="mine"), build(dozing(tmp_path, 0.3), concurrent_setup) as env:  # noqa: PT012
         env.reset()
         env.send([NOOP] * 4)
         raise KeyError("mine")
@@ -310,9 +310,9 @@ def test_garbage_collection(backend, tmp_path):
 
 
 @pytest.mark.parametrize("timeout", [None, 20.0])
-def test_close_from_another_thread(timeout, beside, build, tmp_path):
-    """The `recv` that waits is told so; a thread cannot be ended, but nobody waits for it."""
-    env = build(dozing(tmp_path, 2.0), beside)
+def test_close_from_another_thread(timeout, concurrent_setup, build, tmp_path):
+    """The blocked `recv` raises; a running thread cannot be ended, but `close` does not wait for it."""
+    env = build(dozing(tmp_path, 2.0), concurrent_setup)
     env.reset()
     env.send([NOOP] * 4)
     time.sleep(0.1)

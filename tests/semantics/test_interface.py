@@ -1,4 +1,4 @@
-"""The public interface, member by member, but for stepping, resetting, seeds and faults."""
+"""The public interface, member by member, except stepping, resetting, seeds and faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAME_STEP = AutoresetMode.SAME_STEP
 
 
 def play(env: ParallelEnv, reference: Reference, steps: int = 5) -> None:
-    """A few steps beside the reference."""
+    """Some steps in lockstep with the reference."""
     rng = np.random.default_rng(3)
     assert_same(env.reset(), reference.reset())
     for _ in range(steps):
@@ -40,24 +40,27 @@ def test_counts(setup, build):
     assert build_three.num_workers <= 3
 
 
-def test_agents_in_the_environments_own_order(each, build):
+def test_agent_order_is_the_environments(backend_setup, build):
     """Neither sorted nor shuffled, in all three places."""
     for constructor, agents in (
         (Skirmish, ["tank", "scout", "medic", "sniper"]),
         (Relay, ["zulu", "alpha", "mike"]),
     ):
-        env = build([constructor] * 2, each)
+        env = build([constructor] * 2, backend_setup)
         assert env.possible_agents == agents
         for space in (env.observation_space, env.action_space):
             assert type(space) is spaces.Dict
             assert list(space) == agents
     native = Skirmish()
-    wanted = build([Skirmish] * 2, each)
-    assert (wanted.observation_space, wanted.action_space) == (native.observation_space, native.action_space)
+    expected_env = build([Skirmish] * 2, backend_setup)
+    assert (expected_env.observation_space, expected_env.action_space) == (
+        native.observation_space,
+        native.action_space,
+    )
 
 
-def test_possible_agents_are_the_callers_own(each, build):
-    env = build([Skirmish] * 2, each)
+def test_possible_agents_is_a_copy(backend_setup, build):
+    env = build([Skirmish] * 2, backend_setup)
     env.possible_agents.clear()
     assert len(env.possible_agents) in {0, 4}  # a copy each time, or the one and only that the caller spoilt
     play(env, Reference([Skirmish] * 2, SAME_STEP, 42))
@@ -71,9 +74,9 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize(("given", "mode"), MODES, ids=str)
-def test_metadata_and_mode(given, mode, each, build):
-    env = build([Skirmish] * 2, each, given)
+@pytest.mark.parametrize(("passed", "mode"), MODES, ids=str)
+def test_metadata_and_render_mode(passed, mode, backend_setup, build):
+    env = build([Skirmish] * 2, backend_setup, passed)
     assert env.metadata == {**Skirmish.metadata, "autoreset_mode": mode}
     assert "autoreset_mode" not in Skirmish.metadata
     env.metadata["name"] = "other"
@@ -86,9 +89,9 @@ def test_the_default_mode_is_same_step():
 
 
 @pytest.mark.parametrize("constructor", [Skirmish, Hunt])
-def test_frames(constructor, packed, build):
+def test_frames(constructor, two_worker_setup, build):
     makers = [functools.partial(constructor, render_mode="rgb_array")] * 4
-    env = build(makers, packed)
+    env = build(makers, two_worker_setup)
     assert env.render_mode == "rgb_array"
     env.reset()
     expected = tuple(np.full((4, 6, 3), 10 * index, np.uint8) for index in range(4))
@@ -102,9 +105,9 @@ def test_frames(constructor, packed, build):
         env.render(env_ids=[4])
 
 
-def test_a_grid_of_three(each, build):
-    """As many places as are needed, and the frames where they belong."""
-    env = build([functools.partial(Hunt, render_mode="rgb_array")] * 3, each)
+def test_render_grid_of_three(backend_setup, build):
+    """The grid has empty places, and each frame is at its position."""
+    env = build([functools.partial(Hunt, render_mode="rgb_array")] * 3, backend_setup)
     env.reset()
     grid = env.render(tile=True)
     height, width = grid.shape[0] // 4, grid.shape[1] // 6
@@ -115,17 +118,17 @@ def test_a_grid_of_three(each, build):
         assert (grid[4 * row : 4 * row + 4, 6 * column : 6 * column + 6] == 10 * index).all()
 
 
-def test_no_render_mode(each, build):
-    env = build([Hunt] * 2, each)
+def test_no_render_mode(backend_setup, build):
+    env = build([Hunt] * 2, backend_setup)
     env.reset()
     assert env.render_mode is None
     assert env.render() is None
 
 
-def test_state(packed, build):
-    """Computed when it is called, of each environment's present."""
+def test_state(two_worker_setup, build):
+    """Computed when called, from the current state of each environment."""
     reference = Reference([Hunt] * 4, SAME_STEP, 42)
-    env = build([Hunt] * 4, packed)
+    env = build([Hunt] * 4, two_worker_setup)
     assert env.state_space == Hunt().state_space
     play(env, reference, steps=3)
     state = env.state()
@@ -140,7 +143,7 @@ def test_state(packed, build):
 
 
 class Weather(Hunt):
-    """A state in a space of one's choice."""
+    """Its state has a configurable space."""
 
     def __init__(self, space: spaces.Space, states: list[Any], env_id: int) -> None:
         super().__init__()
@@ -160,9 +163,9 @@ STATES = [
 
 
 @pytest.mark.parametrize(("space", "states", "expected"), STATES, ids=[str(space) for space, *_ in STATES])
-def test_states_of_other_spaces(space, states, expected, packed, build):
-    """Of numbers as of arrays: one array, a row for each environment, in the dtype of the space."""
-    env = build([functools.partial(Weather, space, states)] * 3, packed)
+def test_states_of_other_spaces(space, states, expected, two_worker_setup, build):
+    """One array with a row for each environment, in the dtype of the space."""
+    env = build([functools.partial(Weather, space, states)] * 3, two_worker_setup)
     env.reset()
     assert env.state_space == space
     assert_same(env.state(), expected)
@@ -175,8 +178,8 @@ worded = functools.partial(Weather, spaces.Text(5), ["sunny", "rainy"])
 
 
 @pytest.mark.parametrize("constructor", [Skirmish, Recycler, functools.partial(gymnasium.make, "CartPole-v1"), worded])
-def test_no_state(constructor, each, build):
-    env = build([constructor] * 2, each)
+def test_no_state(constructor, backend_setup, build):
+    env = build([constructor] * 2, backend_setup)
     env.reset()
     assert env.state_space is None
     with pytest.raises(NotImplementedError):
@@ -184,22 +187,24 @@ def test_no_state(constructor, each, build):
     env.reset()
 
 
-def test_call(packed, build):
+def test_call(two_worker_setup, build):
     reference = Reference([Hunt] * 4, SAME_STEP, 42)
-    env = build([Hunt] * 4, packed)
+    env = build([Hunt] * 4, two_worker_setup)
     play(env, reference, steps=3)
     totals = [one.env.total for one in reference.copies]
     assert_same(env.call("scale", 2.0), tuple(2.0 * total for total in totals))
     assert_same(env.call("scale", 1.0, offset=3.0), tuple(total + 3.0 for total in totals))
     assert_same(env.call("scale", factor=1.0, env_ids=[3, 1]), (totals[3], totals[1]))
     assert_same(env.call("observation_space", "wolf_0"), (Hunt().observation_space("wolf_0"),) * 4)
-    assert len(set(env.call("pid"))) == (packed.num_workers if packed.backend in ("process", "ray") else 1)
+    assert len(set(env.call("pid"))) == (
+        two_worker_setup.num_workers if two_worker_setup.backend in ("process", "ray") else 1
+    )
 
 
-def test_attributes_reach_the_simulator(packed, build):
-    """What is set there changes what it does."""
+def test_attributes_reach_the_simulator(two_worker_setup, build):
+    """Setting an attribute changes the simulator's behaviour."""
     reference = Reference([Hunt] * 4, SAME_STEP, 42)
-    env = build([Hunt] * 4, packed)
+    env = build([Hunt] * 4, two_worker_setup)
     assert_same(env.get_attr("gravity"), (1.0,) * 4)
     values = [0.5, 2.0, -1.0, 0.0]
     env.set_attr("gravity", values)
@@ -210,8 +215,8 @@ def test_attributes_reach_the_simulator(packed, build):
     assert_same(env.get_attr("received"), tuple({"seed": 42 + i, "env_id": i} for i in range(4)))
 
 
-def test_attributes_of_some(packed, build):
-    env = build([Hunt] * 4, packed)
+def test_attributes_by_env_ids(two_worker_setup, build):
+    env = build([Hunt] * 4, two_worker_setup)
     env.set_attr("gravity", [3.0, 2.0], env_ids=[3, 1])
     assert_same(env.get_attr("gravity"), (1.0, 2.0, 1.0, 3.0))
     env.set_attr("gravity", 4.0, env_ids=[0])
@@ -222,12 +227,12 @@ def test_attributes_of_some(packed, build):
     assert_same(env.get_attr("gravity"), (4.0, 2.0, 1.0, 3.0))
 
 
-def test_attributes_are_copies(packed, build):
-    """Neither side sees what the other does to a value."""
-    env = build([Hunt] * 2, packed)
-    given = {"deep": [1]}
-    env.set_attr("received", [given, given])
-    given["deep"].append(2)
+def test_attributes_are_copies(two_worker_setup, build):
+    """Changes on either side do not reach the other."""
+    env = build([Hunt] * 2, two_worker_setup)
+    passed = {"deep": [1]}
+    env.set_attr("received", [passed, passed])
+    passed["deep"].append(2)
     env.get_attr("received")[0]["deep"].append(3)
     assert_same(env.get_attr("received"), ({"deep": [1]},) * 2)
 
@@ -258,9 +263,9 @@ WRAPPED = [
 
 
 @pytest.mark.parametrize(("constructor", "name", "value"), WRAPPED, ids=lambda part: getattr(part, "__name__", None))
-def test_attributes_through_wrappers(constructor, name, value, packed, build):
-    """Found and set where they live: the simulator sees it, no wrapper shadows it."""
-    env = build([constructor] * 2, packed)
+def test_attributes_through_wrappers(constructor, name, value, two_worker_setup, build):
+    """Found and set on the object that owns them; no wrapper shadows them."""
+    env = build([constructor] * 2, two_worker_setup)
     assert_same(env.get_attr(name), (value, value))
     env.set_attr(name, [3, 4])
     assert_same(env.get_attr(name), (3, 4))
@@ -268,16 +273,16 @@ def test_attributes_through_wrappers(constructor, name, value, packed, build):
         assert [getattr(inner, name) for inner in env.get_attr("unwrapped")] == [3, 4]
 
 
-def test_methods_through_wrappers(packed, build):
+def test_methods_through_wrappers(two_worker_setup, build):
     for constructor in (wrapped_pettingzoo, converted):
-        env = build([constructor] * 2, packed)
+        env = build([constructor] * 2, two_worker_setup)
         env.reset()
         assert_same(env.call("scale", 2.0, offset=1.0), (1.0, 1.0))
 
 
-def test_attributes_of_real_environments(each, build):
+def test_attributes_of_real_environments(backend_setup, build):
     spread = pytest.importorskip("mpe2.simple_spread_v3")
-    env = build([functools.partial(spread.parallel_env, max_cycles=7)] * 2, each)
+    env = build([functools.partial(spread.parallel_env, max_cycles=7)] * 2, backend_setup)
     assert_same(env.get_attr("max_cycles"), (7, 7))
     env.set_attr("max_cycles", [2, 3])
     env.reset()
@@ -287,7 +292,7 @@ def test_attributes_of_real_environments(each, build):
 
 
 def test_stats(setup, build):
-    """Counts are exact, seconds add up, each worker has its own."""
+    """Counts are exact, seconds add up, each worker has its own values."""
     env = build([Relay] * 4, setup)
     assert (env.stats().steps, env.stats().resets) == (0, 0)
     env.reset()
@@ -307,37 +312,42 @@ def test_stats(setup, build):
 
 
 @pytest.mark.parametrize("name", ["mpe2.simple_spread_v3", "mpe2.simple_spread_v3:parallel_env"])
-def test_make(name, each):
+def test_make(name, backend_setup):
     spread = pytest.importorskip("mpe2.simple_spread_v3")
     reference = Reference([functools.partial(spread.parallel_env, max_cycles=4)] * 3, SAME_STEP, 8)
-    arguments = {"backend": each.backend, "num_workers": 2, "seed": 8}
+    arguments = {"backend": backend_setup.backend, "num_workers": 2, "seed": 8}
     with make(name, num_envs=3, env_kwargs={"max_cycles": 4}, **arguments) as env:
         play(env, reference, steps=9)
 
 
 @pytest.mark.parametrize("attribute", ["", ":env", ":raw_env"])
-def test_make_finds_what_there_is(attribute, each):
+def test_make_default_attribute(attribute, backend_setup):
     """`parallel_env`, else `env`, else `raw_env`."""
     classic = pytest.importorskip("pettingzoo.classic.tictactoe_v3")
     reference = Reference([getattr(classic, attribute[1:] or "env")] * 2, SAME_STEP, 8)
     name = f"pettingzoo.classic.tictactoe_v3{attribute}"
-    with make(name, num_envs=2, backend=each.backend, num_workers=2, seed=8) as env:
+    with make(name, num_envs=2, backend=backend_setup.backend, num_workers=2, seed=8) as env:
         assert_same(env.reset(), reference.reset())
 
 
-def test_make_what_is_not_there(each):
+def test_make_with_missing_names(backend_setup):
     with pytest.raises(ImportError, match="no_such_module"):
-        make("no_such_module", num_envs=2, backend=each.backend)
+        make("no_such_module", num_envs=2, backend=backend_setup.backend)
     with pytest.raises(AttributeError, match="no_such_thing"):
-        make("mpe2.simple_spread_v3:no_such_thing", num_envs=2, backend=each.backend)
+        make("mpe2.simple_spread_v3:no_such_thing", num_envs=2, backend=backend_setup.backend)
     with pytest.raises(AttributeError, match="parallel_env"):
-        make("json", num_envs=2, backend=each.backend)
+        make("json", num_envs=2, backend=backend_setup.backend)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "says"),
+    ("arguments", "error", "message"),
     [
-        ({"name": gymnasium.make}, TypeError, "name must be 'module' or 'module:attribute', got <function make"),
+        pytest.param(
+            {"name": gymnasium.make},
+            TypeError,
+            "name must be 'module' or 'module:attribute', got <function make",
+            id="name is a function",
+        ),
         ({"name": "CartPole-v1"}, ImportError, r"pass 'gymnasium:make' with env_kwargs=\{'id': 'CartPole-v1'\}"),
         ({"name": "json.loads"}, ImportError, "a function of a module is named 'json:loads'"),
         ({"name": "sims.py:Base"}, ImportError, r"^'sims\.py' is a file, .* sys\.path and pass 'sims:Base'$"),
@@ -350,13 +360,13 @@ def test_make_what_is_not_there(each):
     ],
     ids=str,
 )
-def test_make_of_what_cannot_be(arguments, error, says):
-    with pytest.raises(error, match=says):
+def test_make_with_wrong_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
         make(**{"name": "mpe2.simple_spread_v3", "num_envs": 2, **arguments})
 
 
 def test_lambdas_and_closures(setup, build):
-    """Constructors need no module that a worker could import."""
+    """Workers need not import the module of a constructor."""
     agents = ["x", "y"]
 
     class Here(Hunt):

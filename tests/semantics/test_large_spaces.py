@@ -1,4 +1,4 @@
-"""Spaces with large bounds: they come out equal, travel small, and are compared by their bytes where that will do."""
+"""Spaces with large bounds: they travel compactly, arrive equal, and are compared by their bytes if possible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTEGER_TYPES = [np.uint8, np.int16, np.int64]
 
 
 class Image(spaces.Box):
-    """A box of somebody's own."""
+    """A user-defined Box."""
 
     def __init__(self, height: int) -> None:
         super().__init__(0, 255, (height, *IMAGE[1:]), np.uint8)
@@ -28,7 +28,7 @@ class Image(spaces.Box):
 
 
 def gradient(dtype: Any = np.float32) -> spaces.Box:
-    """Bounds that are no constants; they differ only at the end."""
+    """Bounds that are not constant; they differ only at the end."""
     low, high = np.zeros(IMAGE, dtype), np.full(IMAGE, 100, dtype)
     low[-1, -1, -1], high[-1, -1, -1] = 1, 99
     return spaces.Box(low, high, dtype=dtype)
@@ -59,7 +59,7 @@ SPACES: dict[str, spaces.Space] = {
 
 
 def assert_same_state(ours: Any, theirs: Any) -> None:
-    """Attribute by attribute: type, dtype, every bit."""
+    """Compare attribute by attribute: type, dtype, every bit."""
     assert type(ours) is type(theirs)
     if isinstance(ours, spaces.Space):
         mine, other = vars(ours), vars(theirs)
@@ -83,20 +83,20 @@ def assert_same_state(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_spaces_that_travel(name):
+def test_spaces_round_trip(name):
     space = SPACES[name]
-    made = pickle.loads(dumps_compactly(space))
-    assert_same_state(made, space)
-    assert made == space
-    assert equal(made, space)
-    made.seed(3)
+    rebuilt = pickle.loads(dumps_compactly(space))
+    assert_same_state(rebuilt, space)
+    assert rebuilt == space
+    assert equal(rebuilt, space)
+    rebuilt.seed(3)
     space.seed(3)
-    for one, other in zip([made.sample()], [space.sample()], strict=True):
+    for one, other in zip([rebuilt.sample()], [space.sample()], strict=True):
         np.testing.assert_equal(one, other)
 
 
-def test_arrays_are_not_shared():
-    """Writing to the bounds of one box leaves those of another as they are."""
+def test_bounds_are_not_shared():
+    """Writing to the bounds of one box leaves those of another unchanged."""
     first, second = pickle.loads(dumps_compactly([spaces.Box(0, 255, IMAGE, np.uint8) for _ in range(2)]))
     first.low[:], first.high[0, 0, 0] = 7, 9
     assert (second.low == 0).all()
@@ -105,31 +105,31 @@ def test_arrays_are_not_shared():
 
 
 def test_broadcast_bounds():
-    """Read-only arrays of one element, broadcast, are constants too; they are writable where they are made again."""
+    """Read-only broadcast arrays of one element count as constants; they are writable after unpickling."""
     space = spaces.Box(0, 255, IMAGE, np.uint8)
     space.low = np.broadcast_to(np.uint8(3), IMAGE)
     pickled = dumps_compactly(space)
     assert len(pickled) < 2000
-    made = pickle.loads(pickled)
-    assert (made.low == 3).all()
-    made.low[:] = 4
+    rebuilt = pickle.loads(pickled)
+    assert (rebuilt.low == 3).all()
+    rebuilt.low[:] = 4
 
 
-def test_constants_take_no_room():
+def test_constant_bounds_are_small():
     constants = {name: space for name, space in SPACES.items() if "constant" not in name and "order" not in name}
     del constants["of several"]
     assert all(len(dumps_compactly(space)) < 10_000 for space in constants.values())
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_equality_is_gymnasiums(name):
+def test_equality_is_the_same_as_in_gymnasium(name):
     space = SPACES[name]
     for other in SPACES.values():
         assert equal(space, other) == (space == other)
 
 
 def test_nearly_equal_bounds():
-    """Gymnasium counts boxes as equal whose bounds differ by a rounding error."""
+    """Gymnasium treats boxes as equal if their bounds differ by a rounding error."""
     one = spaces.Box(0.0, 1.0, IMAGE, np.float64)
     other = spaces.Box(0.0, 1.0 + 1e-12, IMAGE, np.float64)
     assert equal(one, other)
@@ -138,7 +138,7 @@ def test_nearly_equal_bounds():
 
 
 class Camera(gymnasium.Env):
-    """A single agent that sees an image; its constructor may seed the space, and a step may fail."""
+    """A single agent that observes an image; its constructor can seed the space, and a step can fail."""
 
     def __init__(
         self, space: spaces.Space = SPACES["whole numbers, uint8"], seeded: bool = False, *, env_id: int
@@ -159,8 +159,8 @@ class Camera(gymnasium.Env):
 
 
 @pytest.mark.parametrize("name", ["whole numbers, uint8", "no bounds", "no constants", "of many", "somebody's own"])
-def test_what_the_user_gets(name, each, build):
-    env = build([functools.partial(Camera, SPACES[name])] * 2, each)
+def test_public_spaces(name, backend_setup, build):
+    env = build([functools.partial(Camera, SPACES[name])] * 2, backend_setup)
     assert env.observation_space["agent_0"] == SPACES[name]
     assert type(env.observation_space["agent_0"]) is type(SPACES[name])
     env.observation_space["agent_0"].sample()
@@ -170,7 +170,7 @@ def test_what_the_user_gets(name, each, build):
 
 @pytest.fixture
 def watched(monkeypatch) -> dict[str, int]:
-    """How often bounds are compared by Gymnasium, arrays are made again, and descriptions are compared."""
+    """How often Gymnasium compares bounds, arrays are rebuilt, and schemas are compared."""
     counts = {"compared": 0, "made again": 0, "descriptions": 0}
 
     def counting(name: str, function: Any) -> Any:
@@ -186,8 +186,8 @@ def watched(monkeypatch) -> dict[str, int]:
     return counts
 
 
-def test_bounds_are_looked_at_once(watched, parallel):
-    """Environments that are alike: the parent makes one of their spaces, and no worker compares bounds."""
+def test_bounds_are_unpickled_once(watched, parallel):
+    """For equal environments, the parent unpickles one set of spaces, and no worker compares bounds."""
     make = functools.partial(Camera, SPACES["whole numbers, uint8"])
     env = parallel(make, 4, True, on_error="restart")
     assert watched["compared"] == 0
@@ -199,19 +199,22 @@ def test_bounds_are_looked_at_once(watched, parallel):
     assert watched["made again"] <= 4
 
 
-def test_descriptions_of_other_bytes(watched, build, each):
-    """Spaces that are equal but for the state of their generator: in start and restart they still count as equal."""
-    env = build([functools.partial(Camera, seeded=True)] * 2, each, on_error="restart")
+def test_schemas_with_different_bytes(watched, build, backend_setup):
+    """Spaces that differ only in the state of their generator count as equal, at start and after a restart."""
+    env = build([functools.partial(Camera, seeded=True)] * 2, backend_setup, on_error="restart")
     env.reset()
     _, _, _, _, infos = env.step([{"agent_0": 0}, {"agent_0": 1}])
     assert infos[1]["__common__"]["restarted"]
     assert "__common__" not in infos[0]
     env.step([{"agent_0": 0}] * 2)
-    if each.backend == "serial":
+    if backend_setup.backend == "serial":
         assert watched["descriptions"] == 1
 
 
-def test_other_bounds_are_refused(each, build):
-    """One element among many differs."""
+def test_different_bounds_are_refused(backend_setup, build):
+    """One of many elements differs."""
     with pytest.raises(ValueError, match="environment 1 differs from environment 0 in the observation space"):
-        build([functools.partial(Camera, SPACES["doubles"]), functools.partial(Camera, gradient(np.float64))], each)
+        build(
+            [functools.partial(Camera, SPACES["doubles"]), functools.partial(Camera, gradient(np.float64))],
+            backend_setup,
+        )

@@ -1,4 +1,4 @@
-"""Many agents: what a step does grows with their number, not with its square. Counted are operations, not seconds."""
+"""Many agents: the work of a step grows linearly with their number. The tests count operations, not seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FEW, MANY = 30, 240
 
 
 class CountedAgent:
-    """An agent's id that counts how often ids are compared or hashed."""
+    """An agent id that counts comparisons and hashes."""
 
     operations: ClassVar[int] = 0
 
@@ -38,10 +38,9 @@ class CountedAgent:
 
 
 class Crowd:
-    """Many agents of whom some are not observed, die or have infos; by dict rules.
+    """Many agents under dict rules; some are not observed, die or have infos.
 
-    Ids are new objects in each step, as where simulators make them up each time: equal ids that are the same object are
-    found without comparing them.
+    Ids are new objects in each step, because equal ids that are the same object are found without a comparison.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
@@ -86,7 +85,7 @@ class Crowd:
 
 
 class PettingZooCrowd(Crowd, pettingzoo.ParallelEnv):
-    """By PettingZoo's rules."""
+    """PettingZoo rules."""
 
     def __init__(self, count: int, profile: str) -> None:
         super().__init__(count, profile, all_key=False)
@@ -98,7 +97,7 @@ class PettingZooCrowd(Crowd, pettingzoo.ParallelEnv):
         return self.action_spaces[agent]
 
 
-class Queue(pettingzoo.AECEnv):
+class TurnBasedCrowd(pettingzoo.AECEnv):
     """Agents act in turn."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "is_parallelizable": False}
@@ -130,7 +129,7 @@ class Queue(pettingzoo.AECEnv):
         self.agent_selection = self.agents[self.turn]
 
 
-KINDS = {"dict": Crowd, "pettingzoo": PettingZooCrowd, "turns": Queue}
+KINDS = {"dict": Crowd, "pettingzoo": PettingZooCrowd, "turns": TurnBasedCrowd}
 CASES = [
     *((kind, profile) for kind in ("dict", "pettingzoo") for profile in ("infos", "half observed", "dying", "ending")),
     *((kind, profile) for kind in ("dict", "pettingzoo") for profile in ("one at a time", "reversed")),
@@ -138,9 +137,9 @@ CASES = [
 ]
 
 
-def operations(made: Any, mode: str, stepped_by: Any, **arguments: Any) -> int:
+def operations(rebuilt: Any, mode: str, stepped_by: Any, **arguments: Any) -> int:
     """How often ids are compared or hashed in some steps."""
-    with ParallelEnv([made], mode, backend="serial", **arguments) as env:
+    with ParallelEnv([rebuilt], mode, backend="serial", **arguments) as env:
         count = len(env.possible_agents)
         stepped: Any = env if stepped_by is None else stepped_by(env)
         by_agent = dict.fromkeys(env.possible_agents, np.zeros(1, np.int64))
@@ -167,14 +166,14 @@ def assert_linear(few: int, many: int) -> None:
 
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
 @pytest.mark.parametrize(("kind", "profile"), CASES)
-def test_steps(kind, profile, mode):
+def test_operations_of_steps(kind, profile, mode):
     few, many = (operations(lambda n=n: KINDS[kind](n, profile), mode, None) for n in (FEW, MANY))
     assert_linear(few, many)
 
 
 @pytest.mark.parametrize("profile", ["infos", "half observed", "dying", "ending"])
 @pytest.mark.parametrize("kind", ["dict", "pettingzoo"])
-def test_steps_that_travel_pickled(kind, profile):
+def test_operations_of_pickled_steps(kind, profile):
     few, many = (
         operations(lambda n=n: KINDS[kind](n, profile), "SAME_STEP", None, shared_memory=False, check_actions=True)
         for n in (FEW, MANY)
@@ -185,7 +184,7 @@ def test_steps_that_travel_pickled(kind, profile):
 @pytest.mark.parametrize("arguments", [{}, {"check_actions": True}, {"on_error": "restart"}], ids=str)
 @pytest.mark.parametrize("profile", ["infos", "half observed", "dying", "ending"])
 @pytest.mark.parametrize("facade", [GymnasiumVectorEnv, PettingZooVecEnv])
-def test_facades(facade, profile, arguments):
+def test_operations_of_facades(facade, profile, arguments):
     few, many = (
         operations(lambda n=n: PettingZooCrowd(n, profile), "SAME_STEP", facade, **arguments) for n in (FEW, MANY)
     )
@@ -193,7 +192,7 @@ def test_facades(facade, profile, arguments):
 
 
 class CountedSpace(spaces.Box):
-    """A space that counts how often it is compared."""
+    """A space that counts comparisons."""
 
     comparisons: ClassVar[int] = 0
 
@@ -204,7 +203,7 @@ class CountedSpace(spaces.Box):
     __hash__ = None
 
 
-def test_a_space_that_agents_share_is_compared_once():
+def test_space_shared_by_agents_is_compared_once():
     shared, other = CountedSpace(0.0, 1.0, (2,)), CountedSpace(0.0, 1.0, (3,))
     declared = {number: shared if number % 3 else other for number in range(300)}
     before = CountedSpace.comparisons
@@ -216,15 +215,17 @@ def test_a_space_that_agents_share_is_compared_once():
 
 
 @pytest.mark.parametrize("count", [1, 256, 257, 5000])
-def test_dicts_of_any_size(count):
-    """Dicts of many agents are what those of few are, in the order of the keys."""
+def test_order_of_keys_for_any_number_of_agents(count):
+    """The order of keys is the same for few and many agents."""
     keys = [f"agent_{number}" for number in range(count)]
     rows = [[*range(count)], [*range(count, 2 * count)]]
     form = dict.fromkeys(keys, 0)
     assert [*builder(form)(*rows[0]).items()] == [*zip(keys, rows[0])]
-    assert [[*made.items()] for made in rows_builder(form)(zip(*zip(*rows)))] == [[*zip(keys, row)] for row in rows]
+    assert [[*rebuilt.items()] for rebuilt in rows_builder(form)(zip(*zip(*rows)))] == [
+        [*zip(keys, row)] for row in rows
+    ]
     build = builder({key: {} for key in keys})
-    made, another = build(), build()
-    assert made == {key: {} for key in keys}
-    assert all(made[key] is not another[key] for key in keys)
-    assert len({id(info) for info in made.values()}) == count
+    rebuilt, another = build(), build()
+    assert rebuilt == {key: {} for key in keys}
+    assert all(rebuilt[key] is not another[key] for key in keys)
+    assert len({id(info) for info in rebuilt.values()}) == count

@@ -1,4 +1,4 @@
-"""Whatever a simulator says in whatever space arrives as it was said: drawn at random by hypothesis."""
+"""Random simulators, spaces and values, drawn by hypothesis, arrive unchanged."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ info = st.one_of(
 
 
 def sample(draw: st.DrawFn, space: spaces.Space | None) -> Any:
-    """A member of the space, which may be anything for those who declared none."""
+    """A member of the space; any value for agents without a space."""
     if space is None:
         return draw(st.one_of(st.integers(), st.lists(st.text()), st.none()))
     space.seed(draw(st.integers(0, 2**31 - 1)))
@@ -87,13 +87,13 @@ def sample(draw: st.DrawFn, space: spaces.Space | None) -> Any:
 
 
 def some_of(draw: st.DrawFn, keys: list[Any]) -> list[Any]:
-    """Most often all, in their order; else any, in any order."""
+    """Most often all agents in order; otherwise any of them in any order."""
     return keys if draw(st.booleans()) else draw(st.lists(st.sampled_from(keys), unique=True))
 
 
 @st.composite
 def scripts(draw: st.DrawFn) -> tuple[Any, list[list[dict]]]:
-    """The constructor of a scripted environment, and actions for each step of two copies."""
+    """The constructor of a scripted environment, and actions for each step of two environments."""
     declared = AGENTS[: draw(st.integers(0, len(AGENTS)))]
     observed = {agent: draw(any_space) for agent in declared}
     acted = {agent: draw(any_space) for agent in declared}

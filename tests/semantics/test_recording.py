@@ -1,4 +1,4 @@
-"""`record_video`: what is in the file, what it says of wrong arguments, and that a broken run leaves no file."""
+"""`record_video`: the frames in the file, wrong arguments, and that a failed run leaves no file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
 class Lamp(gymnasium.Env):
-    """Shines brighter with each of its four steps; each is worth 2."""
+    """Gets brighter in each of its four steps; each reward is 2."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 5}
     observation_space = spaces.Box(0, 255, (1,))
@@ -57,7 +57,7 @@ def lamps(mode: str = "NEXT_STEP", number: int = 1, **keywords) -> ParallelEnv:
 
 
 def brightness(path: Path) -> list[int]:
-    """Of each frame's middle, in the steps that a `Lamp` has made."""
+    """The brightness in the middle of each frame, over the steps of a `Lamp`."""
     return [round(float(frame.mean()) / 50) for frame in iio.imread(path, index=None)]
 
 
@@ -66,7 +66,7 @@ def brightness(path: Path) -> list[int]:
     [("SAME_STEP", [0, 1, 2, 3, 0, 1, 2]), ("NEXT_STEP", [0, 1, 2, 3, 4, 0, 1]), ("DISABLED", [0, 1, 2, 3, 4, 1, 2])],
 )
 @pytest.mark.parametrize("suffix", [".gif", ".mp4"])
-def test_frames_are_what_was_rendered(mode, steps, suffix, tmp_path):
+def test_frames_are_the_rendered_frames(mode, steps, suffix, tmp_path):
     with lamps(mode) as env:
         path = record_video(env, tmp_path / f"lamp{suffix}", 6, labels=False)
     assert path == tmp_path / f"lamp{suffix}"
@@ -74,7 +74,7 @@ def test_frames_are_what_was_rendered(mode, steps, suffix, tmp_path):
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
-def test_speed_is_the_simulators_own_unless_another_is_asked_for(tmp_path):
+def test_frame_rate_defaults_to_render_fps(tmp_path):
     with lamps() as env:
         record_video(env, tmp_path / "own.mp4", 4)
         record_video(env, tmp_path / "asked.mp4", 4, fps=20)
@@ -85,7 +85,7 @@ def test_speed_is_the_simulators_own_unless_another_is_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize(("tile_width", "size"), [(None, (HEIGHT, WIDTH)), (122, (80, 122)), (30, (20, 30))])
-def test_copies_lie_in_a_grid_below_their_labels(tile_width, size, tmp_path):
+def test_environments_are_in_a_grid_with_labels(tile_width, size, tmp_path):
     with lamps(number=3) as env:
         record_video(env, tmp_path / "lamps.gif", 1, tile_width=tile_width)
     picture = iio.imread(tmp_path / "lamps.gif", index=1)
@@ -100,9 +100,9 @@ def test_copies_lie_in_a_grid_below_their_labels(tile_width, size, tmp_path):
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_labels_tell_the_return_of_the_episode_so_far(mode, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr("marl_parallel.recording._picture", lambda frame, *args: told.append(args[:2]) or frame)
+def test_labels_show_the_return_of_the_episode(mode, tmp_path, monkeypatch):
+    drawn_labels = []
+    monkeypatch.setattr("marl_parallel.recording._picture", lambda frame, *args: drawn_labels.append(args[:2]) or frame)
     with lamps(mode.name) as env:
         record_video(env, tmp_path / "lamp.gif", 6)
     after = {
@@ -110,10 +110,10 @@ def test_labels_tell_the_return_of_the_episode_so_far(mode, tmp_path, monkeypatc
         AutoresetMode.NEXT_STEP: [0.0, 2.0, 4.0, 6.0, 8.0, 0.0, 2.0],
         AutoresetMode.DISABLED: [0.0, 2.0, 4.0, 6.0, 8.0, 2.0, 4.0],
     }
-    assert told == [(0, value) for value in after[mode]]
+    assert drawn_labels == [(0, value) for value in after[mode]]
 
 
-def test_several_agents_are_summed_up_and_the_policy_is_asked(tmp_path):
+def test_returns_are_summed_over_agents_and_policy_is_called(tmp_path):
     seen = []
 
     def policy(observations):
@@ -123,21 +123,26 @@ def test_several_agents_are_summed_up_and_the_policy_is_asked(tmp_path):
     def rewards_of(labels):
         return [value for env_id, value in labels if env_id == 1]
 
-    told = []
+    drawn_labels = []
     constructor = functools.partial(simple_spread_v3.parallel_env, render_mode="rgb_array")
     with ParallelEnv([constructor] * 2, num_workers=1) as env, pytest.MonkeyPatch.context() as patch:
         original = recording._picture
-        patch.setattr(recording, "_picture", lambda frame, *args: told.append(args[:2]) or original(frame, *args))
+
+        def draw(frame, *args):
+            drawn_labels.append(args[:2])
+            return original(frame, *args)
+
+        patch.setattr(recording, "_picture", draw)
         record_video(env, tmp_path / "spread.mp4", 3, policy, tile_width=64)
         assert [len(one) for one in seen] == [2] * 3
         first = env.reset(seed=42)[0]
         steps = [env.step(policy(first)) for _ in range(3)]
     assert np.array_equal(first[0]["agent_0"], seen[0][0]["agent_0"])
     expected = np.cumsum([0.0, *(sum(step[1][1].values()) for step in steps)])
-    assert rewards_of(told) == pytest.approx(expected)
+    assert rewards_of(drawn_labels) == pytest.approx(expected)
 
 
-def test_random_actions_are_the_same_each_time(tmp_path):
+def test_random_actions_are_reproducible(tmp_path):
     videos = []
     for name in ("one.gif", "two.gif"):
         with ParallelEnv([functools.partial(simple_spread_v3.parallel_env, render_mode="rgb_array")] * 2) as env:
@@ -147,28 +152,28 @@ def test_random_actions_are_the_same_each_time(tmp_path):
 
 
 class Masked(Lamp):
-    """Allows 2 at first, and 1 from then on."""
+    """Allows action 2 at first, then action 1."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[int] = []
+        self.calls: list[int] = []
 
     def reset(self, *, seed=None, options=None):
         return super().reset()[0], {"action_mask": np.array([0, 0, 1], np.int8)}
 
     def step(self, action):
-        self.asked.append(int(action))
+        self.calls.append(int(action))
         return *super().step(action)[:4], {"action_mask": np.array([0, 1, 0], np.int8)}
 
 
-def test_action_masks_are_kept_to(tmp_path):
+def test_random_actions_follow_action_masks(tmp_path):
     with ParallelEnv([Masked], "NEXT_STEP", backend="serial") as env:
         record_video(env, tmp_path / "masked.gif", 4)
-        assert env.get_attr("asked") == ([2, 1, 1, 1],)
+        assert env.get_attr("calls") == ([2, 1, 1, 1],)
 
 
 class MaskedInInfos(Lamp):
-    """Says in infos which action is allowed, another one at each moment of each episode; asks two numbers at a time."""
+    """Its infos allow one action, which changes with each step and episode; actions have two parts."""
 
     action_space = spaces.MultiDiscrete([4, 3])
     episode = 0
@@ -188,7 +193,7 @@ class MaskedInInfos(Lamp):
 
 
 @pytest.mark.parametrize("mode", [True, "NEXT_STEP", False])
-def test_masks_in_infos_are_of_the_episode_that_is_acted_in(mode, tmp_path):
+def test_masks_in_infos_belong_to_the_running_episode(mode, tmp_path):
     with ParallelEnv([MaskedInInfos] * 2, mode, backend="serial") as env:
         record_video(env, tmp_path / "masked.gif", 12)
         assert env.stats().resets > 4
@@ -205,7 +210,7 @@ def test_masks_in_infos_are_of_the_episode_that_is_acted_in(mode, tmp_path):
         ({"fps": 51}, r"fps must be 50 at most in a \.gif"),
     ],
 )
-def test_wrong_arguments_touch_nothing(arguments, message, tmp_path):
+def test_wrong_arguments_write_nothing(arguments, message, tmp_path):
     with lamps() as env:
         path = tmp_path / arguments.pop("path", "lamp.gif")
         with pytest.raises(ValueError, match=message):
@@ -214,7 +219,7 @@ def test_wrong_arguments_touch_nothing(arguments, message, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_is_no_batch_or_policy(tmp_path):
+def test_wrong_types_of_env_and_policy(tmp_path):
     with pytest.raises(TypeError, match="recorded of a ParallelEnv, got Lamp"):
         record_video(Lamp(), tmp_path / "lamp.gif", 2)
     with (
@@ -224,7 +229,7 @@ def test_what_is_no_batch_or_policy(tmp_path):
         record_video(env, tmp_path / "lamp.gif", 2, policy=3)
 
 
-def test_what_does_not_render_is_refused(tmp_path):
+def test_environment_without_frames_is_refused(tmp_path):
     with lamps(render_mode=None) as env, pytest.raises(ValueError, match='construct them with render_mode="rgb_array"'):
         record_video(env, tmp_path / "lamp.gif", 2)
     with (
@@ -236,7 +241,7 @@ def test_what_does_not_render_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".mp4"])
-def test_a_fault_leaves_what_was_there(suffix, tmp_path):
+def test_fault_keeps_the_existing_file(suffix, tmp_path):
     path = tmp_path / f"lamp{suffix}"
     path.write_bytes(b"the last one")
     others = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -248,7 +253,7 @@ def test_a_fault_leaves_what_was_there(suffix, tmp_path):
 
 
 class Resized(Lamp):
-    """Its frames become smaller for a while, and larger in the end than they were at first."""
+    """Its frames become smaller for a while, and larger at the end than at first."""
 
     def render(self):
         return super().render()[:: 1 + self.steps % 2].repeat(1 + self.steps // 4, axis=0)
@@ -268,8 +273,8 @@ def test_frames_of_different_sizes(suffix, tmp_path):
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_gif_is_as_fast_as_it_was_asked_for(tmp_path):
-    """Though its frames last whole hundredths of a second."""
+def test_frame_rate_of_a_gif(tmp_path):
+    """Although a GIF stores durations in hundredths of a second."""
     with lamps() as env:
         record_video(env, tmp_path / "lamp.gif", 29, fps=30)
     with Image.open(tmp_path / "lamp.gif") as video:
@@ -277,7 +282,7 @@ def test_a_gif_is_as_fast_as_it_was_asked_for(tmp_path):
     assert sum(lengths) == 1000
 
 
-def test_a_folder_is_no_file(tmp_path):
+def test_path_is_a_folder(tmp_path):
     (tmp_path / "lamp.gif").mkdir()
     with lamps() as env:
         with pytest.raises(ValueError, match="is a folder"):
@@ -285,13 +290,13 @@ def test_a_folder_is_no_file(tmp_path):
         assert env.stats().resets == 0
 
 
-def test_who_declares_no_space_is_named(tmp_path):
+def test_agent_without_a_space_is_named(tmp_path):
     with ParallelEnv([Spaceless], backend="serial") as env, pytest.raises(ValueError, match=r"agent 'b' declares no"):
         record_video(env, tmp_path / "lamp.gif", 2)
 
 
 class Spaceless(Lamp):
-    """Two agents, of whom one is not to be drawn actions for."""
+    """Two agents, one of them without an action space."""
 
     possible_agents: ClassVar[list[str]] = ["a", "b"]
     observation_space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
@@ -299,7 +304,7 @@ class Spaceless(Lamp):
 
 
 @pytest.mark.parametrize("library", ["imageio", "PIL"])
-def test_without_the_library(library):
+def test_missing_library(library):
     program = (
         f"import sys; sys.modules[{library!r}] = None\n"
         "import marl_parallel\n"

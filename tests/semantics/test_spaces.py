@@ -1,4 +1,4 @@
-"""The whole space zoo, and values of every type: what arrives is what was sent, by memory or by pickle."""
+"""Every kind of space and values of every type: they arrive unchanged, through shared memory or pickled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 
 
 def scripted(observation_space: Any, first: tuple[dict, dict], *steps: Any, action_space: Any = None) -> Any:
-    """A constructor of a dict environment with the agent "a", and of whomever the script knows besides."""
+    """A constructor of a dict environment with agent "a" and the other agents of the script."""
     declared = None if observation_space is None else spaces.Dict([("a", observation_space)])
     acting = None if action_space is None else spaces.Dict([("a", action_space)])
     return functools.partial(Scripted, declared, acting, first, steps, ("a",))
@@ -35,7 +35,7 @@ def answered(observations: dict | None = None, rewards: Any = None, flags: Any =
 
 @pytest.mark.parametrize("kind", ["shared", "pickled"])
 def test_every_space(kind, setup, build):
-    """Observations and actions of every agent, for longer than an episode."""
+    """Observations and actions of every agent, for longer than one episode."""
     constructors = [functools.partial(EverySpace, kind=kind)] * 4
     reference = Reference(constructors, SAME_STEP, 3)
     env = build(constructors, setup, SAME_STEP, 3)
@@ -80,11 +80,11 @@ REWARDS = {
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_rewards_keep_type_and_value(name, packed, build):
-    """Declared agents, unknown ones, and a change of type from one step to the next."""
+def test_rewards_keep_type_and_value(name, two_worker_setup, build):
+    """Declared agents, unknown agents, and a change of type between steps."""
     value = REWARDS[name]
     script = [answered(rewards={"a": value, "unknown": value}), answered(rewards={"a": 1.5}), answered()]
-    env = build([scripted(SMALL, ({}, {}), *script)] * 2, packed)
+    env = build([scripted(SMALL, ({}, {}), *script)] * 2, two_worker_setup)
     env.reset()
     for step in (*script, *script):
         assert_same(env.step([{}, {}])[1], (step[1], step[1]))
@@ -94,8 +94,8 @@ FLAGS = [True, False, np.True_, np.False_, 1, 0, np.int64(1), np.float32(0.0), N
 
 
 @pytest.mark.parametrize("value", FLAGS, ids=repr)
-def test_flags_keep_type_and_value(value, packed, build):
-    env = build([scripted(SMALL, ({}, {}), answered(flags={"a": value, "unknown": value}))] * 2, packed)
+def test_flags_keep_type_and_value(value, two_worker_setup, build):
+    env = build([scripted(SMALL, ({}, {}), answered(flags={"a": value, "unknown": value}))] * 2, two_worker_setup)
     env.reset()
     _, _, terminateds, truncateds, _ = env.step([{}, {}])
     expected = {"a": value, "unknown": value, "__all__": False}
@@ -103,8 +103,8 @@ def test_flags_keep_type_and_value(value, packed, build):
 
 
 @pytest.mark.parametrize("value", [False, np.False_, 0], ids=repr)
-def test_the_own_value_of_all_is_kept(value, packed, build):
-    env = build([scripted(SMALL, ({}, {}), answered(flags={"__all__": value}))] * 2, packed)
+def test_all_of_the_environment_is_kept(value, two_worker_setup, build):
+    env = build([scripted(SMALL, ({}, {}), answered(flags={"__all__": value}))] * 2, two_worker_setup)
     env.reset()
     assert_same(env.step([{}, {}])[2:4], (({"__all__": value},) * 2,) * 2)
 
@@ -113,15 +113,17 @@ DISCRETE = [3, -2, 0, True, 2**70, np.int64(3), np.int32(3), np.uint8(3), np.boo
 
 
 @pytest.mark.parametrize("value", DISCRETE, ids=lambda value: f"{type(value).__name__}-{value}")
-def test_discrete_values_keep_their_type(value, packed, build):
-    """As observations and as actions; whether they are members of the space is nobody's business here."""
+def test_discrete_values_keep_their_type(value, two_worker_setup, build):
+    """As observations and as actions, whether they are members of the space or not."""
     space = spaces.Discrete(9, start=-2)
     nested = spaces.Dict(n=space, t=spaces.Tuple((space, space)))
-    for one, told in ((space, value), (nested, {"n": value, "t": (value, 1)})):
-        env = build([scripted(one, ({"a": told}, {}), answered({"a": told}), action_space=one)] * 2, packed)
-        assert_same(env.reset()[0], ({"a": told},) * 2)
-        assert_same(env.step([{"a": told}, {}])[0], ({"a": told},) * 2)
-        assert_same(env.get_attr("actions"), ([{"a": told}], [{}]))
+    for one, returned in ((space, value), (nested, {"n": value, "t": (value, 1)})):
+        env = build(
+            [scripted(one, ({"a": returned}, {}), answered({"a": returned}), action_space=one)] * 2, two_worker_setup
+        )
+        assert_same(env.reset()[0], ({"a": returned},) * 2)
+        assert_same(env.step([{"a": returned}, {}])[0], ({"a": returned},) * 2)
+        assert_same(env.get_attr("actions"), ([{"a": returned}], [{}]))
         env.close()
 
 
@@ -140,17 +142,17 @@ ARRAYS = [
 
 
 @pytest.mark.parametrize(("space", "value", "dtype"), ARRAYS, ids=lambda part: str(getattr(part, "dtype", part)))
-def test_arrays_get_the_dtype_of_their_space(space, value, dtype, packed, build):
-    """Observations, actions, `final_obs`; also below a Dict."""
+def test_arrays_get_the_dtype_of_their_space(space, value, dtype, two_worker_setup, build):
+    """Observations, actions and `final_obs`, also inside a Dict."""
     expected = np.array(value, dtype)
-    for one, told, due in (
+    for one, returned, due in (
         (space, value, expected),
         (spaces.Dict(x=space, y=spaces.Discrete(2)), {"x": value, "y": 1}, {"x": expected, "y": 1}),
     ):
-        script = answered({"a": told}, flags={"__all__": True})
-        env = build([scripted(one, ({"a": told}, {}), script, action_space=one)] * 2, packed, SAME_STEP)
+        script = answered({"a": returned}, flags={"__all__": True})
+        env = build([scripted(one, ({"a": returned}, {}), script, action_space=one)] * 2, two_worker_setup, SAME_STEP)
         assert_same(env.reset()[0], ({"a": due},) * 2)
-        observations, _, _, _, infos = env.step([{"a": told}, {"a": told}])
+        observations, _, _, _, infos = env.step([{"a": returned}, {"a": returned}])
         assert_same((observations, infos), (({"a": due},) * 2, ({"a": {"final_obs": due}},) * 2))
         assert_same(env.get_attr("actions"), ([{"a": due}],) * 2)
         env.close()
@@ -170,16 +172,16 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("changed", "arrives"), FORMS, ids=[str(changed) for changed, _ in FORMS])
-def test_arrays_beside_what_does_not_fit(changed, arrives, packed, build):
-    """One leaf of another form than is declared: it arrives as it is, the arrays beside it with their dtype."""
+def test_arrays_next_to_values_of_another_form(changed, arrives, two_worker_setup, build):
+    """One leaf of an undeclared form arrives unchanged; the arrays next to it get their dtype."""
     space = spaces.Dict(x=SMALL, y=SMALL, n=spaces.Discrete(3), t=spaces.Tuple((SMALL, spaces.Discrete(2))))
     zeros, ones = np.zeros(3), np.ones(3, np.float32)
-    told = {"x": zeros, "y": ones, "n": 1, "t": (zeros, 0), **changed}
+    returned = {"x": zeros, "y": ones, "n": 1, "t": (zeros, 0), **changed}
     due = {"x": zeros.astype(np.float32), "y": ones, "n": 1, "t": (zeros.astype(np.float32), 0), **arrives}
-    script = answered({"a": told}, flags={"__all__": True})
-    env = build([scripted(space, ({"a": told}, {}), script, action_space=space)] * 2, packed, SAME_STEP)
+    script = answered({"a": returned}, flags={"__all__": True})
+    env = build([scripted(space, ({"a": returned}, {}), script, action_space=space)] * 2, two_worker_setup, SAME_STEP)
     assert_same(env.reset()[0], ({"a": due},) * 2)
-    observations, _, _, _, infos = env.step([{"a": told}, {"a": told}])
+    observations, _, _, _, infos = env.step([{"a": returned}, {"a": returned}])
     assert_same((observations, infos), (({"a": due},) * 2, ({"a": {"final_obs": due}},) * 2))
     assert_same(env.get_attr("actions"), ([{"a": due}],) * 2)
 
@@ -198,15 +200,15 @@ def in_order(order: list[str]) -> tuple[Any, Any]:
 
 
 def in_two_orders() -> list[Any]:
-    """Constructors of four environments; the second worker's first one has another order than the first's."""
+    """Constructors of four environments; the second worker's first one lists its keys in another order."""
     both = [in_order(order) for order in (ORDER, ORDER[::-1], ORDER[::-1], ORDER)]
     ends = {"__all__": True}
     return [scripted(s, ({"a": v}, {}), answered({"a": v}, flags=ends), action_space=s) for s, v in both]
 
 
-def test_keys_listed_in_another_order(packed, build):
-    """The spaces are equal all the same, and every value is what it was: observations, actions, `final_obs`."""
-    env = build(in_two_orders(), packed, SAME_STEP)
+def test_order_of_space_keys_does_not_matter(two_worker_setup, build):
+    """The spaces count as equal, and observations, actions and `final_obs` arrive unchanged."""
+    env = build(in_two_orders(), two_worker_setup, SAME_STEP)
     _, value = in_order(ORDER)
     assert_same(env.reset()[0], ({"a": value},) * 4)
     observations, _, _, _, infos = env.step([{"a": value}] * 4)
@@ -214,16 +216,16 @@ def test_keys_listed_in_another_order(packed, build):
     assert_same(env.get_attr("actions"), ([{"a": value}],) * 4)
 
 
-def test_keys_are_handed_out_in_the_declared_order(each, build):
-    """In that of environment 0, from all of them."""
-    env = build(in_two_orders(), each, SAME_STEP)
+def test_values_have_the_declared_key_order(backend_setup, build):
+    """The order of environment 0, for all environments."""
+    env = build(in_two_orders(), backend_setup, SAME_STEP)
     _, value = in_order(ORDER)
     observations, _ = env.reset()
     once_more, _, _, _, infos = env.step([{"a": value}] * 4)
     for one in (*observations, *once_more, *[info["a"]["final_obs"] for info in infos]):
-        told = one.get("a", one)
-        assert [*told] == ["deep", *ORDER]
-        assert [*told["deep"][1]] == ORDER
+        returned = one.get("a", one)
+        assert [*returned] == ["deep", *ORDER]
+        assert [*returned["deep"][1]] == ORDER
 
 
 class Ragged(spaces.Box):
@@ -231,23 +233,23 @@ class Ragged(spaces.Box):
 
 
 class Loose(spaces.Dict):
-    """With more keys than it declares."""
+    """Accepts more keys than it declares."""
 
 
 class Chain(spaces.Tuple):
-    """Of any length."""
+    """Tuples of any length."""
 
 
 class Dice(spaces.Discrete):
-    """Says its numbers in words."""
+    """Its values are words."""
 
 
 class Choices(spaces.MultiDiscrete):
-    """As many as there are."""
+    """Any number of entries."""
 
 
 class Switches(spaces.MultiBinary):
-    """In a list."""
+    """Its values are lists."""
 
 
 DERIVED = [
@@ -261,14 +263,14 @@ DERIVED = [
 
 
 @pytest.mark.parametrize(("space", "value"), DERIVED, ids=lambda part: type(part).__name__)
-def test_values_of_derived_spaces_are_their_own_business(space, value, packed, build):
-    """They arrive unchanged, whatever the class is derived from would say of them; so do those below a Dict."""
-    told, due = {"own": value, "x": [1, 2, 3]}, {"own": value, "x": np.array([1, 2, 3], np.float32)}
-    for one, given, arrives in ((space, value, value), (spaces.Dict(own=space, x=SMALL), told, due)):
-        script = answered({"a": given}, flags={"__all__": True})
-        env = build([scripted(one, ({"a": given}, {}), script, action_space=one)] * 2, packed, SAME_STEP)
+def test_values_of_derived_spaces_arrive_unchanged(space, value, two_worker_setup, build):
+    """Whatever the base class would accept; also inside a Dict."""
+    returned, due = {"own": value, "x": [1, 2, 3]}, {"own": value, "x": np.array([1, 2, 3], np.float32)}
+    for one, received, arrives in ((space, value, value), (spaces.Dict(own=space, x=SMALL), returned, due)):
+        script = answered({"a": received}, flags={"__all__": True})
+        env = build([scripted(one, ({"a": received}, {}), script, action_space=one)] * 2, two_worker_setup, SAME_STEP)
         assert_same(env.reset()[0], ({"a": arrives},) * 2)
-        observations, _, _, _, infos = env.step([{"a": given}, {"a": given}])
+        observations, _, _, _, infos = env.step([{"a": received}, {"a": received}])
         assert_same((observations, infos), (({"a": arrives},) * 2, ({"a": {"final_obs": arrives}},) * 2))
         assert_same(env.get_attr("actions"), ([{"a": arrives}],) * 2)
         env.close()
@@ -278,12 +280,12 @@ def test_values_of_derived_spaces_are_their_own_business(space, value, packed, b
     "value", [np.zeros(4), np.zeros((1, 3)), np.zeros((3, 1)), np.zeros(1), np.float32(1)], ids=str
 )
 @pytest.mark.parametrize("where", ["reset", "step"])
-def test_a_wrong_shape_is_an_error(where, value, packed, build):
-    """Never broadcast, never truncated: the error names the agent, what was expected, what came."""
+def test_wrong_shape_is_an_error(where, value, two_worker_setup, build):
+    """Never broadcast or truncated: the error names the agent, the expected and the actual shape."""
     good = np.zeros(3, np.float32)
     first = value if where == "reset" else good
     fine = scripted(SMALL, ({"a": good}, {}), answered({"a": good}))
-    env = build([fine, scripted(SMALL, ({"a": first}, {}), answered({"a": value}))], packed)
+    env = build([fine, scripted(SMALL, ({"a": first}, {}), answered({"a": value}))], two_worker_setup)
     with pytest.raises(EnvError) as caught:  # noqa: PT012
         env.reset()
         env.step([{}, {}])
@@ -293,35 +295,37 @@ def test_a_wrong_shape_is_an_error(where, value, packed, build):
         assert part in str(caught.value)
 
 
-def test_a_wrong_shape_below_is_an_error(packed, build):
+def test_wrong_shape_inside_a_dict_is_an_error(two_worker_setup, build):
     space = spaces.Dict(eyes=spaces.Tuple((spaces.Discrete(2), SMALL)))
-    told = {"eyes": (1, np.zeros(2, np.float32))}
-    env = build([scripted(space, ({"a": told}, {}), answered())] * 2, packed)
+    returned = {"eyes": (1, np.zeros(2, np.float32))}
+    env = build([scripted(space, ({"a": returned}, {}), answered())] * 2, two_worker_setup)
     with pytest.raises(EnvError, match=r"'a'"):
         env.reset()
 
 
 @pytest.mark.parametrize("space", [spaces.Box(0, 255, (2,), np.uint8), spaces.MultiDiscrete([3, 3])], ids=str)
-def test_floats_are_not_cast_to_integers(space, packed, build):
-    env = build([scripted(space, ({"a": np.array([1.5, 2.0])}, {}), answered())] * 2, packed)
+def test_floats_are_not_cast_to_integers(space, two_worker_setup, build):
+    env = build([scripted(space, ({"a": np.array([1.5, 2.0])}, {}), answered())] * 2, two_worker_setup)
     with pytest.raises(EnvError, match=r"'a'"):
         env.reset()
 
 
-def test_agents_never_declared(packed, build):
-    """They travel as they are: no cast, any id, any value."""
-    told = {("team", 3): np.array([1, 2]), 7: "seven", "b": {"deep": [np.float32(1.0), None]}}
-    script = answered(told, dict.fromkeys(told, 1), dict.fromkeys(told, False), {key: {"n": 1} for key in told})
-    env = build([scripted(SMALL, (told, {}), script)] * 2, packed)
-    assert_same(env.reset()[0], (told, told))
+def test_undeclared_agents(two_worker_setup, build):
+    """Their values travel unchanged: no cast, any id, any value."""
+    returned = {("team", 3): np.array([1, 2]), 7: "seven", "b": {"deep": [np.float32(1.0), None]}}
+    script = answered(
+        returned, dict.fromkeys(returned, 1), dict.fromkeys(returned, False), {key: {"n": 1} for key in returned}
+    )
+    env = build([scripted(SMALL, (returned, {}), script)] * 2, two_worker_setup)
+    assert_same(env.reset()[0], (returned, returned))
     expected = (*script[:2], *({**flags, "__all__": False} for flags in script[2:4]), script[4])
-    assert_same(env.step([told, {}]), tuple((part, part) for part in expected))
-    assert_same(env.get_attr("actions"), ([told], [{}]))
+    assert_same(env.step([returned, {}]), tuple((part, part) for part in expected))
+    assert_same(env.get_attr("actions"), ([returned], [{}]))
 
 
-def test_nobody_declares_a_space(packed, build):
+def test_no_agent_declares_a_space(two_worker_setup, build):
     script = answered({"x": [1, 2]}, {"x": 1.0}, {"x": False}, {})
-    env = build([functools.partial(Scripted, None, None, ({"x": "start"}, {}), [script])] * 2, packed)
+    env = build([functools.partial(Scripted, None, None, ({"x": "start"}, {}), [script])] * 2, two_worker_setup)
     assert env.observation_space is None
     assert env.action_space is None
     assert env.possible_agents == []
@@ -346,28 +350,28 @@ INFOS: list[dict[Any, Any]] = [
 
 
 @pytest.mark.parametrize("infos", INFOS, ids=str)
-def test_infos_of_every_kind(infos, packed, build):
-    """Keys that are no agents survive, empty entries stay, absent ones stay absent; also after other infos."""
+def test_infos_of_every_kind(infos, two_worker_setup, build):
+    """Keys that are not agents, empty entries and absent entries stay as they are, also after other infos."""
     script = [answered(infos=infos), answered(infos={"a": {}}), answered(infos={})]
-    env = build([scripted(SMALL, ({}, infos), *script)] * 2, packed)
+    env = build([scripted(SMALL, ({}, infos), *script)] * 2, two_worker_setup)
     assert_same(env.reset()[1], (infos, infos))
     for step in (*script, *script):
         assert_same(env.step([{}, {}])[4], (step[4], step[4]))
 
 
 @pytest.mark.parametrize("info", [False, {}], ids=str)
-def test_infos_may_have_the_key_of_the_flags(info, packed, build):
-    """Also as the first one, and also where only one of the two kinds of flags has it."""
+def test_infos_with_the_key_all(info, two_worker_setup, build):
+    """Also as the first key, and if only one kind of flags has it."""
     eyes, infos = np.ones(3, np.float32), {"__all__": info, "a": {}}
     step = ({"a": eyes}, {"a": 1.0}, {"a": False, "__all__": False}, {"a": False}, infos)
-    env = build([scripted(SMALL, ({"a": eyes}, {"a": {}}), step)] * 2, packed)
+    env = build([scripted(SMALL, ({"a": eyes}, {"a": {}}), step)] * 2, two_worker_setup)
     env.reset()
     expected = (*step[:3], {"a": False, "__all__": False}, infos)
     assert_same(env.step([{}, {}]), tuple((part, part) for part in expected))
 
 
-def test_presence_is_kept_per_dict(packed, build):
-    """Each of the five dicts has its own keys."""
+def test_each_dict_keeps_its_own_keys(two_worker_setup, build):
+    """Agents may be in some of the five dicts only."""
     eyes = np.ones(3, np.float32)
     script = [
         ({"a": eyes}, {}, {}, {}, {}),
@@ -377,7 +381,7 @@ def test_presence_is_kept_per_dict(packed, build):
         ({}, {}, {}, {}, {"a": {}}),
         ({"a": eyes}, {"a": 2}, {"a": False}, {"a": False}, {"a": {}}),
     ]
-    env = build([scripted(SMALL, ({}, {}), *script)] * 2, packed, False)
+    env = build([scripted(SMALL, ({}, {}), *script)] * 2, two_worker_setup, False)
     assert_same(env.reset(), (({}, {}), ({}, {})))
     for step in script:
         observations, rewards, terminateds, truncateds, infos = step
@@ -391,8 +395,8 @@ def test_presence_is_kept_per_dict(packed, build):
         assert_same(env.step([{}, {}]), tuple((part, part) for part in expected))
 
 
-def test_an_observation_may_be_none(packed, build):
-    """A declared agent with nothing to see."""
-    env = build([scripted(SMALL, ({"a": None}, {}), answered({"a": None}))] * 2, packed)
+def test_observation_none(two_worker_setup, build):
+    """Of a declared agent."""
+    env = build([scripted(SMALL, ({"a": None}, {}), answered({"a": None}))] * 2, two_worker_setup)
     assert_same(env.reset()[0], ({"a": None},) * 2)
     assert_same(env.step([{}, {}])[0], ({"a": None},) * 2)

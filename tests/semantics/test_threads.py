@@ -1,4 +1,4 @@
-"""Calls from several threads: one call at a time; a second one gets an error, and the first one its own results."""
+"""Calls from several threads: a second concurrent call raises, and the first one gets its own results."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 PATIENCE_S = 60.0
 
 
-class Elsewhere:
-    """Runs a call in a thread named "first", up to where environment 0 is held up in the middle of it."""
+class CallInThread:
+    """Runs a call in a thread named "first" until environment 0 blocks in the middle of it."""
 
     def __init__(self, notes: Path, call: Callable[[], Any]) -> None:
         self._notes, self._pool = notes, ThreadPoolExecutor(1, "first")
@@ -35,7 +35,7 @@ class Elsewhere:
         self.result = self._pool.submit(call)
         wait_for(lambda: (notes / "trace").exists() and len(trace(notes)) > before)
 
-    def __enter__(self) -> Elsewhere:
+    def __enter__(self) -> CallInThread:
         return self
 
     def finish(self) -> Any:
@@ -66,10 +66,10 @@ def calls_of(env: ParallelEnv, notes: Path) -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("on_error", ["raise", "restart"])
-@pytest.mark.parametrize("way", ["step", "step some", "recv", "reset"])
-def test_a_second_thread_is_refused(on_error, way, each, build, tmp_path):
-    """Whatever it calls; the call in progress is not touched, and afterwards any thread may call."""
-    env = build(fleet(tmp_path, 2), each, on_error=on_error)
+@pytest.mark.parametrize("call", ["step", "step some", "recv", "reset"])
+def test_call_from_a_second_thread_is_refused(on_error, call, backend_setup, build, tmp_path):
+    """For every call; the first call is not affected, and afterwards any thread may call."""
+    env = build(fleet(tmp_path, 2), backend_setup, on_error=on_error)
     env.reset()
     first: dict[str, Callable[[], Any]] = {
         "step": lambda: seen(env.step(acts(1, 2))[0]),
@@ -77,16 +77,20 @@ def test_a_second_thread_is_refused(on_error, way, each, build, tmp_path):
         "recv": lambda: sorted(seen(env.recv().observations)),
         "reset": lambda: seen(env.reset()[0]),
     }
-    expected = {"step": [1.0, 2.0], "step some": [1.0], "recv": [1.0, 2.0], "reset": [0.0, 0.0]}[way]
-    name, due = way.split()[0], False
-    if way == "recv":
+    expected = {"step": [1.0, 2.0], "step some": [1.0], "recv": [1.0, 2.0], "reset": [0.0, 0.0]}[call]
+    name, due = call.split()[0], False
+    if call == "recv":
         hold(tmp_path, 0)
-        if each.backend == "serial":  # computes in send
+        if backend_setup.backend == "serial":  # computes in send
             name, first["recv"], expected = "send", (lambda: env.send(acts(1, 2))), None
             due = True
         else:
             env.send(acts(1, 2))
-    with Elsewhere(tmp_path, first[way]) if way != "recv" or due else _Receiving(tmp_path, first[way], env) as other:
+    with (
+        CallInThread(tmp_path, first[call])
+        if call != "recv" or due
+        else _RecvInThread(tmp_path, first[call], env) as other
+    ):
         for method, call in calls_of(env, tmp_path).items():
             shown = "call" if method == "get_attr" else method
             with pytest.raises(AlreadyPendingCallError) as caught:
@@ -107,8 +111,8 @@ def test_a_second_thread_is_refused(on_error, way, each, build, tmp_path):
     assert not [line for line in trace(tmp_path) if line.startswith("close")]
 
 
-class _Receiving(Elsewhere):
-    """The same for `recv`, before which the environment is held up already."""
+class _RecvInThread(CallInThread):
+    """The same for `recv`: the environment already blocks before it."""
 
     def __init__(self, notes: Path, call: Callable[[], Any], env: ParallelEnv) -> None:
         self._notes, self._pool = notes, ThreadPoolExecutor(1, "first")
@@ -116,9 +120,9 @@ class _Receiving(Elsewhere):
         wait_for(lambda: bool(env._guard))
 
 
-def test_two_threads_that_step(each, build, tmp_path):
+def test_two_stepping_threads(backend_setup, build, tmp_path):
     """Each gets an error or its own results."""
-    env = build(fleet(tmp_path, 4), each)
+    env = build(fleet(tmp_path, 4), backend_setup)
     env.reset()
     begin = threading.Barrier(2)
 
@@ -138,21 +142,21 @@ def test_two_threads_that_step(each, build, tmp_path):
         return right, wrong, refused
 
     with ThreadPoolExecutor(2) as pool:
-        told = [*pool.map(loop, [1, -1])]
-    assert [wrong for _, wrong, _ in told] == [0, 0]
-    assert sum(right for right, _, _ in told) > 0
-    assert sum(refused for _, _, refused in told) > 0
+        results = [*pool.map(loop, [1, -1])]
+    assert [wrong for _, wrong, _ in results] == [0, 0]
+    assert sum(right for right, _, _ in results) > 0
+    assert sum(refused for _, _, refused in results) > 0
 
 
 @pytest.mark.parametrize("facade", [PettingZooVecEnv, GymnasiumVectorEnv])
-def test_facades(facade, each, build, tmp_path):
-    env = build(fleet(tmp_path, 2), each)
+def test_facades_refuse_a_second_thread(facade, backend_setup, build, tmp_path):
+    env = build(fleet(tmp_path, 2), backend_setup)
     vector: Any = facade(env)
     vector.reset()
     array = np.array([[1], [2]], np.float32)
     by_agent = facade is PettingZooVecEnv
     actions: Any = {"a": array} if by_agent else array
-    with Elsewhere(tmp_path, lambda: vector.step(actions)) as other:
+    with CallInThread(tmp_path, lambda: vector.step(actions)) as other:
         for name, call in {
             "step": lambda: vector.step(actions),
             "step_async": lambda: vector.step_async(actions),
@@ -173,7 +177,7 @@ def test_facades(facade, each, build, tmp_path):
 
 
 class SlowArena(Arena):
-    """Waits in `receive` while an event is not set."""
+    """`receive` waits until an event is set."""
 
     def __init__(self, num_envs: int) -> None:
         super().__init__(num_envs)
@@ -186,7 +190,7 @@ class SlowArena(Arena):
         return super().receive()
 
 
-def test_a_native_simulator():
+def test_native_simulator_refuses_a_second_thread():
     arena = SlowArena(3)
     with ParallelEnv.from_native(arena) as env, ThreadPoolExecutor(1, "first") as pool:
         observations, _ = env.reset()
@@ -204,9 +208,9 @@ def test_a_native_simulator():
         assert len(env.step([dict(one) for one in actions])[0]) == 3
 
 
-def test_a_signal_handler_that_steps(beside, build, tmp_path):
-    """It is refused by name, and the step that it came in the middle of goes on."""
-    env = build(fleet(tmp_path, 2), beside)
+def test_step_in_a_signal_handler_is_refused(concurrent_setup, build, tmp_path):
+    """The interrupted step goes on."""
+    env = build(fleet(tmp_path, 2), concurrent_setup)
     env.reset()
     errors: list[BaseException] = []
 
@@ -239,11 +243,11 @@ def test_a_signal_handler_that_steps(beside, build, tmp_path):
     assert seen(env.step(acts(3, 4))[0]) == [3.0, 4.0]
 
 
-def test_a_call_after_close(beside, build, tmp_path):
-    """While one thread is still in the middle of a call, the error of another's is that all has been closed."""
-    env = build(fleet(tmp_path, 2), beside)
+def test_call_after_close_during_a_blocked_call(concurrent_setup, build, tmp_path):
+    """It raises `ClosedEnvironmentError` although another thread is still in a call."""
+    env = build(fleet(tmp_path, 2), concurrent_setup)
     env.reset()
-    with Elsewhere(tmp_path, lambda: env.step(acts(1, 2))) as other:
+    with CallInThread(tmp_path, lambda: env.step(acts(1, 2))) as other:
         closing = threading.Thread(target=env.close, kwargs={"terminate": True})
         closing.start()
         wait_for(lambda: env.runner.pool.closed)
@@ -255,8 +259,8 @@ def test_a_call_after_close(beside, build, tmp_path):
         closing.join()
 
 
-class Interrupting(dict):
-    """Actions that raise when they are looked at, as Ctrl-C would."""
+class InterruptingActions(dict):
+    """Actions that raise KeyboardInterrupt when they are read."""
 
     def __iter__(self) -> Any:
         raise KeyboardInterrupt
@@ -265,12 +269,12 @@ class Interrupting(dict):
         raise KeyboardInterrupt
 
 
-def test_calls_that_raise_leave_no_trace(beside, build, tmp_path):
-    """After an interrupt before anything is stepped, a wrong argument or a timeout, the next call is let in."""
-    env = build(fleet(tmp_path, 2), beside)
+def test_failed_call_allows_the_next_one(concurrent_setup, build, tmp_path):
+    """After an interrupt, a wrong argument or a timeout."""
+    env = build(fleet(tmp_path, 2), concurrent_setup)
     env.reset()
     with pytest.raises(KeyboardInterrupt):
-        env.step([Interrupting(), Interrupting()])
+        env.step([InterruptingActions(), InterruptingActions()])
     with pytest.raises(ValueError, match="one for each environment"):
         env.step(acts(1))
     with pytest.raises(AttributeError):
@@ -286,7 +290,7 @@ def test_calls_that_raise_leave_no_trace(beside, build, tmp_path):
 
 
 class Counter:
-    """Something with one guarded method."""
+    """An object with one guarded method."""
 
     def __init__(self) -> None:
         self._guard = CallGuard(lambda: None)
@@ -297,8 +301,8 @@ class Counter:
         self.count += 1
 
 
-def test_interrupts_at_any_moment():
-    """Ctrl-C that comes on the way in or out of a call leaves it open to the next one."""
+def test_interrupt_at_any_moment_allows_the_next_call():
+    """Ctrl-C during the entry or exit of a call."""
     counter = Counter()
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     interrupts = 0

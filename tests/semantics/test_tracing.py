@@ -1,4 +1,4 @@
-"""Timelines: what is in the file, that it agrees with what was counted, that it survives whatever ends the run."""
+"""Timelines: their contents, agreement with `stats()`, and what a trace contains if the run fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOLERANCE_US = 0.01  # numbers in the file are rounded
 
 
 def slices(path: Path, lane: int) -> list[dict[str, Any]]:
-    """Those of one lane, in order."""
+    """The slices of one lane, in order."""
     events = json.loads(path.read_text())["traceEvents"]
     return sorted(
         (event for event in events if event["ph"] == "X" and event["tid"] == lane), key=lambda event: event["ts"]
@@ -37,7 +37,7 @@ def slices(path: Path, lane: int) -> list[dict[str, Any]]:
 
 
 def names(path: Path) -> dict[int, str]:
-    """Of the lanes."""
+    """The names of the lanes."""
     events = json.loads(path.read_text())["traceEvents"]
     return {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
 
@@ -46,9 +46,9 @@ def fragile(folder: Path, count: int = 4, length: int = 3, **faults: Any) -> lis
     return [functools.partial(Fragile, faults if i == 1 else {}, folder, 5, length=length) for i in range(count)]
 
 
-def test_a_lane_for_each_worker_and_one_for_the_parent(packed, build, tmp_path):
+def test_one_lane_per_worker_and_one_for_the_parent(two_worker_setup, build, tmp_path):
     file = tmp_path / "run.json"
-    env = build(fragile(tmp_path), packed, trace=file)
+    env = build(fragile(tmp_path), two_worker_setup, trace=file)
     before = env.stats()
     env.reset()
     for _ in range(7):
@@ -57,17 +57,17 @@ def test_a_lane_for_each_worker_and_one_for_the_parent(packed, build, tmp_path):
     env.close()
     assert names(file) == {0: "parent", 1: "worker 0 (environments [0, 1])", 2: "worker 1 (environments [2, 3])"}
     for lane, share in ((1, (0, 1)), (2, (2, 3))):
-        kept = slices(file, lane)
-        counts = Counter((one["name"], one["args"].get("env_id")) for one in kept)
+        saved = slices(file, lane)
+        counts = Counter((one["name"], one["args"].get("env_id")) for one in saved)
         for env_id in share:
             assert counts["step", env_id] == 7
-            assert counts["reset", env_id] == 3  # one was asked for, two followed the ends of episodes
+            assert counts["reset", env_id] == 3  # one explicit reset, two automatic ones
             assert counts["close", env_id] == 1
         assert counts["transport", None] > 0
         assert counts["waiting", None] > 0
-        for one, following in pairwise(kept):  # nothing overlaps
+        for one, following in pairwise(saved):  # nothing overlaps
             assert one["ts"] + one["dur"] <= following["ts"] + TOLERANCE_US
-        inside = sum(one["dur"] for one in kept if one["name"] in ("step", "reset"))
+        inside = sum(one["dur"] for one in saved if one["name"] in ("step", "reset"))
         counted = after.workers[lane - 1].simulator_s - before.workers[lane - 1].simulator_s
         assert inside / 1e6 == pytest.approx(counted, rel=0.2, abs=1e-3)
     own = Counter(one["name"] for one in slices(file, 0))
@@ -75,9 +75,9 @@ def test_a_lane_for_each_worker_and_one_for_the_parent(packed, build, tmp_path):
     assert own["wait for reset"] == 1
 
 
-def test_begun_and_ended_in_the_middle(each, build, tmp_path):
+def test_trace_of_part_of_a_run(backend_setup, build, tmp_path):
     file = tmp_path / "some.json"
-    env = build(fragile(tmp_path, length=100), each)
+    env = build(fragile(tmp_path, length=100), backend_setup)
     env.reset()
     for _ in range(3):
         env.step([ACTIONS] * 4)
@@ -94,9 +94,9 @@ def test_begun_and_ended_in_the_middle(each, build, tmp_path):
     assert Counter(one["name"] for one in slices(file, 1))["step"] == 2 * 5
 
 
-def test_nothing_of_it_stays(each, build, tmp_path):
-    """What was watched is as it was, and the status is a plain one."""
-    env = build(fragile(tmp_path), each)
+def test_stop_trace_removes_all_hooks(backend_setup, build, tmp_path):
+    """Traced objects are unchanged afterwards, and the status is a plain one."""
+    env = build(fragile(tmp_path), backend_setup)
     before = vars(env.runner.pool).keys() | vars(env.runner.batch).keys()
     env.start_trace(tmp_path / "a.json")
     assert {"run", "send"} <= vars(env.runner.pool).keys()
@@ -106,9 +106,9 @@ def test_nothing_of_it_stays(each, build, tmp_path):
     env.stop_trace()
 
 
-def test_send_and_recv(beside, build, tmp_path):
+def test_send_and_recv(concurrent_setup, build, tmp_path):
     file = tmp_path / "async.json"
-    env = build(fragile(tmp_path), beside, trace=file)
+    env = build(fragile(tmp_path), concurrent_setup, trace=file)
     env.reset()
     env.send([ACTIONS] * 4)
     with pytest.raises(AlreadyPendingCallError):
@@ -120,8 +120,8 @@ def test_send_and_recv(beside, build, tmp_path):
     assert Counter(one["name"] for one in slices(file, 2))["step"] == 2
 
 
-def test_a_fault_ends_the_run(tmp_path):
-    """Of the others there is all, of the one that died nothing."""
+def test_trace_of_a_run_that_ends_with_a_fault(tmp_path):
+    """The trace has all slices of the other workers, none of the worker that died."""
     file = tmp_path / "fault.json"
     env = ParallelEnv(fragile(tmp_path, 2, 100, step=hard_exit), num_workers=2, trace=file)
     env.reset()
@@ -133,7 +133,7 @@ def test_a_fault_ends_the_run(tmp_path):
     assert slices(file, 2) == []
 
 
-def test_a_worker_is_replaced(tmp_path):
+def test_trace_of_a_replaced_worker(tmp_path):
     file = tmp_path / "replaced.json"
     constructors = fragile(tmp_path, 2, 100, step=hard_exit)
     with ParallelEnv(constructors, num_workers=2, on_error="restart", trace=file) as env:
@@ -146,19 +146,19 @@ def test_a_worker_is_replaced(tmp_path):
     assert (mark["name"], mark["tid"]) == ("replaced", 2)
 
 
-def test_it_does_not_grow_for_ever(monkeypatch, tmp_path):
+def test_trace_has_a_maximum_size(monkeypatch, tmp_path):
     monkeypatch.setattr(tracing, "MOST_SLICES", 10)
     file = tmp_path / "long.json"
     with ParallelEnv(fragile(tmp_path, 2), backend="serial", num_workers=1, trace=file) as env:
         env.reset()
         for _ in range(20):
             env.step([ACTIONS] * 2)
-    kept = [one for one in slices(file, 1) if one["name"] not in ("waiting", "transport")]
-    assert 0 < len(kept) <= 10
+    saved = [one for one in slices(file, 1) if one["name"] not in ("waiting", "transport")]
+    assert 0 < len(saved) <= 10
     assert len(slices(file, 0)) == 10
 
 
-def test_no_file_can_be_written_there(tmp_path, caplog):
+def test_trace_path_is_not_writable(tmp_path, caplog):
     for path in (tmp_path, tmp_path / "nowhere" / "run.json"):
         with pytest.raises(ValueError, match="no file can be written there"):
             ParallelEnv(fragile(tmp_path), trace=path)
@@ -175,8 +175,8 @@ def test_no_file_can_be_written_there(tmp_path, caplog):
     assert "the trace could not be written" in caplog.text
 
 
-def test_times_are_those_of_the_clock(tmp_path):
-    """A step that sleeps is as long as it sleeps, and lies where it does."""
+def test_times_match_the_clock(tmp_path):
+    """A slice of a sleeping step has the right start and duration."""
     file = tmp_path / "clock.json"
     nap = functools.partial(time.sleep, 0.05)
     with ParallelEnv([functools.partial(Fragile, {"step": nap}, tmp_path)], num_workers=1, trace=file) as env:
@@ -189,8 +189,8 @@ def test_times_are_those_of_the_clock(tmp_path):
     assert step["ts"] + step["dur"] <= wait["ts"] + wait["dur"] + TOLERANCE_US
 
 
-def killed(env: ParallelEnv, env_id: int) -> None:
-    """The worker of an environment is gone, and nobody has noticed yet."""
+def kill_worker_of(env: ParallelEnv, env_id: int) -> None:
+    """Kill the worker of an environment, unnoticed by the parent."""
     (pid,) = env.call(_process_of, env_ids=[env_id])
     os.kill(pid, signal.SIGKILL)
     assert gone([pid])
@@ -201,13 +201,13 @@ def _process_of(simulator: Any) -> int:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_worker_that_dies_where_a_trace_begins_or_ends(which, tmp_path):
-    """No trace is half begun; and where one ends, what the other worker has kept is not lost."""
+def test_worker_dies_at_the_start_or_end_of_a_trace(which, tmp_path):
+    """No trace is started partially; at its end, the slices of the other worker are written."""
     env = ParallelEnv(fragile(tmp_path, 2, 100), num_workers=2, on_error="restart")
     file, other = tmp_path / "run.json", 2 - which
     with env:
         env.reset()
-        killed(env, which)
+        kill_worker_of(env, which)
         with pytest.raises(WorkerCrashed):
             env.start_trace(file)
         env.step([ACTIONS] * 2)
@@ -215,7 +215,7 @@ def test_a_worker_that_dies_where_a_trace_begins_or_ends(which, tmp_path):
             env.stop_trace()
         env.start_trace(file)
         env.step([ACTIONS] * 2)
-        killed(env, which)
+        kill_worker_of(env, which)
         with pytest.raises(WorkerCrashed):
             env.stop_trace()
         env.stop_trace()
@@ -227,7 +227,7 @@ def test_a_worker_that_dies_where_a_trace_begins_or_ends(which, tmp_path):
         assert all(one["name"] not in ("step", "constructor") for lane in (1, 2) for one in slices(file, lane))
 
 
-def test_it_is_written_where_it_was_asked_for(tmp_path, monkeypatch):
+def test_relative_trace_path(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with ParallelEnv(fragile(tmp_path), backend="serial", trace="run.json"):
@@ -235,7 +235,7 @@ def test_it_is_written_where_it_was_asked_for(tmp_path, monkeypatch):
     assert slices(tmp_path / "run.json", 1)
 
 
-def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_trace_file_is_written_atomically(tmp_path, monkeypatch):
     file, link = tmp_path / "run.json", tmp_path / "link.json"
     file.write_text("the last one")
     link.symlink_to(file)
@@ -260,7 +260,7 @@ def _write_half(_: Any, file: Any) -> None:
 
 
 @pytest.mark.parametrize("traced_first", [True, False])
-def test_what_a_facade_does_is_in_the_parents_lane(traced_first, tmp_path):
+def test_facade_slices_are_in_the_parents_lane(traced_first, tmp_path):
     file = tmp_path / "facade.json"
     env = ParallelEnv(fragile(tmp_path), backend="serial", trace=file if traced_first else None)
     facade = PettingZooVecEnv(env)

@@ -1,4 +1,4 @@
-"""Rewards that are vectors: as a plain loop has them, in shared memory, in dicts, in arrays and as numbers."""
+"""Vector rewards: equal to a plain loop's, in shared memory, in dicts, in arrays and as numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from gymnasium import spaces
 from helpers.comparison import assert_same, spoil
 from helpers.setups import Setup
-from simulators.vector_rewards import LENGTH, Couriers, Paid, Summed, TreasureHunt
+from simulators.vector_rewards import LENGTH, Couriers, ScriptedRewards, Summed, TreasureHunt
 
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters import adapt
@@ -27,7 +27,7 @@ MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 
 
 def plain_rewards(constructor: Any, seed: int, steps: int, mode: str) -> list[dict]:
-    """What a loop over one bare environment is paid, cast to what is declared."""
+    """The rewards of a plain loop over one environment, cast to the declared dtype."""
     env = constructor(seed=seed)
     env.reset(seed=seed)
     due, rewards = False, []
@@ -47,10 +47,10 @@ def plain_rewards(constructor: Any, seed: int, steps: int, mode: str) -> list[di
 
 @pytest.mark.parametrize("how", [{}, {"dtype": np.float64}, {"one_by_one": True}], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_rewards_are_those_of_a_plain_loop(mode, how, packed, build):
-    """Over deaths and ends, in the declared dtype, as arrays of the caller's own."""
+def test_rewards_equal_a_plain_loop(mode, how, two_worker_setup, build):
+    """Across deaths and episode ends, in the declared dtype; the arrays belong to the caller."""
     constructor = functools.partial(Couriers, **how)
-    env = build([constructor] * 3, packed, mode, 5, copy=False)
+    env = build([constructor] * 3, two_worker_setup, mode, 5, copy=False)
     due = [plain_rewards(constructor, 5 + env_id, 13, mode) for env_id in range(3)]
     env.reset()
     for step in range(13):
@@ -73,7 +73,7 @@ def test_nothing_is_pickled_in_a_step(monkeypatch, parallel):
     assert pickle.loads(pickling.dumps(env.reward_space)) == env.reward_space
 
 
-def test_the_record_of_a_usual_step_holds_vectors():
+def test_records_hold_reward_vectors():
     agents, seen = ["a", "b"], spaces.Box(-1, 1, (1,), np.float32)
     paid = spaces.Box(-9, 9, (3,), np.float32)
     layout = Layout(Schema(agents, dict.fromkeys(agents, seen), {}, None, dict.fromkeys(agents, paid)), 3)
@@ -95,20 +95,20 @@ def test_the_record_of_a_usual_step_holds_vectors():
     assert_same(records.read_span(span, code, {})[1], tuple(due))
 
 
-def test_spaces_are_found_in_each_way_they_are_declared(parallel):
+def test_reward_space_in_each_form_of_declaration(parallel):
     two = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     env = parallel(Couriers)
     assert env.reward_space is not None
     assert dict(env.reward_space.items()) == dict.fromkeys(["van", "bike", "drone"], two)
-    assert [*parallel(functools.partial(Paid, {})).reward_space] == ["a"]
+    assert [*parallel(functools.partial(ScriptedRewards, {})).reward_space] == ["a"]
     assert parallel(TreasureHunt).reward_space == spaces.Dict(agent_0=TreasureHunt.reward_space)
     assert parallel(lambda: Summed(TreasureHunt())).reward_space is None
     assert adapt(Couriers()).reward_spaces["bike"] == two
 
 
 @pytest.mark.parametrize("declared", [spaces.Discrete(3), spaces.Box(-1, 1, ()), "cpu time", {"a": 1}], ids=str)
-def test_what_is_no_space_of_vectors_is_none(declared, parallel):
-    env = parallel(functools.partial(Paid, {"a": 1.5, "b": 2}, declared))
+def test_reward_space_of_another_kind_is_none(declared, parallel):
+    env = parallel(functools.partial(ScriptedRewards, {"a": 1.5, "b": 2}, declared))
     assert env.reward_space is None
     env.reset()
     assert_same(env.step([{}] * 3)[1], ({"a": 1.5, "b": 2},) * 3)
@@ -127,18 +127,18 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "due"), FORMS, ids=repr)
-def test_vectors_are_cast_and_all_else_stays_what_it_is(given, due, packed, build):
-    """Beside an agent who declares none, and an unknown one."""
-    rewards = {"a": given, "b": np.array([1.0, 2.0]), "unknown": [1, 2]}
-    env = build([functools.partial(Paid, rewards)] * 2, packed)
+@pytest.mark.parametrize(("returned", "due"), FORMS, ids=repr)
+def test_only_declared_vectors_are_cast(returned, due, two_worker_setup, build):
+    """Next to an agent without a reward space, and an unknown agent."""
+    rewards = {"a": returned, "b": np.array([1.0, 2.0]), "unknown": [1, 2]}
+    env = build([functools.partial(ScriptedRewards, rewards)] * 2, two_worker_setup)
     env.reset()
     for _ in range(2):
         assert_same(env.step([{}, {}])[1], ({**rewards, "a": due},) * 2)
 
 
 @pytest.mark.parametrize(
-    ("given", "space", "words"),
+    ("returned", "space", "words"),
     [
         (np.zeros(3), None, ["(2,)", "(3,)"]),
         (np.zeros((1, 2)), None, ["(2,)", "(1, 2)"]),
@@ -147,25 +147,25 @@ def test_vectors_are_cast_and_all_else_stays_what_it_is(given, due, packed, buil
     ],
     ids=str,
 )
-def test_a_reward_of_another_form_is_an_error(given, space, words, packed, build):
+def test_reward_of_another_form_is_an_error(returned, space, words, two_worker_setup, build):
     declared = None if space is None else spaces.Dict(a=space)
-    env = build([functools.partial(Paid, {"a": given, "b": 1.0}, declared)] * 2, packed)
+    env = build([functools.partial(ScriptedRewards, {"a": returned, "b": 1.0}, declared)] * 2, two_worker_setup)
     env.reset()
     with pytest.raises(EnvError, match="the reward of agent 'a': expected an array of shape") as caught:
         env.step([{}, {}])
     assert all(word in str(caught.value) for word in words)
 
 
-def test_environments_must_declare_the_same(parallel, build):
+def test_environments_must_have_equal_reward_spaces(parallel, build):
     three = spaces.Dict(a=spaces.Box(-9, 9, (3,), np.float32))
-    constructors = [functools.partial(Paid, {}), functools.partial(Paid, {}, three)]
+    constructors = [functools.partial(ScriptedRewards, {}), functools.partial(ScriptedRewards, {}, three)]
     with pytest.raises(ValueError, match=r"environment 1 differs .* in the reward space of agent 'a'"):
         build(constructors, Setup("serial", True, 1))
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
 @pytest.mark.parametrize("mode", MODES)
-def test_an_interrupted_step_pays_zeros(mode, shared_memory, build):
+def test_rewards_of_an_interrupted_step_are_zero(mode, shared_memory, build):
     constructors = [functools.partial(Couriers, crashes_at=3)] * 2
     env = build(constructors, Setup("process", shared_memory, 2), mode, on_error="restart")
     env.reset()
@@ -182,8 +182,8 @@ def test_an_interrupted_step_pays_zeros(mode, shared_memory, build):
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
 @pytest.mark.parametrize("mode", MODES)
-def test_by_agent_they_are_arrays_over_environments(mode, shared_memory, parallel):
-    """Agents with different numbers of objectives; zeros where nobody is paid."""
+def test_rewards_by_agent(mode, shared_memory, parallel):
+    """Agents with different numbers of objectives; zeros for absent agents."""
     constructor = functools.partial(Couriers, one_by_one=True)
     due = [plain_rewards(constructor, 5 + env_id, 9, mode) for env_id in range(3)]
     env = PettingZooVecEnv(parallel(constructor, 3, mode, seed=5, shared_memory=shared_memory))
@@ -200,7 +200,7 @@ def test_by_agent_they_are_arrays_over_environments(mode, shared_memory, paralle
             env.reset(env_ids=[1])
 
 
-def test_in_rows_they_are_a_matrix(parallel):
+def test_rewards_in_rows_are_a_matrix(parallel):
     env = GymnasiumVectorEnv(parallel(Couriers, 3, "NEXT_STEP", seed=5))
     due = [plain_rewards(Couriers, 5 + env_id, 9, "NEXT_STEP") for env_id in range(3)]
     assert env.reward_space == spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -212,13 +212,13 @@ def test_in_rows_they_are_a_matrix(parallel):
         assert_same(rewards, np.stack(rows))
 
 
-def test_rows_must_be_paid_alike(parallel):
+def test_rows_need_equal_reward_spaces(parallel):
     with pytest.raises(ValueError, match=r"the reward_space of 'bike' is .* that of 'van'"):
         GymnasiumVectorEnv(parallel(functools.partial(Couriers, one_by_one=True), 2, True))
 
 
-def test_a_number_in_place_of_a_vector_is_refused_in_arrays(parallel):
-    env = PettingZooVecEnv(parallel(functools.partial(Paid, {"a": 1.5, "b": 1.0}), 2, True))
+def test_scalar_in_place_of_a_vector_is_refused_in_arrays(parallel):
+    env = PettingZooVecEnv(parallel(functools.partial(ScriptedRewards, {"a": 1.5, "b": 1.0}), 2, True))
     env.reset()
     with pytest.raises(ValueError, match=r"environment 0: the reward of agent 'a' is .*1.5.*`reward_space = None`"):
         env.step(dict.fromkeys("ab", np.zeros(2, np.int64)))
@@ -231,16 +231,16 @@ RULES: list[Any] = [
 ]
 
 
-class Facade:
-    """Stands for one whose library knows numbers only."""
+class ScalarFacade:
+    """Stands for a facade of a library with scalar rewards."""
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
 @pytest.mark.parametrize("rule", RULES, ids=["weights", "function", "by agent"])
-def test_a_rule_makes_numbers_of_them(rule, shared_memory, parallel):
+def test_scalarize(rule, shared_memory, parallel):
     due = [plain_rewards(Couriers, 5 + env_id, 9, "SAME_STEP") for env_id in range(3)]
     env = parallel(Couriers, 3, True, seed=5, shared_memory=shared_memory)
-    facade = Facade()
+    facade = ScalarFacade()
     stepper = ArrayStepper(env, facade, env.metadata["autoreset_mode"], scalarize=rule)
     stepper.reset()
     for step in range(9):
@@ -253,7 +253,7 @@ def test_a_rule_makes_numbers_of_them(rule, shared_memory, parallel):
 @pytest.mark.parametrize(
     ("rule", "error", "words"),
     [
-        (None, ValueError, "Facade takes rewards that are numbers, but agent 'van' declares vectors.*scalarize="),
+        (None, ValueError, "ScalarFacade takes rewards that are numbers, but agent 'van' declares vectors.*scalarize="),
         ([1.0], ValueError, r"have shape \(2,\), so scalarize= must be finite weights"),
         ([1.0, np.inf], ValueError, "must be finite weights"),
         ({"van": [1, 1]}, ValueError, "nothing for agent 'bike'"),
@@ -261,13 +261,13 @@ def test_a_rule_makes_numbers_of_them(rule, shared_memory, parallel):
     ],
     ids=str,
 )
-def test_a_facade_for_numbers_refuses_what_does_not_fit(rule, error, words, parallel):
-    facade, env = Facade(), parallel(Couriers, 2, True)
+def test_scalar_facade_refuses_vectors_without_scalarize(rule, error, words, parallel):
+    facade, env = ScalarFacade(), parallel(Couriers, 2, True)
     with pytest.raises(error, match=words):
         ArrayStepper(env, facade, env.metadata["autoreset_mode"], scalarize=rule)
 
 
-def test_a_rule_that_makes_no_number_or_has_nothing_to_do(parallel):
+def test_wrong_or_unused_scalarize(parallel):
     space = {"a": spaces.Box(-1, 1, (2,))}
     with pytest.raises(TypeError, match="scalarize must return a number for the reward of agent 'a'"):
         as_number(reward_rules("It", lambda vector: vector, space), "a", np.zeros(2))
@@ -276,7 +276,7 @@ def test_a_rule_that_makes_no_number_or_has_nothing_to_do(parallel):
         reward_rules("It", [1, 1], {})
 
 
-def test_one_of_many_is_a_pettingzoo_environment_with_vectors():
+def test_single_environment_with_vector_rewards():
     with ParallelEnv([Couriers] * 2, False, backend="serial") as parallel:
         env = PettingZooVecEnv(parallel).single(1)
         env.reset()

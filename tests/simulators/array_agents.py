@@ -1,6 +1,6 @@
-"""More of `variable_agents`, for what observes and acts by arrays and numbers alone.
+"""Variants of `variable_agents` that observe and act in arrays and numbers only.
 
-Beside the tests that step them, not in them: a worker that makes one would import all that its module does.
+Separate from the tests, because a worker that makes one imports its whole module.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Line(VariableAgents):
         return self.rng.normal(size=6).astype(np.float32)
 
 
-class Chooser(Line):
-    """Chooses for agent a itself, now and then, and says so; in copy 2 never."""
+class EnvDefinedActions(Line):
+    """Sometimes chooses the action of agent a itself and reports it in the info; never in environment 2."""
 
     def chosen(self) -> dict[str, Any]:
         own = {"env_defined_actions": 2 if (self.time + self.env_id) % 2 else None}
@@ -52,12 +52,12 @@ class Chooser(Line):
         return observations, self.chosen()
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
-        told = super().step(actions)
-        return (*told[:4], self.chosen())
+        results = super().step(actions)
+        return (*results[:4], self.chosen())
 
 
-class Slow(VariableAgents):
-    """Waits in its step for a file."""
+class WaitsForFile(VariableAgents):
+    """Each step waits for a file."""
 
     gate: Any = None
 

@@ -1,7 +1,6 @@
 """Simulators with one bug each, for `marl-parallel check`; `Healthy` has none.
 
-They are named on the command line as `path/to/buggy.py:Name`, and stand by themselves: nothing here may need a test's
-imports.
+The command line loads them as `path/to/buggy.py:Name`, so this file imports nothing of the tests.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from gymnasium import spaces
 
 
 class Healthy(pettingzoo.ParallelEnv):
-    """Two agents see random numbers for ten steps."""
+    """Two agents observe random numbers for ten steps."""
 
     metadata = {"name": "healthy_v0", "render_modes": []}  # noqa: RUF012
     render_mode = None
@@ -116,14 +115,14 @@ class ArrayAsInfo(Healthy):
 
 
 class CollisionError(Exception):
-    """Wants more than its text: breaks when it is unpickled."""
+    """Fails to unpickle: its constructor has more arguments than its text."""
 
     def __init__(self, agent: str, speed: float) -> None:
         super().__init__(f"{agent} at {speed}")
 
 
 class UnpicklableException(Healthy):
-    """Raises only at actions that make no sense."""
+    """Raises only for invalid actions."""
 
     def step(self, actions):
         for agent, action in actions.items():
@@ -136,7 +135,7 @@ unpicklable_constructor = functools.partial(Healthy, lock=threading.Lock())
 
 
 class NotDeterministic(Healthy):
-    """Its generator is made of whatever the system gives, also where a seed is given."""
+    """Creates its generator from system entropy, also with a seed."""
 
     def reset(self, seed=None, options=None):
         self.rng = np.random.default_rng()
@@ -149,7 +148,7 @@ class GlobalGenerator(Healthy):
 
 
 class SeedIgnored(Healthy):
-    """All copies play the same episodes, in the same order."""
+    """All environments play the same episodes in the same order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +161,7 @@ class SeedIgnored(Healthy):
 
 
 class NoSeed(Healthy):
-    """The same, but there is no way to give it one."""
+    """The same, and `reset` takes no seed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +172,7 @@ class NoSeed(Healthy):
 
 
 class SharedState(Healthy):
-    """Copies in the same process count together."""
+    """Environments of one process share a counter."""
 
     steps = 0
 
@@ -228,7 +227,7 @@ class HangsInConstructor(Healthy):
 
 
 class FourValues(Healthy):
-    """The Gym API of old."""
+    """The old Gym API."""
 
     def step(self, actions):
         observations, rewards, terminations, _, infos = super().step(actions)
@@ -236,7 +235,7 @@ class FourValues(Healthy):
 
 
 class DeadAgentsStay(Healthy):
-    """Against PettingZoo's rules, agents that are truncated stay in `agents`."""
+    """Violates PettingZoo's rules: truncated agents stay in `agents`."""
 
     def step(self, actions):
         result = super().step(actions)
@@ -251,7 +250,7 @@ class NoActionSpace(Healthy):
 
 
 class Slow(gymnasium.Env):
-    """Dict rules, but never says `__all__` while an episode goes on; waits a known time."""
+    """Dict rules, with `__all__` only at the end of an episode; waits a known time."""
 
     possible_agents = ["agent_0"]  # noqa: RUF012
     observation_space = spaces.Dict(agent_0=spaces.Discrete(2))
@@ -270,11 +269,11 @@ class Slow(gymnasium.Env):
 
 
 def nothing() -> None:
-    """A constructor that lacks its `return`."""
+    """A constructor without `return`."""
 
 
 class Single(gymnasium.Env):
-    """Gymnasium's kind; its observation lies."""
+    """A Gymnasium environment with observations outside their space."""
 
     observation_space = spaces.Box(0.0, 1.0, (1,), np.float32)
     action_space = spaces.Discrete(2)
@@ -288,7 +287,7 @@ class Single(gymnasium.Env):
 
 
 class Masked(Healthy):
-    """Tells in its infos which actions are allowed, as bools and as whatever integers NumPy makes."""
+    """Its infos have action masks, as bools and as integers."""
 
     def reset(self, seed=None, options=None):
         return super().reset(seed)[0], self.masks()
@@ -303,7 +302,7 @@ class Masked(Healthy):
 
 
 class UnusualInfos(gymnasium.Env):
-    """The info under a key that is no agent is an array, another info contains itself."""
+    """The info under a key that is not an agent is an array; another info contains itself."""
 
     possible_agents = ["a", "b"]  # noqa: RUF012
     observation_space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
@@ -327,14 +326,14 @@ class StepTakesNothing(Healthy):
 
 
 class Counts(Healthy):
-    """Asks for all that there is."""
+    """Its constructor has every supported argument."""
 
     def __init__(self, seed, *, env_id, restarts) -> None:
         super().__init__()
 
 
 class Slowly(Healthy):
-    """Each call takes a while, though no longer than it may."""
+    """Each call takes a while, but less than the limit."""
 
     def __init__(self) -> None:
         time.sleep(0.05)
@@ -346,13 +345,13 @@ class Slowly(Healthy):
 
 
 class Starts(Healthy):
-    """Has a process of its own, which goes on though nobody is left to talk to; says where it is."""
+    """Starts a process in another session, which outlives its parent; writes its id to a file."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
         self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(613)"], start_new_session=True)
-        with open(file, "w") as told:
-            told.write(str(self.child.pid))
+        with open(file, "w") as pid_file:
+            pid_file.write(str(self.child.pid))
 
     def step(self, actions):
         time.sleep(0.01)

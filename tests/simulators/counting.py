@@ -1,6 +1,6 @@
-"""A simulator that shows in each observation whose it is: its seed, how often it was reset, and how many steps ago.
+"""A simulator whose observations show its seed, the number of resets, and the steps since.
 
-Of its two agents the second is done after two steps. Both kinds of rules; when they break is said by `crashing`.
+Two agents; the second is done after two steps. In both sets of rules; `crashing` adds faults.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ SPACE = spaces.Box(-np.inf, np.inf, (3,), np.float64)
 
 
 def seen(seed: int, resets: int, steps: int) -> np.ndarray:
-    """What each agent observes."""
+    """The observation of each agent."""
     return np.array([seed, resets, steps], np.float64)
 
 
 class Counting(PettingZooEnv):
-    """PettingZoo's rules.
+    """PettingZoo rules.
 
     Args:
         length: Steps in an episode.
@@ -32,7 +32,7 @@ class Counting(PettingZooEnv):
     metadata = {"name": "counting", "render_modes": ["rgb_array"]}  # noqa: RUF012
 
     def __init__(self, length: int | None = None, *, seed: int) -> None:
-        self.length, self.given, self.resets, self.steps = length, seed, 0, 0
+        self.length, self.last_seed, self.resets, self.steps = length, seed, 0, 0
         self.options: dict | None = None
         self.render_mode = "rgb_array"
         self.possible_agents = AGENTS[:]
@@ -45,12 +45,12 @@ class Counting(PettingZooEnv):
         return spaces.Discrete(3)
 
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
-        self.given, self.options = self.given if seed is None else seed, options
+        self.last_seed, self.options = self.last_seed if seed is None else seed, options
         self.resets, self.steps, self.agents = self.resets + 1, 0, AGENTS[:]
         return self._observed(), {agent: {} for agent in self.agents}
 
     def _observed(self) -> dict[str, np.ndarray]:
-        return {agent: seen(self.given, self.resets, self.steps) for agent in self.agents}
+        return {agent: seen(self.last_seed, self.resets, self.steps) for agent in self.agents}
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         self.steps += 1

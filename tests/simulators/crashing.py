@@ -1,7 +1,7 @@
-"""Simulators that break when their fates say so, whatever they are, and once more after a restart.
+"""Simulators with scheduled faults, also after restarts.
 
-`crashing` wraps any constructor; what the package must return is worked out in `helpers.restart_reference`. One life is
-told from the next by its seed alone, so that a fresh environment with a wrong seed does not meet its fate.
+`crashing` wraps any constructor; `helpers.restart_reference` computes the expected results. Lives are identified by
+their seed alone, so a replacement with a wrong seed does not have its scheduled fault.
 """
 
 from __future__ import annotations
@@ -26,44 +26,45 @@ def forever() -> None:
         pass
 
 
-class Way(NamedTuple):
-    """A way to break.
+class FaultKind(NamedTuple):
+    """A kind of fault.
 
     Attributes:
-        fault: What happens.
-        ends: What else ends with it: nothing ("env"), its process ("worker"), or that only when time is up ("time").
-        word: What the report must say.
+        cause: Causes the fault.
+        ends: What ends with it: only the environment ("env"), its process ("worker"), or its process at the timeout
+            ("time").
+        word: A part of the expected report.
     """
 
-    fault: Fault
+    cause: Fault
     ends: str
     word: str
 
 
-WAYS = {
-    "raise": Way(raising(SimulatorError, "bad terrain"), "env", "bad terrain"),
-    "sys.exit": Way(system_exit, "env", "SystemExit"),
-    "os._exit": Way(hard_exit, "worker", "exit code 7"),
-    "SIGKILL": Way(killed_by(signal.SIGKILL), "worker", "SIGKILL"),
-    "SIGSEGV": Way(killed_by(signal.SIGSEGV), "worker", "SIGSEGV"),
-    "SIGSTOP": Way(killed_by(signal.SIGSTOP), "time", "has not finished"),
-    "loop": Way(forever, "time", "has not finished"),
+FAULT_KINDS = {
+    "raise": FaultKind(raising(SimulatorError, "bad terrain"), "env", "bad terrain"),
+    "sys.exit": FaultKind(system_exit, "env", "SystemExit"),
+    "os._exit": FaultKind(hard_exit, "worker", "exit code 7"),
+    "SIGKILL": FaultKind(killed_by(signal.SIGKILL), "worker", "SIGKILL"),
+    "SIGSEGV": FaultKind(killed_by(signal.SIGSEGV), "worker", "SIGSEGV"),
+    "SIGSTOP": FaultKind(killed_by(signal.SIGSTOP), "time", "has not finished"),
+    "loop": FaultKind(forever, "time", "has not finished"),
 }
-RAISED = [name for name, way in WAYS.items() if way.ends == "env"]
-DEADLY = [name for name, way in WAYS.items() if way.ends == "worker"]
-HANGING = [name for name, way in WAYS.items() if way.ends == "time"]
+RAISED = [name for name, kind in FAULT_KINDS.items() if kind.ends == "env"]
+DEADLY = [name for name, kind in FAULT_KINDS.items() if kind.ends == "worker"]
+HANGING = [name for name, kind in FAULT_KINDS.items() if kind.ends == "time"]
 
 
 class Fate(NamedTuple):
-    """How a life ends.
+    """The scheduled fault of a life.
 
     Attributes:
-        way: One of `WAYS`.
+        fault: One of `FAULT_KINDS`.
         place: "constructor", "reset" or "step".
-        after: How many resets or steps go well before.
+        after: The number of resets or steps before it that succeed.
     """
 
-    way: str
+    fault: str
     place: str = "step"
     after: int = 0
 
@@ -73,7 +74,7 @@ Fates = Mapping[tuple[int, int], Fate]
 
 
 def seed_of(base: int, env_id: int, restarts: int) -> int:
-    """The seed of a life: the first has the base's, the n-th restart the one that the design gives it."""
+    """The seed of a life: base seed plus environment for the first, derived by section 2 of the design for restarts."""
     if restarts == 0:
         return base + env_id
     return int(np.random.SeedSequence((base, env_id, restarts)).generate_state(1)[0] >> 1)
@@ -82,13 +83,13 @@ def seed_of(base: int, env_id: int, restarts: int) -> int:
 def crashing(
     make: Callable[..., Any], fates: Fates, base: int = SEED, started: Callable[[int], None] | None = None
 ) -> Callable[..., Any]:
-    """A constructor of what `make` makes, with these fates.
+    """Wrap a constructor so that its environments have these faults.
 
     Args:
-        make: Makes simulators that never break.
-        fates: When they do all the same.
-        base: Of the seeds.
-        started: Called with the environment's number whenever one is constructed.
+        make: The constructor of simulators without faults.
+        fates: The faults by environment and number of restarts.
+        base: The base seed.
+        started: Called with the environment's number at each construction.
     """
     by_seed = {(env_id, seed_of(base, env_id, n)): fate for (env_id, n), fate in fates.items()}
 
@@ -97,7 +98,7 @@ def crashing(
             started(env_id)
         fate = by_seed.get((env_id, seed))
         if fate is not None and fate.place == "constructor":
-            WAYS[fate.way].fault()
+            FAULT_KINDS[fate.fault].cause()
         env = make(**keywords_of(make, {"seed": seed, "env_id": env_id}))
         if fate is not None and fate.place != "constructor":
             _doom(env, fate)
@@ -112,20 +113,20 @@ def _doom(env: Any, fate: Fate) -> None:
     def method(*args: Any, **kwargs: Any) -> Any:
         nonlocal left
         if left == 0:
-            WAYS[fate.way].fault()
+            FAULT_KINDS[fate.fault].cause()
         left -= 1
         return well(*args, **kwargs)
 
-    # On the object itself: adapters see it as what it is. What wraps `reset` shows its signature.
+    # Set on the object itself, so that adapters recognise it; `__wrapped__` preserves the signature of `reset`.
     method.__wrapped__ = well  # type: ignore[attr-defined]
     setattr(env, fate.place, method)
 
 
 class Children:
-    """Has each simulator start two child processes, of which one makes a session of its own.
+    """Lets each simulator start two child processes, one of them in a session of its own.
 
     Args:
-        tag: A number of its own, by which they are found.
+        tag: A unique number that identifies the processes.
     """
 
     def __init__(self, tag: int) -> None:
@@ -136,7 +137,7 @@ class Children:
             subprocess.Popen(["sleep", self.argument], start_new_session=new_session)
 
     def running(self) -> set[int]:
-        """Those that are there now, whose ever they are."""
+        """The live processes with this tag."""
         found = set()
         for process in psutil.process_iter():
             try:

@@ -1,6 +1,6 @@
-"""Small simulators whose every number follows from their seed and their actions: the well-behaved ones.
+"""Small deterministic simulators without faults: every number follows from the seed and the actions.
 
-Those that break are in `failing`, those that show the whole zoo of spaces in `every_space`.
+Simulators with faults are in `failing`, every kind of space in `every_space`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Dicts = tuple[dict, dict, dict, dict, dict]
 
 
 def weight(action: Any) -> float:
-    """A number that changes with everything about an action: leaves, order, dtype."""
+    """A number that changes with every aspect of an action: leaves, order, dtype."""
     if isinstance(action, dict):
         return sum((index + 1) * weight(action[key]) for index, key in enumerate(sorted(action)))
     if isinstance(action, tuple | list):
@@ -30,7 +30,7 @@ def weight(action: Any) -> float:
 
 
 class Skirmish(gymnasium.Env):
-    """Dict rules, spaces as `Dict`: agents that die, join late or were never declared; infos of every kind."""
+    """Dict rules with `Dict` spaces: agents that die, join late or are undeclared; infos of every kind."""
 
     metadata = {"name": "skirmish", "render_modes": ["rgb_array"], "render_fps": 7}  # noqa: RUF012
 
@@ -111,7 +111,7 @@ class Skirmish(gymnasium.Env):
 
 
 class Relay(gymnasium.Env):
-    """Dict rules told by its spaces alone: no `possible_agents`, a bare `reset`, no `__all__` until the end."""
+    """Dict rules recognised by spaces only: no `possible_agents`, a minimal `reset`, no `__all__` until the end."""
 
     def __init__(self, seed: int) -> None:
         spaces_by_agent = [
@@ -135,7 +135,7 @@ class Relay(gymnasium.Env):
 
 
 class Hunt(PettingZooEnv):
-    """PettingZoo rules: images, agents that die one after the other, a global state, frames."""
+    """PettingZoo rules: images, agents that die one by one, a global state, frames."""
 
     metadata = {"name": "hunt", "render_modes": ["rgb_array"]}  # noqa: RUF012
 
@@ -197,7 +197,7 @@ class Hunt(PettingZooEnv):
 
 
 class Recycler(PettingZooEnv):
-    """Hands out the same buffers and infos at every step, keeps actions it was given and writes into them."""
+    """Returns the same buffers and infos in every step; keeps its actions and writes into them."""
 
     metadata = {"name": "recycler"}  # noqa: RUF012
 
@@ -219,7 +219,7 @@ class Recycler(PettingZooEnv):
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
         self.agents = self.possible_agents[:]
         self.time = 0
-        self.kept = {agent: np.zeros(2, np.float32) for agent in self.agents}
+        self.saved = {agent: np.zeros(2, np.float32) for agent in self.agents}
         for agent in self.agents:
             self.buffers[agent][:] = 0.0
             self.infos[agent]["path"].clear()
@@ -229,12 +229,12 @@ class Recycler(PettingZooEnv):
     def step(self, actions: dict) -> Dicts:
         self.time += 1
         for agent in self.agents:
-            self.buffers[agent][:] = [self.time, *self.kept[agent], *actions[agent]]
+            self.buffers[agent][:] = [self.time, *self.saved[agent], *actions[agent]]
             self.infos[agent]["path"].append(self.time)
             self.rewards[agent] += float(actions[agent][0])
             self.ends[agent] = self.time == 6
             actions[agent] *= 2
-        self.kept = dict(actions)
+        self.saved = dict(actions)
         actions.clear()
         if self.time == 6:
             self.agents = []
@@ -242,7 +242,7 @@ class Recycler(PettingZooEnv):
 
 
 class Scripted(gymnasium.Env):
-    """Dict rules: returns what it was told to, one five-tuple after the other, and keeps the actions it got."""
+    """Dict rules: returns scripted steps, one five-tuple after the other, and records its actions."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class Scripted(gymnasium.Env):
 
 
 class Identified:
-    """A wrapper of one's own making, neither Gymnasium's nor PettingZoo's: found only through `env`."""
+    """A custom wrapper, found only through `env`."""
 
     def __init__(self, env: Any) -> None:
         self.env = env

@@ -1,4 +1,4 @@
-"""A simulator by dict rules of which everything can be said beforehand."""
+"""A configurable simulator with dict rules."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from gymnasium import spaces
 
 
 class DictRules(gymnasium.Env):
-    """Two agents that see the time, in an episode that only `__all__` ends.
+    """Two agents that observe the time, in an episode that only `__all__` ends.
 
     Args:
         seen: The observation space.
         acts: The action space.
-        look: What each agent sees at a time.
-        infos: What is said at a time.
-        first: What a reset says.
-        flags: Who has terminated at a time.
-        length: Of an episode.
+        look: The observation at a time.
+        infos: The infos at a time.
+        first: The infos of a reset.
+        flags: The terminated flags at a time.
+        length: The steps of an episode.
     """
 
     possible_agents = ("a", "b")

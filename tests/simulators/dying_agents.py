@@ -1,4 +1,4 @@
-"""Agents that die one after the other in a dict environment; RLlib's own are in `rllib_envs`."""
+"""Agents that die one by one in a dict environment; RLlib's own are in `rllib_envs`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POINT = spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
 
 class DyingAgents(gymnasium.Env):
-    """The dead are not mentioned any more. It says who has made it, with what, and how it was seeded."""
+    """Dead agents are absent from the dicts. Records its config and its seeds."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
@@ -36,29 +36,29 @@ class DyingAgents(gymnasium.Env):
     def observed(self, agent: str) -> Any:
         return (self.rng.normal(size=2) + self.total).astype(np.float32)
 
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         return [agent for agent in self.agents if self.time <= self.death[agent]]
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         self.time += 1
         self.total += sum((index + 1) * int(actions[agent]) for index, agent in enumerate(sorted(actions)))
-        told = self.told()
-        ends = {agent: self.time >= self.death[agent] for agent in told}
-        terminateds = {agent: ends[agent] and agent != "y" for agent in told}
-        truncateds = {agent: ends[agent] and agent == "y" for agent in told}
+        reported = self.reported()
+        ends = {agent: self.time >= self.death[agent] for agent in reported}
+        terminateds = {agent: ends[agent] and agent != "y" for agent in reported}
+        truncateds = {agent: ends[agent] and agent == "y" for agent in reported}
         terminateds["__all__"], truncateds["__all__"] = self.time == 9, False
-        infos: dict = {agent: {"time": self.time} for agent in told}
+        infos: dict = {agent: {"time": self.time} for agent in reported}
         if self.time % 3 == 0:
             infos["__common__"] = {"total": self.total}
-        observations = {agent: self.observed(agent) for agent in told}
-        return observations, dict.fromkeys(told, self.total), terminateds, truncateds, infos
+        observations = {agent: self.observed(agent) for agent in reported}
+        return observations, dict.fromkeys(reported, self.total), terminateds, truncateds, infos
 
     def pid(self) -> int:
         return os.getpid()
 
 
 class ReturningAgents(DyingAgents):
-    """The dead go on being mentioned; one agent observes a Dict."""
+    """Dead agents stay in the dicts; one agent observes a Dict."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -68,11 +68,11 @@ class ReturningAgents(DyingAgents):
         at = super().observed(agent)
         return {"at": at, "kind": self.time % 4} if agent == "y" else at
 
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         return self.agents
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
-        told = super().step(actions)
+        reported = super().step(actions)
         if self.time == 6:
-            told[4]["z"]["__common__"] = "its own"
-        return told
+            reported[4]["z"]["__common__"] = "its own"
+        return reported

@@ -1,7 +1,7 @@
-"""A pool in EnvPool's layout, of a game whose players come and go; EnvPool's own wheels have no such task.
+"""A pool in EnvPool's layout, for a game whose players join and leave; EnvPool's wheels have no such task.
 
-Who is there at which moment follows from the numbers of the copy and of the player alone. There is a row for every
-player; `players.env_id` says in which copy. As there, an array of another shape or dtype than declared ends it all.
+The players at a time follow from the numbers of environment and player. There is one row per player;
+`players.env_id` is its environment. As in EnvPool, an array of an undeclared shape or dtype ends the process.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ ACTIONS = 5
 
 
 class Row(NamedTuple):
-    """What one player is told."""
+    """The results of one player."""
 
     seen: np.ndarray
     reward: float
     leaves: bool
 
 
-class Copy:
-    """One copy of the game."""
+class Game:
+    """One environment of the pool."""
 
     def __init__(self, env_id: int) -> None:
         self.env_id, self.length = env_id, 4 + env_id % 3
@@ -46,7 +46,7 @@ class Copy:
         return self.over and self.env_id % 2 == 1
 
     def players(self) -> dict[int, Row]:
-        """Of who is there, by number. From the fifth moment on nobody may be left."""
+        """Present players by number. From the fifth step on there may be none."""
         rows = {}
         for player in range(PLAYERS):
             comes, leaves = player % 2, 2 + player + self.env_id % 2
@@ -62,13 +62,13 @@ def spec(dtype: Any, shape: list[int]) -> Any:
 
 
 class Pool:
-    """Many copies.
+    """A pool of environments.
 
     Args:
-        num_envs: How many.
-        batch_size: How many results come together: never fewer, as from EnvPool where there are several players. Where
-            they are not all, the last that was sent to comes first.
-        named: Whether `players.id` and `players.done` are told.
+        num_envs: The number of environments.
+        batch_size: The number of results per batch; never fewer, as in EnvPool with several players. If it is less than
+            `num_envs`, the environment that was sent to last comes first.
+        named: Whether the infos have `players.id` and `players.done`.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
@@ -78,7 +78,7 @@ class Pool:
     def __init__(self, num_envs: int, batch_size: int | None = None, named: bool = True) -> None:
         self.config = {"num_envs": num_envs, "batch_size": batch_size or num_envs, "max_num_players": PLAYERS}
         self.named = named
-        self.copies = [Copy(env_id) for env_id in range(num_envs)]
+        self.copies = [Game(env_id) for env_id in range(num_envs)]
         self.ready: list[int] = []
         states = {
             "info:env_id": spec(np.int32, []),
@@ -112,17 +112,17 @@ class Pool:
             self.copies[env_id].reset()
 
     def _send(self, arrays: list[np.ndarray]) -> None:
-        given = dict(zip(self._action_keys, arrays, strict=True))
-        self._begin(given["env_id"])
-        whose, actions = given["players.env_id"], given["players.action"]
-        rows = sum(len(self.copies[env_id].players()) for env_id in given["env_id"].tolist())
-        for array in (whose, actions, given.get("players.id", whose)):
+        arguments = dict(zip(self._action_keys, arrays, strict=True))
+        self._begin(arguments["env_id"])
+        whose, actions = arguments["players.env_id"], arguments["players.action"]
+        rows = sum(len(self.copies[env_id].players()) for env_id in arguments["env_id"].tolist())
+        for array in (whose, actions, arguments.get("players.id", whose)):
             assert (array.dtype, array.shape) == (np.int32, (rows,))
-        for env_id in given["env_id"].tolist():
+        for env_id in arguments["env_id"].tolist():
             copy, own = self.copies[env_id], whose == env_id
             there = [*copy.players()]
             if self.named:
-                assert given["players.id"][own].tolist() == there
+                assert arguments["players.id"][own].tolist() == there
             if copy.over:
                 copy.reset()
             else:
@@ -140,7 +140,7 @@ class Pool:
         ids, self.ready = self.ready[:size], self.ready[size:]
         copies = [self.copies[env_id] for env_id in ids]
         rows = [(copy.env_id, player, row) for copy in copies for player, row in copy.players().items()]
-        told: dict[str, Any] = {
+        values: dict[str, Any] = {
             "info:env_id": ids,
             "info:players.env_id": [env_id for env_id, _, _ in rows],
             "info:score": [10 * copy.moment for copy in copies],
@@ -153,4 +153,4 @@ class Pool:
             "info:players.done": [row.leaves for _, _, row in rows],
         }
         specs = self.spec.state_array_spec
-        return [np.array(told[name], specs[name].dtype) for name in self._state_keys]
+        return [np.array(values[name], specs[name].dtype) for name in self._state_keys]

@@ -1,6 +1,6 @@
-"""One simulator with an agent for every kind of space; what it is told to do it tells again in its infos.
+"""A simulator with one agent for every kind of space; its infos return the actions.
 
-Other well-behaved simulators are in `deterministic`.
+Other simulators without faults are in `deterministic`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LETTERS = ascii_letters
 
 
 class Colour(gymnasium.Space[str]):
-    """A space of one's own: nothing that any library knows."""
+    """A user-defined space that no library knows."""
 
     def __init__(self, names: tuple[str, ...] = ("red", "green", "blue")) -> None:
         super().__init__(None, None)
@@ -43,7 +43,7 @@ class Colour(gymnasium.Space[str]):
 
 
 def shared() -> dict[str, gymnasium.Space[Any]]:
-    """Spaces that fit into a block of memory."""
+    """Spaces that fit into shared memory."""
     boxes = {f"box_{t.__name__}": spaces.Box(0, 100, (2, 3), dtype=t) for t in (*INTEGERS, *FLOATS)}
     small = spaces.Box(-1.0, 1.0, (2,), np.float32)
     return {
@@ -67,7 +67,7 @@ def shared() -> dict[str, gymnasium.Space[Any]]:
 
 
 def pickled() -> dict[str, gymnasium.Space[Any]]:
-    """Spaces that travel as they are."""
+    """Spaces whose values are pickled."""
     small = spaces.Box(-1.0, 1.0, (2,), np.float32)
     return {
         "text": spaces.Text(9, charset=LETTERS),
@@ -81,14 +81,14 @@ def pickled() -> dict[str, gymnasium.Space[Any]]:
 
 
 def draw(space: gymnasium.Space[Any], rng: np.random.Generator) -> Any:
-    """A sample that follows from `rng` alone, however often the space was used before."""
+    """A sample that depends only on `rng`, not on earlier samples of the space."""
     space = copy.deepcopy(space)
     space.seed(int(rng.integers(2**31)))
     return space.sample()
 
 
 class EverySpace(gymnasium.Env):
-    """Dict rules: an agent named after each space, which both observes and acts in it; a random few are absent."""
+    """Dict rules: one agent per space, which observes and acts in it; some are absent at random."""
 
     def __init__(self, seed: int, kind: str = "all") -> None:
         declared = {"shared": shared(), "pickled": pickled(), "all": {**shared(), **pickled()}}[kind]

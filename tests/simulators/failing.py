@@ -1,4 +1,4 @@
-"""Simulators that break, and the ways they do it. The well-behaved ones are in `deterministic`."""
+"""Simulators with faults, and the faults. Simulators without faults are in `deterministic`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Fault = Callable[[], Any]
 
 
 class SimulatorError(Exception):
-    """What a simulator of one's own raises."""
+    """A user-defined exception."""
 
 
 class PickyError(Exception):
-    """Wants more than its text: breaks when it is unpickled."""
+    """Fails to unpickle: its constructor has more arguments than its text."""
 
     def __init__(self, code: int, place: str) -> None:
         super().__init__(f"picky {code} at {place}")
 
 
 class LockedError(Exception):
-    """Holds what cannot be pickled at all."""
+    """Holds an unpicklable object."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -38,7 +38,7 @@ class LockedError(Exception):
 
 
 def raising(make: Callable[..., BaseException], *args: Any) -> Fault:
-    """A fault that raises `make(*args)`; made where it happens, so that no exception has to travel."""
+    """A fault that raises `make(*args)`; created when it happens, so no exception has to be pickled."""
 
     def fault() -> None:
         raise make(*args)
@@ -67,13 +67,13 @@ def killed_by(number: int) -> Fault:
 
 
 class Fragile(PettingZooEnv):
-    """Works until it comes to the place where a fault was put.
+    """Works until it reaches a place with a fault.
 
     Args:
-        faults: By place ("constructor", "reset", "step", "render", "close", "call"): what happens there.
-        notes: Where it leaves files that tell of its life: `built-<env_id>` with its process, `closed-<env_id>`.
-        after: How many steps it makes before the fault in "step", how many resets before that in "reset".
-        length: How many steps make an episode; None for one without end.
+        faults: Faults by place: "constructor", "reset", "step", "render", "close", "call".
+        notes: A folder for files with the process id: `started-<env_id>`, `built-<env_id>`, `closed-<env_id>`.
+        after: The number of steps before the fault in "step", and of resets before the fault in "reset".
+        length: Steps in an episode; None for endless episodes.
     """
 
     metadata = {"name": "fragile", "render_modes": ["rgb_array"]}  # noqa: RUF012
@@ -144,6 +144,6 @@ class Fragile(PettingZooEnv):
 
 
 def dozing(notes: Path, seconds: float) -> list[Callable[..., Fragile]]:
-    """Constructors of four environments, of which the third takes so long for each step."""
+    """Constructors of four environments; each step of the third takes this long."""
     slow = {"step": functools.partial(time.sleep, seconds)}
     return [functools.partial(Fragile, slow if env_id == 2 else {}, notes) for env_id in range(4)]

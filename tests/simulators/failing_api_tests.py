@@ -1,4 +1,4 @@
-"""Simulators for `marl-parallel check` that work here, while PettingZoo's tests fail, end the process or hang."""
+"""Simulators for `marl-parallel check` that work, but make PettingZoo's own tests fail, exit or hang."""
 
 from __future__ import annotations
 

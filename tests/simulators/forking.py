@@ -1,6 +1,6 @@
-"""Simulators that fork, and whose child does not end by itself but comes back to whoever called the method.
+"""Simulators that fork, and whose child returns to the caller of the method.
 
-They stand by themselves, so that `marl-parallel check` can be given them as `path/to/forking.py:Name`.
+This file imports nothing of the tests, because `marl-parallel check` loads it as `path/to/forking.py:Name`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pettingzoo import ParallelEnv as PettingZooEnv
 
 
 class Walk(PettingZooEnv):
-    """Two agents on random walks; it does not fork. Every number follows from the seed and the actions."""
+    """Two agents on random walks; does not fork. Every number follows from the seed and the actions."""
 
     metadata = {"name": "walk_v0", "render_modes": ["rgb_array"]}  # noqa: RUF012
     render_mode = "rgb_array"
@@ -60,7 +60,7 @@ class Walk(PettingZooEnv):
 
 
 def exec_missing() -> None:
-    """Executes a program that is not installed."""
+    """Execute a program that is not installed."""
     os.execvp("no-such-physics-server", ["no-such-physics-server"])
 
 
@@ -73,19 +73,19 @@ def raise_error() -> None:
 
 
 def come_back() -> None:
-    """Goes on as if the child were the simulator."""
+    """Continue as if the child were the simulator."""
 
 
 ENDINGS = {"exec": exec_missing, "exit": exit_with_three, "raise": raise_error, "return": come_back}
 
 
 class Forking(Walk):
-    """Forks at one place; the parent goes on at once.
+    """Forks at one place; the parent continues at once.
 
     Args:
         place: "constructor", "reset", "step", "render", "call" or "close".
         ending: What the child does, one of `ENDINGS`.
-        file: Where the exit codes of the children are written in `close`, one to a line.
+        file: A file to which `close` writes the exit codes of the children, one per line.
     """
 
     def __init__(self, place: str, ending: str, file: str = "", *, seed: int = 0) -> None:
@@ -120,7 +120,7 @@ class Forking(Walk):
         return "acted"
 
     def exit_codes(self) -> list[int]:
-        """Waits for the children."""
+        """Wait for the children."""
         waited = [os.waitpid(child, 0)[1] for child in self.children]
         self.children.clear()
         return [os.waitstatus_to_exitcode(status) for status in waited]
@@ -151,7 +151,7 @@ def _square(number: int, answer: Any) -> None:
 
 
 class Helped(Walk):
-    """Has a process of multiprocessing, forked, do a part of each step."""
+    """Computes a part of each step in a forked process of `multiprocessing`."""
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         context = multiprocessing.get_context("fork")

@@ -1,4 +1,4 @@
-"""Small simulators of every kind, and how to make a real one whatever its newest version is called."""
+"""Small simulators of every kind, and real ones in the newest installed version."""
 
 import importlib
 import warnings
@@ -55,7 +55,7 @@ class DictGym(Crossing, gymnasium.Env):
 
 
 class FakeRLlib(gymnasium.Env):
-    """RLlib's rules for finding spaces; its module is set to look like RLlib's own."""
+    """RLlib's rules for finding spaces; its module name is set to RLlib's."""
 
     observation_spaces = None
     action_spaces = None
@@ -83,7 +83,7 @@ FakeRLlib.__module__ = "ray.rllib.env.multi_agent_env"
 
 
 class Open(pettingzoo.ParallelEnv):
-    """A parallel environment that names no agents beforehand and has nothing optional."""
+    """A parallel environment without `possible_agents` and optional members."""
 
     def reset(self, seed=None, options=None):
         self.agents = ["late"]
@@ -95,7 +95,7 @@ class Open(pettingzoo.ParallelEnv):
 
 
 class OnlyDicts(Open):
-    """Its spaces are in dicts; PettingZoo's base class reads them with a warning."""
+    """Its spaces are in dicts, which PettingZoo's base class reads with a warning."""
 
     metadata = {"render_modes": []}  # noqa: RUF012
     render_mode = None

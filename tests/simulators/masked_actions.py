@@ -1,4 +1,4 @@
-"""Simulators with action masks: in observations, in infos, in both, in every form, some of them of no use."""
+"""Simulators with action masks in observations, in infos or in both, in every form, also unusable ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LENGTH = 4
 
 
 class Turnstile(PettingZooEnv):
-    """Allows one action at each moment of each episode, another one for each agent, and refuses all others.
+    """Allows one action at a time, which differs by agent, step and episode, and refuses all others.
 
     In the last step of an episode its mask allows nothing. Agents draw lots: `guest` dies after two steps.
 
     Args:
         where: "infos", "observations" or "both"; with "both", the observation's mask allows the action after the right
             one.
-        crashes_at: In which step of the first instance the process dies.
+        crashes_at: The step of the first instance in which the process dies.
     """
 
     metadata = {"name": "turnstile"}  # noqa: RUF012
@@ -81,7 +81,7 @@ class Turnstile(PettingZooEnv):
 
 
 class Formed(gymnasium.Env):
-    """One agent whose mask is in its info, in whatever form it is given."""
+    """One agent with a mask of any form in its info."""
 
     def __init__(self, acts: spaces.Space, mask: Callable[[], Any]) -> None:
         self.observation_space, self.action_space, self.mask = spaces.Discrete(2), acts, mask
@@ -97,7 +97,7 @@ class Formed(gymnasium.Env):
 
 
 class BoxWithMask(PettingZooEnv):
-    """Observes, in arrays, a mask that says nothing about its continuous actions."""
+    """Observes, in arrays, a mask unrelated to its continuous actions."""
 
     metadata = {"name": "box_with_mask"}  # noqa: RUF012
 

@@ -1,7 +1,7 @@
-"""`Arena`, a `BaseEnv` of ML-Agents in Python, and what one step of it is in plain dicts.
+"""`Arena`, an ML-Agents `BaseEnv` in Python, and its steps in plain dicts.
 
-Its agents come and go like Unity's: of four behaviours, each asks for decisions at its own pace, ends, and begins anew
-under another id, under the same one, or not at all. The Unity side of the protocol is in `unity_player`.
+Its agents join and leave like Unity's: each of four behaviours requests decisions at its own pace, ends, and starts
+again with another id, with the same id, or not at all. The Unity side of the protocol is in `unity_player`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
-from helpers.reference import Constructor, Copy, Reference
+from helpers.reference import Constructor, Reference, ReferenceEnv
 from mlagents_envs.base_env import (
     ActionSpec,
     ActionTuple,
@@ -70,8 +70,8 @@ OBSERVATION_SPACES = {
 
 
 def told_through(channels: bytes) -> dict[str, float]:
-    """What messages of the side channels set: environment parameters by name, and `time_scale`."""
-    told, place = {}, 0
+    """The values set by side channel messages: environment parameters by name, and `time_scale`."""
+    results, place = {}, 0
     while place < len(channels):
         channel = str(uuid.UUID(bytes_le=channels[place : place + 16]))
         (length,) = struct.unpack_from("<i", channels, place + 16)
@@ -81,25 +81,25 @@ def told_through(channels: bytes) -> dict[str, float]:
             (size,) = struct.unpack_from("<i", message)
             kind, value = struct.unpack_from("<if", message, 4 + size)
             assert kind == 0, "a float"
-            told[message[4 : 4 + size].decode()] = value
+            results[message[4 : 4 + size].decode()] = value
         elif channel == ENGINE and struct.unpack_from("<i", message) == (TIME_SCALE,):
-            (told["time_scale"],) = struct.unpack_from("<f", message, 4)
-    return told
+            (results["time_scale"],) = struct.unpack_from("<f", message, 4)
+    return results
 
 
 class Arena(BaseEnv):
-    """A `BaseEnv` whose every number depends on its seed, its parameters and the actions it was given.
+    """A `BaseEnv` whose every number depends on its seed, its parameters and its actions.
 
     Args:
-        seed: Of its generator.
-        channels: Side channels; like Unity, it reads them with its next reset or step.
-        same_id: Whether agents that begin anew at once keep their id.
-        breaks: After so many steps it breaks, if at all.
-        way: "raise" or "exit".
+        seed: The seed of its generator.
+        channels: Side channels; like Unity, it reads them in its next reset or step.
+        same_id: Whether agents that start again at once keep their id.
+        breaks: The number of steps before it fails; None for never.
+        fault: "raise" or "exit".
 
     Attributes:
-        parameters: What side channels have set.
-        given: The actions that were set for the last step, by behaviour.
+        parameters: The values set through side channels.
+        last_actions: The actions of the last step, by behaviour.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class Arena(BaseEnv):
         channels: Sequence[Any] = (),
         same_id: bool = False,
         breaks: int | None = None,
-        way: str = "raise",
+        fault: str = "raise",
     ) -> None:
         self._rng = np.random.default_rng(seed)
-        self._channels, self._same_id, self._breaks, self._way = channels, same_id, breaks, way
+        self._channels, self._same_id, self._breaks, self._fault = channels, same_id, breaks, fault
         self._steps_left = breaks
         self._ids = 0
         self._behaviors: dict[int, str] = {}
@@ -119,7 +119,7 @@ class Arena(BaseEnv):
         self._places: dict[int, float] = {}
         self._told: dict[str, tuple[DecisionSteps, TerminalSteps]] = {}
         self.parameters: dict[str, float] = {}
-        self.given: dict[str, ActionTuple] = {}
+        self.last_actions: dict[str, ActionTuple] = {}
         self.time, self.resets = 0, 0
 
     @property
@@ -130,7 +130,7 @@ class Arena(BaseEnv):
         self._read_channels()
         self.resets += 1
         self.time = 0
-        self._behaviors, self._ages, self._places, self.given = {}, {}, {}, {}
+        self._behaviors, self._ages, self._places, self.last_actions = {}, {}, {}, {}
         for behavior in FIRST:
             self._join(behavior)
         self._tell({}, [*self._behaviors])
@@ -140,7 +140,7 @@ class Arena(BaseEnv):
         if self._steps_left is not None:
             self._steps_left -= 1
             if self._steps_left < 0:
-                if self._way == "exit":
+                if self._fault == "exit":
                     os._exit(9)
                 raise ArithmeticError("the arena breaks")
         self._act()
@@ -151,7 +151,7 @@ class Arena(BaseEnv):
             behavior = self._behaviors[agent]
             self._ages[agent] += 1
             lasting = 5 if behavior == MINER else 7 + agent % 3
-            if self._ages[agent] >= lasting or self.time == 13:  # at 13, everybody ends and nobody asks
+            if self._ages[agent] >= lasting or self.time == 13:  # at 13, all agents end and none requests a decision
                 ended[agent] = behavior, bool(self._rng.random() < 0.4)
                 if self.time != 13:
                     asking += self._succeed(agent)
@@ -165,7 +165,7 @@ class Arena(BaseEnv):
                 del self._behaviors[agent], self._ages[agent], self._places[agent]
 
     def _succeed(self, agent: int) -> list[int]:
-        """Whoever asks at once in place of an agent that ends."""
+        """The agent that requests a decision at once in place of an agent that ends."""
         if self._behaviors[agent] == OTHER_TEAM:
             return []
         if not self._same_id:
@@ -181,15 +181,15 @@ class Arena(BaseEnv):
 
     def _act(self) -> None:
         wind = self.parameters.get("wind", 0.0) * self.parameters.get("time_scale", 1.0)
-        for behavior, action in self.given.items():
-            asked = self._told[behavior][0].agent_id
-            assert action.continuous.shape == (len(asked), SPECS[behavior].action_spec.continuous_size)
-            assert action.discrete.shape == (len(asked), SPECS[behavior].action_spec.discrete_size)
-            for row, agent in enumerate(asked):
+        for behavior, action in self.last_actions.items():
+            requesting = self._told[behavior][0].agent_id
+            assert action.continuous.shape == (len(requesting), SPECS[behavior].action_spec.continuous_size)
+            assert action.discrete.shape == (len(requesting), SPECS[behavior].action_spec.discrete_size)
+            for row, agent in enumerate(requesting):
                 weights = [*action.continuous[row].tolist(), *action.discrete[row].tolist()]
                 push = sum((place + 1) * weight for place, weight in enumerate(weights))
                 self._places[int(agent)] += push + wind
-        self.given = {}
+        self.last_actions = {}
 
     def _tell(self, ended: dict[int, tuple[str, bool]], asking: Sequence[int]) -> None:
         self._told = {}
@@ -236,7 +236,7 @@ class Arena(BaseEnv):
         self.parameters.update(told_through(messages))
 
     def set_actions(self, behavior_name: str, action: ActionTuple) -> None:
-        self.given[behavior_name] = action
+        self.last_actions[behavior_name] = action
 
     def set_action_for_agent(self, behavior_name: str, agent_id: int, action: ActionTuple) -> None:
         raise NotImplementedError
@@ -248,8 +248,8 @@ class Arena(BaseEnv):
         self._told = {}
 
 
-class BareCopy(Copy):
-    """The bare `BaseEnv` in the reference's loop: one agent at a time, as ML-Agents' own documentation reads it."""
+class BareCopy(ReferenceEnv):
+    """The bare `BaseEnv` in the reference's loop: one agent at a time, as in ML-Agents' documentation."""
 
     def __init__(self, constructor: Constructor, index: int, seed: int, mode: AutoresetMode, max_steps: int) -> None:
         self.mode = mode
@@ -288,8 +288,8 @@ class BareCopy(Copy):
             if numbers:
                 self.env.set_actions(behavior, ActionTuple(continuous, discrete))
         self.env.step()
-        told: tuple[dict, dict, dict, dict, dict] = ({}, {}, {}, {}, {})
-        observations, rewards, terminateds, truncateds, infos = told
+        results: tuple[dict, dict, dict, dict, dict] = ({}, {}, {}, {}, {})
+        observations, rewards, terminateds, truncateds, infos = results
         over = self.env.time == self.max_steps
         for behavior in SPECS:
             decisions, terminals = self.env.get_steps(behavior)
@@ -336,7 +336,7 @@ def info_of(behavior: str, step: Any) -> dict[str, Any]:
 
 
 class BareReference(Reference):
-    """As `Reference`, of `BaseEnv`s: each is made by `constructor(seed)`."""
+    """As `Reference`, for `BaseEnv`s made by `constructor(seed)`."""
 
     def __init__(self, constructor: Constructor, count: int, mode: AutoresetMode, max_steps: int, seed: int = 42):
         self.copies = [BareCopy(constructor, index, seed + index, mode, max_steps) for index in range(count)]

@@ -1,4 +1,4 @@
-"""An arena all in arrays, all of whose copies step at once: how a simulator such as VMAS is a `NativeSimulator`."""
+"""An arena in arrays that steps all environments at once: how a simulator such as VMAS becomes a `NativeSimulator`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TANKS = ("tank_0", "tank_1")
 
 
 class Arena(NativeSimulator):
-    """Tanks drive as far as they are told; a scout, in a place of its own, sees how many actions there were.
+    """Tanks drive as far as their action says; a scout at another place observes the number of actions.
 
     Args:
-        num_envs: How many copies; copy i begins at i.
+        num_envs: The number of environments; environment i starts at i.
     """
 
     LENGTH: ClassVar[int] = 3

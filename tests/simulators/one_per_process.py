@@ -1,4 +1,4 @@
-"""Simulators for `marl-parallel check` of which a process can have only one that is open, as of libsumo."""
+"""Simulators for `marl-parallel check` that allow one open instance per process, like libsumo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from simulators.buggy import Healthy
 
 
-class RaisesBesideAnother(Healthy):
+class RaisesIfNotAlone(Healthy):
     running = None
 
     def __init__(self) -> None:
@@ -24,21 +24,21 @@ class RaisesBesideAnother(Healthy):
         type(self).running = None
 
 
-class HangsBesideAnother(RaisesBesideAnother):
+class HangsIfNotAlone(RaisesIfNotAlone):
     def refuse(self):
         threading.Event().wait()
 
 
-class MixesUp(Healthy):
-    """Only the latest one can be stepped."""
+class OnlyLatestSteps(Healthy):
+    """Only the latest instance can be stepped."""
 
     latest = None
 
     def reset(self, seed=None, options=None):
-        MixesUp.latest = self
+        OnlyLatestSteps.latest = self
         return super().reset(seed)
 
     def step(self, actions):
-        if MixesUp.latest is not self:
+        if OnlyLatestSteps.latest is not self:
             os.abort()
         return super().step(actions)

@@ -1,7 +1,7 @@
-"""A simulator that can be held up, and that leaves a trace of whose turn it was; and what a test says to it.
+"""A simulator that tests can block, and that logs the order of its calls.
 
-`hold` has the next reset or step of an environment last until `release`: unlike with sleeping simulators, nothing
-depends on how long anything takes. With the serial backend, which computes at `send`, it would be waited for in vain.
+`hold` makes the next reset or step of an environment last until `release`, so unlike with sleeping simulators no
+result depends on time. With the serial backend, which computes in `send`, it would block forever.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 from gymnasium import spaces
 
 AT_MOST_S = 10.0
-"""A simulator in a thread that nobody released would else stay for ever."""
+"""Release all simulators, because one that is blocked in a thread would stay forever."""
 
 
 class Paced(gymnasium.Env):
-    """Dict rules, one agent: its observation is its action, a reset's is zero."""
+    """Dict rules, one agent: its observation is its action, zero after a reset."""
 
     possible_agents = ("a",)
 
@@ -66,24 +66,24 @@ def release(notes: Path, *env_ids: int) -> None:
 
 
 def note(notes: Path, line: str) -> None:
-    """Add a line to what all processes write together, each at once."""
+    """Append a line to the log that all processes share."""
     trace = os.open(notes / "trace", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(trace, f"{line}\n".encode())
     os.close(trace)
 
 
 def trace(notes: Path) -> list[str]:
-    """What has been noted, in order."""
+    """The logged lines in order."""
     return (notes / "trace").read_text().splitlines()
 
 
 def acts(*values: float, size: int = 1) -> list[dict[str, Any]]:
-    """The actions of as many environments."""
+    """Actions for this many environments."""
     return [{"a": np.full(size, value, np.float32)} for value in values]
 
 
 def seen(observations: Sequence[dict[str, Any]]) -> list[float]:
-    """What `acts` was given, in observations."""
+    """The observations that result from `acts`."""
     for one in observations:
         assert (one["a"] == one["a"][0]).all()
     return [float(one["a"][0]) for one in observations]

@@ -1,4 +1,4 @@
-"""Simulators that are registered with Gymnasium when this is imported."""
+"""Simulators that are registered with Gymnasium when this module is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 
 class Scenario(gymnasium.Env):
-    """Draws its map in the constructor, as SMARTS does; its `reset` takes a seed that does not change the map."""
+    """Draws its map in the constructor, as SMARTS does; the seed of `reset` does not change the map."""
 
     observation_space = spaces.Dict(car=spaces.Box(0.0, 1.0, (2,), np.float64))
     action_space = spaces.Dict(car=spaces.Discrete(2))
@@ -27,8 +27,8 @@ class Scenario(gymnasium.Env):
         return {"car": self.map.copy()}, {"car": 0.0}, {"__all__": False}, {"__all__": False}, {}
 
 
-class NamesNothing(Scenario):
-    """Whose entry point names no seed."""
+class WithoutSeed(Scenario):
+    """Its entry point has no seed argument."""
 
     def __init__(self, size: int = 1) -> None:
         super().__init__(size)
@@ -37,4 +37,4 @@ class NamesNothing(Scenario):
 gymnasium.register("registered/Scenario-v0", entry_point="simulators.registered:Scenario")
 gymnasium.register("registered/Scenario-v1", entry_point=Scenario, kwargs={"size": 7, "seed": None})
 gymnasium.register("registered/Fixed-v0", entry_point=Scenario, kwargs={"seed": 5})
-gymnasium.register("registered/NamesNothing-v0", entry_point=NamesNothing)
+gymnasium.register("registered/WithoutSeed-v0", entry_point=WithoutSeed)

@@ -1,4 +1,4 @@
-"""Environments of RLlib's kind whose every number follows from seed and actions, and the configs that runners want."""
+"""Deterministic RLlib environments, and configs for env runners."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from marl_parallel.vector import ParallelMultiAgentEnvRunner
 from simulators.dying_agents import DyingAgents, ReturningAgents
 
 
-class Fading(DyingAgents, MultiAgentEnv):
-    """As RLlib wants it."""
+class DyingRLlibAgents(DyingAgents, MultiAgentEnv):
+    """`DyingAgents` as an RLlib environment."""
 
 
-class Haunted(ReturningAgents, Fading):
-    """As RLlib wants it."""
+class ReturningRLlibAgents(ReturningAgents, DyingRLlibAgents):
+    """`ReturningAgents` as an RLlib environment."""
 
 
-class Duel(Fading):
-    """Two agents take turns: only one observes, and the other's action hangs until it does."""
+class Duel(DyingRLlibAgents):
+    """Two agents take turns: only one observes at a time, and the other's action is pending until it does."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -38,12 +38,12 @@ class Duel(Fading):
         self.death = dict.fromkeys(self.agents, 9)
         return {"x": self.observed("x")}, {}
 
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         return self.agents if self.time == 9 else [self.agents[self.time % 2]]
 
 
-class Reborn(Fading):
-    """Never says that it is over: the only agent dies now and then and is there again with the next step."""
+class Reborn(DyingRLlibAgents):
+    """Never over: its only agent dies now and then and is back in the next step."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -55,8 +55,8 @@ class Reborn(Fading):
         return {"x": self.observed("x")}, {"x": float(self.time)}, flags, {"x": False, "__all__": False}, {}
 
 
-class Relay(Fading):
-    """Agent x dies at once; y comes with the end of the episode, after RLlib's, where everybody has died, has ended."""
+class Relay(DyingRLlibAgents):
+    """Agent x dies at once; agent y appears at the end, after RLlib's episode, in which all agents died, has ended."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -77,15 +77,15 @@ class Relay(Fading):
         return {agent: self.observed(agent)}, {agent: 1.0}, flags, {"__all__": False}, {}
 
 
-class Silent(Fading):
-    """A reward that RLlib's check of environments refuses."""
+class RewardsAreTexts(DyingRLlibAgents):
+    """Its rewards fail RLlib's environment check."""
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         observations, rewards, *others = super().step(actions)
         return observations, dict.fromkeys(rewards, "none"), *others
 
 
-class Drawn(Fading):
+class WithFrames(DyingRLlibAgents):
     """Has frames."""
 
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
@@ -99,18 +99,18 @@ class Drawn(Fading):
 
 
 class Spread(ParallelPettingZooEnv):
-    """PettingZoo's, through the wrapper that RLlib has for it."""
+    """A PettingZoo environment in RLlib's wrapper."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(simple_spread_v3.parallel_env(max_cycles=6))
 
 
 class Wrapped(gymnasium.Wrapper):
-    """One of Gymnasium's wrappers around an environment of RLlib's."""
+    """A Gymnasium wrapper around an RLlib environment."""
 
 
-class AtRandom(RandomRLModule):
-    """Acts whatever the spaces; as RLlib has it, it says of no framework that it is its own."""
+class RandomModule(RandomRLModule):
+    """Acts at random in any space; sets the framework, which RLlib's own module leaves empty."""
 
     framework = "torch"
 
@@ -124,7 +124,7 @@ def own_policy(agent: Any, episode: Any, **_: Any) -> str:
 
 
 def config_for(env: Any, *, num_envs: int = 4, seed: int | None = 5, **env_config: Any) -> PPOConfig:
-    """PPO with one policy for all, over environments in the runner's process unless `parallel_env` says otherwise."""
+    """PPO with one policy for all agents, with serial environments unless `parallel_env` overrides it."""
     return (
         PPOConfig()
         .environment(env, env_config={"parallel_env": {"backend": "serial"}, **env_config})
@@ -134,15 +134,15 @@ def config_for(env: Any, *, num_envs: int = 4, seed: int | None = 5, **env_confi
     )
 
 
-def at_random(config: PPOConfig, agents: Any) -> PPOConfig:
-    """The same with a policy for each agent that acts at random, whatever the spaces."""
+def with_random_policies(config: PPOConfig, agents: Any) -> PPOConfig:
+    """The same with a random policy for each agent."""
     return config.multi_agent(policies={*map(str, agents)}, policy_mapping_fn=own_policy).rl_module(
-        rl_module_spec=RLModuleSpec(module_class=AtRandom)
+        rl_module_spec=RLModuleSpec(module_class=RandomModule)
     )
 
 
-def story(episode: MultiAgentEpisode) -> dict[Any, Any]:
-    """All that an episode holds, by agent."""
+def episode_contents(episode: MultiAgentEpisode) -> dict[Any, Any]:
+    """All values of an episode, by agent."""
     return {
         agent: {
             "observations": [*one.get_observations()],

@@ -1,6 +1,6 @@
-"""Small simulators of which every agent has a row in arrays: those of `deterministic` and `every_space`, and others.
+"""Small simulators whose agents have rows in arrays: variants of `deterministic` and `every_space`, and others.
 
-They are no part of the tests' own modules, so that workers which import them import nothing of anybody's library.
+Separate from the tests, so that workers which import them import no optional library.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def spread() -> Any:
 
 
 class DeclaredSkirmish(Skirmish):
-    """Nobody but those who are declared: arrays have no row for others."""
+    """Declared agents only: arrays have no rows for others."""
 
     def present(self) -> list[str]:
         return [agent for agent in super().present() if agent != "drone"]
 
 
 class EveryTensorSpace(EverySpace):
-    """The spaces that tensors have a form for."""
+    """Spaces with a tensor form."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, "shared")
@@ -42,7 +42,7 @@ class EveryTensorSpace(EverySpace):
 
 
 class StackableAgents(PettingZooEnv):
-    """Agents that die one after the other, and whose flags are told again and again; it ends, or is cut off."""
+    """Agents die one by one and their flags are repeated; episodes terminate or are truncated."""
 
     metadata = {"name": "variable"}  # noqa: RUF012
 

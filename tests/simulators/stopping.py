@@ -1,4 +1,4 @@
-"""A simulator whose process stops, or whose native thread keeps the interpreter's lock, while it sends a large info."""
+"""A simulator whose process stops, or whose native thread holds the GIL, while it sends a large info."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stop() -> None:
 
 
 def keep_the_lock() -> None:
-    """As a native thread does that never gives it back; no signal interrupts it, as the main thread gets them."""
+    """Hold the GIL forever, as a faulty native thread does. Signals do not interrupt it: the main thread gets them."""
     ctypes.PyDLL(None).sleep(3600)
 
 
@@ -27,7 +27,7 @@ FAULTS = {"stop": stop, "lock": keep_the_lock}
 
 
 def is_in(*names: str) -> bool:
-    """Whether the main thread is in a function of one of these names."""
+    """Whether the main thread is in a function with one of these names."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     while frame is not None and frame.f_code.co_name not in names:
         frame = frame.f_back
@@ -35,13 +35,13 @@ def is_in(*names: str) -> bool:
 
 
 def wait_for_file() -> None:
-    """Return when the file that a large message is sent in is written."""
+    """Return while the file of a large message is being written."""
     while not is_in("_file_of"):
         time.sleep(0.0001)
 
 
 def wait_for_full_socket() -> None:
-    """Return when the main thread has sent a part of a message and waits for somebody who reads it."""
+    """Return when the main thread has sent a part of a message and waits for the receiver."""
     spent = time.process_time()
     while True:
         time.sleep(0.1)
@@ -51,7 +51,7 @@ def wait_for_full_socket() -> None:
 
 
 def wait_for_write() -> None:
-    """Return when the main thread writes a message to a `multiprocessing` connection, which takes many writes."""
+    """Return while the main thread writes a message to a `multiprocessing` connection, in many writes."""
     while not is_in("_send"):
         time.sleep(0.0001)
 
@@ -60,15 +60,15 @@ MOMENTS = {"file": wait_for_file, "socket": wait_for_full_socket, "connection": 
 
 
 class LargeInfos(Walk):
-    """Returns a large info in one step of its first life, and stops while it is on its way; only environment 0 does.
+    """Returns a large info in one step of its first life and stops while it is sent; only in environment 0.
 
     Args:
         fault: One of `FAULTS`; "" for none, as in a reference.
-        at: In which step, counted from 1.
+        at: The step, counted from 1.
         size: Bytes of the info.
-        moment: When the fault begins, one of `MOMENTS`; or seconds after the step's end.
-        inline: Whether this process has no descriptor left for files, so that messages go through the socket.
-        flag: A file that is made just before.
+        moment: When the fault starts, one of `MOMENTS`; or seconds after the step's end.
+        inline: Whether to use up all file descriptors, so that messages go through the socket.
+        flag: A file that is created just before.
     """
 
     def __init__(
@@ -113,17 +113,17 @@ class LargeInfos(Walk):
 
 
 def pause() -> None:
-    """Waits for a signal, also for the one by which the stack is taken."""
+    """Wait for any signal, including the one that dumps the stack."""
     ctypes.CDLL(None).pause()
 
 
 class FinishesLate(Walk):
-    """Hangs in one step of its first life, until its stack is taken; then it finishes the step.
+    """Hangs in one step of its first life until its stack is dumped; then finishes the step.
 
     Args:
         fault: "stop" or "pause": how it hangs.
-        only: Which environment does.
-        at: In which step, counted from 1.
+        only: The environment that hangs.
+        at: The step, counted from 1.
     """
 
     def __init__(self, fault: str, only: int, at: int = 2, *, env_id: int, seed: int, restarts: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Small simulators in the form of LBF, highway-env's multi-agent intersections, POGEMA and ma-gym."""
+"""Small simulators with the API of LBF, highway-env's multi-agent intersections, POGEMA and ma-gym."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VIEW = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 
 
 class Foraging(gymnasium.Env):
-    """As level-based foraging: Tuple spaces, a list of rewards, one flag for all, an empty info."""
+    """Like level-based foraging: Tuple spaces, a list of rewards, one flag for all, an empty info."""
 
     observation_space: Any = spaces.Tuple([VIEW] * 3)
     action_space: Any = spaces.Tuple([spaces.Discrete(4)] * 3)
@@ -37,9 +37,9 @@ class Foraging(gymnasium.Env):
 
 
 class Intersection(Foraging):
-    """As `intersection-multi-agent-v1`: takes nothing but tuples; a tuple of flags, one truncated flag, a shared info.
+    """Like `intersection-multi-agent-v1`: tuples only; a tuple of flags, one truncated flag, a shared info.
 
-    The agents arrive one after the other. What those do that have arrived counts until the episode is over.
+    The agents arrive one by one; actions of arrived agents count until the episode is over.
     """
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, Any]:
@@ -56,7 +56,7 @@ class Intersection(Foraging):
 
 
 class Cooperative(Foraging):
-    """As `intersection-multi-agent-v0`: one reward and one flag of each kind for all."""
+    """Like `intersection-multi-agent-v0`: one reward and one flag of each kind for all."""
 
     def step(self, actions: Any) -> tuple[Any, ...]:
         self.move(actions)
@@ -64,9 +64,9 @@ class Cooperative(Foraging):
 
 
 class Pathfinding(Foraging):
-    """As POGEMA: the spaces of one agent, everything in lists, an info for each agent, actions that it writes into.
+    """Like POGEMA: the spaces of one agent, lists everywhere, an info for each agent; writes into its actions.
 
-    The same list of flags is returned in every step, as in ma-gym; rewards are an array.
+    Every step returns the same list of flags, as in ma-gym; rewards are an array.
     """
 
     observation_space: Any = VIEW

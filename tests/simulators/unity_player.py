@@ -1,6 +1,7 @@
-"""The Unity side of ML-Agents' protocol, around an `Arena`: what a built Unity player does when it is started.
+"""The Unity side of ML-Agents' protocol around an `Arena`: what a built Unity player does when it is started.
 
-It connects to the port that it is given, and answers until it is told to stop or its caller is gone. `player_script`
+It connects to the port of its arguments, and replies until it gets a stop message or the connection ends.
+`player_script`
 makes an executable of it.
 """
 
@@ -30,7 +31,7 @@ STOP = 400
 
 
 def player_script(folder: Path) -> str:
-    """The path of an executable that is a player; it notes its port and process in `<folder>/<port>`."""
+    """Write an executable player, which writes its process id to `<folder>/<port>`; return its path."""
     script = folder / "player"
     script.write_text(
         f"#!{sys.executable}\nimport sys\nsys.path[:0] = {[*sys.path]!r}\nfrom simulators import unity_player\n"
@@ -41,18 +42,18 @@ def player_script(folder: Path) -> str:
 
 
 def play(folder: str) -> None:
-    """Be a player.
+    """Run as a player.
 
     Args:
-        folder: Where to note who this is.
+        folder: The folder for the file with the process id.
     """
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--mlagents-port", type=int)
     arguments.add_argument("--breaks-at-port", type=int)
-    given, _ = arguments.parse_known_args()
-    Path(folder, str(given.mlagents_port)).write_text(str(os.getpid()))
-    breaks = 3 if given.breaks_at_port == given.mlagents_port else None
-    with grpc.insecure_channel(f"localhost:{given.mlagents_port}") as channel:
+    options, _ = arguments.parse_known_args()
+    Path(folder, str(options.mlagents_port)).write_text(str(os.getpid()))
+    breaks = 3 if options.breaks_at_port == options.mlagents_port else None
+    with grpc.insecure_channel(f"localhost:{options.mlagents_port}") as channel:
         grpc.channel_ready_future(channel).result(timeout=30)
         exchange = UnityToExternalProtoStub(channel).Exchange
         first = UnityRLInitializationOutputProto(
@@ -60,25 +61,25 @@ def play(folder: str) -> None:
         )
         first.capabilities.baseRLCapabilities = True
         answer = exchange(UnityMessageProto(unity_output=UnityOutputProto(rl_initialization_output=first)))
-        arena = Arena(answer.unity_input.rl_initialization_input.seed, breaks=breaks, way="exit")
+        arena = Arena(answer.unity_input.rl_initialization_input.seed, breaks=breaks, fault="exit")
         message = UnityMessageProto()
         while True:
             message.header.status = 200
             answer = exchange(message)
             if answer.header.status == STOP:
                 return
-            message = UnityMessageProto(unity_output=carried_out(arena, answer.unity_input.rl_input))
+            message = UnityMessageProto(unity_output=carry_out(arena, answer.unity_input.rl_input))
 
 
-def carried_out(arena: Arena, given: Any) -> UnityOutputProto:
-    """Have the arena do what it was sent, and tell what came of it."""
-    arena.hear(given.side_channel)
+def carry_out(arena: Arena, request: Any) -> UnityOutputProto:
+    """Apply a message to the arena and return the reply."""
+    arena.hear(request.side_channel)
     output = UnityOutputProto()
-    if given.command == RESET:
+    if request.command == RESET:
         arena.reset()
         output.rl_initialization_output.brain_parameters.extend(brain(name, spec) for name, spec in SPECS.items())
     else:
-        for behavior, actions in given.agent_actions.items():
+        for behavior, actions in request.agent_actions.items():
             arena.set_actions(behavior, together(SPECS[behavior], actions.value))
         arena.step()
     for behavior in SPECS:

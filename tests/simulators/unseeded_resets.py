@@ -1,4 +1,4 @@
-"""Simulators for `marl-parallel check` whose `reset` draws something new wherever it gets no seed."""
+"""Simulators for `marl-parallel check` whose `reset` draws new values without a seed."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy as np
 from simulators.buggy import Healthy
 
 
-class DrawsAnew(Healthy):
-    """An episode that begins with a seed can be repeated."""
+class UnseededReset(Healthy):
+    """Episodes that start with a seed are reproducible."""
 
     def reset(self, seed=None, options=None):
         self.rng = np.random.default_rng(seed)
         return super().reset()
 
 
-class SlowlyDrawsAnew(DrawsAnew):
-    """Takes so long that no episode ends while it is checked."""
+class SlowUnseededReset(UnseededReset):
+    """So slow that no episode ends during the check."""
 
     def step(self, actions):
         time.sleep(0.05)
         return super().step(actions)
 
 
-class DrawsAnewLater(DrawsAnew):
-    """The new number shows in a step."""
+class LateUnseededReset(UnseededReset):
+    """The new values show in a step."""
 
     def observe(self):
         return super().observe() if self.time else {agent: np.zeros(4, np.float32) for agent in self.agents}

@@ -1,7 +1,7 @@
-"""A simulator for facades: all agents alike, dying and joining at their own times, observing and acting in dicts.
+"""A simulator for facades: equal agents that die and join at different times, with dict observations and actions.
 
-Every number follows from the seed and the actions. Under dict rules agents also join late; under both infos come now
-and then, of every kind that arrays do and do not hold.
+Every number follows from the seed and the actions. Under dict rules agents also join late. Under both rules there are
+occasional infos of every kind, including kinds that arrays cannot hold.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ ACTION = spaces.Dict(move=spaces.Box(-1.0, 1.0, (2,), np.float32), jump=spaces.D
 
 
 class VariableAgents(PettingZooEnv):
-    """PettingZoo's rules.
+    """PettingZoo rules.
 
     Args:
-        plain: Observe and act by plain arrays and numbers.
+        plain: Observe and act in plain arrays and numbers.
     """
 
     metadata = {"name": "variable", "render_modes": ["rgb_array"], "render_fps": 5}  # noqa: RUF012
@@ -53,7 +53,7 @@ class VariableAgents(PettingZooEnv):
         self.options = options
         self.agents, self.time, self.total = AGENTS[:], 0, 0.0
         self.received: dict = {}
-        # All that are left at the end die together, or are cut off.
+        # All agents left at the end die together, or are truncated.
         self.death = {
             "a": int(self.rng.integers(2, 8)),
             "b": int(self.rng.choice([4, LENGTH])),
@@ -99,7 +99,7 @@ class VariableAgents(PettingZooEnv):
 
 
 class VariableDictAgents(gymnasium.Env):
-    """Dict rules: c joins at the third step, and infos of no agent come with the others."""
+    """Dict rules: c joins at the third step; some infos belong to no agent."""
 
     def __init__(self, seed: int | None = None, env_id: int | None = None, *, plain: bool = False) -> None:
         self.own = VariableAgents(seed, env_id, plain=plain)
@@ -120,9 +120,9 @@ class VariableDictAgents(gymnasium.Env):
         if own.plain:
             left_out = dict.fromkeys(left_out, 0)
         acts = {**left_out, **{agent: actions[agent] for agent in own.agents if agent in actions}}
-        told = [self.joined(values) for values in own.step(acts)]
-        told[2]["__all__"] = False
-        told[3]["__all__"] = own.time == LENGTH
+        results = [self.joined(values) for values in own.step(acts)]
+        results[2]["__all__"] = False
+        results[3]["__all__"] = own.time == LENGTH
         if own.time == 5:
-            told[4]["__common__"] = {"weather": "rain"}
-        return told[0], told[1], told[2], told[3], told[4]
+            results[4]["__common__"] = {"weather": "rain"}
+        return results[0], results[1], results[2], results[3], results[4]

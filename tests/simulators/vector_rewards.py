@@ -1,4 +1,4 @@
-"""Simulators whose rewards are vectors, declared in each of the ways that other libraries have."""
+"""Simulators with vector rewards, declared in each form that other libraries use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LENGTH = 4
 
 
 class Couriers(PettingZooEnv):
-    """Three agents who are paid in two currencies: `reward_space(agent)`, as in MOMAland; one dies early.
+    """Three agents with rewards in two currencies: `reward_space(agent)`, as in MOMAland; one dies early.
 
     Args:
-        dtype: Of the arrays that it returns; the declared one is float32.
+        dtype: The dtype of returned arrays; the declared one is float32.
         one_by_one: Agents have different numbers of objectives.
     """
 
@@ -72,8 +72,8 @@ class Couriers(PettingZooEnv):
         return observations, rewards, over, dict.fromkeys(acted, False), {agent: {} for agent in acted}
 
 
-class Paid(gymnasium.Env):
-    """Dict rules: `reward_space` as a Dict; returns whatever rewards it is told to."""
+class ScriptedRewards(gymnasium.Env):
+    """Dict rules: `reward_space` is a Dict; returns configured rewards."""
 
     def __init__(self, rewards: Any, reward_space: Any = None) -> None:
         seen = spaces.Box(-9, 9, (2,), np.float32)
@@ -110,7 +110,7 @@ class TreasureHunt(gymnasium.Env):
 
 
 class Summed(gymnasium.Wrapper):
-    """A wrapper that returns numbers and says so."""
+    """A wrapper that returns scalars and declares them."""
 
     reward_space = None
 

@@ -1,4 +1,4 @@
-"""Simulators that wait rather than compute, so that how fast they are in which setting is known on any machine."""
+"""Simulators that wait instead of computing, so that their speed in each setting is known on any machine."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ BASE_S = 2e-3
 
 
 def step_s(workers: int, copies: int) -> float:
-    """How long a step of one copy takes; best with three workers, of four copies each."""
+    """The seconds of one step; best with three workers of four environments each."""
     crowded = 1.0 if workers <= 3 else 3.0
     shared = 1.0 + 3.0 / copies if copies <= 4 else 3.0
     return BASE_S * crowded * shared
 
 
 def steps_per_second(workers: int, copies: int) -> float:
-    """Of all workers, each of which steps one of its copies at a time."""
+    """For all workers together; each steps one of its environments at a time."""
     return workers / step_s(workers, copies)
 
 
 class Licensed(Healthy):
-    """Waits as long as `step_s` says, for the processes that have signed in and the copies in this one.
+    """Waits as long as `step_s` says, for the registered processes and the environments of this process.
 
     Args:
-        folder: Where they sign in.
+        folder: Where processes register.
     """
 
     _copies = itertools.count(1)
@@ -57,7 +57,7 @@ class Licensed(Healthy):
 
 
 class Waiting(Healthy):
-    """Waits 5 ms in each step, so that as many steps go on side by side as there are workers."""
+    """Waits 5 ms in each step, so that as many steps run in parallel as there are workers."""
 
     def step(self, actions):
         time.sleep(5e-3)
@@ -65,7 +65,7 @@ class Waiting(Healthy):
 
 
 class Instant:
-    """One agent whose steps take less than a microsecond: a dict environment that hands out the same dicts."""
+    """One agent whose steps take less than a microsecond: a dict environment that returns the same dicts."""
 
     possible_agents = ("a",)
     observation_space = spaces.Dict({"a": spaces.Discrete(2)})
@@ -83,7 +83,7 @@ class Instant:
 
 
 class Uneven(Healthy):
-    """One step in three takes twenty times as long as the others; which, is drawn by each copy for itself."""
+    """One step in three, drawn at random per environment, takes twenty times as long."""
 
     def step(self, actions):
         time.sleep(20e-3 if self.rng.random() < 1 / 3 else 1e-3)
