@@ -229,8 +229,8 @@ class NativePool:
         observed = alike(self.schema.observation_spaces, agents)
         rows = {at: (group, row) for group, (_, of) in enumerate(observed) for row, at in enumerate(of)}
         self._group_of = {agent: rows[position] for position, agent in enumerate(agents)}
-        nobody = np.zeros((simulator.num_envs, len(agents)), np.bool_)
-        self.marks = {"acting": nobody, "alive": nobody, "flagged": nobody, "over": np.zeros(len(nobody), np.bool_)}
+        none = np.zeros((simulator.num_envs, len(agents)), np.bool_)
+        self.marks = {"acting": none, "alive": none, "flagged": none, "over": np.zeros(len(none), np.bool_)}
         self._agent_lists: dict[str, list[list[AgentID]]] = {}  # of `marks`
         self._masks: dict[AgentID, Any] = {}  # action masks: arrays (num_envs, ...)
 

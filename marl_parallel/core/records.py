@@ -259,7 +259,7 @@ class TransitionRecords:
             add(name, known)
             if len(known) < len(agents):
                 extras[name] = [agent for agent in agents if agent not in places]
-        if infos.keys() <= places.keys() and are_empty(infos.values()):
+        if ALL not in infos and infos.keys() <= places.keys() and are_empty(infos.values()):
             add("infos", [*infos])
         else:
             extras["infos"] = infos

@@ -191,7 +191,7 @@ def test_every_death_is_reported_once(harness: LauncherHarness) -> None:
     assert harness.wait_gone(pids, timeout=1.0) == {pids[4]}
     assert sorted(harness.deaths()) == sorted((pid, -signal.SIGKILL) for pid in pids[:4])
     assert harness.deaths() == []
-    harness.launcher.terminate(pids[4])
+    harness.kill(pids[4], signal.SIGTERM)
     assert harness.wait_gone(pids, timeout=5.0) == set()
     assert harness.deaths() == [(pids[4], -signal.SIGTERM)]
     harness.kill(pids[4])
@@ -267,7 +267,9 @@ def test_close_twice_and_use_afterwards(harness: LauncherHarness) -> None:
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_close_before_the_first_launch(context: str) -> None:
-    Launcher(context, entry="helpers.launch_targets", wake=None, threads=1).close()
+    block = Block()
+    block.allocate(4096)
+    Launcher(context, entry="helpers.launch_targets", wake=block, threads=1).close()
 
 
 def test_close_by_another_thread_ends_a_launch(server_harness: LauncherHarness) -> None:

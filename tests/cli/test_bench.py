@@ -157,7 +157,7 @@ def test_working_directory_is_on_the_path(file, tmp_path):
         ([SPREAD, "--workers", "0"], ["--workers"]),
         ([SPREAD, "--backends", "process,greenlet"], ["greenlet", "thread"]),
         ([SPREAD, "--facade", "sb3"], ["sb3", "gymnasium"]),
-        ([MIXED, *BRIEF, "--facade", "gymnasium"], ["rows must be alike", "--facade pettingzoo"]),
+        ([MIXED, *BRIEF, "--facade", "gymnasium"], ["rows need equal spaces", "--facade pettingzoo"]),
         ([SPREAD, "--plot", "plot.docx"], ["docx", ".png"]),
         ([SPREAD, "--json", "."], ["directory"]),
         ([SPREAD, "--csv", f"{__file__}/new/a.csv"], [f"{__file__} is no directory"]),
@@ -171,7 +171,7 @@ def test_errors_are_one_line_and_a_hint(bench, arguments, words):
 
 def test_missing_function_of_a_file(bench, file):
     assert_refused(bench(f"{file}:NUMBER"), "NUMBER", "crowd")
-    assert_refused(bench(file), "'parallel_env', 'env', 'raw_env'", "crowd")
+    assert_refused(bench(file), "'parallel_env' or 'env' or 'raw_env'", "crowd")
 
 
 def test_file_with_the_name_of_another_module(bench, tmp_path):

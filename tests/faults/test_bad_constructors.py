@@ -148,8 +148,11 @@ NO_ENVIRONMENTS = {
     "a class": (lambda notes: Hunt, "returned the class Hunt, not an instance"),
     "a constructor": (lambda notes: lambda: Hunt(), "did a constructor return another constructor"),
     "a module": (lambda notes: os, "builtins.module without `reset` and `step`"),  # its `close` wants an argument
-    "half of one": (WithoutStep, "Half without `step`"),
-    "half of one that breaks": (functools.partial(WithoutStep, fault=raising(SimulatorError)), "Half without `step`"),
+    "half of one": (WithoutStep, "WithoutStep without `step`"),
+    "half of one that breaks": (
+        functools.partial(WithoutStep, fault=raising(SimulatorError)),
+        "WithoutStep without `step`",
+    ),
 }
 
 

@@ -122,8 +122,13 @@ def test_send_and_recv(concurrent_setup, build, tmp_path):
 
 def test_trace_of_a_run_that_ends_with_a_fault(tmp_path):
     """The trace has all slices of the other workers, none of the worker that died."""
+
+    def exit_late():
+        time.sleep(0.2)  # so that the other worker has begun its step, which the fault would cancel
+        hard_exit()
+
     file = tmp_path / "fault.json"
-    env = ParallelEnv(fragile(tmp_path, 2, 100, step=hard_exit), num_workers=2, trace=file)
+    env = ParallelEnv(fragile(tmp_path, 2, 100, step=exit_late), num_workers=2, trace=file)
     env.reset()
     for _ in range(5):
         env.step([ACTIONS] * 2)
