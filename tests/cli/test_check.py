@@ -177,7 +177,7 @@ def test_a_reset_without_a_seed_that_draws_anew_is_told_from_the_rest(name):
     (own,) = (one for one in found.findings if one.question is Question.DETERMINISM)
     assert own.severity is PROBLEM
     assert "an episode that begins with a seed can be repeated, but one that begins without" in own.what
-    assert "make a new generator only if a seed is given" in own.advice
+    assert "make a new generator only if a seed is passed" in own.advice
     assert found.answers()[Question.SERIAL] == "yes"
     assert not found.healthy
 
