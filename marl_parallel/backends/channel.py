@@ -1,8 +1,8 @@
 """How a parent and its worker process talk: two queues in shared memory, a doorbell, and a socket for larger messages.
 
     parent                                                          worker
-      requests: codes in a ring, a semaphore ------------------->   QueuePair, one per worker
-      <------------------- replies: codes in a ring, a semaphore
+      requests: a queue of codes ------------------------------->   QueuePair, one per worker
+      <------------------------------- replies: a queue of codes
       <------------------------ doorbell: one semaphore and a countdown, shared by all workers
       <---- channel: a socket, for what does not fit a code ---->
 
@@ -58,11 +58,11 @@ class Code:
 
 
 class Queue:
-    """A ring of codes that one process writes and another reads.
+    """A queue of codes that one process writes and another reads, as a circular buffer.
 
     Attributes:
         ready: A semaphore that counts the codes that are written and not yet taken.
-        codes: The ring.
+        codes: The circular buffer.
         times: A moment for each code, in seconds of `time.monotonic`.
         written: How many codes this process has written.
         read: How many codes this process has taken.
@@ -109,15 +109,15 @@ class QueuePair:
     def __init__(self, buffer: mmap.mmap, worker: int, capacity: int, *, new: bool = False) -> None:
         start = _SEMAPHORES + worker * _pair_nbytes(capacity)
         status = start + _SEMAPHORES
-        rings = status + WorkerStatus.NBYTES
+        codes = status + WorkerStatus.NBYTES
         if new:
-            buffer[start:rings] = bytes(rings - start)
-        self.requests = Queue(buffer, start, rings, capacity)
-        self.replies = Queue(buffer, start + Semaphore.SIZE, rings + _ring_nbytes(capacity), capacity)
+            buffer[start:codes] = bytes(codes - start)
+        self.requests = Queue(buffer, start, codes, capacity)
+        self.replies = Queue(buffer, start + Semaphore.SIZE, codes + _codes_nbytes(capacity), capacity)
         if new:
             self.requests.ready.init(0)
             self.replies.ready.init(0)
-        self.status = WorkerStatus(memoryview(buffer)[status:rings])
+        self.status = WorkerStatus(memoryview(buffer)[status:codes])
 
 
 class Doorbell:
@@ -147,10 +147,10 @@ def control_nbytes(num_workers: int, capacity: int) -> int:
 
 
 def _pair_nbytes(capacity: int) -> int:
-    return _SEMAPHORES + WorkerStatus.NBYTES + 2 * _ring_nbytes(capacity)
+    return _SEMAPHORES + WorkerStatus.NBYTES + 2 * _codes_nbytes(capacity)
 
 
-def _ring_nbytes(capacity: int) -> int:
+def _codes_nbytes(capacity: int) -> int:
     return -(-16 * capacity // 64) * 64
 
 

@@ -105,8 +105,8 @@ def test_assign_sets_on_the_owner_not_on_the_wrapper():
     attributes.assign(env, "speed", 4)
     attributes.assign(env, "length", 3)
     attributes.assign(env, "gear", 2)
-    attributes.assign(env, "_hidden", "told")
-    assert (track.speed, track.length, track.area, track._hidden) == (4, 3, 9, "told")
+    attributes.assign(env, "_hidden", "new")
+    assert (track.speed, track.length, track.area, track._hidden) == (4, 3, 9, "new")
     assert env.env.gear == 2
     assert vars(env) == {"env": env.env}
     assert Track.length == 10

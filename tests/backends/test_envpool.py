@@ -86,15 +86,15 @@ def without_first_rewards(its: tuple[Any, ...]) -> tuple[Any, ...]:
     return its
 
 
-def compare(told: tuple[Any, ...], its: tuple[Any, ...], rows: Any = None) -> None:
+def compare(results: tuple[Any, ...], its: tuple[Any, ...], rows: Any = None) -> None:
     """Compare the dicts of a step or reset with the pool's arrays."""
-    for copy in range(len(told[0])):
+    for copy in range(len(results[0])):
         row = copy if rows is None else rows[copy]
-        same(told[0][copy], {"agent_0": its[0]}, row)
-        same(told[-1][copy], {"agent_0": info_of(its[-1])}, row)
+        same(results[0][copy], {"agent_0": its[0]}, row)
+        same(results[-1][copy], {"agent_0": info_of(its[-1])}, row)
         if len(its) == 5:
-            same(told[1][copy], {"agent_0": its[1]}, row)
-            for flags, of_pool in ((told[2], its[2]), (told[3], its[3])):
+            same(results[1][copy], {"agent_0": its[1]}, row)
+            for flags, of_pool in ((results[2], its[2]), (results[3], its[3])):
                 assert flags[copy] == {"agent_0": of_pool[row], "__all__": of_pool[row]}
                 assert type(flags[copy]["agent_0"]) is np.bool_
                 assert type(flags[copy]["__all__"]) is bool
@@ -110,11 +110,11 @@ def test_dicts(task, make_pool):
     compare(env.reset(), pool.reset())
     ends = 0
     for actions in actions_of(space, 120):
-        told = env.step([{"agent_0": action} for action in actions])
-        compare(told, its := without_first_rewards(pool.step(actions)))
+        results = env.step([{"agent_0": action} for action in actions])
+        compare(results, its := without_first_rewards(pool.step(actions)))
         ends += int((its[2] | its[3]).sum())
         assert env.acting == tuple([] if over else ["agent_0"] for over in its[2] | its[3])
-        assert all(env.observation_space["agent_0"].contains(seen["agent_0"]) for seen in told[0])
+        assert all(env.observation_space["agent_0"].contains(seen["agent_0"]) for seen in results[0])
     assert ends or task not in ("CartPole-v1", "FrozenLake-v1", "Blackjack-v1", "Catch-v0")
     stats = env.stats()
     assert (stats.resets >= COPIES, stats.steps + stats.resets) == (True, 121 * COPIES)
@@ -127,8 +127,8 @@ def test_arrays(task, make_pool):
     its = pool.reset()
     for actions in actions_of(env.single_action_space("agent_0"), 120):
         for part, expected in zip((observations, infos), (its[0], info_of(its[-1]))):
-            told = {key: value for key, value in part["agent_0"].items() if key[0] != "_"} if part is infos else None
-            leaves = optree.tree_leaves(part["agent_0"] if told is None else told)
+            results = {key: value for key, value in part["agent_0"].items() if key[0] != "_"} if part is infos else None
+            leaves = optree.tree_leaves(part["agent_0"] if results is None else results)
             for one, other in zip(leaves, optree.tree_leaves(expected), strict=True):
                 np.testing.assert_array_equal(one, other)
         observations, rewards, terminations, truncations, infos = env.step({"agent_0": actions})
@@ -152,9 +152,9 @@ def test_batches(task, make_pool):
         batch = env.recv(min_envs=env.batch_size)
         assert len(batch.env_ids) == 2
         for place, env_id in enumerate(batch.env_ids):
-            told = tuple(part[place : place + 1] for part in batch[1:])
+            results = tuple(part[place : place + 1] for part in batch[1:])
             expected = its[moments[env_id]]
-            compare((told[0], told[-1]) if moments[env_id] == 0 else told, expected, [env_id])
+            compare((results[0], results[-1]) if moments[env_id] == 0 else results, expected, [env_id])
             env.send({env_id: {"agent_0": actions[moments[env_id]][env_id]}})
             moments[env_id] += 1
     assert {*env.recv().env_ids} == {*range(COPIES)}
@@ -177,8 +177,8 @@ def test_partial_reset_and_step(make_pool):
     vec.reset()
     cancelled = 0
     for moment, actions in enumerate(actions_of(env.action_space["agent_0"], 80)):
-        told, its = env.step([{"agent_0": action} for action in actions]), pool.step(actions)
-        compare(told, its)
+        results, its = env.step([{"agent_0": action} for action in actions]), pool.step(actions)
+        compare(results, its)
         observations = vec.step({"agent_0": actions})[0]["agent_0"]
         ids = [*np.flatnonzero(its[2])] if moment % 3 else [4, 1]
         if ids:
@@ -234,15 +234,15 @@ def test_nested_observations(make_pool):
 def test_actions_are_copied_at_send(make_pool):
     """Writing into the caller's array while EnvPool's threads run changes nothing."""
     actions = np.ones((256, 6))
-    told = []
+    results = []
     for after in (1.0, -1.0):
         env = GymnasiumVectorEnv(make_pool("HalfCheetah-v4", num_envs=256, num_threads=1))
         env.reset()
         actions[...] = 1.0
         env.step_async(actions)
         actions[...] = after
-        told.append(env.step_wait()[0])
-    np.testing.assert_array_equal(*told)
+        results.append(env.step_wait()[0])
+    np.testing.assert_array_equal(*results)
 
 
 def test_read_only_actions(make_pool):
@@ -273,11 +273,11 @@ def test_gymnasium(make_pool):
     env, pool = GymnasiumVectorEnv(make_pool()), bare("CartPole-v1")
     np.testing.assert_array_equal(env.reset()[0], pool.reset()[0])
     for actions in actions_of(env.single_action_space, 60):
-        told, its = env.step(actions), pool.step(actions)
-        for one, other in zip(told[:4], its[:4]):
+        results, its = env.step(actions), pool.step(actions)
+        for one, other in zip(results[:4], its[:4]):
             np.testing.assert_array_equal(one, other)
-        assert told[4]["elapsed_step"].tolist() == its[4]["elapsed_step"].tolist()
-        assert told[4]["_elapsed_step"].all()
+        assert results[4]["elapsed_step"].tolist() == its[4]["elapsed_step"].tolist()
+        assert results[4]["_elapsed_step"].all()
 
 
 def test_gymnasium_wrappers(make_pool):

@@ -34,25 +34,25 @@ from marl_parallel.vector.rows import vector_infos
 )
 def test_kinds_of_values(values, dtype, order):
     values = values[::order]
-    told = vector_infos([(3, {"key": values[0]}), (1, {"key": values[1]})], 4)
-    assert told["key"].dtype == dtype
-    assert told["_key"].tolist() == [False, True, False, True]
+    infos = vector_infos([(3, {"key": values[0]}), (1, {"key": values[1]})], 4)
+    assert infos["key"].dtype == dtype
+    assert infos["_key"].tolist() == [False, True, False, True]
     for row, value in ((3, values[0]), (1, values[1])):
-        assert np.array_equal(told["key"][row], value)
+        assert np.array_equal(infos["key"][row], value)
     if dtype is not object:
-        assert not told["key"][[0, 2]].any()
+        assert not infos["key"][[0, 2]].any()
 
 
 def test_nested_dicts():
-    told: Any = vector_infos([(0, {"deep": {"x": 1}}), (2, {"deep": {"y": "z"}})], 3)
-    assert told["_deep"].tolist() == [True, False, True]
-    assert told["deep"]["x"].tolist() == [1, 0, 0]
-    assert told["deep"]["_x"].tolist() == [True, False, False]
-    assert told["deep"]["y"].tolist() == [None, None, "z"]
+    infos: Any = vector_infos([(0, {"deep": {"x": 1}}), (2, {"deep": {"y": "z"}})], 3)
+    assert infos["_deep"].tolist() == [True, False, True]
+    assert infos["deep"]["x"].tolist() == [1, 0, 0]
+    assert infos["deep"]["_x"].tolist() == [True, False, False]
+    assert infos["deep"]["y"].tolist() == [None, None, "z"]
 
 
 def test_last_observations_stay_objects():
-    told = vector_infos([(1, {"final_obs": np.ones(2)}), (2, {"final_obs": {"x": 1}})], 3)
-    assert told["final_obs"].dtype == object
-    assert told["final_obs"][1].tolist() == [1.0, 1.0]
-    assert told["final_obs"][2] == {"x": 1}
+    infos = vector_infos([(1, {"final_obs": np.ones(2)}), (2, {"final_obs": {"x": 1}})], 3)
+    assert infos["final_obs"].dtype == object
+    assert infos["final_obs"][1].tolist() == [1.0, 1.0]
+    assert infos["final_obs"][2] == {"x": 1}

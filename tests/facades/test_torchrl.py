@@ -47,7 +47,7 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
     "images and deaths": Hunt,
     "dicts, deaths and births": DeclaredSkirmish,
     "all spaces": EveryTensorSpace,
-    "flags told again": StackableAgents,
+    "flags repeated": StackableAgents,
 }
 
 

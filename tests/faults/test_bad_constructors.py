@@ -84,10 +84,10 @@ OTHERS = [
 @pytest.mark.parametrize(("observed", "acted", "agent"), OTHERS, ids=str)
 def test_different_spaces(observed, acted, agent, two_worker_setup, build):
     """The error names the environment, the agent and both spaces."""
-    usual = functools.partial(Declaring, PLAIN, spaces.Discrete(2))
+    known = functools.partial(Declaring, PLAIN, spaces.Discrete(2))
     other = functools.partial(Declaring, observed, acted)
     with pytest.raises(ValueError, match=agent) as caught:
-        build([usual, usual, other, usual], two_worker_setup)
+        build([known, known, other, known], two_worker_setup)
     differing = (PLAIN, observed) if agent == "alpha" else (spaces.Discrete(2), acted)
     for part in ("2", *map(str, differing)):
         assert part in str(caught.value)
@@ -97,7 +97,7 @@ class CustomBox(spaces.Box):
     """Equal to the Box it is derived from, but with its own kind of values."""
 
 
-@pytest.mark.parametrize("kinds", [(spaces.Box, CustomBox), (CustomBox, spaces.Box)], ids=["usual first", "own first"])
+@pytest.mark.parametrize("kinds", [(spaces.Box, CustomBox), (CustomBox, spaces.Box)], ids=["known first", "own first"])
 @pytest.mark.parametrize("below", [lambda space: space, lambda space: spaces.Dict(x=space)], ids=["alone", "below"])
 def test_spaces_of_different_kinds(below, kinds, two_worker_setup, build):
     declared = [below(kind(-1.0, 1.0, (2,), np.float32)) for kind in kinds]
@@ -121,10 +121,10 @@ def test_spaces_without_equality_do_not_differ(two_worker_setup, build):
 
 
 def test_different_agents(two_worker_setup, build):
-    usual = functools.partial(Declaring, PLAIN, spaces.Discrete(2))
+    known = functools.partial(Declaring, PLAIN, spaces.Discrete(2))
     other = functools.partial(Declaring, PLAIN, spaces.Discrete(2), ("alpha", "gamma"))
     with pytest.raises(ValueError, match=r"(?s)1.*(beta|gamma)|(beta|gamma).*1"):
-        build([usual, other], two_worker_setup)
+        build([known, other], two_worker_setup)
 
 
 class WithoutStep:

@@ -43,9 +43,9 @@ def test_returning_children_do_not_change_results(place, ending, on_error, build
     assert codes == ([EXIT_CODES[ending]] * forks,) * NUM_ENVS
     assert env.stats().restarts == 0
     env.close()
-    told = capfd.readouterr().err
+    stderr = capfd.readouterr().err
     expected = {"exec": "FileNotFoundError", "exit": "", "raise": "lost in the child", "return": "forked"}
-    assert expected[ending] in told
+    assert expected[ending] in stderr
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)

@@ -62,8 +62,8 @@ def _once(items: Sequence[pytest.Item]) -> set[pytest.Item]:
             parameters = parameters.replace(str(setup), setup.backend)
         words = parameters.rstrip("]").split("-")
         key = "-".join([name, *("forkserver" if word in CONTEXTS else word for word in words)])
-        usual = setup in (None, *BACKEND_SETUPS, *CONCURRENT_SETUPS) and not {"fork", "spawn"} & {*words}
-        if usual or key not in chosen:
+        in_once = setup in (None, *BACKEND_SETUPS, *CONCURRENT_SETUPS) and not {"fork", "spawn"} & {*words}
+        if in_once or key not in chosen:
             chosen[key] = item
     return set(chosen.values())
 

@@ -194,10 +194,10 @@ class RecordedMessages:
 @pytest.mark.parametrize("env_ids", [None, [0, 1, 2, 3], [1, 2]], ids=str)
 def test_nothing_is_sent_if_infos_are_empty(env_ids, process_setup, build, tmp_path, monkeypatch):
     """For every step of two episodes, resets included; with infos, they are sent."""
-    mail = RecordedMessages(monkeypatch)
+    messages = RecordedMessages(monkeypatch)
     env = build([functools.partial(Fragile, {"step": lambda: "news"}, tmp_path, 6, length=3)] * 4, process_setup)
     env.reset()
-    before = mail.count
+    before = messages.count
     assert before > 0
     actions = [{"a": 0, "b": 1}] * len(env_ids or range(4))
     for step in range(1, 7):
@@ -205,6 +205,6 @@ def test_nothing_is_sent_if_infos_are_empty(env_ids, process_setup, build, tmp_p
         over = step % 3 == 0
         assert terminateds[0]["__all__"] is over
         assert infos[0]["a"].keys() == ({"final_obs"} if over else set())
-        assert mail.count == before
+        assert messages.count == before
     assert env.step(actions, env_ids)[4][0]["a"] == {"strange": "news"}
-    assert mail.count > before
+    assert messages.count > before

@@ -86,8 +86,8 @@ def test_records_hold_reward_vectors():
         flags = {**dict.fromkeys(agents, False), "__all__": False}
         observations = dict.fromkeys(agents, np.ones(1, np.float32))
         dicts = observations, rewards, flags, flags, {agent: {} for agent in agents}
-        usual = PlainForm(agents, vectors=True).code(*dicts)
-        assert records.write(record, Transition(*dicts, agents, agents, usual)) is None
+        code = PlainForm(agents, vectors=True).code(*dicts)
+        assert records.write(record, Transition(*dicts, agents, agents, code)) is None
         due.append(rewards)
         assert_same(records.read(record, None)[0][1], rewards)
     ((span, code),) = records.runs(range(3))
