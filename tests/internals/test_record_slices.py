@@ -83,7 +83,7 @@ def test_states_arrive():
     assert there.layout.state is not None
     here.layout.state.write(1, 0, np.array([0.1, 0.2, 0.3], np.float32))
     there.slices.put_results((1,), here.slices.results((1,), Message.STATE))
-    np.testing.assert_array_equal(there.layout.state.records[1][0], here.layout.state.records[1][0])
+    np.testing.assert_array_equal(there.layout.state.array[1, 0], here.layout.state.array[1, 0])
 
 
 def test_whole_records_arrive_without_actions():
