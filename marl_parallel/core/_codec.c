@@ -64,6 +64,7 @@ typedef struct {
     PyObject *all;             /* "__all__" */
     Columns actions, observations;
     Py_ssize_t action_header, header; /* offsets in a record */
+    Py_ssize_t infos, infos_nbytes;   /* the area for infos; no bytes if they are always pickled */
     PyObject *number_types, *reward_types; /* tuples of types, by tag */
     Py_ssize_t floats;         /* so many of the reward types are floats; the others are integers */
     PyObject *np_bool;         /* the type */
@@ -78,10 +79,11 @@ typedef struct {
     Py_ssize_t place;          /* of `run`: the environment that it is at */
 } Codec;
 
-enum { PLAIN = 1, INFOS = 2, REWARD_SHIFT = 8, FLAG_SHIFT = 16, ALL_IN_ORDER = 1, NP_FALSE_CODE = 2 };
+enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, REWARD_SHIFT = 8, FLAG_SHIFT = 16, ALL_IN_ORDER = 1, NP_FALSE_CODE = 2 };
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
 
-static PyObject *name_fast, *name_infos, *time_monotonic;
+static PyObject *name_fast, *name_infos, *name_metadata, *time_monotonic;
+static const char action_mask[] = "action_mask";
 static PyArray_Descr *int64_dtype, *double_dtype;
 
 /* Seconds, as of `time.monotonic`; a negative number after an error. */
@@ -260,6 +262,237 @@ static PyObject *read_value(const Codec *codec, const Node *node, char *record, 
     return NULL;
 }
 
+/* -- infos in the block ------------------------------------------------------------------------------------------------ */
+
+/* The area of a record: the number of bytes in use (8), then one value: a letter for its type, and its content.
+
+       N F T       None, False, True          i f     int of 64 bits, float          s n    str, number of NumPy
+       d l t       dict, list, tuple          a       array of numbers
+
+   A value of any other type makes Python pickle all infos of the environment. */
+
+enum { DEEPEST = 16, MOST_AXES = 8 };
+
+typedef struct {
+    char *at, *end;
+    int has_mask;              /* whether the info of an agent has an action mask */
+} Area;
+
+static Outcome put(Area *area, const void *bytes, Py_ssize_t size) {
+    if (size > area->end - area->at) return LEFT;
+    memcpy(area->at, bytes, (size_t)size);
+    area->at += size;
+    return DONE;
+}
+
+static Outcome put_head(Area *area, char kind, int64_t number) {
+    return put(area, &kind, 1) == DONE ? put(area, &number, sizeof number) : LEFT;
+}
+
+/* Whether arrays and numbers of a type can be copied bytewise. */
+static int is_plain_number(int type) {
+    return PyTypeNum_ISBOOL(type) || PyTypeNum_ISINTEGER(type) || type == NPY_HALF || type == NPY_FLOAT ||
+           type == NPY_DOUBLE;
+}
+
+static Outcome put_number(Area *area, PyObject *number) {
+    char bytes[16];
+    PyArray_Descr *dtype = PyArray_DescrFromScalar(number);
+    if (dtype == NULL) return FAILED;
+    Outcome outcome = LEFT;
+    if (is_plain_number(dtype->type_num) && Py_TYPE(number) == dtype->typeobj) {
+        PyArray_ScalarAsCtype(number, bytes);
+        outcome = put_head(area, 'n', dtype->type_num);
+        if (outcome == DONE) outcome = put(area, bytes, PyDataType_ELSIZE(dtype));
+    }
+    Py_DECREF(dtype);
+    return outcome;
+}
+
+static Outcome put_array(Area *area, PyArrayObject *array) {
+    int type = PyArray_TYPE(array), ndim = PyArray_NDIM(array);
+    if (!is_plain_number(type) || ndim > MOST_AXES || !PyArray_ISCARRAY_RO(array)) return LEFT;
+    PyObject *metadata = PyObject_GetAttr((PyObject *)PyArray_DESCR(array), name_metadata);
+    if (metadata == NULL) return FAILED;
+    Py_DECREF(metadata);
+    if (metadata != Py_None || put_head(area, 'a', type) != DONE || put_head(area, ' ', ndim) != DONE) return LEFT;
+    for (int axis = 0; axis < ndim; axis++) {
+        int64_t size = PyArray_DIM(array, axis);
+        if (put(area, &size, sizeof size) != DONE) return LEFT;
+    }
+    return put(area, PyArray_DATA(array), PyArray_NBYTES(array));
+}
+
+static Outcome put_value(Area *area, PyObject *value, int depth) {
+    Outcome outcome;
+    if (value == Py_None) return put(area, "N", 1);
+    if (value == Py_False) return put(area, "F", 1);
+    if (value == Py_True) return put(area, "T", 1);
+    if (depth > DEEPEST) return LEFT;
+    if (PyFloat_CheckExact(value)) {
+        double number = PyFloat_AsDouble(value);
+        return put(area, "f", 1) == DONE ? put(area, &number, sizeof number) : LEFT;
+    }
+    if (PyLong_CheckExact(value)) {
+        long long number;
+        outcome = integer_of(value, &number);
+        return outcome == DONE ? put_head(area, 'i', number) : outcome;
+    }
+    if (PyUnicode_CheckExact(value)) {
+        Py_ssize_t size;
+        const char *text = PyUnicode_AsUTF8AndSize(value, &size);
+        if (text == NULL) return FAILED; /* a lone surrogate */
+        return put_head(area, 's', size) == DONE ? put(area, text, size) : LEFT;
+    }
+    if (PyDict_CheckExact(value)) {
+        Py_ssize_t position = 0;
+        PyObject *key, *part;
+        if (put_head(area, 'd', PyDict_Size(value)) != DONE) return LEFT;
+        while (PyDict_Next(value, &position, &key, &part)) {
+            if (!PyUnicode_CheckExact(key) && !PyLong_CheckExact(key)) return LEFT;
+            if ((outcome = put_value(area, key, depth + 1)) != DONE) return outcome;
+            if ((outcome = put_value(area, part, depth + 1)) != DONE) return outcome;
+        }
+        return DONE;
+    }
+    if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
+        int is_list = PyList_CheckExact(value);
+        Py_ssize_t size = is_list ? PyList_Size(value) : PyTuple_Size(value);
+        if (put_head(area, is_list ? 'l' : 't', size) != DONE) return LEFT;
+        for (Py_ssize_t i = 0; i < size; i++) {
+            PyObject *part = is_list ? PyList_GetItem(value, i) : PyTuple_GetItem(value, i);
+            if ((outcome = put_value(area, part, depth + 1)) != DONE) return outcome;
+        }
+        return DONE;
+    }
+    if (PyArray_CheckExact(value)) return put_array(area, (PyArrayObject *)value);
+    return PyArray_IsScalar(value, Number) || PyArray_IsScalar(value, Bool) ? put_number(area, value) : LEFT;
+}
+
+/* Write the infos of one environment; LEFT if they have to be pickled. */
+static Outcome write_infos(const Codec *codec, char *record, PyObject *infos) {
+    char *start = record + codec->infos;
+    if (codec->infos_nbytes < 8) return LEFT;
+    Area area = {start + 8, start + codec->infos_nbytes, 0};
+    Outcome outcome = put_value(&area, infos, 0);
+    if (outcome == FAILED) {
+        PyErr_Clear(); /* pickle may know what to do */
+        return LEFT;
+    }
+    int64_t used = area.at - start - 8;
+    memcpy(start, &used, sizeof used);
+    return outcome;
+}
+
+static int get(Area *area, void *bytes, Py_ssize_t size) {
+    if (size < 0 || size > area->end - area->at) {
+        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
+        return -1;
+    }
+    memcpy(bytes, area->at, (size_t)size);
+    area->at += size;
+    return 0;
+}
+
+static PyObject *get_array(Area *area, PyArray_Descr *dtype) {
+    char kind;
+    int64_t ndim, size;
+    npy_intp dims[MOST_AXES];
+    if (get(area, &kind, 1) < 0 || get(area, &ndim, sizeof ndim) < 0) goto failed;
+    if (ndim < 0 || ndim > MOST_AXES) {
+        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
+        goto failed;
+    }
+    for (int axis = 0; axis < ndim; axis++) {
+        if (get(area, &size, sizeof size) < 0) goto failed;
+        dims[axis] = (npy_intp)size;
+    }
+    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, (int)ndim, dims, NULL, NULL, 0, NULL);
+    if (array != NULL && get(area, PyArray_DATA((PyArrayObject *)array), PyArray_NBYTES((PyArrayObject *)array)) < 0)
+        Py_CLEAR(array);
+    return array;
+failed:
+    Py_DECREF(dtype);
+    return NULL;
+}
+
+static PyObject *get_value(Area *area, int depth) {
+    char kind, bytes[16];
+    int64_t number = 0;
+    double real;
+    if (get(area, &kind, 1) < 0) return NULL;
+    switch (kind) {
+    case 'N': Py_RETURN_NONE;
+    case 'F': Py_RETURN_FALSE;
+    case 'T': Py_RETURN_TRUE;
+    case 'f': return get(area, &real, sizeof real) < 0 ? NULL : PyFloat_FromDouble(real);
+    }
+    if (get(area, &number, sizeof number) < 0) return NULL;
+    switch (kind) {
+    case 'i': return PyLong_FromLongLong(number);
+    case 's': {
+        char *text = area->at;
+        if (number < 0 || number > area->end - text) break;
+        area->at += number;
+        return PyUnicode_DecodeUTF8(text, (Py_ssize_t)number, NULL);
+    }
+    case 'n':
+    case 'a': {
+        PyArray_Descr *dtype = is_plain_number((int)number) ? PyArray_DescrFromType((int)number) : NULL;
+        if (dtype == NULL) break;
+        if (kind == 'a') return get_array(area, dtype);
+        PyObject *value = NULL;
+        if (get(area, bytes, PyDataType_ELSIZE(dtype)) == 0) value = PyArray_Scalar(bytes, dtype, NULL);
+        Py_DECREF(dtype);
+        return value;
+    }
+    case 'd': {
+        PyObject *dict = PyDict_New();
+        for (; dict != NULL && number > 0; number--) {
+            char *text = area->at;
+            PyObject *key = get_value(area, depth + 1);
+            PyObject *part = key == NULL ? NULL : get_value(area, depth + 1);
+            if (part == NULL || PyDict_SetItem(dict, key, part) < 0) Py_CLEAR(dict);
+            if (depth == 1 && *text == 's' && area->at - text > 9 + (Py_ssize_t)sizeof action_mask - 1 &&
+                memcmp(text + 9, action_mask, sizeof action_mask - 1) == 0)
+                area->has_mask = 1;
+            Py_XDECREF(key);
+            Py_XDECREF(part);
+        }
+        return dict;
+    }
+    case 'l':
+    case 't': {
+        if (number < 0 || number > area->end - area->at) break;
+        PyObject *parts = kind == 'l' ? PyList_New((Py_ssize_t)number) : PyTuple_New((Py_ssize_t)number);
+        for (Py_ssize_t i = 0; parts != NULL && i < number; i++) {
+            PyObject *part = get_value(area, depth + 1);
+            int failed = part == NULL;
+            if (!failed) failed = kind == 'l' ? PyList_SetItem(parts, i, part) : PyTuple_SetItem(parts, i, part);
+            if (failed) Py_CLEAR(parts);
+        }
+        return parts;
+    }
+    }
+    PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
+    return NULL;
+}
+
+/* The infos of a record as a new dict. */
+static PyObject *read_infos(const Codec *codec, char *record, int *has_mask) {
+    char *start = record + codec->infos;
+    int64_t used = -1;
+    if (codec->infos_nbytes >= 8) memcpy(&used, start, sizeof used);
+    if (used < 0 || used > codec->infos_nbytes - 8) {
+        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
+        return NULL;
+    }
+    Area area = {start + 8, start + 8 + used, 0};
+    PyObject *infos = get_value(&area, 0);
+    *has_mask = area.has_mask;
+    return infos;
+}
+
 /* -- the dicts of all agents ------------------------------------------------------------------------------------------ */
 
 static int same_key(PyObject *key, PyObject *own) {
@@ -334,7 +567,7 @@ static Outcome write_values(const Codec *codec, const Columns *columns, char *re
     return outcome;
 }
 
-/* Write a plain transition; DONE_BUT_INFOS if its infos are not all empty. */
+/* Write a plain transition; DONE_BUT_INFOS if its infos have to be pickled. */
 static Outcome write_transition(const Codec *codec, char *record, PyObject *dicts) {
     Outcome outcome;
     int flag_code = -1;
@@ -358,13 +591,17 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
     if ((outcome = write_values(codec, &codec->observations, record, PyTuple_GetItem(dicts, 0))) != DONE)
         return outcome;
     char *header = record + codec->header;
+    volatile uint64_t *word = (volatile uint64_t *)header;
     size_t n = (size_t)codec->n;
+    uint64_t code = PLAIN | (uint64_t)tag << REWARD_SHIFT | (uint64_t)flag_code << FLAG_SHIFT;
+    if (!are_empty) {
+        *word = 0; /* a worker that dies here leaves no code that does not hold */
+        code |= write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
+    }
     memcpy(header + 8, codec->rewards, 8 * n);
-    uint64_t code = PLAIN | (uint64_t)(are_empty ? 0 : INFOS) | (uint64_t)tag << REWARD_SHIFT |
-                    (uint64_t)flag_code << FLAG_SHIFT;
-    if (*(volatile uint64_t *)header != code) { /* else the rest of the header is already right */
+    if (*word != code) { /* else the rest of the header is already right */
         char *next = header + 8 + 8 * n;
-        *(volatile uint64_t *)header = 0; /* a worker that dies here leaves no code that does not hold */
+        *word = 0;
         memset(next, (int)tag, n);
         next += n;
         for (int i = 0; i < 2; i++, next += n + 1) {
@@ -372,9 +609,9 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
             next[n] = 0;
         }
         memset(next, are_empty ? codec->everywhere : codec->everywhere & ~codec->infos_bit, n);
-        *(volatile uint64_t *)header = code;
+        *word = code;
     }
-    return are_empty ? DONE : DONE_BUT_INFOS;
+    return code & INFOS ? DONE_BUT_INFOS : DONE;
 }
 
 /* A dict of all agents with new values; NULL after an error. */
@@ -457,20 +694,28 @@ static PyObject *pickled_infos(PyObject *extras, PyObject *env_id) {
 }
 
 /* Append the five dicts of one record to the lists; LEFT without a change if it is not plain. */
-static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extras, int copy, PyObject **lists, Py_ssize_t at) {
+static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extras, int copy, PyObject **lists,
+                           Py_ssize_t at, int *has_mask) {
     Py_ssize_t number;
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return FAILED;
     char *header = record + codec->header;
     uint64_t code = *(uint64_t *)header;
     int tag = (int)(code >> REWARD_SHIFT & 0xFF), flag_code = (int)(code >> FLAG_SHIFT);
-    if (!(code & PLAIN) || code & 0xFC || tag >= PyTuple_Size(codec->reward_types)) return LEFT;
+    if (!(code & PLAIN) || code & 0xF4 || tag >= PyTuple_Size(codec->reward_types)) return LEFT;
     PyObject *infos = pickled_infos(extras, env_id);
     if (infos == NULL && PyErr_Occurred()) return FAILED;
     if ((infos != NULL) != ((code & INFOS) != 0)) return LEFT;
     if (infos == NULL && PyDict_Size(extras) > 0) {
         int has_extras = PyDict_Contains(extras, env_id);
         if (has_extras) return has_extras < 0 ? FAILED : LEFT;
+    }
+    *has_mask = 0;
+    if (code & INFOS_IN_BLOCK) {
+        infos = read_infos(codec, record, has_mask);
+        if (infos == NULL) return FAILED;
+    } else if (infos != NULL) {
+        Py_INCREF(infos);
     }
     PyObject *no_flags = flag_code ? codec->no_np_flags : codec->no_flags;
     PyObject *dicts[5] = {
@@ -480,7 +725,6 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
         PyDict_Copy(no_flags),
         infos == NULL ? empty_infos(codec) : infos,
     };
-    if (infos != NULL) Py_INCREF(infos);
     int failed = 0;
     for (int i = 0; i < 5; i++) {
         failed |= dicts[i] == NULL;
@@ -490,41 +734,48 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
 }
 
 PyDoc_STRVAR(read_doc,
-    "read(env_ids, extras, copy) -> (observations, rewards, terminateds, truncateds, infos, left)\n--\n\n"
+    "read(env_ids, extras, copy) -> (observations, rewards, terminateds, truncateds, infos, left, masked)\n--\n\n"
     "Read plain records: five lists of dicts, None for the environments whose places are in `left`. `extras` is a\n"
-    "dict by environment; arrays are copies, or views of the block.");
+    "dict by environment; arrays are copies, or views of the block. `masked` are the places of environments that have\n"
+    "an action mask among the infos in the block.");
 
 static PyObject *codec_read(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_ids, *extras, *lists[5] = {NULL}, *left = NULL;
-    int copy;
+    PyObject *env_ids, *extras, *lists[7] = {NULL}; /* the last two: places of those left, and of those with masks */
+    int copy, has_mask;
     if (!PyArg_ParseTuple(args, "O!O!p:read", &PyTuple_Type, &env_ids, &PyDict_Type, &extras, &copy)) return NULL;
     Py_ssize_t size = PyTuple_Size(env_ids);
-    for (int i = 0; i < 5; i++)
-        if ((lists[i] = PyList_New(size)) == NULL) goto failed;
-    if ((left = PyList_New(0)) == NULL) goto failed;
+    for (int i = 0; i < 7; i++)
+        if ((lists[i] = PyList_New(i < 5 ? size : 0)) == NULL) goto failed;
     for (Py_ssize_t place = 0; place < size; place++) {
         Outcome outcome = LEFT;
         if (codec->observations.node != NULL)
-            outcome = read_record(codec, PyTuple_GetItem(env_ids, place), extras, copy, lists, place);
+            outcome = read_record(codec, PyTuple_GetItem(env_ids, place), extras, copy, lists, place, &has_mask);
         if (outcome == FAILED) goto failed;
-        if (outcome == DONE) continue;
-        for (int i = 0; i < 5; i++) {
-            Py_INCREF(Py_None);
-            if (PyList_SetItem(lists[i], place, Py_None) < 0) goto failed;
-        }
+        if (outcome == DONE && !has_mask) continue;
         PyObject *number = PyLong_FromSsize_t(place);
-        if (number == NULL || PyList_Append(left, number) < 0) {
-            Py_XDECREF(number);
-            goto failed;
-        }
+        if (number == NULL) goto failed;
+        int failed = PyList_Append(lists[outcome == DONE ? 6 : 5], number);
         Py_DECREF(number);
+        for (int i = 0; i < 5 && outcome == LEFT && !failed; i++) {
+            Py_INCREF(Py_None);
+            failed = PyList_SetItem(lists[i], place, Py_None);
+        }
+        if (failed) goto failed;
     }
-    return Py_BuildValue("(NNNNNN)", lists[0], lists[1], lists[2], lists[3], lists[4], left);
+    return Py_BuildValue("(NNNNNNN)", lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6]);
 failed:
-    for (int i = 0; i < 5; i++) Py_XDECREF(lists[i]);
-    Py_XDECREF(left);
+    for (int i = 0; i < 7; i++) Py_XDECREF(lists[i]);
     return NULL;
+}
+
+PyDoc_STRVAR(infos_doc, "infos(env_id) -> dict\n--\n\nRead the infos of a record whose code says that they are in the block.");
+
+static PyObject *codec_infos(PyObject *self, PyObject *env_id) {
+    Py_ssize_t number;
+    int has_mask;
+    char *record = record_of((Codec *)self, env_id, &number);
+    return record == NULL ? NULL : read_infos((Codec *)self, record, &has_mask);
 }
 
 /* The actions of a record; NULL without an error if not all agents have one in order. */
@@ -738,7 +989,7 @@ static void free_columns(Columns *columns) {
 }
 
 PyDoc_STRVAR(codec_doc,
-    "Codec(block, stride, agents, all_key, headers, actions, observations, types, presence, step_activity)\n--\n\n"
+    "Codec(block, stride, agents, all_key, headers, actions, observations, types, presence, step_activity,\n      infos)\n--\n\n"
     "See `codec.py`, which makes the arguments of a layout.");
 
 static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
@@ -749,10 +1000,11 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
         PyErr_SetString(PyExc_TypeError, "a Codec is made once, without keywords");
         return -1;
     }
-    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(ii)L", &PyArray_Type, &block, &codec->stride, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(ii)L(nn)", &PyArray_Type, &block, &codec->stride, &PyTuple_Type,
                           &agents, &all, &codec->action_header, &codec->header, &actions, &observations,
                           &PyTuple_Type, &numbers, &PyTuple_Type, &rewards, &codec->floats, &np_false,
-                          &codec->everywhere, &codec->infos_bit, &activity))
+                          &codec->everywhere, &codec->infos_bit, &activity, &codec->infos,
+                          &codec->infos_nbytes))
         return -1;
     codec->step_activity = activity;
     codec->n = PyTuple_Size(agents);
@@ -805,6 +1057,7 @@ static void codec_dealloc(PyObject *self) {
 static PyMethodDef codec_methods[] = {
     {"write", codec_write, METH_VARARGS, write_doc},
     {"read", codec_read, METH_VARARGS, read_doc},
+    {"infos", codec_infos, METH_O, infos_doc},
     {"run", codec_run, METH_VARARGS, run_doc},
     {"sums", codec_sums, METH_NOARGS, sums_doc},
     {NULL, NULL, 0, NULL},
@@ -845,9 +1098,10 @@ PyMODINIT_FUNC PyInit__codec(void) {
     Py_DECREF(time);
     name_fast = PyUnicode_InternFromString("fast");
     name_infos = PyUnicode_InternFromString("infos");
+    name_metadata = PyUnicode_InternFromString("metadata");
     int64_dtype = PyArray_DescrFromType(NPY_INT64);
     double_dtype = PyArray_DescrFromType(NPY_DOUBLE);
-    if (time_monotonic == NULL || name_fast == NULL || name_infos == NULL) return NULL;
+    if (time_monotonic == NULL || name_fast == NULL || name_infos == NULL || name_metadata == NULL) return NULL;
     PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&codec_spec);
     if (module == NULL || type == NULL || PyModule_AddObject(module, "Codec", type) < 0) {
         Py_XDECREF(module);

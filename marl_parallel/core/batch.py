@@ -26,6 +26,7 @@ from marl_parallel.core.pickling import dumps_for_workers
 from marl_parallel.core.records import ActionRecords, Columns, TransitionRecords
 from marl_parallel.core.slots import Slot, Snapshot
 from marl_parallel.core.spaces import Mismatch, conform, zeros
+from marl_parallel.core.transition import are_empty
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
@@ -62,9 +63,9 @@ class Batch:
         layout.bind(buffer)
         self.layout = layout
         self.actions = ActionRecords(layout, buffer)
-        self.transitions = TransitionRecords(layout, buffer, copy=copy)
-        self._own = TransitionRecords(layout, buffer)
-        self._codec = open_codec(layout, buffer)
+        self._codec = open_codec(layout, buffer, infos_in_block=True)
+        self.transitions = TransitionRecords(layout, buffer, copy=copy, codec=self._codec)
+        self._own = TransitionRecords(layout, buffer, codec=self._codec)
         self.rules, self.mode, self.copies, self.checks = rules, mode, copy, check_actions
         self._slots = slots
         self.env_ids = tuple(range(layout.num_records))
@@ -138,19 +139,20 @@ class Batch:
         if self._codec is None:
             rows = [self.read_one(env_id, extras.get(env_id)) for env_id in env_ids]
             return cast(Columns, (*zip(*rows),) or ((),) * 5)
-        *columns, left = self._codec.read(env_ids, extras, self.copies)
+        *columns, left, masked = self._codec.read(env_ids, extras, self.copies)
         if len(left) < len(env_ids) and not self._all_act:
             others = {*left}
             self.note_plain([env_id for place, env_id in enumerate(env_ids) if place not in others])
+        if extras:
+            others = {*left}
+            masked += [place for place, env_id in enumerate(env_ids) if env_id in extras and place not in others]
         for place in left:
             for column, values in zip(columns, self.read_one(env_ids[place], extras.get(env_ids[place]))):
                 column[place] = values
-        if extras:
-            others = {env_ids[place] for place in left}
-            for env_id, infos in zip(env_ids, columns[4]):
-                if env_id in extras and env_id not in others:
-                    self._all_act = False
-                    self._note_masks(self._slots[env_id], extras[env_id], infos, ended=False)
+        for place in masked:
+            self._all_act = False
+            infos = columns[4][place]
+            self._note_masks(self._slots[env_ids[place]], {"infos": infos}, infos, ended=False)
         return cast(Columns, tuple(map(tuple, columns)))
 
     def read_one(self, env_id: int, extras: Any, *, only_infos: bool = False) -> Any:
@@ -163,7 +165,8 @@ class Batch:
         read: Any = self.transitions.read_infos if only_infos else self.transitions.read
         result, slot.acting, slot.alive, ended = read(env_id, extras or {})
         slot.over = ended and self.mode is not AutoresetMode.SAME_STEP
-        self._note_masks(slot, extras, result if only_infos else result[4], ended)
+        infos = result if only_infos else result[4]
+        self._note_masks(slot, extras or (None if are_empty(infos.values()) else {"infos": infos}), infos, ended)
         return result
 
     def note_plain(self, env_ids: Sequence[int]) -> None:

@@ -23,10 +23,11 @@ try:
 except ImportError:
     Codec = None
 
-CODEC = "python" if Codec is None else "c"
+codec = "python" if Codec is None else "c"
+"""Which one runs."""
 
 
-def open_codec(layout: Layout, buffer: Any) -> Any:
+def open_codec(layout: Layout, buffer: Any, *, infos_in_block: bool) -> Any:
     """The `Codec` of a layout that is bound to the buffer; None if there is none."""
     if Codec is None or not layout.agents:
         return None
@@ -39,6 +40,6 @@ def open_codec(layout: Layout, buffer: Any) -> Any:
     types = NUMBER_TYPES, records.REWARD_TYPES, len(records.FLOATS), np.False_
     presence = records.EVERYWHERE, records.BITS["infos"]
     columns = form(layout.actions), form(layout.observations)
-    return Codec(
-        block, layout.stride, tuple(layout.agents), ALL, headers, *columns, types, presence, int(Activity.STEP)
-    )
+    infos = layout.infos, layout.infos_nbytes if infos_in_block else 0
+    agents, step = tuple(layout.agents), int(Activity.STEP)
+    return Codec(block, layout.stride, agents, ALL, headers, *columns, types, presence, step, infos)

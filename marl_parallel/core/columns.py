@@ -3,7 +3,7 @@
 Each environment has one record, contiguous and starting on a cache line:
 
     header of the actions | actions | header of the transition | vector rewards | observations
-    | final observations | global state
+    | infos | final observations | global state
 
 A `Layout` follows from a `Schema` and the number of environments alone, so that workers and parent lay out the same
 block without exchanging offsets. `AgentColumns` are the values of all agents, such as their observations. Agents with
@@ -310,7 +310,8 @@ class Layout:
         nbytes, stride, starts: Size of the block, bytes from one record to the next, offsets of the records.
         agents: The agents with a place in the headers.
         action_header, transition_header: Offsets of the headers in a record; see `records.py`.
-        step_end: Offset in a record after what every step writes; final observations and state follow.
+        step_end: Offset in a record after what every step writes; infos, final observations and state follow.
+        infos, infos_nbytes: Offset and size of the area for infos of simple values, which compiled code writes.
         rewards: Columns of the agents whose rewards are vectors; rewards that are numbers lie in the header.
         state: The global state; None if there is none, or if it travels pickled.
     """
@@ -326,6 +327,8 @@ class Layout:
         self.rewards = AgentColumns(schema.reward_spaces, self.agents, place)
         self.observations = AgentColumns(schema.observation_spaces, self.agents, place)
         self.step_end = _aligned(self._record_nbytes, COLUMN_ALIGNMENT)
+        self.infos_nbytes = min(256 + 128 * n, 1 << 16) if n else 0
+        self.infos = place(self.infos_nbytes)
         self.final_observations = AgentColumns(schema.observation_spaces, self.agents, place)
         self.state: ArrayColumn | None = None
         if arrays and schema.state_space is not None and fits_block(schema.state_space):

@@ -86,9 +86,10 @@ class ActionRecords:
 
 # -- codes -------------------------------------------------------------------------------------------------------------
 
-PLAIN, INFOS, FINAL = 1, 2, 4
-"""Bits of a code: the transition is plain; extras travel pickled (if it is plain, its infos); final observations are
-in the block. In plain transitions, the tag of the rewards and the code of the flags come above these."""
+PLAIN, INFOS, FINAL, INFOS_IN_BLOCK = 1, 2, 4, 8
+"""Bits of a code: the transition is plain; extras travel pickled (if it is plain, its infos); final observations are in
+the block; infos are in the block, where only compiled code writes and reads them. In plain transitions, the tag of the
+rewards and the code of the flags come above these."""
 REWARD_SHIFT, FLAG_SHIFT = 8, 16
 
 # The first of each is the most frequent; a reward is stored as a double, exactly, or travels pickled.
@@ -142,8 +143,8 @@ class TransitionRecords:
         flags: The codes of the flags, `(records, 2, agents + 1)`, `__all__` last; odd if True.
     """
 
-    def __init__(self, layout: Layout, buffer: Any, *, copy: bool = True) -> None:
-        self._layout, self._copy, self._buffer = layout, copy, buffer
+    def __init__(self, layout: Layout, buffer: Any, *, copy: bool = True, codec: Any = None) -> None:
+        self._layout, self._copy, self._buffer, self._codec = layout, copy, buffer, codec
         self.agents = agents = layout.agents
         self._n = n = len(agents)
         self._headers = [start + layout.transition_header for start in layout.starts]
@@ -242,7 +243,7 @@ class TransitionRecords:
 
     def all_plain(self) -> bool:
         """Whether every record is plain and has no infos."""
-        return bool((self._codes & np.uint64(PLAIN | INFOS) == PLAIN).all())
+        return bool((self._codes & np.uint64(PLAIN | INFOS | INFOS_IN_BLOCK) == PLAIN).all())
 
     def read(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Rebuild the five dicts of a record, with what an automatic reset adds to the infos.
@@ -298,7 +299,11 @@ class TransitionRecords:
         return self._layout.observations.read(record, self._agents_in(presence)["observations"], False)
 
     def _infos(self, record: int, code: int, agents_in: Mapping[str, list[AgentID]], extras: Extras) -> dict[Any, Any]:
-        infos: dict[Any, Any] = extras["infos"] if "infos" in extras else {agent: {} for agent in agents_in["infos"]}
+        infos: dict[Any, Any]
+        if code & INFOS_IN_BLOCK:
+            infos = self._codec.infos(record)
+        else:
+            infos = extras["infos"] if "infos" in extras else {agent: {} for agent in agents_in["infos"]}
         if code & FINAL:
             final = self._layout.final_observations.read(record, agents_in["final_observations"], self._copy)
             with_final(infos, self._merged("final_observations", final, extras), extras.get("reset_infos", {}))

@@ -170,16 +170,16 @@ class Worker:
         self._restarts = plan.restarts
         return Built(dumps_compactly(Schema.of(env)), seeded, is_open, lookup.declared_seed(env.source))
 
-    def _attach(self, env_id: int, payload: tuple[int, bool]) -> None:
+    def _attach(self, env_id: int, payload: tuple[int, bool, bool]) -> None:
         if self._layout is not None:
             return  # one block for all environments
-        num_records, arrays = payload
+        num_records, arrays, infos_in_block = payload
         layout = Layout(Schema.of(self._episodes[env_id].env), num_records, arrays=arrays)
         buffer = self._open_block(layout)
         layout.bind(buffer)
         self._actions = ActionRecords(layout, buffer)
         self._transitions = TransitionRecords(layout, buffer)
-        self._codec = open_codec(layout, buffer)
+        self._codec = open_codec(layout, buffer, infos_in_block=infos_in_block)
         self._layout = layout
 
     def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> bytes | None:

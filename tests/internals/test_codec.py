@@ -64,7 +64,15 @@ class Outcome:
     """What a run gave: results or an error, the actions that arrived, and the bytes of the block after each step."""
 
     def __init__(
-        self, *, compiled: bool, scripts: Any, declared: Any, action_spaces: Any, actions: Any, **keywords: Any
+        self,
+        *,
+        compiled: bool,
+        infos_in_block: bool,
+        scripts: Any,
+        declared: Any,
+        action_spaces: Any,
+        actions: Any,
+        **keywords: Any,
     ) -> None:
         self.results: list[Any] = []
         self.received: list[Any] = []
@@ -78,6 +86,7 @@ class Outcome:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SerialBackend, "allocate", remembered)
+            patch.setattr(SerialBackend, "shares_memory", infos_in_block)
             if not compiled:
                 patch.setattr(codec, "Codec", None)
             constructors = [lambda script=script: Scripted(script, declared, action_spaces) for script in scripts]
@@ -85,7 +94,7 @@ class Outcome:
                 self.results.append(copy.deepcopy(env.reset()))
                 for of_envs in actions:
                     try:
-                        self.results.append(copy.deepcopy((env.step(of_envs), env.acting)))
+                        self.results.append(copy.deepcopy((env.step(of_envs), env.acting, env.action_masks)))
                     except Exception as error:
                         self.results.append((type(error), str(error).splitlines()[0]))
                         break
@@ -93,12 +102,12 @@ class Outcome:
                     self.received = list(env.get_attr("received"))
 
 
-def assert_equal_with_both(**arguments: Any) -> Outcome:
-    ours, pure = Outcome(compiled=True, **arguments), Outcome(compiled=False, **arguments)
+def assert_equal_with_both(infos_in_block: bool, **arguments: Any) -> None:
+    ours = Outcome(compiled=True, infos_in_block=infos_in_block, **arguments)
+    pure = Outcome(compiled=False, infos_in_block=False, **arguments)
     assert_same(tuple(ours.results), tuple(pure.results))
     assert_same(ours.received, pure.received)
-    assert ours.bytes == pure.bytes
-    return ours
+    assert infos_in_block or ours.bytes == pure.bytes
 
 
 class Subclass(np.ndarray):
@@ -140,7 +149,14 @@ REWARDS: list[Any] = [
     -(2**60), True, np.int64(-4), np.uint8(200), np.bool_(True), np.int64(2**62), np.array(1.5), np.ones(1), None, "1",
 ]  # fmt: skip
 FLAGS: list[Any] = [False, np.False_, True, np.True_, 0, 1, None, np.zeros(1, bool), np.zeros(()), [False], {}, "no"]
-INFOS: list[Any] = [{}, {"x": 1}, {"x": np.ones(2)}, OrderedDict(), None, [], 0, {"x": {"y": ()}}]
+INFOS: list[Any] = [
+    {}, {"x": 1}, {"x": 0.5, "y": -1.5}, {"x": np.ones(2), 3: np.float32(2)}, {"action_mask": np.ones(3, np.int8)},
+    {"x": {"y": (1, [None, "é", False]), "z": np.array(2.0)}}, {"n": np.int64(-1), "b": np.bool_(True)},
+    {"h": np.float16(1)}, {"x": 2**70}, {"x": b"bytes"}, {(1, 2): 3}, {True: 1}, {"x": "\ud800"}, {"x": np.ones(300)},
+    {"x": np.asfortranarray(np.eye(2))}, {"x": np.ones(2, np.dtype("f8", metadata={"unit": "m"}))},
+    {"x": np.datetime64("2020-01-01")}, {"x": np.array(["a"])}, {"x": OrderedDict(a=1)}, {"x": 1j, "y": {1, 2}},
+    {"x": np.float64("nan"), "y": float("-inf")}, OrderedDict(), None, [], 0,
+]  # fmt: skip
 few = st.integers(0, 3).map(lambda number: number == 0)
 
 
@@ -190,7 +206,8 @@ def test_any_transitions(name, auto_reset, data):
     steps = [[dict.fromkeys(AGENTS, 0)] * 3] * 3
     discrete = [spaces.Discrete(3)] * 3
     arguments = {"scripts": scripts, "declared": declared, "action_spaces": discrete, "actions": steps}
-    assert_equal_with_both(**arguments, auto_reset=auto_reset, copy=data.draw(st.booleans()))
+    with_infos, copies = data.draw(st.booleans()), data.draw(st.booleans())
+    assert_equal_with_both(with_infos, **arguments, auto_reset=auto_reset, copy=copies)
 
 
 @needs_compiled
@@ -218,7 +235,7 @@ def test_any_actions(name, data):
         *[dict.fromkeys(AGENTS, False)] * 2,
         {},
     )
-    assert_equal_with_both(scripts=[[plain] * 2] * 3, declared=[BOX] * 3, action_spaces=declared, actions=steps)
+    assert_equal_with_both(False, scripts=[[plain] * 2] * 3, declared=[BOX] * 3, action_spaces=declared, actions=steps)
 
 
 @needs_compiled
@@ -237,6 +254,37 @@ def test_plain_steps_stay_in_compiled_code(kind, monkeypatch):
             assert_same(env.step([dict.fromkeys(AGENTS, 1)] * 3)[1][2], plain[1])
 
 
+def looped() -> dict[str, Any]:
+    info: dict[str, Any] = {"x": 1}
+    info["loop"] = [info]
+    return info
+
+
+@needs_compiled
+@pytest.mark.parametrize("info", [*INFOS[:7], {"x": [["deep"] * 2] * 3}], ids=str)
+def test_infos_in_the_block(info, monkeypatch):
+    """Infos of simple values are not pickled, whatever agents have them."""
+    monkeypatch.setattr("marl_parallel.core.worker.dump_extras", None)
+    flags, infos = {**dict.fromkeys(AGENTS, False), "__all__": False}, {"a": info, 3: {}, "more": {"y": info}}
+    plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), flags, flags, infos
+    discrete = [spaces.Discrete(3)] * 3
+    with ParallelEnv([lambda: Scripted([plain] * 4, [BOX] * 3, discrete)] * 3, backend="serial", adapter="dict") as env:
+        env.reset()
+        for _ in range(4):
+            assert_same(env.step([dict.fromkeys(AGENTS, 1)] * 3)[4], (infos,) * 3)
+
+
+@needs_compiled
+def test_infos_that_refer_to_themselves_are_pickled():
+    flags, infos = {**dict.fromkeys(AGENTS, False), "__all__": False}, {a: looped() for a in AGENTS}
+    plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), flags, flags, infos
+    discrete = [spaces.Discrete(3)] * 3
+    with ParallelEnv([lambda: Scripted([plain], [BOX] * 3, discrete)], backend="serial", adapter="dict") as env:
+        env.reset()
+        info = env.step([dict.fromkeys(AGENTS, 1)])[4][0]["a"]
+        assert info["loop"][0] is info
+
+
 @needs_compiled
 def test_references_are_returned():
     """Counts of shared objects and the number of blocks stay the same over many steps of every kind."""
@@ -245,7 +293,14 @@ def test_references_are_returned():
     no = {**dict.fromkeys(AGENTS, False), "__all__": False}
     kinds = [
         (seen, dict.fromkeys(AGENTS, reward), no, no, dict.fromkeys(AGENTS, info))
-        for reward, info in [(1.5, {}), (np.float64(1), {"x": 1}), (7, {}), (True, {"y": np.ones(1)}), (None, {})]
+        for reward, info in [
+            (1.5, {}),
+            (np.float64(1), {"x": 1}),
+            (7, {}),
+            (True, {"y": np.ones(1)}),
+            (None, {}),
+            (0.5, INFOS[5]),
+        ]
     ]
     status, shared = WorkerStatus(bytearray(WorkerStatus.NBYTES)), [*AGENTS, "__all__", None, False, np.dtype("f4")]
 

@@ -63,7 +63,7 @@ def test_one_record_of_another_form(place, value):
     written = [transition(number, **(value if number == place else {})) for number in range(RECORDS)]
     extras = {record: more for record, one in enumerate(written) if (more := records.write(record, one))}
     assert extras.keys() <= {place}
-    *columns, left = codec.open_codec(layout, block).read(tuple(range(RECORDS)), extras, True)
+    *columns, left, _ = codec.open_codec(layout, block, infos_in_block=False).read(tuple(range(RECORDS)), extras, True)
     assert left == ([place] if "over" in value else [])
     for record, dicts in enumerate(zip(*columns)):
         if record in left:
@@ -78,5 +78,5 @@ def test_records_with_other_extras_are_left_to_python(extras):
     layout, block = block_of(5)
     for record in range(5):
         TransitionRecords(layout, block).write(record, transition(record))
-    *_, left = codec.open_codec(layout, block).read((4, 2, 0), {2: extras}, True)
+    *_, left, _ = codec.open_codec(layout, block, infos_in_block=False).read((4, 2, 0), {2: extras}, True)
     assert left == [1]
