@@ -9,9 +9,9 @@
    decides what a transition means, and Python alone (`MARL_PARALLEL_PURE=1`) gives the same bytes and the same objects.
    All offsets, codes and types come from Python (`codec.py`).
 
-   A transition is plain if every agent is in every dict, in order and with a value that fits its column; all rewards are
-   numbers of one type, all flags False and of one type, and all infos dicts. Keys count as equal if they are the same
-   object, or strings or integers that are equal.
+   A transition is plain if every agent is in every dict, in order and with a value that fits its column; all rewards
+   are numbers of one type, all flags False and of one type, and all infos dicts. Keys count as equal if they are the
+   same object, or strings or integers that are equal.
 
    Built for the limited API of Python 3.10: one file for all later releases. */
 
@@ -79,7 +79,9 @@ typedef struct {
     Py_ssize_t place;          /* of `run`: the environment that it is at */
 } Codec;
 
-enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, REWARD_SHIFT = 8, FLAG_SHIFT = 16, ALL_IN_ORDER = 1, NP_FALSE_CODE = 2 };
+/* As in `records.py`. */
+enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, REWARD_SHIFT = 8, FLAG_SHIFT = 16, ALL_IN_ORDER = 1 };
+enum { NP_FALSE_CODE = 2 };
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
 
 static PyObject *name_fast, *name_infos, *name_metadata, *time_monotonic;
@@ -101,13 +103,7 @@ static double monotonic(void) {
 #endif
 }
 
-/* -- one value ------------------------------------------------------------------------------------------------------ */
-
-static PyArrayObject *new_array(const Node *node) {
-    Py_INCREF(node->dtype);
-    return (PyArrayObject *)PyArray_NewFromDescr(
-        &PyArray_Type, node->dtype, node->ndim, node->dims, NULL, NULL, 0, NULL);
-}
+/* -- one value ---------------------------------------------------------------------------------------------------- */
 
 /* An array over memory of the block, which it keeps alive. */
 static PyObject *view_of(PyObject *block, const Node *node, char *data) {
@@ -233,9 +229,10 @@ static PyObject *read_value(const Codec *codec, const Node *node, char *record, 
     case ARRAY: {
         char *data = record + node->offset + row * node->nbytes;
         if (!copy) return view_of(codec->block, node, data);
-        PyArrayObject *array = new_array(node);
-        if (array != NULL) memcpy(PyArray_DATA(array), data, (size_t)node->nbytes);
-        return (PyObject *)array;
+        Py_INCREF(node->dtype);
+        PyObject *array = PyArray_NewFromDescr(&PyArray_Type, node->dtype, node->ndim, node->dims, NULL, NULL, 0, NULL);
+        if (array != NULL) memcpy(PyArray_DATA((PyArrayObject *)array), data, (size_t)node->nbytes);
+        return array;
     }
     case NUMBER: {
         unsigned char tag = (unsigned char)record[node->offset + 8 * node->rows + row];
@@ -262,7 +259,7 @@ static PyObject *read_value(const Codec *codec, const Node *node, char *record, 
     return NULL;
 }
 
-/* -- infos in the block ------------------------------------------------------------------------------------------------ */
+/* -- infos in the block ------------------------------------------------------------------------------------------- */
 
 /* The area of a record: the number of bytes in use (8), then one value: a letter for its type, and its content.
 
@@ -493,7 +490,7 @@ static PyObject *read_infos(const Codec *codec, char *record, int *has_mask) {
     return infos;
 }
 
-/* -- the dicts of all agents ------------------------------------------------------------------------------------------ */
+/* -- the dicts of all agents -------------------------------------------------------------------------------------- */
 
 static int same_key(PyObject *key, PyObject *own) {
     if (key == own) return 1;
@@ -515,7 +512,7 @@ static Outcome values_in_order(const Codec *codec, PyObject *dict, PyObject **va
     return DONE;
 }
 
-/* Check that all flags are False and of one type; `__all__` may come last. `code` is that of the flags before, or -1. */
+/* Check that all flags are False and of one type; `__all__` may come last. `code` is that of flags before, or -1. */
 static Outcome check_flags(const Codec *codec, PyObject *flags, int *code) {
     if (!PyDict_CheckExact(flags)) return LEFT;
     Py_ssize_t size = PyDict_Size(flags), position = 0;
@@ -558,12 +555,10 @@ static Outcome convert_rewards(const Codec *codec, PyObject *rewards, Py_ssize_t
 static Outcome write_values(const Codec *codec, const Columns *columns, char *record, PyObject *dict) {
     Outcome outcome = values_in_order(codec, dict, codec->values);
     if (outcome != DONE) return outcome;
-    for (Py_ssize_t i = 0; i < codec->n && outcome == DONE; i++) {
-        PyObject *value = codec->values[i];
-        Py_INCREF(value); /* a cast may warn, and a warning may run any code */
-        outcome = write_value(codec, columns->node[i], record, columns->row[i], value);
-        Py_DECREF(value);
-    }
+    for (Py_ssize_t i = 0; i < codec->n; i++) Py_INCREF(codec->values[i]); /* a cast may warn, which may run any code */
+    for (Py_ssize_t i = 0; i < codec->n && outcome == DONE; i++)
+        outcome = write_value(codec, columns->node[i], record, columns->row[i], codec->values[i]);
+    for (Py_ssize_t i = 0; i < codec->n; i++) Py_DECREF(codec->values[i]);
     return outcome;
 }
 
@@ -614,35 +609,34 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
     return code & INFOS ? DONE_BUT_INFOS : DONE;
 }
 
-/* A dict of all agents with new values; NULL after an error. */
-static PyObject *dict_of(const Codec *codec, const Columns *columns, char *record, int copy) {
-    /* Copying a dict and replacing its values is quicker than letting a new one grow. */
-    PyObject *dict = codec->n > 5 ? PyDict_Copy(codec->no_values) : PyDict_New();
-    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++) {
-        PyObject *value = read_value(codec, columns->node[i], record, columns->row[i], copy);
-        if (value == NULL || PyDict_SetItem(dict, PyTuple_GetItem(codec->agents, i), value) < 0) Py_CLEAR(dict);
-        Py_XDECREF(value);
-    }
+/* A dict for a value of each agent; copying one and replacing its values is quicker than letting a new one grow. */
+static PyObject *new_dict(const Codec *codec) {
+    return codec->n > 5 ? PyDict_Copy(codec->no_values) : PyDict_New();
+}
+
+/* Set the value of an agent, which is stolen; after an error, also one that made the value NULL, the dict is NULL. */
+static void set_value(const Codec *codec, PyObject **dict, Py_ssize_t agent, PyObject *value) {
+    if (value == NULL || PyDict_SetItem(*dict, PyTuple_GetItem(codec->agents, agent), value) < 0) Py_CLEAR(*dict);
+    Py_XDECREF(value);
+}
+
+static PyObject *read_values(const Codec *codec, const Columns *columns, char *record, int copy) {
+    PyObject *dict = new_dict(codec);
+    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
+        set_value(codec, &dict, i, read_value(codec, columns->node[i], record, columns->row[i], copy));
     return dict;
 }
 
-static PyObject *read_rewards(const Codec *codec, const char *numbers, int tag) {
-    PyObject *dict = codec->n > 5 ? PyDict_Copy(codec->no_values) : PyDict_New();
-    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++) {
-        PyObject *reward = read_reward(codec, ((const double *)numbers)[i], tag);
-        if (reward == NULL || PyDict_SetItem(dict, PyTuple_GetItem(codec->agents, i), reward) < 0) Py_CLEAR(dict);
-        Py_XDECREF(reward);
-    }
+static PyObject *read_rewards(const Codec *codec, const double *numbers, int tag) {
+    PyObject *dict = new_dict(codec);
+    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
+        set_value(codec, &dict, i, read_reward(codec, numbers[i], tag));
     return dict;
 }
 
 static PyObject *empty_infos(const Codec *codec) {
-    PyObject *dict = codec->n > 5 ? PyDict_Copy(codec->no_values) : PyDict_New();
-    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++) {
-        PyObject *info = PyDict_New();
-        if (info == NULL || PyDict_SetItem(dict, PyTuple_GetItem(codec->agents, i), info) < 0) Py_CLEAR(dict);
-        Py_XDECREF(info);
-    }
+    PyObject *dict = new_dict(codec);
+    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++) set_value(codec, &dict, i, PyDict_New());
     return dict;
 }
 
@@ -653,7 +647,7 @@ static char *record_of(const Codec *codec, PyObject *env_id, Py_ssize_t *number)
     return NULL;
 }
 
-/* -- methods ---------------------------------------------------------------------------------------------------------- */
+/* -- methods ------------------------------------------------------------------------------------------------------ */
 
 PyDoc_STRVAR(write_doc,
     "write(env_ids, actions, first, ready) -> int\n--\n\n"
@@ -719,8 +713,8 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
     }
     PyObject *no_flags = flag_code ? codec->no_np_flags : codec->no_flags;
     PyObject *dicts[5] = {
-        dict_of(codec, &codec->observations, record, copy),
-        read_rewards(codec, header + 8, tag),
+        read_values(codec, &codec->observations, record, copy),
+        read_rewards(codec, (const double *)(header + 8), tag),
         PyDict_Copy(no_flags),
         PyDict_Copy(no_flags),
         infos == NULL ? empty_infos(codec) : infos,
@@ -769,7 +763,7 @@ failed:
     return NULL;
 }
 
-PyDoc_STRVAR(infos_doc, "infos(env_id) -> dict\n--\n\nRead the infos of a record whose code says that they are in the block.");
+PyDoc_STRVAR(infos_doc, "infos(env_id) -> dict\n--\n\nRead the infos of a record that has them in the block.");
 
 static PyObject *codec_infos(PyObject *self, PyObject *env_id) {
     Py_ssize_t number;
@@ -781,7 +775,7 @@ static PyObject *codec_infos(PyObject *self, PyObject *env_id) {
 /* The actions of a record; NULL without an error if not all agents have one in order. */
 static PyObject *read_actions(const Codec *codec, char *record) {
     if (codec->actions.node == NULL || record[codec->action_header] != ALL_IN_ORDER) return NULL;
-    return dict_of(codec, &codec->actions, record, 1);
+    return read_values(codec, &codec->actions, record, 1);
 }
 
 /* Step one environment. `result` is what Python has to go on with: NULL if nothing is left to do or after FAILED. */
@@ -885,7 +879,7 @@ static PyObject *codec_place(PyObject *self, void *Py_UNUSED(closure)) {
     return PyLong_FromSsize_t(((Codec *)self)->place);
 }
 
-/* -- construction ------------------------------------------------------------------------------------------------------- */
+/* -- construction ------------------------------------------------------------------------------------------------- */
 
 static void free_node(Node *node) {
     Py_XDECREF(node->dtype);
@@ -896,7 +890,7 @@ static void free_node(Node *node) {
     PyMem_Free(node->parts);
 }
 
-/* Build a node from ("array", offset, dtype, shape), ("number", offset, rows), ("dict", keys, parts), ("tuple", parts). */
+/* Build a node from the form of a column: see `columns.py`. */
 static int build_node(Node *node, PyObject *form) {
     PyObject *kind = PyTuple_GetItem(form, 0), *parts = NULL;
     if (kind == NULL) return -1;
@@ -989,7 +983,7 @@ static void free_columns(Columns *columns) {
 }
 
 PyDoc_STRVAR(codec_doc,
-    "Codec(block, stride, agents, all_key, headers, actions, observations, types, presence, step_activity,\n      infos)\n--\n\n"
+    "Codec(block, stride, agents, all_key, headers, actions, observations, types, presence, activity, infos)\n--\n\n"
     "See `codec.py`, which makes the arguments of a layout.");
 
 static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
@@ -1029,7 +1023,8 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     if (codec->no_values == NULL || codec->no_flags == NULL || codec->no_np_flags == NULL) return -1;
     for (Py_ssize_t i = 0; i < codec->n; i++) {
         PyObject *agent = PyTuple_GetItem(agents, i);
-        if (PyDict_SetItem(codec->no_values, agent, Py_None) < 0 || PyDict_SetItem(codec->no_flags, agent, Py_False) < 0 ||
+        if (PyDict_SetItem(codec->no_values, agent, Py_None) < 0 ||
+            PyDict_SetItem(codec->no_flags, agent, Py_False) < 0 ||
             PyDict_SetItem(codec->no_np_flags, agent, np_false) < 0)
             return -1;
     }
