@@ -9,6 +9,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.core.backend import Backend
+from marl_parallel.core.codec import codec
 from marl_parallel.core.native import NativeSimulator, Received
 from marl_parallel.parallel_env import ParallelEnv, make
 from marl_parallel.recording import record_video
@@ -47,6 +48,7 @@ __all__ = [
     "WorkerCrashed",
     "WorkerStats",
     "WorkerTimeout",
+    "codec",
     "make",
     "record_video",
 ]

@@ -46,6 +46,7 @@ from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_
 from marl_parallel.backends import open_backend
 from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.batch import Batch, Dicts
+from marl_parallel.core.codec import codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import SeedCheck, construct
 from marl_parallel.core.exclusive import CALL, CallGuard, exclusive
@@ -195,7 +196,7 @@ class ParallelEnv:
             schema = common_schema(described)
             layout = Layout(schema, len(seeds), arrays=shared_memory)
             block = opened.allocate(layout)
-            attach = Request(Message.ATTACH, None, (len(seeds), shared_memory))
+            attach = Request(Message.ATTACH, None, (len(seeds), shared_memory, opened.shares_memory and codec == "c"))
             pool.execute(dict.fromkeys(range(len(shares)), attach))
             batch = Batch(
                 pool.slots, layout, block, schema.rules, mode,

@@ -64,6 +64,8 @@ class ProcessBackend(Backend):
         threads: BLAS, OpenMP and torch threads in each; None leaves them alone.
     """
 
+    shares_memory = True
+
     def __init__(self, *, context: str | None = None, threads: int | None = 1) -> None:
         self._context, self._threads = context or "forkserver", threads
         self._launcher: Launcher | None = None

@@ -80,6 +80,8 @@ class PortableProcessBackend(Backend):
         threads: BLAS, OpenMP and torch threads in each; None leaves them alone.
     """
 
+    shares_memory = True
+
     def __init__(self, *, threads: int | None = 1) -> None:
         self._threads = threads
         self._workers: list[_WorkerProcess] = []

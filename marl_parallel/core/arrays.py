@@ -21,10 +21,10 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.columns import write_stacked
-from marl_parallel.core.records import BITS
+from marl_parallel.core.records import BITS, VECTOR_TAG
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, copied, is_vector, tree_map
-from marl_parallel.core.transition import ALL, INFOS, VECTOR_TAG, are_empty
+from marl_parallel.core.transition import ALL, are_empty
 
 if TYPE_CHECKING:
     from marl_parallel.core.batch import Batch
@@ -259,12 +259,10 @@ class ArrayBatch(ArrayView):
     def read(self, extras: Mapping[int, Any]) -> Arrays:
         """All transitions; `extras` by environment, as they were pickled. See `ArrayView`."""
         batch = self._batch
-        if self._in_block and not extras:
-            (_, code), *others = batch.transitions.runs(range(self._num_envs))
-            if code and not others and not code & INFOS:
-                batch.note_plain(range(self._num_envs))
-                self._from_dicts.clear()
-                return self._with_vectors(self._plain())
+        if self._in_block and not extras and batch.transitions.all_plain():
+            batch.note_plain(range(self._num_envs))
+            self._from_dicts.clear()
+            return self._with_vectors(self._plain())
         arrays = self._from_block() if self._in_block else self._empty()
         left = []
         for env_id in range(self._num_envs):

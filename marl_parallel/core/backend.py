@@ -42,11 +42,13 @@ class Backend(ABC):
         enforces_timeouts: Whether `wait` returns while a worker is busy, so that timeouts can be enforced.
         can_kill: Whether `stop` ends workers, and the processes they have started, whatever they are doing.
         side_by_side: Whether each worker needs a CPU of its own.
+        shares_memory: Whether workers read and write the very block that `allocate` returned, all of it.
     """
 
     enforces_timeouts: ClassVar[bool] = True
     can_kill: ClassVar[bool] = True
     side_by_side: ClassVar[bool] = True
+    shares_memory: ClassVar[bool] = False
     statuses: list[WorkerStatus]
     _claimed = False
 

@@ -7,7 +7,6 @@ over all environments (`arrays.py`) are another.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from types import ModuleType
 from typing import Any, TypeAlias, cast
 from weakref import WeakSet
@@ -20,18 +19,17 @@ from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import mask_of, own_mask
 from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.core.arrays import ArrayBatch, of_acting
-from marl_parallel.core.columns import Layout, span_of
+from marl_parallel.core.codec import open_codec
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import needs_actions
 from marl_parallel.core.pickling import dumps_for_workers
 from marl_parallel.core.records import ActionRecords, Columns, TransitionRecords
 from marl_parallel.core.slots import Slot, Snapshot
 from marl_parallel.core.spaces import Mismatch, conform, zeros
+from marl_parallel.core.transition import are_empty
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
-
-_FEWEST = 3
-"""Fewer records than these are written and read one by one."""
 
 
 class Batch:
@@ -65,12 +63,12 @@ class Batch:
         layout.bind(buffer)
         self.layout = layout
         self.actions = ActionRecords(layout, buffer)
-        self.transitions = TransitionRecords(layout, buffer, copy=copy)
-        self._own = TransitionRecords(layout, buffer)
+        self._codec = open_codec(layout, buffer, infos_in_block=True)
+        self.transitions = TransitionRecords(layout, buffer, copy=copy, codec=self._codec)
+        self._own = TransitionRecords(layout, buffer, codec=self._codec)
         self.rules, self.mode, self.copies, self.checks = rules, mode, copy, check_actions
         self._slots = slots
         self.env_ids = tuple(range(layout.num_records))
-        self._everywhere = range(layout.num_records)
         self._pettingzoo = rules is Rules.PETTINGZOO
         self._needs_all = self._pettingzoo or needs_all_actions
         self._local_modules = local_modules
@@ -89,11 +87,15 @@ class Batch:
             ValueError: An action is missing, or is not what its space declares; nothing has been stepped.
             TypeError: Something is not a dict, or cannot be pickled; likewise.
         """
-        span = self._everywhere if env_ids is self.env_ids else self._span(env_ids)
-        if span is not None and self._all_plain(span, actions) and self.actions.write_span(span, actions):
-            return {}
         pickled: dict[int, bytes] = {}
-        for env_id, of_env in zip(env_ids, actions, strict=True):
+        codec, ready, place = None if self.checks else self._codec, None, 0
+        if codec is not None and not self._all_act:  # elsewhere, actions may have to be left out
+            slots, everyone = [self._slots[env_id] for env_id in env_ids], self.layout.agents
+            ready = bytes([not (slot.over or (self._needs_all and slot.acting != everyone)) for slot in slots])
+        while place < len(env_ids):
+            if codec is not None and (place := codec.write(env_ids, actions, place, ready)) == len(env_ids):
+                break
+            env_id, of_env = env_ids[place], actions[place]
             slot = self._slots[env_id]
             if slot.over or type(of_env) is not dict or (self._needs_all and [*of_env] != slot.acting):
                 of_env = self._actions_that_count(slot, of_env)
@@ -106,22 +108,8 @@ class Batch:
             if extras is not None:
                 what = f"environment {env_id}: its actions"
                 pickled[env_id] = dumps_for_workers(extras, what, self._local_modules)
+            place += 1
         return pickled
-
-    def _span(self, env_ids: Sequence[int]) -> range | None:
-        """The environments as a range, if they are neighbours and enough of them."""
-        return span_of(env_ids) if len(env_ids) >= _FEWEST else None
-
-    def _all_plain(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
-        """Whether each environment has an action for every agent, in order, and all agents act."""
-        if self.checks or [*map(type, actions)] != [dict] * len(span):
-            return False
-        slots, everyone = self._slots[span.start : span.stop], [self.layout.agents] * len(span)
-        if not self._all_act and (
-            any(slot.over for slot in slots) or (self._pettingzoo and [slot.acting for slot in slots] != everyone)
-        ):
-            return False
-        return [*map(list, actions)] == everyone
 
     def _actions_that_count(self, slot: Slot, actions: Any) -> dict[Any, Any]:
         """The actions that the environment receives."""
@@ -148,22 +136,24 @@ class Batch:
 
     def read(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> Columns:
         """The transitions of some environments, with their pickled extras or a `Snapshot`, by environment."""
-        span = self._everywhere if env_ids is self.env_ids else self._span(env_ids)
-        snapshots = {env_id for env_id, more in extras.items() if type(more) is Snapshot} if extras else ()
-        columns: list[Columns] = []
-        runs: Any = [(env_ids, 0)] if span is None else self.transitions.runs(span, snapshots)
-        for run, code in runs:
-            if not code or len(run) < _FEWEST:
-                rows = [self.read_one(env_id, extras.get(env_id)) for env_id in run]
-                columns.append(cast(Columns, (*zip(*rows),) or ((),) * 5))
-                continue
-            columns.append(self.transitions.read_span(run, code, extras))
-            self.note_plain(run)
-            if extras:
-                self._all_act = False
-                for env_id, infos in zip(run, columns[-1][4]):
-                    self._note_masks(self._slots[env_id], extras.get(env_id), infos, ended=False)
-        return columns[0] if len(columns) == 1 else cast(Columns, tuple((*chain(*parts),) for parts in zip(*columns)))
+        if self._codec is None:
+            rows = [self.read_one(env_id, extras.get(env_id)) for env_id in env_ids]
+            return cast(Columns, (*zip(*rows),) or ((),) * 5)
+        *columns, left, masked = self._codec.read(env_ids, extras, self.copies)
+        if len(left) < len(env_ids) and not self._all_act:
+            others = {*left}
+            self.note_plain([env_id for place, env_id in enumerate(env_ids) if place not in others])
+        if extras:
+            others = {*left}
+            masked += [place for place, env_id in enumerate(env_ids) if env_id in extras and place not in others]
+        for place in left:
+            for column, values in zip(columns, self.read_one(env_ids[place], extras.get(env_ids[place]))):
+                column[place] = values
+        for place in masked:
+            self._all_act = False
+            infos = columns[4][place]
+            self._note_masks(self._slots[env_ids[place]], {"infos": infos}, infos, ended=False)
+        return cast(Columns, tuple(map(tuple, columns)))
 
     def read_one(self, env_id: int, extras: Any, *, only_infos: bool = False) -> Any:
         """The five dicts of one environment, or its infos if its extras have nothing else; updates the slot."""
@@ -175,21 +165,23 @@ class Batch:
         read: Any = self.transitions.read_infos if only_infos else self.transitions.read
         result, slot.acting, slot.alive, ended = read(env_id, extras or {})
         slot.over = ended and self.mode is not AutoresetMode.SAME_STEP
-        self._note_masks(slot, extras, result if only_infos else result[4], ended)
+        infos = result if only_infos else result[4]
+        self._note_masks(slot, extras or (None if are_empty(infos.values()) else {"infos": infos}), infos, ended)
         return result
 
-    def note_plain(self, span: range) -> None:
+    def note_plain(self, env_ids: Sequence[int]) -> None:
         """Note that in these environments every agent acts next and nothing is over."""
         if self._all_act:
             return
-        for slot in self._slots[span.start : span.stop]:
+        for env_id in env_ids:
+            slot = self._slots[env_id]
             slot.acting = slot.alive = self.transitions.agents
             slot.over, slot.masks = False, None
-        self._all_act = len(span) == len(self._slots)
+        self._all_act = len(env_ids) == len(self._slots)
 
     def snapshot(self, env_id: int, extras: Any) -> Snapshot:
         """The transition of one environment in memory of its own; does not update the slot."""
-        dicts, acting, alive, ended = self._own.read(env_id, extras)
+        dicts, acting, alive, ended = self._own.read(env_id, extras or {})
         # None for agents without an observation: the block may be overwritten meanwhile.
         masks = {**dict.fromkeys(acting), **self._pickled_masks(acting, dicts[0], extras or {}, dicts[4], ended)}
         return Snapshot(dicts, acting, alive, ended and self.mode is not AutoresetMode.SAME_STEP, masks)
@@ -278,4 +270,4 @@ class Batch:
     def states(self, env_ids: Sequence[int], pickled: Mapping[int, Any]) -> NDArray[Any]:
         """The global states, stacked: from the block, or from those that travelled pickled, by environment."""
         column = self.layout.state
-        return np.stack([pickled[env_id] if column is None else column.records[env_id][0] for env_id in env_ids])
+        return np.stack([pickled[env_id] if column is None else column.array[env_id, 0] for env_id in env_ids])

@@ -3,26 +3,25 @@
 Each environment has one record, contiguous and starting on a cache line:
 
     header of the actions | actions | header of the transition | vector rewards | observations
-    | final observations | global state
+    | infos | final observations | global state
 
 A `Layout` follows from a `Schema` and the number of environments alone, so that workers and parent lay out the same
 block without exchanging offsets. `AgentColumns` are the values of all agents, such as their observations. Agents with
 equal spaces form a `Group`, whose values lie side by side in one column, so that they are written with one call and
-read as one array. Headers are described in `records.py`.
+read as one array. Headers are described in `records.py`. `row` is an agent's place in its group.
 
-A span is the records from `start` to `stop`; its values are those of all agents (or rows) of the first record, then
-those of the second, and so on. `row` is an agent's place in its group.
+`codec.py` passes the forms of the columns to compiled code, which reads and writes the same bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import struct
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -37,10 +36,7 @@ from marl_parallel.core.spaces import (
     check_form,
     check_same_form,
     conform,
-    copied,
     fits_block,
-    numbers_of,
-    rows_builder,
 )
 
 RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
@@ -48,11 +44,6 @@ RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
 
 Place: TypeAlias = Callable[[int], int]
 """Reserves so many bytes in every record and returns their offset within it."""
-
-_FEW_ROWS = 8
-"""Up to so many arrays, copying each is cheaper than copying all at once and taking views."""
-
-_copy_of = np.ndarray.copy
 
 
 def over_records(buffer: Any, starts: Sequence[int], offset: int, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -77,53 +68,28 @@ class ArrayColumn:
 
     def __init__(self, rows: int, dtype: np.dtype[Any], shape: tuple[int, ...], place: Place) -> None:
         self.rows, self.dtype, self.shape = rows, dtype, shape
-        self.offset = place(rows * dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
-        self._lengths = [shape[0] if shape else 0] * rows
-        # As `as_array` casts numbers of another dtype; it compares each integer.
-        self._casting: Literal["same_kind", "equiv"] = "same_kind" if dtype.kind in "fc" else "equiv"
+        nbytes = dtype.itemsize * math.prod(shape)
+        self.offset = place(rows * nbytes)
+        self.form = ("array", self.offset, dtype, shape, nbytes)
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         self.array = over_records(buffer, starts, self.offset, self.dtype, (self.rows, *self.shape))
-        self.records = [*self.array]
-        # All rows end to end along the first axis, which is how one concatenation fills them.
-        flat = (self.rows * self.shape[0], *self.shape[1:]) if self.shape else ()
-        self._flat = [view.reshape(flat) for view in self.records] if self.shape else []
-        self._rows = [view[row, ...] for view in self.records for row in range(self.rows)]
+        self._views = [record[row, ...] for record in self.array for row in range(self.rows)]
 
     def write(self, record: int, row: int, value: Any) -> None:
         """Write one value; raises `Mismatch` if it is no such array, `DoesNotFit` if it is None."""
         if value is None:
             raise DoesNotFit
-        self._rows[record * self.rows + row][...] = as_array(value, self.dtype, self.shape)
-
-    def write_span(self, start: int, stop: int, values: Sequence[Any]) -> None:
-        """Write the values of a span; raises as `write` does, when some may have been written."""
-        try:
-            # The other dimensions are compared by NumPy.
-            if stop - start == 1:
-                if self._flat and [*map(len, values)] == self._lengths:
-                    np.concatenate(values, out=self._flat[start], casting=self._casting)
-                    return
-            elif self._flat and [*map(len, values)] == self._lengths * (stop - start):
-                end_to_end = np.concatenate(values, casting=self._casting, dtype=self.dtype)
-                if end_to_end.shape[1:] == self.shape[1:]:
-                    self.array[start:stop] = end_to_end.reshape(stop - start, self.rows, *self.shape)
-                    return
-        except (TypeError, ValueError):
-            pass  # not arrays, or of another dtype: one by one, which converts, or tells which is wrong
-        for place, value in enumerate(values):
-            self.write(start + place // self.rows, place % self.rows, value)
+        self._views[record * self.rows + row][...] = as_array(value, self.dtype, self.shape)
 
     def write_stacked(self, row: int | slice, values: Any) -> None:
         """Write the value of one row `(records, ...)`, or of several rows `(records, rows, ...)`, in all records."""
         column = self.array[:, row]
         column[...] = as_array(values, self.dtype, column.shape)
 
-    def read_span(self, start: int, stop: int, copy: bool) -> list[Any]:
-        if copy and self.rows > _FEW_ROWS and self.shape:
-            return [*chain.from_iterable([record.copy() for record in self.records[start:stop]])]
-        views = self._rows[start * self.rows : stop * self.rows]
-        return [*map(_copy_of, views)] if copy else views
+    def read(self, record: int, row: int, copy: bool) -> Any:
+        view = self._views[record * self.rows + row]
+        return view.copy() if copy else view
 
 
 NUMBER_TYPES: tuple[type, ...] = (
@@ -137,13 +103,10 @@ class NumberColumn:
 
     def __init__(self, rows: int, place: Place) -> None:
         self.rows = rows
-        self._all = struct.Struct(f"={rows}q{rows}s")
-        self.offset = place(self._all.size)
-        self._ints = bytes(rows)
+        self.offset = place(9 * rows)
+        self.form = ("number", self.offset, rows)
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
-        self._buffer = memoryview(buffer)
-        self._starts = [start + self.offset for start in starts]
         self.array = over_records(buffer, starts, self.offset, np.int64, (self.rows,))
         self._tags = over_records(buffer, starts, self.offset + 8 * self.rows, np.uint8, (self.rows,))
 
@@ -156,23 +119,6 @@ class NumberColumn:
             raise DoesNotFit from error
         self._tags[record, row] = tag
 
-    def write_span(self, start: int, stop: int, values: Sequence[Any]) -> None:
-        """Write the values of a span; raises as `write` does, when some may have been written."""
-        kinds = {*map(type, values)}
-        try:
-            if len(kinds) == 1:
-                tags = bytes((_NUMBER_TAGS[kinds.pop()],)) * len(values)
-            else:
-                tags = bytes([_NUMBER_TAGS[type(value)] for value in values])
-            if stop - start == 1:
-                self._all.pack_into(self._buffer, self._starts[start], *values, tags)
-                return
-            shape = stop - start, self.rows
-            self.array[start:stop] = np.fromiter(values, np.int64, len(values)).reshape(shape)
-            self._tags[start:stop] = np.frombuffer(tags, np.uint8).reshape(shape)
-        except (KeyError, OverflowError, struct.error) as error:
-            raise DoesNotFit from error
-
     def write_stacked(self, row: int | slice, values: Any) -> None:
         """Write the value of one row `(records,)`, or of several rows `(records, rows)`, in all records."""
         array = np.asarray(values)
@@ -183,56 +129,43 @@ class NumberColumn:
         column[...] = as_array(array, column.dtype, column.shape)
         self._tags[:, row] = _NUMBER_TAGS[np.int64]
 
-    def read_span(self, start: int, stop: int, copy: bool) -> list[Any]:
-        if stop - start == 1:
-            *values, tags = self._all.unpack_from(self._buffer, self._starts[start])
-            if tags == self._ints:  # as unpacked
-                return values
-        else:
-            tags = self._tags[start:stop].tobytes()
-            if tags == tags[:1] * len(tags):
-                return numbers_of(self.array[start:stop], NUMBER_TYPES[tags[0]])
-            values = self.array[start:stop].ravel().tolist()
-        return [NUMBER_TYPES[tag](value) for value, tag in zip(values, tags)]
+    def read(self, record: int, row: int, copy: bool) -> Any:
+        return NUMBER_TYPES[self._tags[record, row]](self.array[record, row].item())
 
 
 class TreeColumn:
     """Dicts or tuples: a column for each entry of their space; `array` has their arrays in the same form."""
 
     def __init__(self, rows: int, space: Any, place: Place) -> None:
-        self._rows, self._space = rows, space.spaces
+        self._space = space.spaces
         entries: dict[Any, Space[Any]] = dict(space.items() if type(space) is spaces.Dict else enumerate(space))
         # Placed in an order that all environments have in common, read in the space's own.
         placed = {key: column_of(entries[key], rows, place) for key in sorted(entries, key=repr)}
         self._columns = {key: placed[key] for key in entries}
-        nested = [column.leaves if isinstance(column, TreeColumn) else [column] for column in self._columns.values()]
-        self.leaves: list[ArrayColumn | NumberColumn] = [*chain.from_iterable(nested)]
-        self._build_rows = rows_builder(space)
+        self._is_dict = type(space) is spaces.Dict
+        forms = tuple([column.form for column in self._columns.values()])
+        self.form: tuple[Any, ...] = ("dict", tuple(entries), forms) if self._is_dict else ("tuple", forms)
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         for column in self._columns.values():
             column.bind(buffer, starts)
-        self.array: Any = self._build_rows([[leaf.array for leaf in self.leaves]])[0]
+        self.array: Any = self._tree({key: column.array for key, column in self._columns.items()})
+
+    def _tree(self, parts: dict[Any, Any]) -> Any:
+        return parts if self._is_dict else tuple(parts.values())
 
     def write(self, record: int, row: int, value: Any) -> None:
-        check_same_form(self._space, [value])
+        check_same_form(self._space, value)
         for key, column in self._columns.items():
             column.write(record, row, value[key])
-
-    def write_span(self, start: int, stop: int, values: Sequence[Any]) -> None:
-        check_same_form(self._space, values)
-        for key, column in self._columns.items():
-            column.write_span(start, stop, [value[key] for value in values])
 
     def write_stacked(self, row: int | slice, values: Any) -> None:
         check_form(self._space, [values])
         for key, column in self._columns.items():
             column.write_stacked(row, values[key])
 
-    def read_span(self, start: int, stop: int, copy: bool) -> list[Any]:
-        if not self.leaves:
-            return self._build_rows([()] * (self._rows * (stop - start)))
-        return self._build_rows(zip(*[leaf.read_span(start, stop, copy) for leaf in self.leaves]))
+    def read(self, record: int, row: int, copy: bool) -> Any:
+        return self._tree({key: column.read(record, row, copy) for key, column in self._columns.items()})
 
 
 Column: TypeAlias = ArrayColumn | NumberColumn | TreeColumn
@@ -263,9 +196,6 @@ class AgentColumns:
 
     Attributes:
         agents: Those agents, in the order of `possible_agents`.
-        write_span: Writes the values of a span. Raises `DoesNotFit` or `Mismatch` if one has to be written alone, which
-            tells which and why; some may have been written.
-        read_span: Reads the values of a span; takes `start`, `stop`, and whether arrays are copied.
     """
 
     def __init__(
@@ -279,28 +209,18 @@ class AgentColumns:
         self.agents = [agent for agent in agents if agent in declared and fits_block(declared[agent])]
         self.groups = [Group(column_of(space, len(of), place), of) for space, of in alike(declared, self.agents)]
         self._places = {self.agents[at]: (column, row) for column, of in self.groups for row, at in enumerate(of)}
-        self.write_span: Callable[[int, int, list[Any]], None] = self._write_groups
-        self.read_span: Callable[[int, int, bool], list[Any]] = self._read_groups
-        if len(self.groups) == 1:  # without calls in between
-            self.write_span, self.read_span = self.groups[0].column.write_span, self.groups[0].column.read_span
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         for column, _ in self.groups:
             column.bind(buffer, starts)
 
-    def _write_groups(self, start: int, stop: int, values: list[Any]) -> None:
-        firsts = range(0, len(values), len(self.agents) or 1)
-        for column, positions in self.groups:
-            column.write_span(start, stop, [values[first + at] for first in firsts for at in positions])
-
-    def _read_groups(self, start: int, stop: int, copy: bool) -> list[Any]:
-        size = len(self.agents)
-        values: list[Any] = [None] * (size * (stop - start))
-        for column, positions in self.groups:
-            of_group = column.read_span(start, stop, copy)
-            for row, position in enumerate(positions):
-                values[position::size] = of_group[row :: len(positions)]
-        return values
+    @property
+    def form(self) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...]]:
+        """The forms of the groups' columns, and the group and the row of each agent."""
+        group_of = {id(column): number for number, (column, _) in enumerate(self.groups)}
+        places = [self._places[agent] for agent in self.agents]
+        rows = tuple([row for _, row in places])
+        return tuple([c.form for c, _ in self.groups]), tuple([group_of[id(column)] for column, _ in places]), rows
 
     def write(self, record: int, values: Mapping[AgentID, Any], what: str) -> tuple[list[AgentID], dict[Any, Any]]:
         """Write what fits; returns the agents whose value was written, and the other values, cast to their space.
@@ -308,13 +228,6 @@ class AgentColumns:
         Raises:
             Mismatch: A value is not what its space declares; the text names the agent, and `what` it is.
         """
-        names = [*values]
-        if names and names == self.agents:
-            try:  # `contextlib.suppress` would take a tenth of the time of writing a record
-                self.write_span(record, record + 1, [*values.values()])
-                return names, {}
-            except (DoesNotFit, Mismatch):
-                pass  # one by one finds which
         written: list[AgentID] = []
         left: dict[Any, Any] = {}
         for agent, value in values.items():
@@ -331,11 +244,10 @@ class AgentColumns:
                 raise Mismatch(f"the {what} of agent {agent!r}: {error}") from error
         return written, left
 
-    def read(self, record: int, agents: Sequence[AgentID], copy: bool) -> dict[AgentID, Any]:
+    def read(self, record: int, agents: Iterable[AgentID], copy: bool) -> dict[AgentID, Any]:
         """The values of some of `agents`, in this order; arrays are views of the block unless `copy`."""
-        everybody = agents == self.agents
-        values = dict(zip(self.agents, self.read_span(record, record + 1, copy and everybody)))
-        return values if everybody else {agent: copied(values[agent]) if copy else values[agent] for agent in agents}
+        places = [(agent, *self._places[agent]) for agent in agents]
+        return {agent: column.read(record, row, copy) for agent, column, row in places}
 
     def write_stacked(self, values: Mapping[AgentID, Any]) -> None:
         """Write the values of some of `agents` in every record; raises `Mismatch` with the name of the agent."""
@@ -398,7 +310,8 @@ class Layout:
         nbytes, stride, starts: Size of the block, bytes from one record to the next, offsets of the records.
         agents: The agents with a place in the headers.
         action_header, transition_header: Offsets of the headers in a record; see `records.py`.
-        step_end: Offset in a record after what every step writes; final observations and state follow.
+        step_end: Offset in a record after what every step writes; infos, final observations and state follow.
+        infos, infos_nbytes: Offset and size of the area for infos of simple values, which compiled code writes.
         rewards: Columns of the agents whose rewards are vectors; rewards that are numbers lie in the header.
         state: The global state; None if there is none, or if it travels pickled.
     """
@@ -414,6 +327,8 @@ class Layout:
         self.rewards = AgentColumns(schema.reward_spaces, self.agents, place)
         self.observations = AgentColumns(schema.observation_spaces, self.agents, place)
         self.step_end = _aligned(self._record_nbytes, COLUMN_ALIGNMENT)
+        self.infos_nbytes = min(256 + 128 * n, 1 << 16) if n else 0
+        self.infos = place(self.infos_nbytes)
         self.final_observations = AgentColumns(schema.observation_spaces, self.agents, place)
         self.state: ArrayColumn | None = None
         if arrays and schema.state_space is not None and fits_block(schema.state_space):

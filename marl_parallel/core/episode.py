@@ -13,7 +13,7 @@ The parent uses the functions at the end on the same facts. How transitions trav
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gymnasium import Space
@@ -26,7 +26,6 @@ from marl_parallel.core.transition import (
     COMMON,
     FINAL_OBS,
     RESET_INFO,
-    PlainForm,
     Transition,
     check_infos,
     checked_flags,
@@ -44,6 +43,8 @@ class Episode:
 
     Attributes:
         ended_for_now: Whether the last step ended an episode and `begin_next` is due.
+        fast: The simulator's `step`, and its `agents_left` if agents may leave, for compiled code that calls them while
+            all agents are alive and act. A step whose transition is plain changes nothing here. None in other states.
     """
 
     def __init__(self, env: MultiAgentEnv, env_id: int, mode: AutoresetMode, status: WorkerStatus) -> None:
@@ -53,9 +54,7 @@ class Episode:
         self._alive: list[AgentID] = []
         self._acting: list[AgentID] = []
         self._flagged: set[AgentID] = set()
-        vectors = all(agent in env.reward_spaces for agent in env.possible_agents)
-        self._plain = PlainForm(env.possible_agents, vectors=vectors)
-        self._all_act = False  # whether every possible agent is alive and acting, and no agent has been flagged
+        self.fast: tuple[Callable[..., Any], Callable[[], Any] | None] | None = None
         self._over: tuple[Any, Any] | None = None
         self._postponed: Mapping[str, Any] | None = None
         self._early: Transition | None = None
@@ -79,8 +78,7 @@ class Episode:
         rewards = no_rewards(observations, self.env.reward_spaces)
         terminateds = {**dict.fromkeys(observations, False), ALL: False}
         truncateds = {**terminateds}
-        code = self._plain.code(observations, rewards, terminateds, truncateds, infos) if self._all_act else 0
-        return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting, code)
+        return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting)
 
     def step(self, actions: dict[Any, Any]) -> Transition:
         """Step once, or begin the next episode if that is due; if `ended_for_now`, `begin_next` needs the transition.
@@ -99,20 +97,13 @@ class Episode:
                 return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {}, (), ())
         self._status.enter(self.env_id, _STEP)
         try:
-            observations, rewards, terminateds, truncateds, infos = self.env.step(actions)
+            dicts = self.env.step(actions)
         finally:
             self._status.leave()
-        if self._all_act:
-            code = self._plain.code(observations, rewards, terminateds, truncateds, infos)
-            # No agent's state changes, and the episode is over only if the simulator says that no agent is left.
-            if code and (self._dict_rules or (left := self.env.agents_left()) is None or left):
-                self._over = None
-                agents = self._acting
-                return Transition(observations, rewards, terminateds, truncateds, infos, agents, agents, code)
-        return self._interpret((observations, rewards, terminateds, truncateds, infos))
+        return self.interpret(dicts)
 
-    def _interpret(self, dicts: Dicts) -> Transition:
-        """Decide what a step means: who is alive and acts now, and whether the episode is over."""
+    def interpret(self, dicts: Dicts) -> Transition:
+        """Decide what a step means, from what the simulator returned: who is alive and acts now, and what is over."""
         observations, rewards, terminateds, truncateds, infos = dicts
         if ALL in observations or ALL in rewards or COMMON in observations:
             refuse_reserved("step", observations, rewards)
@@ -135,10 +126,10 @@ class Episode:
             self._over = None
             return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting)
         if self._mode is not AutoresetMode.SAME_STEP:
-            self._over = over
+            self._over, self.fast = over, None
             acting = self._acting if needs_actions(self.env.rules, self._mode, over=True) else []
             return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, acting)
-        self.ended_for_now = True
+        self.ended_for_now, self.fast = True, None
         # Simulators that use the same arrays and dicts again would overwrite them with the next episode's.
         return Transition(*copied_dicts((observations, rewards, terminateds, truncateds, infos)), self._alive, ())
 
@@ -152,7 +143,7 @@ class Episode:
 
     def postpone_reset(self, keywords: Mapping[str, Any]) -> None:
         """Count as truncated until the next reset, which gets these keywords: the simulator is new."""
-        self._postponed, self._over = keywords, (False, True)
+        self._postponed, self._over, self.fast = keywords, (False, True), None
 
     def reset_early(self) -> None:
         """Do a postponed reset before the simulator is called or rendered.
@@ -162,13 +153,14 @@ class Episode:
         if self._postponed is not None and self._early is None:
             keywords, over = self._postponed, self._over
             self._early = self.reset({})
-            self._postponed, self._over = keywords, over
+            self._postponed, self._over, self.fast = keywords, over, None
 
     def _note(self, alive: Iterable[AgentID], observations: dict[AgentID, Any]) -> None:
         """Update alive and acting, as new lists: transitions hold the old ones."""
         self._alive = [*alive]
         self._acting = self._who_acts(observations)
-        self._all_act = self._acting == self._alive == self.env.possible_agents and not self._flagged
+        all_act = self._acting == self._alive == self.env.possible_agents and not self._flagged
+        self.fast = (self.env.step, None if self._dict_rules else self.env.agents_left) if all_act else None
 
     def _who_acts(self, observations: dict[AgentID, Any]) -> list[AgentID]:
         turn = self.env.turn()

@@ -17,7 +17,7 @@ class Message(Enum):
     """The kinds of requests."""
 
     ACCESS = 1  # construct the environments, and describe them
-    ATTACH = 2  # lay out the block of shared memory in which actions and transitions travel
+    ATTACH = 2  # lay out the block: the number of environments, whether it has arrays, and whether it has infos
     SEED = 3  # return the seeds that the environments use
     RESET = 4  # begin new episodes
     STEP = 5  # read the actions in the block, step, and reset where the episode is over and the mode says so
@@ -99,7 +99,7 @@ class Rebuild(NamedTuple):
     """The payload of `REBUILD`, by environment; the result is as of a reset, or a `Refusal` if its spaces differ."""
 
     plan: Plan  # for this environment
-    block: tuple[int, bool]  # the payload of `ATTACH`, for a worker that is new itself
+    block: tuple[int, bool, bool]  # the payload of `ATTACH`, for a worker that is new itself
     reset: bool  # whether its first episode begins at once; else with whatever resets it next
     keywords: bytes | None = None  # pickled, of the caller's reset that failed, if one did; its seed is not used again
 

@@ -2,29 +2,28 @@
 
 The parent writes actions and reads transitions, the worker reads actions and writes transitions::
 
-    parent                                     block                                     worker
-    ActionRecords.write_span      ->   header | actions               ->   ActionRecords.read_span
-    TransitionRecords.read_span   <-   header | columns               <-   TransitionRecords.write
+    parent                                block                               worker
+    ActionRecords.write       ->   header | actions                ->   ActionRecords.read
+    TransitionRecords.read    <-   header | columns                <-   TransitionRecords.write
 
 Columns are described in `columns.py`. The headers, in bytes, for the n agents that have a place there::
 
     of actions:        form 1 | present n
     of a transition:   code 8 | rewards 8n | types of rewards n | terminated n+1 | truncated n+1 | presence n
 
-The form tells whether every agent has an action; if not, `present` tells which have one. A code with the bit `PLAIN`
-implies all but the observations and rewards (see `transition.py`). With other codes, the bytes after it tell which
-agents are in which dicts, and the types of their numbers.
+The form tells whether every agent has an action; if not, `present` tells which have one. The bytes after the code tell
+which agents are in which dicts, and the types of their numbers.
 
-The four methods above are the fast path: spans of neighbouring records, plain ones only. The others (`write`, `read`)
-take one record of any form. Compiled code may replace the four; it reads and writes the same bytes.
+Most transitions are *plain*: every agent is in every dict, alive and acting, all rewards have one type, and no flag is
+set. Their code has the bit `PLAIN`, and all but the observations and rewards follow from it. Compiled code
+(`codec.py`) reads and writes plain records, with the same bytes; this file takes records of any form, one at a time.
 """
 
 from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, groupby
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,26 +34,11 @@ from marl_parallel.core.columns import Layout, over_records, span_of
 from marl_parallel.core.episode import with_final
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import Extras, in_order
-from marl_parallel.core.spaces import DoesNotFit, Mismatch, builder, is_vector, numbers_of, rows_builder
-from marl_parallel.core.transition import (
-    ALL,
-    FALSE_CODES,
-    FINAL,
-    FLAG_SHIFT,
-    FLAGS,
-    INFOS,
-    PLAIN,
-    REWARD_SHIFT,
-    REWARD_TYPES,
-    VECTOR_TAG,
-    VECTORS,
-    Transition,
-    are_empty,
-    reward_tag,
-)
+from marl_parallel.core.spaces import is_vector
+from marl_parallel.core.transition import ALL, Transition, are_empty
 
-_ALL_IN_ORDER, _SOME = 1, 2
-_ALL = bytes((_ALL_IN_ORDER,))
+SOME, ALL_IN_ORDER = 0, 1
+"""The forms of actions."""
 
 _CODE_NBYTES = 8
 _CACHED, _CACHED_AGENTS = 256, 100_000
@@ -70,69 +54,84 @@ class ActionRecords:
 
     def __init__(self, layout: Layout, buffer: Any) -> None:
         self._columns, self._possible_agents = layout.actions, layout.schema.possible_agents
-        self._agents = agents = self._columns.agents
-        self._build_rows = rows_builder(dict.fromkeys(agents, 0))
-        self._complete = bool(agents) and agents == layout.agents
+        self._agents = self._columns.agents
         self._forms = over_records(buffer, layout.starts, layout.action_header, np.uint8, ())
-        self._present = over_records(buffer, layout.starts, layout.action_header + 1, np.bool_, (len(agents),))
-
-    def write_span(self, span: range, actions: Sequence[Mapping[Any, Any]]) -> bool:
-        """Write the actions of all agents, in order, into neighbouring records; False if each needs `write`."""
-        if not self._complete:
-            return False
-        values = [*chain.from_iterable([of_env.values() for of_env in actions])]
-        try:
-            self._columns.write_span(span.start, span.stop, values)
-        except (DoesNotFit, Mismatch):
-            return False  # one by one finds which
-        self._forms[span.start : span.stop] = _ALL_IN_ORDER
-        return True
+        self._present = over_records(buffer, layout.starts, layout.action_header + 1, np.bool_, (len(self._agents),))
 
     def write(self, record: int, actions: Mapping[Any, Any]) -> Extras | None:
         """Write what fits, and return the rest, to be pickled; `Mismatch` if an action is not of its space."""
         written, extras = self._columns.write(record, actions, "action")
         if written == self._agents and not extras and written:
-            self._forms[record] = _ALL_IN_ORDER
+            self._forms[record] = ALL_IN_ORDER
             return None
         there = {*written}
         self._present[record] = [agent in there for agent in self._agents]
-        self._forms[record] = _SOME
+        self._forms[record] = SOME
         return extras or None
 
     def mark_present(self, present: NDArray[np.bool_] | None) -> None:
         """Set which actions count in records that were written by columns: `(records, agents)`; None for all."""
         if present is not None:
             self._present[...] = present
-        self._forms[...] = _ALL_IN_ORDER if present is None else _SOME
-
-    def read_span(self, span: range) -> list[dict[Any, Any]]:
-        """The actions of neighbouring records without extras; as `read`."""
-        if not self._complete or self._forms[span.start : span.stop].tobytes() != _ALL * len(span):
-            return [self.read(record, None) for record in span]
-        values = self._columns.read_span(span.start, span.stop, True)
-        return self._build_rows(zip(*[iter(values)] * len(self._agents)))
+        self._forms[...] = ALL_IN_ORDER if present is None else SOME
 
     def read(self, record: int, extras: Extras | None) -> dict[Any, Any]:
         """The actions of one record, arrays in memory of their own; `extras` is what `write` returned."""
         agents = self._agents
-        if self._forms[record] != _ALL_IN_ORDER:
+        if self._forms[record] != ALL_IN_ORDER:
             agents = [agent for agent, there in zip(agents, self._present[record].tolist()) if there]
         actions = self._columns.read(record, agents, True)
         return in_order(actions | extras, self._possible_agents) if extras else actions
 
 
-# -- transitions -------------------------------------------------------------------------------------------------------
+# -- codes -------------------------------------------------------------------------------------------------------------
+
+PLAIN, INFOS, FINAL, INFOS_IN_BLOCK = 1, 2, 4, 8
+"""Bits of a code: the transition is plain; extras travel pickled (if it is plain, its infos); final observations are in
+the block; infos are in the block, where only compiled code writes and reads them. In plain transitions, the tag of the
+rewards and the code of the flags come above these."""
+REWARD_SHIFT, FLAG_SHIFT = 8, 16
+
+# The first of each is the most frequent; a reward is stored as a double, exactly, or travels pickled.
+FLOATS: tuple[type, ...] = (float, np.float64, np.float32, np.float16)
+"""The types of rewards that a double holds exactly, whatever the number."""
+REWARD_TYPES: tuple[type, ...] = (
+    *FLOATS, int, bool, np.bool_,
+    np.int64, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16, np.uint8,
+)  # fmt: skip
+VECTOR_TAG = len(REWARD_TYPES)
+"""The tag of a reward that is a vector, in a column of its own."""
+_REWARD_TAGS = {t: tag for tag, t in enumerate(REWARD_TYPES)}
+_LARGEST_EXACT = 2**53
+
+FLAGS: tuple[Any, ...] = (False, True, np.False_, np.True_)
+"""By their codes; those that are true have odd ones."""
+FALSE_CODES: dict[type, int] = {bool: 0, np.bool_: 2}
+"""The codes of False, by type."""
+
+
+def reward_tag(rewards: Collection[Any]) -> int | None:
+    """The tag of the one type that all these numbers have; None if a double would not hold them exactly."""
+    kinds = {*map(type, rewards)}
+    tag = _REWARD_TAGS.get(kinds.pop()) if len(kinds) == 1 else None
+    if tag is None or tag < len(FLOATS):
+        return tag
+    return tag if min(rewards) >= -_LARGEST_EXACT and max(rewards) <= _LARGEST_EXACT else None
 
 
 _NAMES = "observations", "rewards", "terminateds", "truncateds", "infos", "alive", "acting", "final_observations"
 BITS = {name: 1 << place for place, name in enumerate(_NAMES)}
 """Bits of an agent's presence: in which dicts it is, and whether it is alive and acts."""
-_REWARDED, _EVERYWHERE = BITS["rewards"], sum(BITS.values()) - BITS["final_observations"]
+EVERYWHERE = sum(BITS.values()) - BITS["final_observations"]
+"""The presence of every agent in a plain transition; without the bit of infos if these travel pickled."""
 
 
 def _agents_in(agents: Sequence[AgentID], presence: bytes) -> dict[str, list[AgentID]]:
     """The agents that have each of the bits, by its name."""
     return {name: [a for a, bits in zip(agents, presence, strict=True) if bits & bit] for name, bit in BITS.items()}
+
+
+# -- transitions -------------------------------------------------------------------------------------------------------
 
 
 class TransitionRecords:
@@ -144,18 +143,12 @@ class TransitionRecords:
         flags: The codes of the flags, `(records, 2, agents + 1)`, `__all__` last; odd if True.
     """
 
-    def __init__(self, layout: Layout, buffer: Any, *, copy: bool = True) -> None:
-        self._layout, self._copy, self._buffer = layout, copy, memoryview(buffer)
+    def __init__(self, layout: Layout, buffer: Any, *, copy: bool = True, codec: Any = None) -> None:
+        self._layout, self._copy, self._buffer, self._codec = layout, copy, buffer, codec
         self.agents = agents = layout.agents
         self._n = n = len(agents)
-        self._observations, self._vectors = layout.observations, layout.rewards
-        # Whether the block has a place for every agent's observation, and for every agent's reward as a vector.
-        self._holds_plain = bool(agents) and layout.observations.agents == agents
-        self._all_vectors = bool(agents) and layout.rewards.agents == agents
-        # The headers, by record and as arrays of all records.
         self._headers = [start + layout.transition_header for start in layout.starts]
-        self._words = self._buffer[: layout.nbytes].cast("B").cast("Q")
-        self._rewards_struct, self._struct = struct.Struct(f"={n}d"), struct.Struct(f"=Q{n}d{n}s{n + 1}s{n + 1}s{n}s")
+        self._struct = struct.Struct(f"=Q{n}d{n}s{n + 1}s{n + 1}s{n}s")
         view, at = functools.partial(over_records, buffer, layout.starts), layout.transition_header + _CODE_NBYTES
         self._codes = view(at - _CODE_NBYTES, np.uint64, ())
         self.rewards = view(at, np.float64, (n,))
@@ -164,46 +157,12 @@ class TransitionRecords:
         self.presence = view(at + 11 * n + 2, np.uint8, (n,))
         self._flagged = [*agents, ALL]
         self._places = {key: place for place, key in enumerate(self._flagged)}
-        # What plain records consist of.
-        self._build, self._build_rows = builder(dict.fromkeys(agents, 0)), rows_builder(dict.fromkeys(agents, 0))
-        self._empty_infos = builder({agent: {} for agent in agents})
-        self._no_flags = {code: {**dict.fromkeys(agents, FLAGS[code]), ALL: False} for code in FALSE_CODES.values()}
-        self._zeros = [0.0] * n
         cached = min(_CACHED, max(_CACHED_AGENTS // max(n, 1), 1))
         self._agents_in = functools.lru_cache(cached)(functools.partial(_agents_in, agents))
 
-    # -- writing -------------------------------------------------------------------------------------------------------
-
     def write(self, record: int, transition: Transition) -> Extras | None:
         """Write what fits, and return the rest, to be pickled; `Mismatch` if a value is not of its space."""
-        code = transition.code
-        if not code or not self._holds_plain:
-            return self._write_any(record, transition)
-        try:
-            self._observations.write_span(record, record + 1, [*transition.observations.values()])
-            rewards: Iterable[Any] = transition.rewards.values()
-            if code & VECTORS:
-                if not self._all_vectors:
-                    return self._write_any(record, transition)
-                self._vectors.write_span(record, record + 1, [*rewards])
-                rewards = self._zeros
-        except (DoesNotFit, Mismatch):
-            return self._write_any(record, transition)  # one by one finds which
-        header = self._headers[record]
-        # If the record already has this code, all bytes of the header but the rewards follow from it.
-        if self._words[header >> 3] == code:
-            self._rewards_struct.pack_into(self._buffer, header + _CODE_NBYTES, *rewards)
-        else:
-            n = self._n
-            tags, flags = bytes((code >> REWARD_SHIFT & 0xFF,)) * n, bytes((code >> FLAG_SHIFT,)) * n + b"\0"
-            # The code comes last: a worker that dies in between leaves none that its successor would trust.
-            self._struct.pack_into(self._buffer, header, 0, *rewards, tags, flags, flags, bytes((_EVERYWHERE,)) * n)
-            self._words[header >> 3] = code
-        return {"infos": transition.infos} if code & INFOS else None
-
-    def _write_any(self, record: int, transition: Transition) -> Extras | None:
-        """Write a transition of any form."""
-        observations, rewards, terminateds, truncateds, infos, alive, acting, _, final, reset_infos = transition
+        observations, rewards, terminateds, truncateds, infos, alive, acting, final, reset_infos = transition
         n, everybody, places = self._n, self.agents, self._places
         extras: Extras = {}
         common, presence = 0, [0] * (n + 1)  # the bits of all agents, and those of each agent; of `__all__`, any
@@ -220,7 +179,7 @@ class TransitionRecords:
             if left:
                 extras.setdefault(name, {}).update(left)
 
-        add("observations", *self._observations.write(record, observations, "observation"))
+        add("observations", *self._layout.observations.write(record, observations, "observation"))
         if final is not None:
             add("final_observations", *self._layout.final_observations.write(record, final, "last observation"))
         numbers, tags = [0.0] * n, bytearray(n)
@@ -229,7 +188,7 @@ class TransitionRecords:
         if declared := self._layout.schema.reward_spaces:
             vectors = {agent: reward for agent, reward in rewards.items() if agent in declared and is_vector(reward)}
             rewards = {agent: reward for agent, reward in rewards.items() if agent not in vectors}
-            written, left = self._vectors.write(record, vectors, "reward")
+            written, left = self._layout.rewards.write(record, vectors, "reward")
             for agent in written:
                 tags[places[agent]] = VECTOR_TAG
         tag = reward_tag(rewards.values())
@@ -265,107 +224,46 @@ class TransitionRecords:
             extras["infos"] = infos
         if reset_infos and not are_empty(reset_infos.values()):
             extras["reset_infos"] = reset_infos
-        code = (INFOS if extras else 0) | (FINAL if final is not None else 0)
         bits = bytes([own | common for own in presence[:n]])
+        code = (INFOS if extras else 0) | (FINAL if final is not None else 0)
+        everywhere = EVERYWHERE - BITS["infos"] if extras else EVERYWHERE
+        flag = codes[0][0]
+        if (
+            code in (0, INFOS)
+            and n
+            and extras.keys() <= {"infos"}
+            and bits == bytes((everywhere,)) * n
+            and tags == tags[:1] * n
+            and flag in FALSE_CODES.values()
+            and codes[0] == codes[1] == bytes((flag,)) * n + b"\0"
+        ):
+            code |= PLAIN | tags[0] << REWARD_SHIFT | flag << FLAG_SHIFT
         self._struct.pack_into(self._buffer, self._headers[record], code, *numbers, tags, *codes, bits)
         return extras or None
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    def all_plain(self) -> bool:
+        """Whether every record is plain and has no infos."""
+        return bool((self._codes & np.uint64(PLAIN | INFOS | INFOS_IN_BLOCK) == PLAIN).all())
 
-    def runs(self, span: range, exclude: Collection[int] = ()) -> list[tuple[range, int]]:
-        """Cut a span into runs with the code they have in common, 0 for records that are not plain or in `exclude`."""
-        codes = self._codes[span.start : span.stop]
-        first, raw = self._words[self._headers[span.start] >> 3], codes.tobytes()
-        if first & PLAIN and not exclude and raw == raw[:_CODE_NBYTES] * len(span):
-            return [(span, first)]
-        plain = [code if code & PLAIN and record not in exclude else 0 for record, code in zip(span, codes.tolist())]
-        runs, start = [], span.start
-        for code, run in groupby(plain):
-            stop = start + len([*run])
-            runs.append((range(start, stop), code))
-            start = stop
-        return runs
-
-    def read_span(self, span: range, code: int, extras: Mapping[int, Extras]) -> Columns:
-        """The five dicts of plain records that have this code; `extras` is, by record, what `write` returned."""
-        start, stop, n = span.start, span.stop, self._n
-        observations = self._observations.read_span(start, stop, self._copy)
-        if code & VECTORS:
-            rewards = self._vectors.read_span(start, stop, True)
-        else:
-            rewards = numbers_of(self.rewards[start:stop], REWARD_TYPES[code >> REWARD_SHIFT & 0xFF])
-        flags = self._no_flags[code >> FLAG_SHIFT]
-        if code & INFOS:
-            infos = [extras[record]["infos"] if record in extras else self._empty_infos() for record in span]
-        else:
-            infos = [self._empty_infos() for _ in span]
-        return (
-            (*self._build_rows(zip(*[iter(observations)] * n)),),
-            (*self._build_rows(zip(*[iter(rewards)] * n)),),
-            (*[flags.copy() for _ in span],),
-            (*[flags.copy() for _ in span],),
-            (*infos,),
-        )
-
-    def read(self, record: int, extras: Extras | None) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
+    def read(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Rebuild the five dicts of a record, with what an automatic reset adds to the infos.
 
         Returns:
             The dicts; the agents that act next, and those that are alive, lists not to be changed; whether the episode
             is over.
         """
-        code = self._words[self._headers[record] >> 3]
-        if not code & PLAIN:
-            return self._read_any(record, extras or {})
-        # As `read_span`, which takes twice as long for one record.
-        rewards: Iterable[Any]
-        if code & VECTORS:
-            rewards = self._vectors.read_span(record, record + 1, True)
-        else:
-            rewards = self._rewards_struct.unpack_from(self._buffer, self._headers[record] + _CODE_NBYTES)
-            if code >> REWARD_SHIFT & 0xFF:  # another type than float
-                rewards = map(REWARD_TYPES[code >> REWARD_SHIFT & 0xFF], rewards)
-        flags = self._no_flags[code >> FLAG_SHIFT]
-        dicts = (
-            self._build(*self._observations.read_span(record, record + 1, self._copy)),
-            self._build(*rewards),
-            flags.copy(),
-            flags.copy(),
-            extras["infos"] if extras else self._empty_infos(),
-        )
-        return dicts, self.agents, self.agents, False
-
-    def read_infos(self, record: int, extras: Extras) -> tuple[dict[Any, Any], list[AgentID], list[AgentID], bool]:
-        """As `read`, with the infos in place of all dicts, if `extras` have nothing but infos."""
-        code, *_, terminated, truncated, presence = self._struct.unpack_from(self._buffer, self._headers[record])
-        agents_in = self._agents_in(presence)
-        over = bool((terminated[-1] | truncated[-1]) & 1)
-        return self._infos(record, code, agents_in, extras), agents_in["acting"], agents_in["alive"], over
-
-    def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
-        """The last observations, and the agents that are alive."""
-        (observations, *_), _, alive, _ = self._read_any(record, extras or {})
-        return observations, alive
-
-    def observed(self, record: int) -> dict[AgentID, Any]:
-        """The observations in a record, without those that are pickled; arrays are views."""
-        *_, presence = self._struct.unpack_from(self._buffer, self._headers[record])
-        return self._observations.read(record, self._agents_in(presence)["observations"], False)
-
-    def _read_any(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
-        """Read a transition of any form."""
         header = self._struct.unpack_from(self._buffer, self._headers[record])
         code, *numbers, tags, terminated, truncated, presence = header
         agents_in = self._agents_in(presence)
-        observations = self._observations.read(record, agents_in["observations"], self._copy)
+        observations = self._layout.observations.read(record, agents_in["observations"], self._copy)
         rewards = {
             agent: None if tag == VECTOR_TAG else REWARD_TYPES[tag](number)
             for agent, tag, number, bits in zip(self.agents, tags, numbers, presence)
-            if bits & _REWARDED
+            if bits & BITS["rewards"]
         }
         if VECTOR_TAG in tags:
             vectors = [agent for agent, reward in rewards.items() if reward is None]
-            rewards |= self._vectors.read(record, vectors, True)
+            rewards |= self._layout.rewards.read(record, vectors, True)
         flags = []
         for name, codes in (("terminateds", terminated), ("truncateds", truncated)):
             bit = BITS[name]
@@ -383,8 +281,29 @@ class TransitionRecords:
             acting, alive = acting + extras.get("acting", []), alive + extras.get("alive", [])
         return dicts, acting, alive, bool(flags[0][ALL] or flags[1][ALL])
 
+    def read_infos(self, record: int, extras: Extras) -> tuple[dict[Any, Any], list[AgentID], list[AgentID], bool]:
+        """As `read`, with the infos in place of all dicts, if `extras` have nothing but infos."""
+        code, *_, terminated, truncated, presence = self._struct.unpack_from(self._buffer, self._headers[record])
+        agents_in = self._agents_in(presence)
+        over = bool((terminated[-1] | truncated[-1]) & 1)
+        return self._infos(record, code, agents_in, extras), agents_in["acting"], agents_in["alive"], over
+
+    def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
+        """The last observations, and the agents that are alive."""
+        (observations, *_), _, alive, _ = self.read(record, extras or {})
+        return observations, alive
+
+    def observed(self, record: int) -> dict[AgentID, Any]:
+        """The observations in a record, without those that are pickled; arrays are views."""
+        *_, presence = self._struct.unpack_from(self._buffer, self._headers[record])
+        return self._layout.observations.read(record, self._agents_in(presence)["observations"], False)
+
     def _infos(self, record: int, code: int, agents_in: Mapping[str, list[AgentID]], extras: Extras) -> dict[Any, Any]:
-        infos: dict[Any, Any] = extras["infos"] if "infos" in extras else {agent: {} for agent in agents_in["infos"]}
+        infos: dict[Any, Any]
+        if code & INFOS_IN_BLOCK:
+            infos = self._codec.infos(record)
+        else:
+            infos = extras["infos"] if "infos" in extras else {agent: {} for agent in agents_in["infos"]}
         if code & FINAL:
             final = self._layout.final_observations.read(record, agents_in["final_observations"], self._copy)
             with_final(infos, self._merged("final_observations", final, extras), extras.get("reset_infos", {}))

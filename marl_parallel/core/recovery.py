@@ -35,7 +35,7 @@ class Recovery:
     slots: Sequence[Slot]
     policy: RestartPolicy
     plan: Plan  # the constructors of all environments, and what else workers need
-    block: tuple[int, bool]  # the payload of ATTACH
+    block: tuple[int, bool, bool]  # the payload of ATTACH
     batch: Batch
     base_seed: int  # seeds are derived from it; changes with `reset(seed=)`
     options_last: bool  # whether environments remember the options of a reset

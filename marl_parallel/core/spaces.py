@@ -1,13 +1,12 @@
 """Spaces and their values: trees of dicts and tuples, with arrays and numbers as leaves.
 
 `tree_map` walks every kind of tree: spaces, values, and stacks of values (`stacking.py`). `conform` casts one value to
-its space. `builder` compiles functions that make dicts of fixed keys quickly. Spaces are compared in `schema.py`.
+its space. Spaces are compared in `schema.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -88,14 +87,13 @@ def check_form(tree: Any, others: Iterable[Any], remark: str = "") -> None:
             raise Mismatch(f"expected a tuple of {len(tree)}{remark}, got {other!r:.200}")
 
 
-def check_same_form(tree: Any, values: Iterable[Any]) -> None:
-    """Check that a reader would rebuild the same dicts and tuples from the leaves; raises `DoesNotFit`."""
+def check_same_form(tree: Any, value: Any) -> None:
+    """Check that a reader would rebuild the same dict or tuple from its parts; raises `DoesNotFit`."""
     if isinstance(tree, dict):
-        keys = tree.keys()
-        for value in values:
-            if not isinstance(value, dict) or value.keys() != keys:
-                raise DoesNotFit
-    elif any(type(value) is not tuple or len(value) != len(tree) for value in values):
+        fits = isinstance(value, dict) and value.keys() == tree.keys()
+    else:
+        fits = type(value) is tuple and len(value) == len(tree)
+    if not fits:
         raise DoesNotFit
 
 
@@ -119,59 +117,6 @@ def unfit_leaf(space: Space[Any]) -> str:
         if type(leaf) not in _FIXED_SIZE:
             return f"{''.join(f'[{key!r}]' for key in path)}, {leaf}" if path else str(leaf)
     return ""
-
-
-_MOST_LEAVES = 256
-"""Trees with more leaves are built without compiled code: the time to compile grows with the square of their number."""
-
-
-def builder(tree: Any) -> Callable[..., Any]:
-    """A function that takes one value for each leaf of a tree, or of a space, and returns a tree with these values.
-
-    It is compiled, at half the price of `dict(zip(keys, values))`. Empty dicts and tuples are new in each result.
-
-    Example:
-        >>> builder({"a": 0, "b": (0, {})})(1, 2)
-        {'a': 1, 'b': (2, {})}
-    """
-
-    def build(*values: Any) -> Any:
-        left = iter(values)
-        return tree_map(lambda _: next(left), tree)
-
-    return _compiled(tree, "lambda {values}: {tree}") or build
-
-
-def rows_builder(tree: Any) -> Callable[[Iterable[Any]], list[Any]]:
-    """As `builder`, but the function takes an iterable of rows of values and returns a list of trees."""
-    build = builder(tree)
-    return _compiled(tree, "lambda rows: [{tree} for ({values}) in rows]") or (lambda rows: [*starmap(build, rows)])
-
-
-def _compiled(tree: Any, source: str) -> Callable[..., Any] | None:
-    """Compile a function from its source, with the tree and the names of its leaves filled in; None for large trees."""
-    keys: list[Any] = []
-    values: list[str] = []
-
-    def source_of(part: Any) -> str:
-        if type(part) in (spaces.Dict, spaces.Tuple):
-            part = part.spaces
-        if isinstance(part, dict):
-            first = len(keys)
-            keys.extend(part)
-            return "{" + "".join([f"k{n}: {source_of(child)}, " for n, child in enumerate(part.values(), first)]) + "}"
-        if isinstance(part, tuple):
-            return "(" + "".join([f"{source_of(child)}, " for child in part]) + ")"
-        values.append(f"v{len(values)}")
-        return values[-1]
-
-    source = source.format(tree=source_of(tree), values="".join(f"{name}, " for name in values))
-    if max(len(values), len(keys)) > _MOST_LEAVES:
-        return None
-    # The source holds numbered names only; the keys themselves, whatever they are, come in as arguments.
-    names = "".join(f"k{n}, " for n in range(len(keys)))
-    make: Callable[..., Any] = eval(f"lambda {names}: {source}")(*keys)
-    return make
 
 
 # -- one value ---------------------------------------------------------------------------------------------------------
@@ -237,14 +182,6 @@ def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArra
 
 def _mismatch(dtype: np.dtype[Any], shape: tuple[int, ...], got: str) -> Mismatch:
     return Mismatch(f"expected an array of shape {shape} and dtype {dtype}, got {got}")
-
-
-def numbers_of(array: NDArray[Any], kind: type) -> list[Any]:
-    """The elements of an array, in its order, as Python or NumPy scalars of one type that holds them all."""
-    if issubclass(kind, np.generic):
-        return [*array.astype(kind).ravel()]
-    numbers = array.ravel().tolist()
-    return numbers if not numbers or type(numbers[0]) is kind else [*map(kind, numbers)]
 
 
 def is_vector(reward: Any) -> bool:

@@ -4,8 +4,8 @@ How a step goes::
 
     Request(STEP) -> execute -> _carry_out -> send(STEPPED), or a Reply with pickled extras and failures
                                   |
-                                  | for each environment, with its actions from the block
-                                  v
+                                  | Codec.run: reads actions, steps, writes plain transitions
+                                  v  for each environment where it stops, and for all if there is no compiled code:
                                 _advance      Episode.step, begin_next if the episode has ended,
                                               TransitionRecords.write; returns what does not fit, pickled
 
@@ -22,15 +22,15 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from marl_parallel.adapters import AdapterMismatch, InvalidAgents, LookupFailed, NotAnEnvironment, Schema, adapt
 from marl_parallel.adapters import attributes as lookup
-from marl_parallel.core.columns import Layout, span_of
+from marl_parallel.core.codec import open_codec
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
@@ -40,7 +40,7 @@ from marl_parallel.core.records import ActionRecords, TransitionRecords
 from marl_parallel.core.schema import common_schema, dumps_compactly
 from marl_parallel.core.spaces import DoesNotFit, as_array
 from marl_parallel.core.transition import Transition
-from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, trace
+from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
 
 
 class Worker:
@@ -61,13 +61,14 @@ class Worker:
         self._pid = os.getpid()
         self._episodes: dict[int, Episode] = {}
         self._seeds: dict[int, int] = {}
-        self._share: range | None = None
+        self._all: tuple[int, ...] = ()  # its environments
         self._layout: Layout | None = None
         self._restarts = False
         self._registrations = b""  # those that have been installed
         self._saved: dict[int, bytes] = {}  # extras of an episode's last step, whose automatic reset has not ended yet
         self._partially_written: int | None = None  # the environment whose record may be
         self._send: Callable[[Reply], None]
+        self._codec: Any = None
         self._actions: ActionRecords
         self._transitions: TransitionRecords
 
@@ -83,34 +84,45 @@ class Worker:
     def _carry_out(self, request: Request, env_ids: Sequence[int] | None, *, last: bool) -> None:
         message, _, payload, _, prompt = request
         self._status.begin_request()
-        handler: Callable[[int, Any], Any]
-        payloads: Iterable[Any]
-        if message is Message.STEP and payload is None:  # all actions are in the block
-            handler, payloads = self._advance, self._all_actions(env_ids)
-        else:
-            handler, payloads = getattr(self, f"_{message.name.lower()}"), repeat(payload)
+        ids = self._all if env_ids is None else tuple(env_ids)
+        handler: Callable[[int, Any], Any] = getattr(self, f"_{message.name.lower()}")
+        # All actions are in the block. A trace stores each step, which compiled code does not.
+        codec = self._codec if message is Message.STEP and payload is None and not is_traced(self._status) else None
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
-        for env_id, arguments in zip(self._seeds if env_ids is None else env_ids, payloads):
+        place = 0
+        while place < len(ids):
             try:
-                result = handler(env_id, arguments)
+                if codec is None:
+                    result = handler(ids[place], payload)
+                else:
+                    left = codec.run(ids, place, self._episodes, *self._status.for_codec)
+                    if left is None:
+                        break
+                    self._check_not_forked()
+                    place, returned = left
+                    result = self._go_on(ids[place], returned)
                 if result is not None:
-                    results[env_id] = result
+                    results[ids[place]] = result
             except Refusal as refusal:
-                results[env_id] = refusal.with_traceback(None)
+                results[ids[place]] = refusal.with_traceback(None)
             except BaseException as error:  # SystemExit is a simulator's failure too, not the worker's end
                 self._check_not_forked(error)
                 if self._in_line and isinstance(error, KeyboardInterrupt):
                     raise
-                doing = self._status.latest or message
+                place = place if codec is None else codec.place
+                env_id, doing = ids[place], self._status.latest or message
                 failures[env_id] = _failure(error, doing, env_id == self._partially_written)
                 self._partially_written = None
                 if env_id in self._saved:
                     results[env_id] = self._saved.pop(env_id)
             if prompt and (results or failures):
                 self._check_not_forked()
-                self._send(Reply(message, (env_id,), results, failures, time.monotonic(), last=False))
+                self._send(Reply(message, (ids[place],), results, failures, time.monotonic(), last=False))
                 results, failures = {}, {}
+            place += 1
+        if codec is not None:
+            self._status.add_steps(*codec.sums())
         moment = self._status.end_request()
         self._check_not_forked()
         if message is Message.CLOSE and (slices := trace(self._status, on=False)) is not None:
@@ -154,19 +166,20 @@ class Worker:
         if plan.traced:
             trace(self._status, on=True)
         self._episodes[env_id] = Episode(env, env_id, plan.mode, self._status)
-        self._share = span_of([*self._seeds])
+        self._all = tuple(self._seeds)
         self._restarts = plan.restarts
         return Built(dumps_compactly(Schema.of(env)), seeded, is_open, lookup.declared_seed(env.source))
 
-    def _attach(self, env_id: int, payload: tuple[int, bool]) -> None:
+    def _attach(self, env_id: int, payload: tuple[int, bool, bool]) -> None:
         if self._layout is not None:
             return  # one block for all environments
-        num_records, arrays = payload
+        num_records, arrays, infos_in_block = payload
         layout = Layout(Schema.of(self._episodes[env_id].env), num_records, arrays=arrays)
         buffer = self._open_block(layout)
         layout.bind(buffer)
         self._actions = ActionRecords(layout, buffer)
         self._transitions = TransitionRecords(layout, buffer)
+        self._codec = open_codec(layout, buffer, infos_in_block=infos_in_block)
         self._layout = layout
 
     def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> bytes | None:
@@ -208,13 +221,25 @@ class Worker:
         accepted = self._episodes[env_id].env.reset_keywords
         return {name: value for name, value in keywords.items() if name in accepted}
 
-    def _step(self, env_id: int, payload: Mapping[int, bytes]) -> bytes | None:
-        extras = loads(payload[env_id]) if env_id in payload else None
-        return self._advance(env_id, self._actions.read(env_id, extras))
+    def _step(self, env_id: int, payload: Mapping[int, bytes] | None) -> bytes | None:
+        extras = loads(payload[env_id]) if payload and env_id in payload else None
+        return self._advance(env_id, self._episodes[env_id].step(self._actions.read(env_id, extras)))
 
-    def _advance(self, env_id: int, actions: dict[Any, Any]) -> bytes | None:
-        episode = self._episodes[env_id]
-        transition, last = episode.step(actions), None
+    def _go_on(self, env_id: int, returned: Any) -> bytes | None:
+        """Complete a step where compiled code has stopped: with what the simulator returned; None before the step."""
+        if returned is None:
+            return self._step(env_id, None)
+        if type(returned) is not dict:
+            return self._advance(env_id, self._episodes[env_id].interpret(returned))
+        try:  # infos of a transition that has been written
+            return dump_extras({"infos": returned})
+        except BaseException:
+            self._partially_written = env_id
+            raise
+
+    def _advance(self, env_id: int, transition: Transition) -> bytes | None:
+        """Write the transition of a step, or begin the next episode before that; returns what does not fit, pickled."""
+        episode, last = self._episodes[env_id], None
         try:
             if episode.ended_for_now:
                 if self._restarts:
@@ -237,12 +262,6 @@ class Worker:
             self._saved[env_id] = extras
             if self._own_process:  # which may die in the reset; the reply names no environment, since none is done yet
                 self._send(Reply(Message.STEP, (), {env_id: extras}, {}, time.monotonic(), last=False))
-
-    def _all_actions(self, env_ids: Sequence[int] | None) -> list[dict[Any, Any]]:
-        span = self._share if env_ids is None else span_of(env_ids)
-        if span is not None and len(span) > 1:
-            return self._actions.read_span(span)
-        return [self._actions.read(env_id, None) for env_id in (self._seeds if env_ids is None else env_ids)]
 
     def _state(self, env_id: int, _: Any) -> bytes | None:
         self._episodes[env_id].reset_early()

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+import numpy as np
+
 from marl_parallel.core.exclusive import end_returning_copy
 from marl_parallel.types import WorkerStats
 
@@ -82,6 +84,8 @@ class WorkerStatus:
         self._entered = self._inside = self._busy = self._waited = 0.0
         self._parts = 0
         self._ended = [0] * len(Activity)
+        # For compiled code: the numbers; and a flag that is set in a forked child, where they must not be written.
+        self.for_codec = np.frombuffer(view, np.int64), bytearray(1)
         _of_this_process.add(self)
 
     # -- written by the worker ---------------------------------------------------------------------------------------
@@ -97,6 +101,11 @@ class WorkerStatus:
         ints = self._ints
         ints[0] = -ints[0]
         self._ended[ints[1]] += 1
+
+    def add_steps(self, seconds: float, steps: int) -> None:
+        """Add steps for which compiled code has written what `enter` and `leave` do."""
+        self._inside += seconds
+        self._ended[Activity.STEP] += steps
 
     @contextlib.contextmanager
     def during(self, env_id: int, activity: Activity) -> Iterator[None]:
@@ -204,6 +213,7 @@ def _guard_in_forked_child() -> None:
     """
     for status in list(_of_this_process):
         vars(status).update(dict.fromkeys(("enter", "leave", "begin_request", "end_request"), end_returning_copy))
+        status.for_codec[1][0] = 1
     _of_this_process.clear()
 
 
@@ -241,6 +251,11 @@ class TracedStatus(WorkerStatus):
     def _store(self, *slice_: float) -> None:
         if len(self.slices) < _FIELDS * MOST_SLICES:
             self.slices.extend(slice_)
+
+
+def is_traced(status: WorkerStatus) -> bool:
+    """Whether a status stores slices."""
+    return isinstance(status, TracedStatus)
 
 
 def trace(status: WorkerStatus, on: bool) -> array[float] | None:

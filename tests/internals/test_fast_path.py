@@ -1,7 +1,4 @@
-"""The fast path of transitions, which writes only observations and rewards.
-
-Neither it nor any other step with empty infos sends anything else.
-"""
+"""Plain transitions: which ones have the code `PLAIN`. No step with empty infos sends anything beside the block."""
 
 from __future__ import annotations
 
@@ -11,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from simulators.failing import Fragile
 
 from marl_parallel.adapters import AdapterMismatch
+from marl_parallel.adapters.protocol import Schema
 from marl_parallel.backends.channel import Channel
-from marl_parallel.core.transition import (
+from marl_parallel.core.columns import Layout
+from marl_parallel.core.records import (
     FALSE_CODES,
     FLAG_SHIFT,
     FLOATS,
@@ -24,9 +24,9 @@ from marl_parallel.core.transition import (
     REWARD_SHIFT,
     REWARD_TYPES,
     VECTOR_TAG,
-    VECTORS,
-    PlainForm,
+    TransitionRecords,
 )
+from marl_parallel.core.transition import Transition, check_infos
 
 AGENTS = ["a", "b"]
 PARTS = ["observations", "rewards", "terminateds", "truncateds", "infos"]
@@ -41,7 +41,7 @@ class WithoutTruthValue:
 
 def dicts(kind: type = float) -> dict[str, dict[Any, Any]]:
     return {
-        "observations": {"a": np.zeros(2), "b": None},
+        "observations": {"a": np.zeros(2), "b": np.ones(2)},
         "rewards": {"a": kind(1.5), "b": kind(0)},
         "terminateds": {"a": False, "b": False},
         "truncateds": {"a": False, "b": False},
@@ -49,8 +49,15 @@ def dicts(kind: type = float) -> dict[str, dict[Any, Any]]:
     }
 
 
-def code(parts: dict[str, dict[Any, Any]], agents: list[str] = AGENTS) -> int:
-    return PlainForm(agents).code(*(parts[name] for name in PARTS))
+def code(parts: dict[str, dict[Any, Any]], agents: list[str] = AGENTS, vectors: bool = False) -> int:
+    """The code in the header of a record after the transition has been written, without `INFOS` if it is not plain."""
+    box = dict.fromkeys(agents, spaces.Box(-9, 9, (2,)))
+    layout = Layout(Schema(agents, box, {}, None, box if vectors else {}), 1)
+    block = bytearray(layout.nbytes)
+    layout.bind(block)
+    TransitionRecords(layout, block).write(0, Transition(*(parts[name] for name in PARTS), agents, agents))
+    written = int.from_bytes(block[layout.transition_header : layout.transition_header + 8], "little")
+    return written if written & PLAIN else 0
 
 
 @pytest.mark.parametrize("kind", FLOATS)
@@ -77,7 +84,12 @@ def test_other_agents(part, change):
         changed["c"] = copy.copy(changed["b"])
     else:
         changed["a"] = changed.pop("a")
-    assert code(parts) == (PLAIN | INFOS if part == "infos" else 0)
+    if change == "reordered":
+        assert code(parts) == PLAIN
+    elif (change, part) == ("added", "infos"):
+        assert code(parts) == PLAIN | INFOS
+    else:
+        assert code(parts) == 0
 
 
 @pytest.mark.parametrize(
@@ -113,7 +125,7 @@ def test_sequences_of_infos_are_refused(value, agent):
     parts = dicts()
     parts["infos"][agent] = value
     with pytest.raises(AdapterMismatch, match=f"the info of agent '{agent}' must be a dict"):
-        code(parts)
+        check_infos(parts["infos"], AGENTS)
 
 
 @pytest.mark.parametrize("kind", [int, bool, np.int64, np.bool_])
@@ -131,10 +143,7 @@ def test_rewards_that_are_vectors():
     parts = dicts()
     parts["rewards"] = {"a": np.zeros(2), "b": [1.0, 2.0]}
     assert code(parts) == 0
-    assert (
-        PlainForm(AGENTS, vectors=True).code(*(parts[name] for name in PARTS))
-        == PLAIN | VECTORS | VECTOR_TAG << REWARD_SHIFT
-    )
+    assert code(parts, vectors=True) == PLAIN | VECTOR_TAG << REWARD_SHIFT
 
 
 @pytest.mark.parametrize("with_all", [True, False])
@@ -156,20 +165,11 @@ def test_other_values_for_all(part, value):
     assert code(parts) == 0
 
 
-@pytest.mark.parametrize("part", ["terminateds", "truncateds"])
-def test_missing_all(part):
-    parts = dicts()
-    parts[part]["__all__"] = False
-    assert code(parts) == 0
-
-
-@pytest.mark.parametrize("part", ["observations", "rewards", "truncateds", "infos"])
+@pytest.mark.parametrize("part", ["observations", "rewards", "infos"])
 def test_all_in_the_wrong_place(part):
-    """The same number and order of entries, with `__all__` in another dict."""
     parts = dicts()
-    parts["terminateds"]["__all__"] = False
-    parts[part] = {"__all__": False, **parts[part]}
-    assert code(parts) == 0
+    parts[part] = {"__all__": parts[part]["a"], **parts[part]}
+    assert code(parts) == (PLAIN | INFOS if part == "infos" else 0)
 
 
 # Sent messages
@@ -193,9 +193,9 @@ class RecordedMessages:
 
 @pytest.mark.parametrize("env_ids", [None, [0, 1, 2, 3], [1, 2]], ids=str)
 def test_nothing_is_sent_if_infos_are_empty(env_ids, process_setup, build, tmp_path, monkeypatch):
-    """For every step of two episodes, resets included; with infos, they are sent."""
+    """For every step of two episodes, resets included; infos that are no simple values are sent."""
     messages = RecordedMessages(monkeypatch)
-    env = build([functools.partial(Fragile, {"step": lambda: "news"}, tmp_path, 6, length=3)] * 4, process_setup)
+    env = build([functools.partial(Fragile, {"step": lambda: {1}}, tmp_path, 6, length=3)] * 4, process_setup)
     env.reset()
     before = messages.count
     assert before > 0
@@ -206,5 +206,5 @@ def test_nothing_is_sent_if_infos_are_empty(env_ids, process_setup, build, tmp_p
         assert terminateds[0]["__all__"] is over
         assert infos[0]["a"].keys() == ({"final_obs"} if over else set())
         assert messages.count == before
-    assert env.step(actions, env_ids)[4][0]["a"] == {"strange": "news"}
+    assert env.step(actions, env_ids)[4][0]["a"] == {"strange": {1}}
     assert messages.count > before

@@ -38,7 +38,7 @@ def results_of(number: int, *, last: bool = False) -> Transition:
     final = {agent: -value for agent, value in observations.items()} if last else None
     rewards = dict.fromkeys(AGENTS, float(number))
     infos: dict = {agent: {} for agent in AGENTS}
-    return Transition(observations, rewards, no, flags, infos, AGENTS, AGENTS, 0, final, {} if last else None)
+    return Transition(observations, rewards, no, flags, infos, AGENTS, AGENTS, final, {} if last else None)
 
 
 @pytest.mark.parametrize("env_ids", ID_SETS, ids=str)
@@ -49,7 +49,7 @@ def test_actions_arrive(env_ids):
     before = bytes(there.buffer)
     there.slices.put_actions(env_ids, here.slices.actions(env_ids))
     for env_id in env_ids:
-        assert there.actions.read(env_id, None) == {"a": env_id, "b": env_id + 1}
+        assert there.actions.read(env_id, {}) == {"a": env_id, "b": env_id + 1}
     untouched = [env_id for env_id in range(4) if env_id not in env_ids]
     stride = there.layout.stride
     for env_id in untouched:
@@ -70,7 +70,7 @@ def test_results_arrive(env_ids, last):
     assert slices.flags.c_contiguous
     there.slices.put_results(env_ids, slices)
     for env_id in env_ids:
-        ours, theirs = here.transitions.read(env_id, None), there.transitions.read(env_id, None)
+        ours, theirs = here.transitions.read(env_id, {}), there.transitions.read(env_id, {})
         for one, other in zip(ours[0], theirs[0], strict=True):
             np.testing.assert_equal(other, one)
         assert theirs[1:] == ours[1:]
@@ -83,7 +83,7 @@ def test_states_arrive():
     assert there.layout.state is not None
     here.layout.state.write(1, 0, np.array([0.1, 0.2, 0.3], np.float32))
     there.slices.put_results((1,), here.slices.results((1,), Message.STATE))
-    np.testing.assert_array_equal(there.layout.state.records[1][0], here.layout.state.records[1][0])
+    np.testing.assert_array_equal(there.layout.state.array[1, 0], here.layout.state.array[1, 0])
 
 
 def test_whole_records_arrive_without_actions():
@@ -95,9 +95,9 @@ def test_whole_records_arrive_without_actions():
     start, stop = here.slices.places(range(1, 3))
     there.slices.put_records(range(1, 3), bytes(here.buffer[start:stop]))
     for env_id in (1, 2):
-        np.testing.assert_equal(there.transitions.read(env_id, None)[0], here.transitions.read(env_id, None)[0])
-        assert there.actions.read(env_id, None) == dict.fromkeys(AGENTS, 5)
-    assert there.transitions.read(3, None)[0][0] == {}  # nothing has ever been written there
+        np.testing.assert_equal(there.transitions.read(env_id, {})[0], here.transitions.read(env_id, {})[0])
+        assert there.actions.read(env_id, {}) == dict.fromkeys(AGENTS, 5)
+    assert there.transitions.read(3, {})[0][0] == {}  # nothing has ever been written there
 
 
 def test_status_of_another_machine():

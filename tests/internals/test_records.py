@@ -1,4 +1,4 @@
-"""Records of transitions: several writers, and records that need the slow path between others."""
+"""Records of transitions: several writers, and records that are not plain between others."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from gymnasium import spaces
 from helpers.comparison import assert_same
 
 from marl_parallel.adapters.protocol import Schema
+from marl_parallel.core import codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import TransitionRecords
-from marl_parallel.core.transition import PlainForm, Transition
+from marl_parallel.core.transition import Transition
 
 AGENTS = ["a", "b"]
 BOX = spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -34,7 +35,7 @@ def transition(number: int, *, kind: type = float, over: bool = False, infos: An
     no = {**dict.fromkeys(AGENTS, False), "__all__": False}
     dicts = observations, rewards, flags, no, infos or {agent: {} for agent in AGENTS}
     alive = [] if over else AGENTS
-    return Transition(*dicts, alive, alive, PlainForm(AGENTS).code(*dicts))
+    return Transition(*dicts, alive, alive)
 
 
 def test_several_writers():
@@ -46,36 +47,36 @@ def test_several_writers():
     ):
         expected = transition(number, **value)
         assert writer.write(0, expected) is None
-        dicts, acting, alive, over = ours.read(0, None)
+        dicts, acting, alive, over = ours.read(0, {})
         assert_same(dicts, expected[:5])
         assert acting == alive == expected.alive
         assert over == bool(value.get("over"))
 
 
+@pytest.mark.skipif(codec.Codec is None, reason="the package was built without a compiler")
 @pytest.mark.parametrize("place", [0, 7, RECORDS - 1])
 @pytest.mark.parametrize("value", [{"over": True}, {"kind": int}, {"infos": {"a": {"x": 1}, "b": {}}}], ids=str)
 def test_one_record_of_another_form(place, value):
-    """Its neighbours are read in two runs."""
-    records = TransitionRecords(*block_of(RECORDS))
+    """Compiled code reads its neighbours, and the record itself if it is plain."""
+    layout, block = block_of(RECORDS)
+    records = TransitionRecords(layout, block)
     written = [transition(number, **(value if number == place else {})) for number in range(RECORDS)]
     extras = {record: more for record, one in enumerate(written) if (more := records.write(record, one))}
     assert extras.keys() <= {place}
-    runs = records.runs(range(RECORDS))
-    assert [record for span, _ in runs for record in span] == [*range(RECORDS)]
-    assert sum(len(span) > 1 for span, _ in runs) == (1 if place in (0, RECORDS - 1) else 2)
-    for span, code in runs:
-        if code:
-            for record, dicts in zip(span, zip(*records.read_span(span, code, extras))):
-                assert_same(dicts, written[record][:5])
-        else:
-            assert span == range(place, place + 1)
-            assert_same(records.read(place, None)[0], written[place][:5])
+    *columns, left, _ = codec.open_codec(layout, block, infos_in_block=False).read(tuple(range(RECORDS)), extras, True)
+    assert left == ([place] if "over" in value else [])
+    for record, dicts in enumerate(zip(*columns)):
+        if record in left:
+            assert dicts == (None,) * 5
+            dicts = records.read(record, extras.get(record, {}))[0]
+        assert_same(tuple(dicts), written[record][:5])
 
 
-def test_skipped_records():
-    records = TransitionRecords(*block_of(5))
+@pytest.mark.skipif(codec.Codec is None, reason="the package was built without a compiler")
+@pytest.mark.parametrize("extras", ["a snapshot", {"infos": {}, "rewards": {}}, {"rewards": {}}])
+def test_records_with_other_extras_are_left_to_python(extras):
+    layout, block = block_of(5)
     for record in range(5):
-        records.write(record, transition(record))
-    runs = records.runs(range(5), {2})
-    assert [span for span, _ in runs] == [range(2), range(2, 3), range(3, 5)]
-    assert runs[1][1] == 0
+        TransitionRecords(layout, block).write(record, transition(record))
+    *_, left, _ = codec.open_codec(layout, block, infos_in_block=False).read((4, 2, 0), {2: extras}, True)
+    assert left == [1]

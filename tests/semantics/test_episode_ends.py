@@ -153,7 +153,7 @@ def written_and_read(records: int, transition: Transition, record: int) -> tuple
     block = bytearray([0xFF]) * layout.nbytes
     layout.bind(block)
     extras = TransitionRecords(layout, block).write(record, transition)
-    return TransitionRecords(layout, block).read(record, copy.deepcopy(extras))
+    return TransitionRecords(layout, block).read(record, copy.deepcopy(extras) or {})
 
 
 @pytest.mark.parametrize("final", FINALS.values(), ids=FINALS)

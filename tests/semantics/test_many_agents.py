@@ -11,7 +11,6 @@ from gymnasium import spaces
 
 from marl_parallel import ParallelEnv
 from marl_parallel.core.schema import alike
-from marl_parallel.core.spaces import builder, rows_builder
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
 FEW, MANY = 30, 240
@@ -214,18 +213,28 @@ def test_space_shared_by_agents_is_compared_once():
     assert ones == [*range(0, 300, 3)]
 
 
-@pytest.mark.parametrize("count", [1, 256, 257, 5000])
-def test_order_of_keys_for_any_number_of_agents(count):
-    """The order of keys is the same for few and many agents."""
-    keys = [f"agent_{number}" for number in range(count)]
-    rows = [[*range(count)], [*range(count, 2 * count)]]
-    form = dict.fromkeys(keys, 0)
-    assert [*builder(form)(*rows[0]).items()] == [*zip(keys, rows[0])]
-    assert [[*rebuilt.items()] for rebuilt in rows_builder(form)(zip(*zip(*rows)))] == [
-        [*zip(keys, row)] for row in rows
-    ]
-    build = builder({key: {} for key in keys})
-    rebuilt, another = build(), build()
-    assert rebuilt == {key: {} for key in keys}
-    assert all(rebuilt[key] is not another[key] for key in keys)
-    assert len({id(info) for info in rebuilt.values()}) == count
+@pytest.mark.parametrize("count", [1, 6, 257, 5000])
+def test_order_of_keys_for_any_number_of_agents(count, parallel):
+    """The order of keys is the same for few and many agents, and every info is a new dict."""
+    agents = [f"agent_{number}" for number in range(count)]
+
+    class Crowd:
+        possible_agents = agents
+        observation_space = spaces.Dict([(agent, spaces.Discrete(9)) for agent in agents])
+        action_space = observation_space
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return dict.fromkeys(agents, 1), {agent: {} for agent in agents}
+
+        def step(self, actions: Any) -> Any:
+            assert [*actions] == agents
+            no = {**dict.fromkeys(agents, False), "__all__": False}
+            return actions, dict.fromkeys(agents, 0.5), no, no, {agent: {} for agent in agents}
+
+    env = parallel(Crowd, 2)
+    env.reset()
+    observations, rewards, terminateds, _, infos = env.step([dict(zip(agents, range(count)))] * 2)
+    assert [[*of_env] for of_env in (*observations, *rewards, *infos)] == [agents] * 6
+    assert [*terminateds[1]] == [*agents, "__all__"]
+    assert [*observations[1].values()] == [*range(count)]
+    assert len({id(info) for of_env in infos for info in of_env.values()}) == 2 * count

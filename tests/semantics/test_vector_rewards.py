@@ -19,7 +19,7 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import pickling
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import TransitionRecords
-from marl_parallel.core.transition import PlainForm, Transition
+from marl_parallel.core.transition import Transition
 from marl_parallel.vector import ArrayStepper, GymnasiumVectorEnv, PettingZooVecEnv
 from marl_parallel.vector.stepper import as_number, reward_rules
 
@@ -86,13 +86,10 @@ def test_records_hold_reward_vectors():
         flags = {**dict.fromkeys(agents, False), "__all__": False}
         observations = dict.fromkeys(agents, np.ones(1, np.float32))
         dicts = observations, rewards, flags, flags, {agent: {} for agent in agents}
-        code = PlainForm(agents, vectors=True).code(*dicts)
-        assert records.write(record, Transition(*dicts, agents, agents, code)) is None
+        assert records.write(record, Transition(*dicts, agents, agents)) is None
         due.append(rewards)
-        assert_same(records.read(record, None)[0][1], rewards)
-    ((span, code),) = records.runs(range(3))
-    assert span == range(3)
-    assert_same(records.read_span(span, code, {})[1], tuple(due))
+    assert_same([records.read(record, {})[0][1] for record in range(3)], due)
+    assert records.all_plain()
 
 
 def test_reward_space_in_each_form_of_declaration(parallel):

@@ -1,0 +1,1107 @@
+/* The fast path of records: plain transitions and actions between Python objects and the block of shared memory.
+
+   A `Codec` does for many environments in one call what `records.py` and `episode.py` do for one:
+
+       parent   write   dicts of actions into records            read   records into the five dicts
+       worker   run     actions out of records, the simulator's step, its plain transition into the record
+
+   Each function stops at, or leaves out, what is not plain, and says where: Python takes over there. So this file never
+   decides what a transition means, and Python alone (`MARL_PARALLEL_PURE=1`) gives the same bytes and the same objects.
+   All offsets, codes and types come from Python (`codec.py`).
+
+   A transition is plain if every agent is in every dict, in order and with a value that fits its column; all rewards
+   are numbers of one type, all flags False and of one type, and all infos dicts. Keys count as equal if they are the
+   same object, or strings or integers that are equal.
+
+   Built for the limited API of Python 3.10: one file for all later releases. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
+#define NPY_TARGET_VERSION NPY_1_22_API_VERSION
+#include <numpy/arrayobject.h>
+
+#include <stdint.h>
+#include <string.h>
+#ifdef __linux__
+#include <time.h>
+#endif
+
+/* What a function did with one value or one environment. */
+typedef enum { FAILED = -1, LEFT = 0, DONE = 1, DONE_BUT_INFOS = 2 } Outcome;
+
+typedef enum { ARRAY, NUMBER, DICT, TUPLE } Kind;
+
+/* A column, or the part of a tree of columns: see `columns.py`. */
+typedef struct Node {
+    Kind kind;
+    Py_ssize_t offset;         /* of the first row, in each record */
+    Py_ssize_t nbytes;         /* ARRAY: of one row */
+    PyArray_Descr *dtype;      /* ARRAY */
+    PyObject *shape;           /* ARRAY: a tuple */
+    int ndim;                  /* ARRAY */
+    npy_intp *dims;            /* ARRAY */
+    Py_ssize_t rows;           /* NUMBER: the tags follow so many numbers */
+    Py_ssize_t size;           /* DICT, TUPLE */
+    PyObject *keys;            /* DICT: a tuple */
+    struct Node *parts;        /* DICT, TUPLE */
+} Node;
+
+/* The values of all agents, such as their observations. */
+typedef struct {
+    Py_ssize_t count;          /* of groups */
+    Node *groups;
+    Node **node;               /* by agent: the column, and the row in it; NULL if not all agents have one */
+    Py_ssize_t *row;
+} Columns;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *block;           /* the array of all bytes */
+    char *base;
+    Py_ssize_t stride, records, n;
+    PyObject *agents;          /* a tuple */
+    PyObject *all;             /* "__all__" */
+    Columns actions, observations;
+    Py_ssize_t action_header, header; /* offsets in a record */
+    Py_ssize_t infos, infos_nbytes;   /* the area for infos; no bytes if they are always pickled */
+    PyObject *number_types, *reward_types; /* tuples of types, by tag */
+    Py_ssize_t floats;         /* so many of the reward types are floats; the others are integers */
+    PyObject *np_bool;         /* the type */
+    PyObject *np_false;
+    PyObject *no_values, *no_flags, *no_np_flags; /* dicts of all agents, copied for each environment */
+    int everywhere, infos_bit; /* the presence of an agent in a plain transition; its bit for an info */
+    int64_t step_activity;
+    PyObject **values;         /* of one dict, by agent */
+    double *rewards;
+    double inside;             /* seconds in simulators since the last `sums` */
+    long long steps;
+    Py_ssize_t place;          /* of `run`: the environment that it is at */
+} Codec;
+
+/* As in `records.py`. */
+enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, REWARD_SHIFT = 8, FLAG_SHIFT = 16, ALL_IN_ORDER = 1 };
+enum { NP_FALSE_CODE = 2 };
+#define LARGEST_EXACT 9007199254740992LL /* 2**53 */
+
+static PyObject *name_fast, *name_infos, *name_metadata, *time_monotonic;
+static const char action_mask[] = "action_mask";
+static PyArray_Descr *int64_dtype, *double_dtype;
+
+/* Seconds, as of `time.monotonic`; a negative number after an error. */
+static double monotonic(void) {
+#ifdef __linux__
+    struct timespec moment;
+    clock_gettime(CLOCK_MONOTONIC, &moment);
+    return (double)moment.tv_sec + 1e-9 * (double)moment.tv_nsec;
+#else
+    PyObject *moment = PyObject_CallNoArgs(time_monotonic);
+    if (moment == NULL) return -1.0;
+    double seconds = PyFloat_AsDouble(moment);
+    Py_DECREF(moment);
+    return seconds;
+#endif
+}
+
+/* -- one value ---------------------------------------------------------------------------------------------------- */
+
+/* An array over memory of the block, which it keeps alive. */
+static PyObject *view_of(PyObject *block, const Node *node, char *data) {
+    Py_INCREF(node->dtype);
+    PyObject *view = PyArray_NewFromDescr(
+        &PyArray_Type, node->dtype, node->ndim, node->dims, NULL, data, NPY_ARRAY_CARRAY, NULL);
+    if (view == NULL) return NULL;
+    Py_INCREF(block);
+    if (PyArray_SetBaseObject((PyArrayObject *)view, block) < 0) {
+        Py_DECREF(view);
+        return NULL;
+    }
+    return view;
+}
+
+static Outcome write_array(const Codec *codec, const Node *node, char *target, PyObject *value) {
+    if (!PyArray_CheckExact(value)) return LEFT;
+    PyArrayObject *array = (PyArrayObject *)value;
+    if (PyArray_NDIM(array) != node->ndim) return LEFT;
+    for (int axis = 0; axis < node->ndim; axis++)
+        if (PyArray_DIM(array, axis) != node->dims[axis]) return LEFT;
+    int type = PyArray_TYPE(array), own_type = node->dtype->type_num;
+    if (type == own_type && PyArray_ISCARRAY_RO(array)) {
+        memmove(target, PyArray_DATA(array), (size_t)node->nbytes); /* it may be a view of the block */
+        return DONE;
+    }
+    /* Integers of another type need a comparison of each, which Python does. */
+    if (type != own_type && !(PyTypeNum_ISFLOAT(type) && PyTypeNum_ISFLOAT(own_type))) return LEFT;
+    PyObject *view = view_of(codec->block, node, target);
+    if (view == NULL) return FAILED;
+    int failed = PyArray_CopyInto((PyArrayObject *)view, array) < 0;
+    Py_DECREF(view);
+    return failed ? FAILED : DONE;
+}
+
+/* The place of an object's type among others; -1 if it is none of them. */
+static Py_ssize_t tag_of(PyObject *types, PyObject *value) {
+    PyObject *type = (PyObject *)Py_TYPE(value);
+    for (Py_ssize_t tag = 0, size = PyTuple_Size(types); tag < size; tag++)
+        if (PyTuple_GetItem(types, tag) == type) return tag;
+    return -1;
+}
+
+/* The value of a number of Python or NumPy that has no fraction. */
+static Outcome integer_of(PyObject *value, long long *number) {
+    if (PyLong_Check(value)) { /* booleans too */
+        *number = PyLong_AsLongLong(value);
+    } else if (PyArray_IsScalar(value, Bool)) {
+        *number = PyObject_IsTrue(value);
+    } else {
+        PyObject *integer = PyNumber_Index(value);
+        if (integer == NULL) return FAILED;
+        *number = PyLong_AsLongLong(integer);
+        Py_DECREF(integer);
+    }
+    if (*number == -1 && PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_OverflowError)) return FAILED;
+        PyErr_Clear();
+        return LEFT;
+    }
+    return DONE;
+}
+
+static Outcome write_value(const Codec *codec, const Node *node, char *record, Py_ssize_t row, PyObject *value) {
+    Outcome outcome = DONE;
+    switch (node->kind) {
+    case ARRAY:
+        return write_array(codec, node, record + node->offset + row * node->nbytes, value);
+    case NUMBER: {
+        Py_ssize_t tag = tag_of(codec->number_types, value);
+        long long number;
+        if (tag < 0) return LEFT;
+        if ((outcome = integer_of(value, &number)) != DONE) return outcome;
+        ((int64_t *)(record + node->offset))[row] = number;
+        record[node->offset + 8 * node->rows + row] = (char)tag;
+        return DONE;
+    }
+    case DICT:
+        if (!PyDict_CheckExact(value) || PyDict_Size(value) != node->size) return LEFT;
+        for (Py_ssize_t i = 0; i < node->size && outcome == DONE; i++) {
+            PyObject *part = PyDict_GetItemWithError(value, PyTuple_GetItem(node->keys, i));
+            if (part == NULL) return PyErr_Occurred() ? FAILED : LEFT;
+            Py_INCREF(part);
+            outcome = write_value(codec, &node->parts[i], record, row, part);
+            Py_DECREF(part);
+        }
+        return outcome;
+    case TUPLE:
+        if (!PyTuple_CheckExact(value) || PyTuple_Size(value) != node->size) return LEFT;
+        for (Py_ssize_t i = 0; i < node->size && outcome == DONE; i++)
+            outcome = write_value(codec, &node->parts[i], record, row, PyTuple_GetItem(value, i));
+        return outcome;
+    }
+    return LEFT;
+}
+
+static PyObject *read_number(const Codec *codec, int64_t number, unsigned char tag) {
+    PyObject *type = PyTuple_GetItem(codec->number_types, tag);
+    if (type == NULL) return NULL;
+    if (type == (PyObject *)&PyLong_Type) return PyLong_FromLongLong(number);
+    if (type == (PyObject *)int64_dtype->typeobj) return PyArray_Scalar(&number, int64_dtype, NULL);
+    PyObject *integer = PyLong_FromLongLong(number);
+    if (integer == NULL) return NULL;
+    PyObject *value = PyObject_CallFunctionObjArgs(type, integer, NULL);
+    Py_DECREF(integer);
+    return value;
+}
+
+static PyObject *read_reward(const Codec *codec, double number, int tag) {
+    PyObject *type = PyTuple_GetItem(codec->reward_types, tag);
+    if (type == NULL) return NULL;
+    if (type == (PyObject *)double_dtype->typeobj) return PyArray_Scalar(&number, double_dtype, NULL);
+    PyObject *value = PyFloat_FromDouble(number);
+    if (value == NULL || type == (PyObject *)&PyFloat_Type) return value;
+    PyObject *converted = PyObject_CallFunctionObjArgs(type, value, NULL);
+    Py_DECREF(value);
+    return converted;
+}
+
+/* One value as a new object: arrays in memory of their own, or views of the block. */
+static PyObject *read_value(const Codec *codec, const Node *node, char *record, Py_ssize_t row, int copy) {
+    switch (node->kind) {
+    case ARRAY: {
+        char *data = record + node->offset + row * node->nbytes;
+        if (!copy) return view_of(codec->block, node, data);
+        Py_INCREF(node->dtype);
+        PyObject *array = PyArray_NewFromDescr(&PyArray_Type, node->dtype, node->ndim, node->dims, NULL, NULL, 0, NULL);
+        if (array != NULL) memcpy(PyArray_DATA((PyArrayObject *)array), data, (size_t)node->nbytes);
+        return array;
+    }
+    case NUMBER: {
+        unsigned char tag = (unsigned char)record[node->offset + 8 * node->rows + row];
+        return read_number(codec, ((int64_t *)(record + node->offset))[row], tag);
+    }
+    case DICT: {
+        PyObject *dict = PyDict_New();
+        for (Py_ssize_t i = 0; dict != NULL && i < node->size; i++) {
+            PyObject *part = read_value(codec, &node->parts[i], record, row, copy);
+            if (part == NULL || PyDict_SetItem(dict, PyTuple_GetItem(node->keys, i), part) < 0) Py_CLEAR(dict);
+            Py_XDECREF(part);
+        }
+        return dict;
+    }
+    case TUPLE: {
+        PyObject *tuple = PyTuple_New(node->size);
+        for (Py_ssize_t i = 0; tuple != NULL && i < node->size; i++) {
+            PyObject *part = read_value(codec, &node->parts[i], record, row, copy);
+            if (part == NULL || PyTuple_SetItem(tuple, i, part) < 0) Py_CLEAR(tuple);
+        }
+        return tuple;
+    }
+    }
+    return NULL;
+}
+
+/* -- infos in the block ------------------------------------------------------------------------------------------- */
+
+/* The area of a record: the number of bytes in use (8), then one value: a letter for its type, and its content.
+
+       N F T       None, False, True          i f     int of 64 bits, float          s n    str, number of NumPy
+       d l t       dict, list, tuple          a       array of numbers
+
+   A value of any other type makes Python pickle all infos of the environment. */
+
+enum { DEEPEST = 16, MOST_AXES = 8 };
+
+typedef struct {
+    char *at, *end;
+    int has_mask;              /* whether the info of an agent has an action mask */
+} Area;
+
+static Outcome put(Area *area, const void *bytes, Py_ssize_t size) {
+    if (size > area->end - area->at) return LEFT;
+    memcpy(area->at, bytes, (size_t)size);
+    area->at += size;
+    return DONE;
+}
+
+static Outcome put_head(Area *area, char kind, int64_t number) {
+    return put(area, &kind, 1) == DONE ? put(area, &number, sizeof number) : LEFT;
+}
+
+/* Whether arrays and numbers of a type can be copied bytewise. */
+static int is_plain_number(int type) {
+    return PyTypeNum_ISBOOL(type) || PyTypeNum_ISINTEGER(type) || type == NPY_HALF || type == NPY_FLOAT ||
+           type == NPY_DOUBLE;
+}
+
+static Outcome put_number(Area *area, PyObject *number) {
+    char bytes[16];
+    PyArray_Descr *dtype = PyArray_DescrFromScalar(number);
+    if (dtype == NULL) return FAILED;
+    Outcome outcome = LEFT;
+    if (is_plain_number(dtype->type_num) && Py_TYPE(number) == dtype->typeobj) {
+        PyArray_ScalarAsCtype(number, bytes);
+        outcome = put_head(area, 'n', dtype->type_num);
+        if (outcome == DONE) outcome = put(area, bytes, PyDataType_ELSIZE(dtype));
+    }
+    Py_DECREF(dtype);
+    return outcome;
+}
+
+static Outcome put_array(Area *area, PyArrayObject *array) {
+    int type = PyArray_TYPE(array), ndim = PyArray_NDIM(array);
+    if (!is_plain_number(type) || ndim > MOST_AXES || !PyArray_ISCARRAY_RO(array)) return LEFT;
+    PyObject *metadata = PyObject_GetAttr((PyObject *)PyArray_DESCR(array), name_metadata);
+    if (metadata == NULL) return FAILED;
+    Py_DECREF(metadata);
+    if (metadata != Py_None || put_head(area, 'a', type) != DONE || put_head(area, ' ', ndim) != DONE) return LEFT;
+    for (int axis = 0; axis < ndim; axis++) {
+        int64_t size = PyArray_DIM(array, axis);
+        if (put(area, &size, sizeof size) != DONE) return LEFT;
+    }
+    return put(area, PyArray_DATA(array), PyArray_NBYTES(array));
+}
+
+static Outcome put_value(Area *area, PyObject *value, int depth) {
+    Outcome outcome;
+    if (value == Py_None) return put(area, "N", 1);
+    if (value == Py_False) return put(area, "F", 1);
+    if (value == Py_True) return put(area, "T", 1);
+    if (depth > DEEPEST) return LEFT;
+    if (PyFloat_CheckExact(value)) {
+        double number = PyFloat_AsDouble(value);
+        return put(area, "f", 1) == DONE ? put(area, &number, sizeof number) : LEFT;
+    }
+    if (PyLong_CheckExact(value)) {
+        long long number;
+        outcome = integer_of(value, &number);
+        return outcome == DONE ? put_head(area, 'i', number) : outcome;
+    }
+    if (PyUnicode_CheckExact(value)) {
+        Py_ssize_t size;
+        const char *text = PyUnicode_AsUTF8AndSize(value, &size);
+        if (text == NULL) return FAILED; /* a lone surrogate */
+        return put_head(area, 's', size) == DONE ? put(area, text, size) : LEFT;
+    }
+    if (PyDict_CheckExact(value)) {
+        Py_ssize_t position = 0;
+        PyObject *key, *part;
+        if (put_head(area, 'd', PyDict_Size(value)) != DONE) return LEFT;
+        while (PyDict_Next(value, &position, &key, &part)) {
+            if (!PyUnicode_CheckExact(key) && !PyLong_CheckExact(key)) return LEFT;
+            if ((outcome = put_value(area, key, depth + 1)) != DONE) return outcome;
+            if ((outcome = put_value(area, part, depth + 1)) != DONE) return outcome;
+        }
+        return DONE;
+    }
+    if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
+        int is_list = PyList_CheckExact(value);
+        Py_ssize_t size = is_list ? PyList_Size(value) : PyTuple_Size(value);
+        if (put_head(area, is_list ? 'l' : 't', size) != DONE) return LEFT;
+        for (Py_ssize_t i = 0; i < size; i++) {
+            PyObject *part = is_list ? PyList_GetItem(value, i) : PyTuple_GetItem(value, i);
+            if ((outcome = put_value(area, part, depth + 1)) != DONE) return outcome;
+        }
+        return DONE;
+    }
+    if (PyArray_CheckExact(value)) return put_array(area, (PyArrayObject *)value);
+    return PyArray_IsScalar(value, Number) || PyArray_IsScalar(value, Bool) ? put_number(area, value) : LEFT;
+}
+
+/* Write the infos of one environment; LEFT if they have to be pickled. */
+static Outcome write_infos(const Codec *codec, char *record, PyObject *infos) {
+    char *start = record + codec->infos;
+    if (codec->infos_nbytes < 8) return LEFT;
+    Area area = {start + 8, start + codec->infos_nbytes, 0};
+    Outcome outcome = put_value(&area, infos, 0);
+    if (outcome == FAILED) {
+        PyErr_Clear(); /* pickle may know what to do */
+        return LEFT;
+    }
+    int64_t used = area.at - start - 8;
+    memcpy(start, &used, sizeof used);
+    return outcome;
+}
+
+static int get(Area *area, void *bytes, Py_ssize_t size) {
+    if (size < 0 || size > area->end - area->at) {
+        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
+        return -1;
+    }
+    memcpy(bytes, area->at, (size_t)size);
+    area->at += size;
+    return 0;
+}
+
+static PyObject *get_array(Area *area, PyArray_Descr *dtype) {
+    char kind;
+    int64_t ndim, size;
+    npy_intp dims[MOST_AXES];
+    if (get(area, &kind, 1) < 0 || get(area, &ndim, sizeof ndim) < 0) goto failed;
+    if (ndim < 0 || ndim > MOST_AXES) {
+        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
+        goto failed;
+    }
+    for (int axis = 0; axis < ndim; axis++) {
+        if (get(area, &size, sizeof size) < 0) goto failed;
+        dims[axis] = (npy_intp)size;
+    }
+    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, (int)ndim, dims, NULL, NULL, 0, NULL);
+    if (array != NULL && get(area, PyArray_DATA((PyArrayObject *)array), PyArray_NBYTES((PyArrayObject *)array)) < 0)
+        Py_CLEAR(array);
+    return array;
+failed:
+    Py_DECREF(dtype);
+    return NULL;
+}
+
+static PyObject *get_value(Area *area, int depth) {
+    char kind, bytes[16];
+    int64_t number = 0;
+    double real;
+    if (get(area, &kind, 1) < 0) return NULL;
+    switch (kind) {
+    case 'N': Py_RETURN_NONE;
+    case 'F': Py_RETURN_FALSE;
+    case 'T': Py_RETURN_TRUE;
+    case 'f': return get(area, &real, sizeof real) < 0 ? NULL : PyFloat_FromDouble(real);
+    }
+    if (get(area, &number, sizeof number) < 0) return NULL;
+    switch (kind) {
+    case 'i': return PyLong_FromLongLong(number);
+    case 's': {
+        char *text = area->at;
+        if (number < 0 || number > area->end - text) break;
+        area->at += number;
+        return PyUnicode_DecodeUTF8(text, (Py_ssize_t)number, NULL);
+    }
+    case 'n':
+    case 'a': {
+        PyArray_Descr *dtype = is_plain_number((int)number) ? PyArray_DescrFromType((int)number) : NULL;
+        if (dtype == NULL) break;
+        if (kind == 'a') return get_array(area, dtype);
+        PyObject *value = NULL;
+        if (get(area, bytes, PyDataType_ELSIZE(dtype)) == 0) value = PyArray_Scalar(bytes, dtype, NULL);
+        Py_DECREF(dtype);
+        return value;
+    }
+    case 'd': {
+        PyObject *dict = PyDict_New();
+        for (; dict != NULL && number > 0; number--) {
+            char *text = area->at;
+            PyObject *key = get_value(area, depth + 1);
+            PyObject *part = key == NULL ? NULL : get_value(area, depth + 1);
+            if (part == NULL || PyDict_SetItem(dict, key, part) < 0) Py_CLEAR(dict);
+            if (depth == 1 && *text == 's' && area->at - text > 9 + (Py_ssize_t)sizeof action_mask - 1 &&
+                memcmp(text + 9, action_mask, sizeof action_mask - 1) == 0)
+                area->has_mask = 1;
+            Py_XDECREF(key);
+            Py_XDECREF(part);
+        }
+        return dict;
+    }
+    case 'l':
+    case 't': {
+        if (number < 0 || number > area->end - area->at) break;
+        PyObject *parts = kind == 'l' ? PyList_New((Py_ssize_t)number) : PyTuple_New((Py_ssize_t)number);
+        for (Py_ssize_t i = 0; parts != NULL && i < number; i++) {
+            PyObject *part = get_value(area, depth + 1);
+            int failed = part == NULL;
+            if (!failed) failed = kind == 'l' ? PyList_SetItem(parts, i, part) : PyTuple_SetItem(parts, i, part);
+            if (failed) Py_CLEAR(parts);
+        }
+        return parts;
+    }
+    }
+    PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
+    return NULL;
+}
+
+/* The infos of a record as a new dict. */
+static PyObject *read_infos(const Codec *codec, char *record, int *has_mask) {
+    char *start = record + codec->infos;
+    int64_t used = -1;
+    if (codec->infos_nbytes >= 8) memcpy(&used, start, sizeof used);
+    if (used < 0 || used > codec->infos_nbytes - 8) {
+        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
+        return NULL;
+    }
+    Area area = {start + 8, start + 8 + used, 0};
+    PyObject *infos = get_value(&area, 0);
+    *has_mask = area.has_mask;
+    return infos;
+}
+
+/* -- the dicts of all agents -------------------------------------------------------------------------------------- */
+
+static int same_key(PyObject *key, PyObject *own) {
+    if (key == own) return 1;
+    int comparable = (PyUnicode_CheckExact(key) && PyUnicode_CheckExact(own)) ||
+                     (PyLong_CheckExact(key) && PyLong_CheckExact(own));
+    return comparable ? PyObject_RichCompareBool(key, own, Py_EQ) : 0; /* comparing others may run any code */
+}
+
+/* The values of a dict whose keys are all agents in order, as borrowed references; LEFT for any other object. */
+static Outcome values_in_order(const Codec *codec, PyObject *dict, PyObject **values) {
+    if (!PyDict_CheckExact(dict) || PyDict_Size(dict) != codec->n) return LEFT;
+    Py_ssize_t position = 0;
+    PyObject *key, *value;
+    for (Py_ssize_t i = 0; i < codec->n && PyDict_Next(dict, &position, &key, &value); i++) {
+        int same = same_key(key, PyTuple_GetItem(codec->agents, i));
+        if (same != 1) return same < 0 ? FAILED : LEFT;
+        values[i] = value;
+    }
+    return DONE;
+}
+
+/* Check that all flags are False and of one type; `__all__` may come last. `code` is that of flags before, or -1. */
+static Outcome check_flags(const Codec *codec, PyObject *flags, int *code) {
+    if (!PyDict_CheckExact(flags)) return LEFT;
+    Py_ssize_t size = PyDict_Size(flags), position = 0;
+    PyObject *key, *value;
+    if (size != codec->n && size != codec->n + 1) return LEFT;
+    for (Py_ssize_t i = 0; i < size && PyDict_Next(flags, &position, &key, &value); i++) {
+        int same = same_key(key, i < codec->n ? PyTuple_GetItem(codec->agents, i) : codec->all);
+        if (same != 1) return same < 0 ? FAILED : LEFT;
+        int own = value == Py_False ? 0 : value == codec->np_false ? NP_FALSE_CODE : -1;
+        if (own < 0 || (i == codec->n && own != 0)) return LEFT;
+        if (i < codec->n && *code >= 0 && own != *code) return LEFT;
+        if (i < codec->n) *code = own;
+    }
+    return DONE;
+}
+
+/* Convert rewards, all of one type, to doubles that hold them exactly. */
+static Outcome convert_rewards(const Codec *codec, PyObject *rewards, Py_ssize_t *tag) {
+    Outcome outcome = values_in_order(codec, rewards, codec->values);
+    if (outcome != DONE) return outcome;
+    *tag = tag_of(codec->reward_types, codec->values[0]);
+    if (*tag < 0) return LEFT;
+    for (Py_ssize_t i = 0; i < codec->n; i++) {
+        PyObject *reward = codec->values[i];
+        long long number;
+        if (Py_TYPE(reward) != Py_TYPE(codec->values[0])) return LEFT;
+        if (*tag < codec->floats) {
+            codec->rewards[i] = PyFloat_AsDouble(reward);
+            if (codec->rewards[i] == -1.0 && PyErr_Occurred()) return FAILED;
+        } else {
+            if ((outcome = integer_of(reward, &number)) != DONE) return outcome;
+            if (number > LARGEST_EXACT || number < -LARGEST_EXACT) return LEFT;
+            codec->rewards[i] = (double)number;
+        }
+    }
+    return DONE;
+}
+
+/* Write the values of a dict of all agents into their columns. After LEFT, some may have been written. */
+static Outcome write_values(const Codec *codec, const Columns *columns, char *record, PyObject *dict) {
+    Outcome outcome = values_in_order(codec, dict, codec->values);
+    if (outcome != DONE) return outcome;
+    for (Py_ssize_t i = 0; i < codec->n; i++) Py_INCREF(codec->values[i]); /* a cast may warn, which may run any code */
+    for (Py_ssize_t i = 0; i < codec->n && outcome == DONE; i++)
+        outcome = write_value(codec, columns->node[i], record, columns->row[i], codec->values[i]);
+    for (Py_ssize_t i = 0; i < codec->n; i++) Py_DECREF(codec->values[i]);
+    return outcome;
+}
+
+/* Write a plain transition; DONE_BUT_INFOS if its infos have to be pickled. */
+static Outcome write_transition(const Codec *codec, char *record, PyObject *dicts) {
+    Outcome outcome;
+    int flag_code = -1;
+    Py_ssize_t tag;
+    if (!PyTuple_CheckExact(dicts) || PyTuple_Size(dicts) != 5 || codec->observations.node == NULL) return LEFT;
+    PyObject *terminateds = PyTuple_GetItem(dicts, 2), *truncateds = PyTuple_GetItem(dicts, 3);
+    PyObject *infos = PyTuple_GetItem(dicts, 4);
+    if ((outcome = check_flags(codec, terminateds, &flag_code)) != DONE) return outcome;
+    if ((outcome = check_flags(codec, truncateds, &flag_code)) != DONE) return outcome;
+    if (!PyDict_CheckExact(infos)) return LEFT;
+    if ((outcome = values_in_order(codec, infos, codec->values)) == FAILED) return outcome;
+    int of_agents = outcome == DONE, are_empty = 1;
+    Py_ssize_t position = 0;
+    PyObject *key, *info;
+    while (PyDict_Next(infos, &position, &key, &info)) {
+        if (!PyDict_CheckExact(info)) return LEFT;
+        are_empty &= PyDict_Size(info) == 0;
+    }
+    if (are_empty && !of_agents) return LEFT;
+    if ((outcome = convert_rewards(codec, PyTuple_GetItem(dicts, 1), &tag)) != DONE) return outcome;
+    if ((outcome = write_values(codec, &codec->observations, record, PyTuple_GetItem(dicts, 0))) != DONE)
+        return outcome;
+    char *header = record + codec->header;
+    volatile uint64_t *word = (volatile uint64_t *)header;
+    size_t n = (size_t)codec->n;
+    uint64_t code = PLAIN | (uint64_t)tag << REWARD_SHIFT | (uint64_t)flag_code << FLAG_SHIFT;
+    if (!are_empty) {
+        *word = 0; /* a worker that dies here leaves no code that does not hold */
+        code |= write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
+    }
+    memcpy(header + 8, codec->rewards, 8 * n);
+    if (*word != code) { /* else the rest of the header is already right */
+        char *next = header + 8 + 8 * n;
+        *word = 0;
+        memset(next, (int)tag, n);
+        next += n;
+        for (int i = 0; i < 2; i++, next += n + 1) {
+            memset(next, flag_code, n);
+            next[n] = 0;
+        }
+        memset(next, are_empty ? codec->everywhere : codec->everywhere & ~codec->infos_bit, n);
+        *word = code;
+    }
+    return code & INFOS ? DONE_BUT_INFOS : DONE;
+}
+
+/* A dict for a value of each agent; copying one and replacing its values is quicker than letting a new one grow. */
+static PyObject *new_dict(const Codec *codec) {
+    return codec->n > 5 ? PyDict_Copy(codec->no_values) : PyDict_New();
+}
+
+/* Set the value of an agent, which is stolen; after an error, also one that made the value NULL, the dict is NULL. */
+static void set_value(const Codec *codec, PyObject **dict, Py_ssize_t agent, PyObject *value) {
+    if (value == NULL || PyDict_SetItem(*dict, PyTuple_GetItem(codec->agents, agent), value) < 0) Py_CLEAR(*dict);
+    Py_XDECREF(value);
+}
+
+static PyObject *read_values(const Codec *codec, const Columns *columns, char *record, int copy) {
+    PyObject *dict = new_dict(codec);
+    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
+        set_value(codec, &dict, i, read_value(codec, columns->node[i], record, columns->row[i], copy));
+    return dict;
+}
+
+static PyObject *read_rewards(const Codec *codec, const double *numbers, int tag) {
+    PyObject *dict = new_dict(codec);
+    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
+        set_value(codec, &dict, i, read_reward(codec, numbers[i], tag));
+    return dict;
+}
+
+static PyObject *empty_infos(const Codec *codec) {
+    PyObject *dict = new_dict(codec);
+    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++) set_value(codec, &dict, i, PyDict_New());
+    return dict;
+}
+
+static char *record_of(const Codec *codec, PyObject *env_id, Py_ssize_t *number) {
+    *number = PyLong_AsSsize_t(env_id);
+    if (*number >= 0 && *number < codec->records) return codec->base + *number * codec->stride;
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_IndexError, "there is no record %zd", *number);
+    return NULL;
+}
+
+/* -- methods ------------------------------------------------------------------------------------------------------ */
+
+PyDoc_STRVAR(write_doc,
+    "write(env_ids, actions, first, ready) -> int\n--\n\n"
+    "Write dicts of actions of all agents, in order, from the place `first` on. `ready` has a byte for each\n"
+    "environment, 0 if it is to be left out; None if all count. Returns the place where it stopped: Python writes\n"
+    "that environment's actions.");
+
+static PyObject *codec_write(PyObject *self, PyObject *args) {
+    Codec *codec = (Codec *)self;
+    PyObject *env_ids, *actions, *ready_bytes;
+    Py_ssize_t place;
+    char *ready = NULL;
+    if (!PyArg_ParseTuple(args, "O!OnO:write", &PyTuple_Type, &env_ids, &actions, &place, &ready_bytes)) return NULL;
+    if (ready_bytes != Py_None && (ready = PyBytes_AsString(ready_bytes)) == NULL) return NULL;
+    Py_ssize_t size = PyTuple_Size(env_ids);
+    if (codec->actions.node == NULL) return PyLong_FromSsize_t(place);
+    for (; place < size; place++) {
+        Py_ssize_t number;
+        char *record = record_of(codec, PyTuple_GetItem(env_ids, place), &number);
+        if (record == NULL) return NULL;
+        if (ready != NULL && (place >= PyBytes_Size(ready_bytes) || !ready[place])) break;
+        PyObject *of_env = PySequence_GetItem(actions, place);
+        if (of_env == NULL) return NULL;
+        Outcome outcome = write_values(codec, &codec->actions, record, of_env);
+        Py_DECREF(of_env);
+        if (outcome == FAILED) PyErr_Clear(); /* Python raises it again */
+        if (outcome != DONE) break;
+        record[codec->action_header] = ALL_IN_ORDER;
+    }
+    return PyLong_FromSsize_t(place);
+}
+
+/* The infos of a record, borrowed; NULL without an error if Python has to read it. */
+static PyObject *pickled_infos(PyObject *extras, PyObject *env_id) {
+    PyObject *own = PyDict_GetItemWithError(extras, env_id);
+    if (own == NULL || !PyDict_CheckExact(own) || PyDict_Size(own) != 1) return NULL;
+    return PyDict_GetItemWithError(own, name_infos);
+}
+
+/* Append the five dicts of one record to the lists; LEFT without a change if it is not plain. */
+static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extras, int copy, PyObject **lists,
+                           Py_ssize_t at, int *has_mask) {
+    Py_ssize_t number;
+    char *record = record_of(codec, env_id, &number);
+    if (record == NULL) return FAILED;
+    char *header = record + codec->header;
+    uint64_t code = *(uint64_t *)header;
+    int tag = (int)(code >> REWARD_SHIFT & 0xFF), flag_code = (int)(code >> FLAG_SHIFT);
+    if (!(code & PLAIN) || code & 0xF4 || tag >= PyTuple_Size(codec->reward_types)) return LEFT;
+    PyObject *infos = pickled_infos(extras, env_id);
+    if (infos == NULL && PyErr_Occurred()) return FAILED;
+    if ((infos != NULL) != ((code & INFOS) != 0)) return LEFT;
+    if (infos == NULL && PyDict_Size(extras) > 0) {
+        int has_extras = PyDict_Contains(extras, env_id);
+        if (has_extras) return has_extras < 0 ? FAILED : LEFT;
+    }
+    *has_mask = 0;
+    if (code & INFOS_IN_BLOCK) {
+        infos = read_infos(codec, record, has_mask);
+        if (infos == NULL) return FAILED;
+    } else if (infos != NULL) {
+        Py_INCREF(infos);
+    }
+    PyObject *no_flags = flag_code ? codec->no_np_flags : codec->no_flags;
+    PyObject *dicts[5] = {
+        read_values(codec, &codec->observations, record, copy),
+        read_rewards(codec, (const double *)(header + 8), tag),
+        PyDict_Copy(no_flags),
+        PyDict_Copy(no_flags),
+        infos == NULL ? empty_infos(codec) : infos,
+    };
+    int failed = 0;
+    for (int i = 0; i < 5; i++) {
+        failed |= dicts[i] == NULL;
+        if (dicts[i] != NULL && PyList_SetItem(lists[i], at, dicts[i]) < 0) failed = 1;
+    }
+    return failed ? FAILED : DONE;
+}
+
+PyDoc_STRVAR(read_doc,
+    "read(env_ids, extras, copy) -> (observations, rewards, terminateds, truncateds, infos, left, masked)\n--\n\n"
+    "Read plain records: five lists of dicts, None for the environments whose places are in `left`. `extras` is a\n"
+    "dict by environment; arrays are copies, or views of the block. `masked` are the places of environments that have\n"
+    "an action mask among the infos in the block.");
+
+static PyObject *codec_read(PyObject *self, PyObject *args) {
+    Codec *codec = (Codec *)self;
+    PyObject *env_ids, *extras, *lists[7] = {NULL}; /* the last two: places of those left, and of those with masks */
+    int copy, has_mask;
+    if (!PyArg_ParseTuple(args, "O!O!p:read", &PyTuple_Type, &env_ids, &PyDict_Type, &extras, &copy)) return NULL;
+    Py_ssize_t size = PyTuple_Size(env_ids);
+    for (int i = 0; i < 7; i++)
+        if ((lists[i] = PyList_New(i < 5 ? size : 0)) == NULL) goto failed;
+    for (Py_ssize_t place = 0; place < size; place++) {
+        Outcome outcome = LEFT;
+        if (codec->observations.node != NULL)
+            outcome = read_record(codec, PyTuple_GetItem(env_ids, place), extras, copy, lists, place, &has_mask);
+        if (outcome == FAILED) goto failed;
+        if (outcome == DONE && !has_mask) continue;
+        PyObject *number = PyLong_FromSsize_t(place);
+        if (number == NULL) goto failed;
+        int failed = PyList_Append(lists[outcome == DONE ? 6 : 5], number);
+        Py_DECREF(number);
+        for (int i = 0; i < 5 && outcome == LEFT && !failed; i++) {
+            Py_INCREF(Py_None);
+            failed = PyList_SetItem(lists[i], place, Py_None);
+        }
+        if (failed) goto failed;
+    }
+    return Py_BuildValue("(NNNNNNN)", lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6]);
+failed:
+    for (int i = 0; i < 7; i++) Py_XDECREF(lists[i]);
+    return NULL;
+}
+
+PyDoc_STRVAR(infos_doc, "infos(env_id) -> dict\n--\n\nRead the infos of a record that has them in the block.");
+
+static PyObject *codec_infos(PyObject *self, PyObject *env_id) {
+    Py_ssize_t number;
+    int has_mask;
+    char *record = record_of((Codec *)self, env_id, &number);
+    return record == NULL ? NULL : read_infos((Codec *)self, record, &has_mask);
+}
+
+/* The actions of a record; NULL without an error if not all agents have one in order. */
+static PyObject *read_actions(const Codec *codec, char *record) {
+    if (codec->actions.node == NULL || record[codec->action_header] != ALL_IN_ORDER) return NULL;
+    return read_values(codec, &codec->actions, record, 1);
+}
+
+/* Step one environment. `result` is what Python has to go on with: NULL if nothing is left to do or after FAILED. */
+static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t *status, PyObject *is_forked,
+                        PyObject **result) {
+    Py_ssize_t number;
+    char *record = record_of(codec, env_id, &number);
+    if (record == NULL) return FAILED;
+    PyObject *actions = read_actions(codec, record);
+    if (actions == NULL) return PyErr_Occurred() ? FAILED : LEFT;
+    volatile int64_t *running = status;
+    double began = monotonic();
+    running[0] = number + 1;
+    running[1] = codec->step_activity;
+    memcpy(status + 2, &began, sizeof began);
+    *result = PyObject_CallFunctionObjArgs(PyTuple_GetItem(fast, 0), actions, NULL);
+    Py_DECREF(actions);
+    if (*PyByteArray_AsString(is_forked)) return *result == NULL ? FAILED : LEFT; /* Python ends this process */
+    codec->inside += monotonic() - began;
+    codec->steps += 1;
+    running[0] = -running[0];
+    if (*result == NULL) return FAILED;
+    PyObject *agents_left = PyTuple_GetItem(fast, 1);
+    if (agents_left != Py_None) {
+        PyObject *agents = PyObject_CallNoArgs(agents_left);
+        int some = agents == NULL ? -1 : agents == Py_None ? 1 : PyObject_IsTrue(agents);
+        Py_XDECREF(agents);
+        if (some < 0) PyErr_Clear(); /* Python raises it again */
+        if (some != 1) return LEFT;
+    }
+    Outcome outcome = write_transition(codec, record, *result);
+    if (outcome == FAILED) {
+        PyErr_Clear(); /* likewise */
+        return LEFT;
+    }
+    if (outcome == DONE_BUT_INFOS) {
+        PyObject *infos = PyTuple_GetItem(*result, 4);
+        Py_INCREF(infos);
+        Py_DECREF(*result);
+        *result = infos;
+        return LEFT;
+    }
+    if (outcome == DONE) Py_CLEAR(*result);
+    return outcome;
+}
+
+PyDoc_STRVAR(run_doc,
+    "run(env_ids, first, episodes, status, is_forked) -> None | (place, result)\n--\n\n"
+    "Step environments with the actions in their records, from the place `first` on, and write their transitions.\n"
+    "`episodes` is a dict by environment; the attribute `fast` of an episode is None or a pair: the simulator's\n"
+    "`step`, and None or a function that returns the agents left. `status` is the array of the worker's status.\n"
+    "If a simulator forks, the child has a 1 in the bytearray `is_forked`; there, `run` returns as soon as its step\n"
+    "does, and writes nothing.\n\n"
+    "Returns None when all are done; else where it stopped, and what the step returned, None if it was not called.\n"
+    "A dict stands for the infos of a transition that has been written. After an exception, `place` tells where.");
+
+static PyObject *codec_run(PyObject *self, PyObject *args) {
+    Codec *codec = (Codec *)self;
+    PyObject *env_ids, *episodes, *status, *is_forked;
+    Py_ssize_t first;
+    if (!PyArg_ParseTuple(args, "O!nO!O!O!:run", &PyTuple_Type, &env_ids, &first, &PyDict_Type, &episodes,
+                          &PyArray_Type, &status, &PyByteArray_Type, &is_forked))
+        return NULL;
+    int64_t *numbers = PyArray_DATA((PyArrayObject *)status);
+    Py_ssize_t size = PyTuple_Size(env_ids);
+    for (codec->place = first; codec->place < size; codec->place++) {
+        PyObject *env_id = PyTuple_GetItem(env_ids, codec->place), *result = NULL;
+        PyObject *episode = PyDict_GetItemWithError(episodes, env_id);
+        if (episode == NULL) {
+            if (!PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, env_id);
+            return NULL;
+        }
+        PyObject *fast = PyObject_GetAttr(episode, name_fast);
+        if (fast == NULL) return NULL;
+        Outcome outcome = LEFT;
+        if (fast != Py_None && PyTuple_CheckExact(fast) && PyTuple_Size(fast) == 2)
+            outcome = step_one(codec, env_id, fast, numbers, is_forked, &result);
+        Py_DECREF(fast);
+        if (outcome == FAILED) return NULL;
+        if (outcome == LEFT) {
+            if (result == NULL) return Py_BuildValue("(nO)", codec->place, Py_None);
+            return Py_BuildValue("(nN)", codec->place, result);
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(sums_doc,
+    "sums() -> (seconds, steps)\n--\n\nThe time inside simulators and the number of steps since the last call.");
+
+static PyObject *codec_sums(PyObject *self, PyObject *Py_UNUSED(ignored)) {
+    Codec *codec = (Codec *)self;
+    double inside = codec->inside;
+    long long steps = codec->steps;
+    codec->inside = 0.0;
+    codec->steps = 0;
+    return Py_BuildValue("(dL)", inside, steps);
+}
+
+static PyObject *codec_place(PyObject *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromSsize_t(((Codec *)self)->place);
+}
+
+/* -- construction ------------------------------------------------------------------------------------------------- */
+
+static void free_node(Node *node) {
+    Py_XDECREF(node->dtype);
+    Py_XDECREF(node->shape);
+    Py_XDECREF(node->keys);
+    PyMem_Free(node->dims);
+    for (Py_ssize_t i = 0; node->parts != NULL && i < node->size; i++) free_node(&node->parts[i]);
+    PyMem_Free(node->parts);
+}
+
+/* Build a node from the form of a column: see `columns.py`. */
+static int build_node(Node *node, PyObject *form) {
+    PyObject *kind = PyTuple_GetItem(form, 0), *parts = NULL;
+    if (kind == NULL) return -1;
+    if (PyUnicode_CompareWithASCIIString(kind, "array") == 0) {
+        PyArray_Descr *dtype;
+        node->kind = ARRAY;
+        if (!PyArg_ParseTuple(form, "OnO!O!n", &kind, &node->offset, &PyArrayDescr_Type, &dtype, &PyTuple_Type,
+                              &node->shape, &node->nbytes)) {
+            node->shape = NULL;
+            return -1;
+        }
+        Py_INCREF(node->shape);
+        Py_INCREF(dtype);
+        node->dtype = dtype;
+        node->ndim = (int)PyTuple_Size(node->shape);
+        if ((node->dims = PyMem_Calloc((size_t)node->ndim + 1, sizeof(npy_intp))) == NULL) goto no_memory;
+        for (int axis = 0; axis < node->ndim; axis++) {
+            node->dims[axis] = PyLong_AsSsize_t(PyTuple_GetItem(node->shape, axis));
+            if (node->dims[axis] == -1 && PyErr_Occurred()) return -1;
+        }
+        return 0;
+    }
+    if (PyUnicode_CompareWithASCIIString(kind, "number") == 0) {
+        node->kind = NUMBER;
+        return PyArg_ParseTuple(form, "Onn", &kind, &node->offset, &node->rows) ? 0 : -1;
+    }
+    if (PyUnicode_CompareWithASCIIString(kind, "dict") == 0) {
+        node->kind = DICT;
+        if (!PyArg_ParseTuple(form, "OO!O!", &kind, &PyTuple_Type, &node->keys, &PyTuple_Type, &parts)) {
+            node->keys = NULL;
+            return -1;
+        }
+        Py_INCREF(node->keys);
+    } else {
+        node->kind = TUPLE;
+        if (!PyArg_ParseTuple(form, "OO!", &kind, &PyTuple_Type, &parts)) return -1;
+    }
+    Py_ssize_t size = PyTuple_Size(parts);
+    if ((node->parts = PyMem_Calloc((size_t)size + 1, sizeof(Node))) == NULL) goto no_memory;
+    node->size = size;
+    for (Py_ssize_t i = 0; i < size; i++)
+        if (build_node(&node->parts[i], PyTuple_GetItem(parts, i)) < 0) return -1;
+    return 0;
+no_memory:
+    PyErr_NoMemory();
+    return -1;
+}
+
+/* Build columns from (forms of the groups, group of each agent, row of each agent); None if some agents have none. */
+static int build_columns(Columns *columns, PyObject *described, Py_ssize_t n) {
+    PyObject *forms, *groups, *rows;
+    if (described == Py_None) return 0;
+    if (!PyArg_ParseTuple(described, "O!O!O!", &PyTuple_Type, &forms, &PyTuple_Type, &groups, &PyTuple_Type, &rows))
+        return -1;
+    Py_ssize_t count = PyTuple_Size(forms);
+    if (PyTuple_Size(groups) != n || PyTuple_Size(rows) != n) {
+        PyErr_SetString(PyExc_ValueError, "expected a group and a row for each agent");
+        return -1;
+    }
+    columns->groups = PyMem_Calloc((size_t)count + 1, sizeof(Node));
+    columns->row = PyMem_Calloc((size_t)n + 1, sizeof(Py_ssize_t));
+    Node **nodes = PyMem_Calloc((size_t)n + 1, sizeof(Node *));
+    columns->node = nodes;
+    if (columns->groups == NULL || columns->row == NULL || nodes == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    while (columns->count < count) {
+        PyObject *form = PyTuple_GetItem(forms, columns->count);
+        if (build_node(&columns->groups[columns->count++], form) < 0) return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        Py_ssize_t group = PyLong_AsSsize_t(PyTuple_GetItem(groups, i));
+        columns->row[i] = PyLong_AsSsize_t(PyTuple_GetItem(rows, i));
+        if (PyErr_Occurred()) return -1;
+        if (group < 0 || group >= count) {
+            PyErr_SetString(PyExc_IndexError, "there is no such group");
+            return -1;
+        }
+        nodes[i] = &columns->groups[group];
+    }
+    return 0;
+}
+
+static void free_columns(Columns *columns) {
+    for (Py_ssize_t i = 0; i < columns->count; i++) free_node(&columns->groups[i]);
+    PyMem_Free(columns->groups);
+    PyMem_Free(columns->node);
+    PyMem_Free(columns->row);
+}
+
+PyDoc_STRVAR(codec_doc,
+    "Codec(block, stride, agents, all_key, headers, actions, observations, types, presence, activity, infos)\n--\n\n"
+    "See `codec.py`, which makes the arguments of a layout.");
+
+static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
+    Codec *codec = (Codec *)self;
+    PyObject *block, *agents, *all, *actions, *observations, *numbers, *rewards, *np_false;
+    long long activity;
+    if (codec->block != NULL || (keywords != NULL && PyDict_Size(keywords) > 0)) {
+        PyErr_SetString(PyExc_TypeError, "a Codec is made once, without keywords");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(ii)L(nn)", &PyArray_Type, &block, &codec->stride, &PyTuple_Type,
+                          &agents, &all, &codec->action_header, &codec->header, &actions, &observations,
+                          &PyTuple_Type, &numbers, &PyTuple_Type, &rewards, &codec->floats, &np_false,
+                          &codec->everywhere, &codec->infos_bit, &activity, &codec->infos,
+                          &codec->infos_nbytes))
+        return -1;
+    codec->step_activity = activity;
+    codec->n = PyTuple_Size(agents);
+    codec->base = PyArray_DATA((PyArrayObject *)block);
+    codec->records = codec->stride > 0 ? PyArray_SIZE((PyArrayObject *)block) / codec->stride : 0;
+    PyObject **owned[] = {&codec->block, &codec->agents, &codec->all, &codec->number_types, &codec->reward_types,
+                          &codec->np_false};
+    PyObject *objects[] = {block, agents, all, numbers, rewards, np_false};
+    for (size_t i = 0; i < sizeof objects / sizeof *objects; i++) {
+        Py_INCREF(objects[i]);
+        *owned[i] = objects[i];
+    }
+    codec->values = PyMem_Calloc((size_t)codec->n + 1, sizeof(PyObject *));
+    codec->rewards = PyMem_Calloc((size_t)codec->n + 1, sizeof(double));
+    codec->no_values = PyDict_New();
+    codec->no_flags = PyDict_New();
+    codec->no_np_flags = PyDict_New();
+    if (codec->values == NULL || codec->rewards == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (codec->no_values == NULL || codec->no_flags == NULL || codec->no_np_flags == NULL) return -1;
+    for (Py_ssize_t i = 0; i < codec->n; i++) {
+        PyObject *agent = PyTuple_GetItem(agents, i);
+        if (PyDict_SetItem(codec->no_values, agent, Py_None) < 0 ||
+            PyDict_SetItem(codec->no_flags, agent, Py_False) < 0 ||
+            PyDict_SetItem(codec->no_np_flags, agent, np_false) < 0)
+            return -1;
+    }
+    if (PyDict_SetItem(codec->no_flags, all, Py_False) < 0 || PyDict_SetItem(codec->no_np_flags, all, Py_False) < 0)
+        return -1;
+    if (codec->n == 0) return 0; /* nothing is plain */
+    if (build_columns(&codec->actions, actions, codec->n) < 0) return -1;
+    return build_columns(&codec->observations, observations, codec->n);
+}
+
+static void codec_dealloc(PyObject *self) {
+    Codec *codec = (Codec *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject *owned[] = {codec->block, codec->agents, codec->all, codec->number_types, codec->reward_types,
+                         codec->np_false, codec->no_values, codec->no_flags, codec->no_np_flags};
+    free_columns(&codec->actions);
+    free_columns(&codec->observations);
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_XDECREF(owned[i]);
+    PyMem_Free(codec->values);
+    PyMem_Free(codec->rewards);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef codec_methods[] = {
+    {"write", codec_write, METH_VARARGS, write_doc},
+    {"read", codec_read, METH_VARARGS, read_doc},
+    {"infos", codec_infos, METH_O, infos_doc},
+    {"run", codec_run, METH_VARARGS, run_doc},
+    {"sums", codec_sums, METH_NOARGS, sums_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef codec_attributes[] = {
+    {"place", codec_place, NULL, "The place of the environment that `run` stepped last.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot codec_slots[] = {
+    {Py_tp_doc, (void *)codec_doc},
+    {Py_tp_init, codec_init},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_dealloc, codec_dealloc},
+    {Py_tp_methods, codec_methods},
+    {Py_tp_getset, codec_attributes},
+    {0, NULL},
+};
+
+static PyType_Spec codec_spec = {
+    .name = "marl_parallel.core._codec.Codec",
+    .basicsize = sizeof(Codec),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = codec_slots,
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_codec", "The compiled fast path of records; see `codec.py`.", -1,
+    NULL, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__codec(void) {
+    import_array();
+    PyObject *time = PyImport_ImportModule("time");
+    if (time == NULL) return NULL;
+    time_monotonic = PyObject_GetAttrString(time, "monotonic");
+    Py_DECREF(time);
+    name_fast = PyUnicode_InternFromString("fast");
+    name_infos = PyUnicode_InternFromString("infos");
+    name_metadata = PyUnicode_InternFromString("metadata");
+    int64_dtype = PyArray_DescrFromType(NPY_INT64);
+    double_dtype = PyArray_DescrFromType(NPY_DOUBLE);
+    if (time_monotonic == NULL || name_fast == NULL || name_infos == NULL || name_metadata == NULL) return NULL;
+    PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&codec_spec);
+    if (module == NULL || type == NULL || PyModule_AddObject(module, "Codec", type) < 0) {
+        Py_XDECREF(module);
+        Py_XDECREF(type);
+        return NULL;
+    }
+    return module;
+}

@@ -1,0 +1,45 @@
+"""The compiled fast path of records (`_codec.c`), for a layout; without it, records are read and written one by one.
+
+The package is built without it if there is no compiler, and `MARL_PARALLEL_PURE=1` leaves it out. Both ways pass the
+same tests and write the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from marl_parallel.core import records
+from marl_parallel.core.columns import NUMBER_TYPES, AgentColumns, Layout
+from marl_parallel.core.transition import ALL
+from marl_parallel.core.worker_status import Activity
+
+try:
+    if os.environ.get("MARL_PARALLEL_PURE") == "1":
+        raise ImportError
+    from marl_parallel.core._codec import Codec  # type: ignore[import-not-found,unused-ignore]
+except ImportError:
+    Codec = None
+
+codec = "python" if Codec is None else "c"
+"""Which one runs."""
+
+
+def open_codec(layout: Layout, buffer: Any, *, infos_in_block: bool) -> Any:
+    """The `Codec` of a layout that is bound to the buffer; None if there is none."""
+    if Codec is None or not layout.agents:
+        return None
+
+    def form(columns: AgentColumns) -> Any:
+        return columns.form if columns.agents == layout.agents else None
+
+    block = np.frombuffer(buffer, np.uint8, layout.nbytes)
+    headers = layout.action_header, layout.transition_header
+    types = NUMBER_TYPES, records.REWARD_TYPES, len(records.FLOATS), np.False_
+    presence = records.EVERYWHERE, records.BITS["infos"]
+    columns = form(layout.actions), form(layout.observations)
+    infos = layout.infos, layout.infos_nbytes if infos_in_block else 0
+    agents, step = tuple(layout.agents), int(Activity.STEP)
+    return Codec(block, layout.stride, agents, ALL, headers, *columns, types, presence, step, infos)

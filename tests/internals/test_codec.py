@@ -1,0 +1,330 @@
+"""The compiled codec does what Python does: the same results, the same actions in simulators, the same bytes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from helpers.comparison import assert_same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import marl_parallel
+from marl_parallel import ParallelEnv
+from marl_parallel.backends.local import SerialBackend
+from marl_parallel.core import codec
+from marl_parallel.core.worker_status import WorkerStatus
+
+AGENTS = ["a", "b", 3]
+BOX = spaces.Box(-9, 9, (2, 2), np.float32)
+OBSERVATIONS = {
+    "boxes": [BOX] * 3,
+    "discrete": [spaces.Discrete(5, start=-2)] * 3,
+    "several": [BOX, spaces.Discrete(4), spaces.MultiBinary(3)],
+    "trees": [
+        spaces.Dict(x=BOX, m=spaces.MultiBinary(2), d=spaces.Discrete(3)),
+        spaces.Tuple((spaces.Discrete(3), spaces.Tuple((BOX, spaces.Dict(z=spaces.Box(-1, 1, ())))))),
+        spaces.Dict(x=BOX, m=spaces.MultiBinary(2), d=spaces.Discrete(3)),
+    ],
+    "text": [BOX, spaces.Text(5), BOX],
+}
+needs_compiled = pytest.mark.skipif(codec.Codec is None, reason="the package was built without a compiler")
+
+
+class Scripted:
+    """A dict environment that returns what it is told, and stores the actions that it gets."""
+
+    possible_agents = AGENTS
+
+    def __init__(self, script: list[Any], declared: list[spaces.Space[Any]], actions: list[spaces.Space[Any]]) -> None:
+        self.script, self.received = copy.deepcopy(script), []
+        self.observation_space = spaces.Dict([*zip(AGENTS, declared)])  # type: ignore[list-item]
+        self.action_space = spaces.Dict([*zip(AGENTS, actions)])  # type: ignore[list-item]
+        for space in declared:
+            space.seed(5)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return {a: space.sample() for a, space in self.observation_space.items()}, {a: {} for a in AGENTS}
+
+    def step(self, actions: Any) -> Any:
+        self.received.append(copy.deepcopy(actions))
+        return self.script.pop(0)
+
+    def close(self) -> None:
+        pass
+
+
+class Outcome:
+    """What a run gave: results or an error, the actions that arrived, and the bytes of the block after each step."""
+
+    def __init__(
+        self,
+        *,
+        compiled: bool,
+        infos_in_block: bool,
+        scripts: Any,
+        declared: Any,
+        action_spaces: Any,
+        actions: Any,
+        **keywords: Any,
+    ) -> None:
+        self.results: list[Any] = []
+        self.received: list[Any] = []
+        self.bytes: list[bytes] = []
+        blocks: list[Any] = []
+        allocate = SerialBackend.allocate
+
+        def remembered(backend: SerialBackend, layout: Any) -> Any:
+            blocks.append(allocate(backend, layout))
+            return blocks[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SerialBackend, "allocate", remembered)
+            patch.setattr(SerialBackend, "shares_memory", infos_in_block)
+            if not compiled:
+                patch.setattr(codec, "Codec", None)
+            constructors = [lambda script=script: Scripted(script, declared, action_spaces) for script in scripts]
+            with ParallelEnv(constructors, backend="serial", seed=3, adapter="dict", **keywords) as env:
+                self.results.append(copy.deepcopy(env.reset()))
+                for of_envs in actions:
+                    try:
+                        self.results.append(copy.deepcopy((env.step(of_envs), env.acting, env.action_masks)))
+                    except Exception as error:
+                        self.results.append((type(error), str(error).splitlines()[0]))
+                        break
+                    self.bytes.append(bytes(blocks[0]))
+                    self.received = list(env.get_attr("received"))
+
+
+def assert_equal_with_both(infos_in_block: bool, **arguments: Any) -> None:
+    ours = Outcome(compiled=True, infos_in_block=infos_in_block, **arguments)
+    pure = Outcome(compiled=False, infos_in_block=False, **arguments)
+    assert_same(tuple(ours.results), tuple(pure.results))
+    assert_same(ours.received, pure.received)
+    assert infos_in_block or ours.bytes == pure.bytes
+
+
+class Subclass(np.ndarray):
+    """An array of a derived class."""
+
+
+def changed_array(array: np.ndarray[Any, Any], how: int) -> Any:
+    """The same numbers in other clothes, or others."""
+    readonly = array.copy()
+    readonly.flags.writeable = False
+    two = np.repeat(array[..., None], 2, axis=-1)
+    return [
+        array, array.astype(np.float64), array.astype(np.float16), readonly, two[..., 0], np.asfortranarray(array),
+        array.astype(array.dtype.newbyteorder()), array.view(Subclass), array.tolist(), array.astype(object),
+        array[..., None], array.astype(np.int64), array.astype(np.complex64), None, array.reshape(-1)[:1], "text",
+    ][how]  # fmt: skip
+
+
+def changed_value(value: Any, how: int) -> Any:
+    if isinstance(value, np.ndarray):
+        return changed_array(value, how)
+    if isinstance(value, dict):
+        parts = {key: changed_value(part, how) for key, part in value.items()}
+        return [parts, OrderedDict(parts), dict(reversed(parts.items())), {**parts, "other": 1}, {}, None][how % 6]
+    if isinstance(value, tuple):
+        parts = tuple(changed_value(part, how) for part in value)
+        return [parts, [*parts], (*parts, 1), (), None][how % 5]
+    if isinstance(value, str):
+        return [value, None, 5][how % 3]
+    kinds: list[Any] = [
+        int, np.int64, np.int32, np.uint8, np.float64, bool, str, float, np.array, lambda _: None, lambda _: 2**63,
+        lambda _: -1, lambda _: np.uint64(2**63), np.bool_, np.int16, lambda v: np.array([v]),
+    ]  # fmt: skip
+    return kinds[how](value)
+
+
+REWARDS: list[Any] = [
+    1.5, float("nan"), float("-inf"), -1.0, np.float64(2.5), np.float32(0.1), np.float16(3), 7, 2**53, 2**53 + 1,
+    -(2**60), True, np.int64(-4), np.uint8(200), np.bool_(True), np.int64(2**62), np.array(1.5), np.ones(1), None, "1",
+]  # fmt: skip
+FLAGS: list[Any] = [False, np.False_, True, np.True_, 0, 1, None, np.zeros(1, bool), np.zeros(()), [False], {}, "no"]
+INFOS: list[Any] = [
+    {}, {"x": 1}, {"x": 0.5, "y": -1.5}, {"x": np.ones(2), 3: np.float32(2)}, {"action_mask": np.ones(3, np.int8)},
+    {"x": {"y": (1, [None, "é", False]), "z": np.array(2.0)}}, {"n": np.int64(-1), "b": np.bool_(True)},
+    {"h": np.float16(1)}, {"x": 2**70}, {"x": b"bytes"}, {(1, 2): 3}, {True: 1}, {"x": "\ud800"}, {"x": np.ones(300)},
+    {"x": np.asfortranarray(np.eye(2))}, {"x": np.ones(2, np.dtype("f8", metadata={"unit": "m"}))},
+    {"x": np.datetime64("2020-01-01")}, {"x": np.array(["a"])}, {"x": OrderedDict(a=1)}, {"x": 1j, "y": {1, 2}},
+    {"x": np.float64("nan"), "y": float("-inf")}, OrderedDict(), None, [], 0,
+]  # fmt: skip
+few = st.integers(0, 3).map(lambda number: number == 0)
+
+
+@st.composite
+def transitions(draw: st.DrawFn, declared: list[spaces.Space[Any]]) -> Any:
+    """What a step returns: plain, but for at most a few things."""
+    agents = draw(st.sampled_from([AGENTS] * 6 + [AGENTS[:2], [*reversed(AGENTS)], [*AGENTS, "new"], []]))
+    of_agent = dict(zip(AGENTS, declared))
+    seen = {}
+    for agent in agents:
+        value = of_agent.get(agent, BOX).sample()
+        seen[agent] = changed_value(value, draw(st.integers(0, 15))) if draw(few) else value
+    reward = draw(st.sampled_from(REWARDS[:5] * 2 + REWARDS))
+    rewards = {agent: draw(st.sampled_from(REWARDS)) if draw(few) and draw(few) else reward for agent in agents}
+    flags = []
+    for _ in range(2):
+        flag = draw(st.sampled_from(FLAGS[:1] * 8 + FLAGS[:3]))
+        own = {agent: draw(st.sampled_from(FLAGS)) if draw(few) and draw(few) else flag for agent in agents}
+        if draw(st.booleans()):
+            own["__all__"] = draw(st.sampled_from(FLAGS[:1] * 6 + FLAGS[:4]))
+        flags.append(own)
+    info = draw(st.sampled_from(INFOS[:1] * 3 + INFOS))
+    infos: Any = {agent: draw(st.sampled_from(INFOS)) if draw(few) and draw(few) else info for agent in agents}
+    if draw(few):
+        infos = draw(
+            st.sampled_from([{}, {**infos, "else": {}}, {**infos, "__common__": {"t": 1}}, dict([*infos.items()][1:])])
+        )
+    dicts: Any = seen, rewards, *flags, infos
+    return draw(st.sampled_from([dicts] * 9 + [[*dicts]]))
+
+
+thorough = settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+
+
+@needs_compiled
+@pytest.mark.parametrize("auto_reset", [True, False, "NEXT_STEP"])
+@pytest.mark.parametrize("name", OBSERVATIONS)
+@pytest.mark.filterwarnings("ignore")
+@thorough
+@given(data=st.data())
+def test_any_transitions(name, auto_reset, data):
+    """Results, errors and bytes are the same for whatever simulators return."""
+    declared = OBSERVATIONS[name]
+    scripts = [[data.draw(transitions(declared)) for _ in range(3)] for _ in range(3)]
+    steps = [[dict.fromkeys(AGENTS, 0)] * 3] * 3
+    discrete = [spaces.Discrete(3)] * 3
+    arguments = {"scripts": scripts, "declared": declared, "action_spaces": discrete, "actions": steps}
+    with_infos, copies = data.draw(st.booleans()), data.draw(st.booleans())
+    assert_equal_with_both(with_infos, **arguments, auto_reset=auto_reset, copy=copies)
+
+
+@needs_compiled
+@pytest.mark.parametrize("name", OBSERVATIONS)
+@pytest.mark.filterwarnings("ignore")
+@thorough
+@given(data=st.data())
+def test_any_actions(name, data):
+    """Simulators receive the same actions, or the same error is raised, for whatever callers pass."""
+    declared = OBSERVATIONS[name]
+    steps = []
+    for _ in range(2):
+        of_envs = []
+        for _ in range(3):
+            agents = data.draw(st.sampled_from([AGENTS] * 6 + [AGENTS[:2], [*reversed(AGENTS)], [*AGENTS, "new"]]))
+            values = {agent: dict(zip(AGENTS, declared)).get(agent, BOX).sample() for agent in agents}
+            for agent in agents:
+                if data.draw(few) and data.draw(few):
+                    values[agent] = changed_value(values[agent], data.draw(st.integers(0, 15)))
+            of_envs.append(values)
+        steps.append(of_envs)
+    plain = (
+        {agent: BOX.sample() for agent in AGENTS},
+        dict.fromkeys(AGENTS, 0.5),
+        *[dict.fromkeys(AGENTS, False)] * 2,
+        {},
+    )
+    assert_equal_with_both(False, scripts=[[plain] * 2] * 3, declared=[BOX] * 3, action_spaces=declared, actions=steps)
+
+
+@needs_compiled
+@pytest.mark.parametrize("kind", [float, np.float64, np.float32, int, np.int64, bool, np.bool_])
+def test_plain_steps_stay_in_compiled_code(kind, monkeypatch):
+    """Otherwise the comparisons above would compare Python with itself."""
+    flags = {**dict.fromkeys(AGENTS, False), "__all__": False}
+    plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, kind(1)), flags, flags, {a: {} for a in AGENTS}
+    discrete = [spaces.Discrete(3)] * 3
+    with ParallelEnv([lambda: Scripted([plain] * 4, [BOX] * 3, discrete)] * 3, backend="serial", adapter="dict") as env:
+        env.reset()
+        for name in ("records.TransitionRecords", "records.ActionRecords"):
+            for method in ("read", "write"):
+                monkeypatch.setattr(f"marl_parallel.core.{name}.{method}", None)
+        for _ in range(4):
+            assert_same(env.step([dict.fromkeys(AGENTS, 1)] * 3)[1][2], plain[1])
+
+
+def looped() -> dict[str, Any]:
+    info: dict[str, Any] = {"x": 1}
+    info["loop"] = [info]
+    return info
+
+
+@needs_compiled
+@pytest.mark.parametrize("info", [*INFOS[:7], {"x": [["deep"] * 2] * 3}], ids=str)
+def test_infos_in_the_block(info, monkeypatch):
+    """Infos of simple values are not pickled, whatever agents have them."""
+    monkeypatch.setattr("marl_parallel.core.worker.dump_extras", None)
+    flags, infos = {**dict.fromkeys(AGENTS, False), "__all__": False}, {"a": info, 3: {}, "more": {"y": info}}
+    plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), flags, flags, infos
+    discrete = [spaces.Discrete(3)] * 3
+    with ParallelEnv([lambda: Scripted([plain] * 4, [BOX] * 3, discrete)] * 3, backend="serial", adapter="dict") as env:
+        env.reset()
+        for _ in range(4):
+            assert_same(env.step([dict.fromkeys(AGENTS, 1)] * 3)[4], (infos,) * 3)
+
+
+@needs_compiled
+def test_infos_that_refer_to_themselves_are_pickled():
+    flags, infos = {**dict.fromkeys(AGENTS, False), "__all__": False}, {a: looped() for a in AGENTS}
+    plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), flags, flags, infos
+    discrete = [spaces.Discrete(3)] * 3
+    with ParallelEnv([lambda: Scripted([plain], [BOX] * 3, discrete)], backend="serial", adapter="dict") as env:
+        env.reset()
+        info = env.step([dict.fromkeys(AGENTS, 1)])[4][0]["a"]
+        assert info["loop"][0] is info
+
+
+@needs_compiled
+def test_references_are_returned():
+    """Counts of shared objects and the number of blocks stay the same over many steps of every kind."""
+    tree = OBSERVATIONS["trees"]
+    seen = {agent: space.sample() for agent, space in zip(AGENTS, tree)}
+    no = {**dict.fromkeys(AGENTS, False), "__all__": False}
+    kinds = [
+        (seen, dict.fromkeys(AGENTS, reward), no, no, dict.fromkeys(AGENTS, info))
+        for reward, info in [
+            (1.5, {}),
+            (np.float64(1), {"x": 1}),
+            (7, {}),
+            (True, {"y": np.ones(1)}),
+            (None, {}),
+            (0.5, INFOS[5]),
+        ]
+    ]
+    status, shared = WorkerStatus(bytearray(WorkerStatus.NBYTES)), [*AGENTS, "__all__", None, False, np.dtype("f4")]
+
+    class Cycle(Scripted):
+        def step(self, actions: Any) -> Any:
+            self.script = self.script[1:] + self.script[:1]
+            return self.script[0]
+
+    with ParallelEnv([lambda: Cycle(kinds, tree, tree)] * 2, backend="serial", adapter="dict") as env:
+        env.reset()
+        actions = [{agent: space.sample() for agent, space in zip(AGENTS, tree)}] * 2
+
+        def measured(steps: int) -> tuple[list[int], int]:
+            for _ in range(steps):
+                env.step(actions)
+            gc.collect()
+            return [sys.getrefcount(one) for one in shared], sys.getallocatedblocks()
+
+        measured(200)
+        (before, blocks), (after, blocks_after) = measured(100), measured(3000)
+    assert all(abs(one - other) < 100 for one, other in zip(before, after))
+    assert blocks_after - blocks < 200
+    assert status.running is None
+
+
+def test_which_codec_runs():
+    assert marl_parallel.codec == ("python" if codec.Codec is None else "c")
