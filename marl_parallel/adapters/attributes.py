@@ -78,11 +78,7 @@ def find(source: Any, name: str) -> Any:
 
 def has(source: Any, name: str) -> bool:
     """Whether any layer has the attribute."""
-    try:
-        find(source, name)
-    except AttributeError:
-        return False
-    return True
+    return any(hasattr(layer, name) for layer in layers(source))
 
 
 def assign(source: Any, name: str, value: Any) -> None:
@@ -198,15 +194,13 @@ def vector_reward_spaces(source: Any, agents: Sequence[AgentID]) -> dict[AgentID
     declaration = declared(source, "reward_space", _ABSENT)
     if declaration is _ABSENT:
         declaration = declared(source, "reward_spaces")
-    of_agents: Mapping[AgentID, Space[Any]] = {}
-    if isinstance(declaration, Mapping):
-        of_agents = spaces_by_agent(declaration)
-    elif isinstance(declaration, Space):
+    of_agents: Mapping[AgentID, Any] = spaces_by_agent(declaration)
+    if isinstance(declaration, Space) and not isinstance(declaration, Mapping):
         of_agents = dict.fromkeys(agents, declaration)
     elif callable(declaration):
         of_agents = spaces_of(agents, declaration)
-    vectors = {agent: space for agent, space in of_agents.items() if type(space) is spaces.Box and space.shape}
-    return {agent: vectors[agent] for agent in agents if agent in vectors}
+    spaces_in_order = ((agent, of_agents.get(agent)) for agent in agents)
+    return {agent: space for agent, space in spaces_in_order if type(space) is spaces.Box and space.shape}
 
 
 def declared_state_space(source: Any) -> Space[Any] | None:

@@ -18,7 +18,7 @@ from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import agent_infos, next_episode_infos, took_part, vector_infos, with_env_flags
+from marl_parallel.vector.rows import agent_infos, took_part, vector_infos, with_env_flags
 from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls, Scalarize
 
 __doctest_requires__ = ["agilerl"]
@@ -198,8 +198,8 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def _infos(self, arrays: Arrays, over: NDArray[np.bool_] | None = None) -> ByAgent:
         by_env: dict[int, list[dict[Any, Any]]] = {}
         for env_id, infos in arrays.infos.items():
-            infos_of = agent_infos if over is None or not over[env_id] else next_episode_infos
-            by_env[env_id] = infos_of(env_id, infos, self.agents, self.agents)
+            next_episode = over is not None and bool(over[env_id])
+            by_env[env_id] = agent_infos(env_id, infos, self.agents, self.agents, next_episode=next_episode)
             for info in by_env[env_id]:
                 if FINAL_OBS in info:
                     info[FINAL_OBS] = self._stepper.own(info[FINAL_OBS])

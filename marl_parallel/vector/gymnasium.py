@@ -19,16 +19,7 @@ from marl_parallel.core.native import InfoColumns
 from marl_parallel.core.spaces import fits_block, tree_map, zeros
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import (
-    AgentRows,
-    agent_infos,
-    bounds,
-    next_episode_infos,
-    shared_reward_space,
-    stacked,
-    vector_infos,
-    without_reset,
-)
+from marl_parallel.vector.rows import AgentRows, agent_infos, bounds, divided, stacked, vector_infos
 from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls
 
 Others = Callable[[AgentID, Any], Any]
@@ -83,15 +74,14 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         super().__init__(env, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, vectors=True)
         self.parallel_env = env
         self.agents = list(env.possible_agents if agents is None else agents)
-        self._rows = AgentRows(self._stepper, self.agents, "choose some with agents=[...]")
+        self._rows = AgentRows(self._stepper, self.agents, "choose some with agents=[...]", type(self).__name__)
         self._others = [agent for agent in env.possible_agents if agent not in self._rows.agents]
         self._act = others
         self.num_envs = env.num_envs * len(self.agents)
         self.single_observation_space, self.single_action_space = self._rows.space, self._rows.action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        reward_spaces = self._stepper.runner.schema.reward_spaces
-        self.reward_space = shared_reward_space(reward_spaces, self.agents, type(self).__name__)
+        self.reward_space = self._rows.reward_space
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
 
@@ -119,7 +109,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
             seed = seed if env_ids is None else [seed[env_id] for env_id in env_ids]
         arrays = self._stepper.reset(seed, options or None, env_ids)
         self._rows.note_reset(env_ids)
-        return self._rows.observations(arrays), self._infos(arrays, None)
+        return self._rows.flat_observations(arrays), self._infos(arrays, None)
 
     def render(self) -> tuple[Any, ...] | None:
         """A frame for each row, which is its environment's; None if `render_mode` is None."""
@@ -176,19 +166,17 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         if not arrays.shared_flags or were_dead is not None:
             flags = rows.flags(arrays)
         terminations, truncations = flags[0].ravel(), flags[1].ravel()
-        if self.reward_space is None:
-            rewards = rows.of(arrays.rewards).ravel()
-        else:
-            rewards = stacking.flat(np.stack([arrays.vectors[agent] for agent in self.agents], axis=1))
+        rewards = stacking.flat(rows.rewards(arrays))
         if were_dead is not None:  # zeros, whatever the simulator returned for them
             rewards[were_dead.ravel()] = 0
             if self._same_step:  # the agents are back in environments whose next episode has begun
                 were_dead = were_dead & ~(arrays.terminated | arrays.truncated)[:, None]
             rows.clear(arrays, were_dead)
         infos = self._infos(arrays, terminations | truncations if self._same_step else None)
-        return rows.observations(arrays), rewards, terminations, truncations, infos
+        return rows.flat_observations(arrays), rewards, terminations, truncations, infos
 
     def _infos(self, arrays: Arrays, done: NDArray[np.bool_] | None) -> dict[str, Any]:
+        """Infos by row; those of rows that are done have the last observation and info, as Gymnasium's SAME_STEP."""
         infos: dict[str, Any] = {}
         if done is None and type(arrays.infos) is InfoColumns:
             infos = self._rows.infos(arrays.infos)
@@ -199,19 +187,18 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         return infos
 
     def _infos_of_rows(self, arrays: Arrays, done: NDArray[np.bool_] | None) -> dict[str, Any]:
-        """Infos by row; those of rows that are done have the last observation and info, as Gymnasium's SAME_STEP."""
         per_env, possible_agents = len(self.agents), self._stepper.view.agents
         over = [] if done is None else np.flatnonzero(arrays.terminated | arrays.truncated).tolist()
         rows: dict[int, dict[Any, Any]] = {}
         for env_id in {**arrays.infos, **dict.fromkeys(over)}:
-            infos_of = next_episode_infos if env_id in over else agent_infos
-            infos = infos_of(env_id, arrays.infos.get(env_id, {}), self.agents, possible_agents)
+            of_env, next_episode = arrays.infos.get(env_id, {}), env_id in over
+            infos = agent_infos(env_id, of_env, self.agents, possible_agents, next_episode=next_episode)
             rows |= enumerate(infos, env_id * per_env)
         for row in [] if done is None else np.flatnonzero(done).tolist():
             if row // per_env in over:
                 rows[row].setdefault(FINAL_OBS, zeros(self.single_observation_space))
             else:  # the environment goes on without this agent
-                last = without_reset(rows.get(row, {}))
+                last, _ = divided(rows.get(row, {}), {})
                 rows[row] = {**last, "final_info": last, FINAL_OBS: self._rows.observation(arrays, row)}
         return vector_infos(sorted(rows.items()), self.num_envs)
 

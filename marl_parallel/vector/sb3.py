@@ -17,9 +17,9 @@ from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.spaces import unfit_leaf, zeros
-from marl_parallel.core.transition import FINAL_OBS, RESET_INFO
+from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import AgentRows, agent_infos, env_infos, reset_info
+from marl_parallel.vector.rows import AgentRows, agent_infos, divided, env_infos
 from marl_parallel.vector.stepper import ArrayFacade, Scalarize
 
 __doctest_requires__ = ["stable_baselines3"]
@@ -102,7 +102,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         self._reset_options()
         self._rows.note_reset()
         self.reset_infos = self._infos(arrays)
-        return self._rows.observations(arrays)
+        return self._rows.flat_observations(arrays)
 
     step = VecEnv.step  # calls `step_async` and `step_wait`, which users of Stable-Baselines3 replace and wrap
 
@@ -113,7 +113,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         infos = self._infos(arrays)
         for info in infos:
             info["TimeLimit.truncated"] = False
-        observations = self._rows.observations(arrays)
+        observations = self._rows.flat_observations(arrays)
         if arrays.plain and not self._rows.any_dead:
             dones = np.zeros(self.num_envs, np.bool_)
         else:
@@ -127,16 +127,15 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         dones, truncated = terminations | truncations, truncations & ~terminations & ~were_dead
         of_envs = {int(i): env_infos(arrays.infos.get(int(i), {}), self.agents) for i in np.flatnonzero(over)}
         for row in np.flatnonzero(dones).tolist():
-            place, info, last = divmod(row, self._per_env), infos[row], None
+            place, last = divmod(row, self._per_env), None
             if over[place[0]]:
-                last = info.pop(FINAL_OBS, None)
-                self.reset_infos[row] = reset_info(info, of_envs[place[0]])
-                info.pop(RESET_INFO, None)
+                last = infos[row].get(FINAL_OBS)
+                infos[row], self.reset_infos[row] = divided(infos[row], of_envs[place[0]])
             elif arrays.observed[place]:
                 last = self._rows.observation(arrays, row)
             known = last is not None and not were_dead[place]
-            info["terminal_observation"] = self._stepper.own(last) if known else zeros(self.observation_space)
-            info["TimeLimit.truncated"] = bool(truncated[place]) and known
+            infos[row]["terminal_observation"] = self._stepper.own(last) if known else zeros(self.observation_space)
+            infos[row]["TimeLimit.truncated"] = bool(truncated[place]) and known
         arrays.rewards[were_dead] = 0.0
         stacking.clear(observations, np.flatnonzero(self._rows.dead))
         return dones.ravel()

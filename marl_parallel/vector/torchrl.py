@@ -28,7 +28,7 @@ from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import bounds, located, shared_reward_space
+from marl_parallel.vector.rows import AgentRows, bounds
 from marl_parallel.vector.stepper import ArrayStepper
 
 __doctest_requires__ = ["torchrl"]
@@ -101,20 +101,19 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self._guard = CallGuard(self._runner.check_open)
         self.infos: dict[int, dict[Any, Any]] = {}
         self.group_map = _grouped(group_map, self._runner.schema)
-        self._groups = {name: _Group(agents, stepper) for name, agents in self.group_map.items()}
+        self._groups = {
+            name: AgentRows(stepper, agents, vectors_for="TorchRLEnv") for name, agents in self.group_map.items()
+        }
         self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)  # whether an environment is to be reset with `_seed`
-        self._make_specs()
-
-    def _make_specs(self) -> None:
-        n = self.env.num_envs
+        n = env.num_envs
         actions, observations, rewards, dones = (Composite(shape=(n,)) for _ in range(4))
         for name, group in self._groups.items():
             shape = n, len(group.agents)
             objectives = (1,) if group.reward_space is None else group.reward_space.shape or ()
             actions[name] = Composite(_specs("action", group.action_space, shape, _action_spec), shape=shape)
-            seen = _specs("observation", group.observation_space, shape, _observation_spec)
+            seen = _specs("observation", group.space, shape, _observation_spec)
             masks = {key: _flag_spec(shape) for key in ("mask", "present")}
             observations[name] = Composite({**seen, **masks}, shape=shape)
             reward = Unbounded(shape=(*shape, *objectives), dtype=torch.float32)
@@ -164,15 +163,19 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     @exclusive("step")
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         ids = self._marked(tensordict.get("_step", None))
-        actions = [group.action(name, tensordict.get((name, "action"), None)) for name, group in self._groups.items()]
+        actions = [
+            Stacked(group.agents, _action_arrays(name, group.action_space, tensordict.get((name, "action"), None)))
+            for name, group in self._groups.items()
+        ]
         if self._runner.mode is AutoresetMode.NEXT_STEP:
             self._ended[np.array(self._runner.batch.over)] = False  # a new episode begins without `_reset`
         arrays = self._stepper.step(actions, ids)
         self.infos = dict(arrays.infos)
         result = self._tensors(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
-        rewards = arrays.rewards.astype(np.float32)
         for name, group in self._groups.items():
-            result.get(name).set("reward", torch.from_numpy(group.rewards(arrays, rewards)))
+            rewards = group.rewards(arrays).astype(np.float32)
+            rewards = rewards[..., None] if group.reward_space is None else rewards
+            result.get(name).set("reward", torch.from_numpy(rewards))
         if ids is None:
             return result
         for name in self._groups:
@@ -221,51 +224,16 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             roots["restarted"][[env_id for env_id, infos in arrays.infos.items() if _is_mark(infos.get(COMMON))]] = True
         result: dict[str, Any] = {name: torch.from_numpy(root[:, None]) for name, root in roots.items()}
         for name, group in self._groups.items():
-            shape = n, len(group.agents)
-            of_group: dict[str, Any] = {
-                **group.observations(arrays),
-                "mask": torch.from_numpy(arrays.acting[:, group.columns]),
-                "present": torch.from_numpy(arrays.present[:, group.columns]),
-            }
-            of_group |= {flag: torch.from_numpy(flags[:, group.columns, None]) for flag, flags in of_agents.items()}
-            result[name] = TensorDict(of_group, batch_size=shape, device=self.device)
+            observations = group.observations(arrays)
+            seen = {_key("observation", path): reduce(getitem, path, observations) for path, _ in leaves(group.space)}
+            masks = {"mask": group.of(arrays.acting), "present": group.of(arrays.present)}
+            flags = {flag: group.of(values)[..., None] for flag, values in of_agents.items()}
+            of_group = {key: torch.from_numpy(array) for key, array in {**seen, **masks, **flags}.items()}
+            result[name] = TensorDict(of_group, batch_size=(n, len(group.agents)), device=self.device)
         return TensorDict(result, batch_size=(n,), device=self.device)
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
-
-
-class _Group:
-    """Agents that are stacked: `columns` among all agents, and `members` of one stack of observations."""
-
-    def __init__(self, agents: Sequence[AgentID], stepper: ArrayStepper) -> None:
-        schema = stepper.runner.schema
-        self.agents = tuple(agents)
-        self.columns, self.stack, self.members = located(stepper.view, agents)
-        self.observation_space = schema.observation_spaces[agents[0]]
-        self.action_space = schema.action_spaces[agents[0]]
-        self.reward_space = shared_reward_space(schema.reward_spaces, agents, "TorchRLEnv")
-
-    def observations(self, arrays: Arrays) -> dict[Any, torch.Tensor]:
-        """The observations by key, `(num_envs, agents, ...)`; in the memory of the arrays, if members are a slice."""
-        stack = arrays.observations[self.stack]
-        return {
-            _key("observation", path): torch.from_numpy(reduce(getitem, path, stack)[:, self.members])
-            for path, _ in leaves(self.observation_space)
-        }
-
-    def rewards(self, arrays: Arrays, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The rewards, `(num_envs, agents, 1)`, or `(num_envs, agents, num_objectives)` for vector rewards."""
-        if self.reward_space is None:
-            return numbers[:, self.columns, None]
-        return np.stack([arrays.vectors[agent] for agent in self.agents], axis=1).astype(np.float32)
-
-    def action(self, name: str, value: Any) -> Stacked:
-        if value is None:
-            raise ValueError(f"no actions for the group {name!r}: there is no {(name, 'action')}")
-        space = self.action_space
-        parts = iter([(leaf, value.get(tuple(map(str, path))) if path else value) for path, leaf in leaves(space)])
-        return Stacked(self.agents, tree_map(lambda _: _action_array(*next(parts)), space))
 
 
 def _grouped(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None, schema: Schema) -> GroupMap:
@@ -347,13 +315,24 @@ def _key(name: str, path: tuple[Any, ...]) -> Any:
     return (name, *map(str, path)) if path else name
 
 
-def _action_array(space: Space[Any], tensor: Any) -> NDArray[Any]:
-    array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
-    start = getattr(space, "start", None)  # of whole numbers; those in tensors count from 0
-    if start is None or not np.any(start) or array.dtype.kind not in "biu":
-        return array
-    shifted: NDArray[Any] = array.astype(np.int64) + start
-    return shifted
+def _action_arrays(name: str, space: Space[Any], actions: Any) -> Any:
+    """The actions of a group in arrays, in the form of their space."""
+    if actions is None:
+        raise ValueError(f"no actions for the group {name!r}: there is no {(name, 'action')}")
+    paths = (path for path, _ in leaves(space))
+
+    def of_leaf(leaf: Space[Any]) -> NDArray[Any]:
+        path = next(paths)
+        tensor = actions.get(tuple(map(str, path))) if path else actions
+        array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
+        start = getattr(leaf, "start", None)  # of whole numbers; those in tensors count from 0
+        return (
+            array
+            if start is None or not np.any(start) or array.dtype.kind not in "biu"
+            else array.astype(np.int64) + start
+        )
+
+    return tree_map(of_leaf, space)
 
 
 def _specs(name: str, space: Space[Any], shape: tuple[int, ...], of_leaf: Callable[[Any], TensorSpec]) -> Any:
