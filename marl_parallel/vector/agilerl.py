@@ -38,7 +38,6 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
     In the step that ends an episode, observations are the new episode's; agents without a flag of their own inherit
     the environment's; infos are the reset's, with the old episode's last as `final_obs` and `final_info`.
-
     `infos[agent]` has an array for each key, and a mask under `_key`, as Gymnasium's vector infos.
     `env_defined_actions` is NaN in environments that define none. Infos of the environment, such as the mark of a
     restart, `infos[agent]["__common__"]`, are in every agent's.
@@ -53,14 +52,12 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         acting: Likewise, where it acts next.
 
     Raises:
-        TypeError: `env` is no `ParallelEnv`.
-        ValueError: As `ArrayStepper`, or its agents are no strings, or actions are dicts or tuples.
+        TypeError, ValueError: As `ArrayStepper`, or its agents are no strings, or actions are dicts or tuples.
 
     Example:
         >>> from agilerl.algorithms import IPPO
-        >>> from mpe2 import simple_spread_v3
-        >>> from marl_parallel import ParallelEnv
-        >>> env = AgileRLVecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2))
+        >>> from marl_parallel import make
+        >>> env = AgileRLVecEnv(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2))
         >>> observations, infos = env.reset(seed=1)
         >>> declared = [[of(agent) for agent in env.agents] for of in
         ...             (env.single_observation_space, env.single_action_space)]
@@ -152,9 +149,8 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def _of_env(self, actions: Mapping[str, Any]) -> ByAgent:
         """One environment's actions in the form of their spaces, without those that are NaN."""
         rows = {agent: _array(action)[None] for agent, action in actions.items()}
-        return {
-            a: _formed(self._single_action_spaces.get(a), row)[0] for a, row in rows.items() if _nan_rows(row) is None
-        }
+        declared = self._single_action_spaces
+        return {a: _formed(declared.get(a), row)[0] for a, row in rows.items() if _nan_rows(row) is None}
 
     # -- results ---------------------------------------------------------------------------------------------------
 
@@ -175,14 +171,13 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         return dict(zip(self.agents, array.T))
 
     def _flags_by_agent(self, flags: NDArray[np.bool_], flagged: NDArray[np.bool_]) -> ByAgent:
-        """Flags by agent, NaN where not `flagged`; bool for an agent that is flagged everywhere, as AgileRL's own."""
+        """NaN where not `flagged`; bool for an agent that is flagged everywhere, as AgileRL's own."""
         if flagged.all():
             return self._by_agent(flags)
         floats = np.where(flagged, flags, np.nan)
         return {agent: (flags if flagged[:, i].all() else floats)[:, i] for i, agent in enumerate(self.agents)}
 
     def _observations(self, arrays: Arrays) -> ByAgent:
-        """Observations by agent, NaN where an agent was not observed, single numbers with an axis of their own."""
         self.present, self.acting = self._by_agent(arrays.present), self._by_agent(arrays.acting)
         unobserved = None if arrays.observed.all() else ~arrays.observed
 
@@ -239,9 +234,8 @@ def _formed(space: Space[Any] | None, rows: NDArray[Any]) -> NDArray[Any]:
 
 def _forced(agent: str, actions: Any, defined: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Actions that environments define, NaN for those that define none; raises `ValueError` if shapes differ."""
-    rows = {
-        int(row): np.asarray(actions[row], np.float64) for row in np.flatnonzero(defined) if actions[row] is not None
-    }
+    defining = [row for row in np.flatnonzero(defined).tolist() if actions[row] is not None]
+    rows = {row: np.asarray(actions[row], np.float64) for row in defining}
     shape = next((values.shape for values in rows.values()), ())
     forced = np.full((len(defined), *shape), np.nan)
     for row, values in rows.items():

@@ -36,10 +36,9 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     `reward_space`, as in MO-Gymnasium.
 
     The row of an absent agent is zeros; `infos["present"]` marks the rows that are data, `infos["acting"]` those that
-    need an action. A row is done when its agent dies, and all rows of an environment are when its episode ends.
-
-    With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos have the
-    reset's, and `final_obs` and `final_info` in rows that are done, as Gymnasium's.
+    need an action. A row is done when its agent dies, and all rows of an environment are when its episode ends. With
+    `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos have the reset's,
+    and `final_obs` and `final_info` in rows that are done, as Gymnasium's.
 
     Args:
         env: No other facade may step it. With `copy=False`, observations are valid until the next step or reset.
@@ -53,14 +52,12 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         reward_space: Of one row, if rewards are vectors; None if they are numbers.
 
     Raises:
-        TypeError: `env` is no `ParallelEnv`.
-        ValueError: As `ArrayStepper`, or the agents' spaces differ.
+        TypeError, ValueError: As `ArrayStepper`, or the agents' spaces differ.
 
     Example:
-        >>> from mpe2 import simple_spread_v3
         >>> from gymnasium.wrappers.vector import RecordEpisodeStatistics
-        >>> from marl_parallel import ParallelEnv
-        >>> parallel = ParallelEnv([simple_spread_v3.parallel_env] * 4, "NEXT_STEP", num_workers=2)
+        >>> from marl_parallel import make
+        >>> parallel = make("mpe2.simple_spread_v3", num_envs=4, auto_reset="NEXT_STEP", num_workers=2)
         >>> env = RecordEpisodeStatistics(GymnasiumVectorEnv(parallel))
         >>> observations, infos = env.reset(seed=1)
         >>> for _ in range(25):
@@ -95,11 +92,6 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
             seed: Environment i gets `seed + i`; a sequence has one for each environment, or for each row.
             options: `"reset_mask"`, bool `(num_envs,)`, selects the rows to reset, all or none of each environment; the
                 rest is for each environment's own `reset`.
-
-        Raises:
-            ValueError: Seeds or a mask of another length, or that differ between the rows of an environment; no row is
-                to be reset.
-            TypeError: A mask that is no array of bool.
         """
         options = dict(options or {})
         mask = options.pop("reset_mask", None)

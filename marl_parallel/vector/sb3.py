@@ -58,14 +58,12 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         acting: `(num_envs,)`, bool: the agents that act next.
 
     Raises:
-        TypeError: `env` is no `ParallelEnv`.
-        ValueError: As `ArrayStepper`, or the agents' spaces differ.
+        TypeError, ValueError: As `ArrayStepper`, or the agents' spaces differ.
 
     Example:
-        >>> from mpe2 import simple_spread_v3
         >>> from stable_baselines3 import PPO
-        >>> from marl_parallel import ParallelEnv
-        >>> env = SB3VecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2))
+        >>> from marl_parallel import make
+        >>> env = SB3VecEnv(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2))
         >>> env.num_envs, env.reset().shape
         (12, (12, 18))
         >>> model = PPO("MlpPolicy", env, n_steps=16, batch_size=64, n_epochs=1, device="cpu").learn(192)

@@ -1,7 +1,6 @@
 """`TorchRLEnv`: all environments as one TorchRL environment, with agents stacked in groups.
 
-Tensors share memory with the arrays of `ArrayStepper`: each group of agents is some columns of one of its arrays of
-observations.
+Tensors share memory with the arrays of `ArrayStepper`, of which each group of agents is some columns.
 """
 
 from __future__ import annotations
@@ -73,14 +72,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             none. Infos of resets by `_reset` after it are under `reset_info` of each, except reports of restarts.
 
     Raises:
-        TypeError: `env` is no `ParallelEnv`.
-        ValueError: As `ArrayStepper`, agents of a group differ in their spaces, or a space has no form in tensors.
+        TypeError, ValueError: As `ArrayStepper`, or a group has different spaces, or one without a form in tensors.
 
     Example:
-        >>> from mpe2 import simple_spread_v3
-        >>> from marl_parallel import ParallelEnv
-        >>> parallel = ParallelEnv([simple_spread_v3.parallel_env] * 4, auto_reset=False, num_workers=2)
-        >>> env = TorchRLEnv(parallel)
+        >>> from marl_parallel import make
+        >>> env = TorchRLEnv(make("mpe2.simple_spread_v3", num_envs=4, auto_reset=False, num_workers=2))
         >>> data = env.rollout(30, break_when_any_done=False)
         >>> data.batch_size, data["agent", "observation"].shape, data["next", "done"].sum()
         (torch.Size([4, 30]), torch.Size([4, 30, 3, 18]), tensor(4))
