@@ -1,8 +1,4 @@
-"""What a simulator declares: its attributes, agents and spaces, looked up through wrappers and conversions.
-
-A simulator may be of any class. If reading an optional attribute raises anything, the attribute counts as absent, since
-the simulator may not be ready.
-"""
+"""What a simulator declares: its attributes, agents and spaces, looked up through wrappers and conversions."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ def declared(source: Any, name: str, default: Any = None) -> Any:
     try:
         through_wrappers = getattr(source, "get_wrapper_attr", None)
         return getattr(source, name) if through_wrappers is None else through_wrappers(name)
-    except Exception:
+    except Exception:  # of any kind: the simulator may not be ready
         return default
 
 
