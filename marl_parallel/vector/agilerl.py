@@ -88,8 +88,6 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         )
         self.present = self.acting = self._by_agent(np.zeros((self.num_envs, len(agents)), np.bool_))
 
-    # -- stepping --------------------------------------------------------------------------------------------------
-
     @exclusive("reset")
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -107,7 +105,23 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
                 that act in no environment may be left out, and a row of NaN is no action. Errors are those of
                 `ArrayStepper.step`.
         """
-        self._send(actions)
+        arrays: dict[str, NDArray[Any]] = {}
+        for agent, values in actions.items():
+            arrays[agent] = array = _array(values)
+            if array.shape[:1] != (self.num_envs,):
+                raise ValueError(
+                    f"expected actions of agent {agent!r} for {self.num_envs} environments, got shape {array.shape}"
+                )
+        nan = {agent: rows for agent, array in arrays.items() if (rows := _nan_rows(array)) is not None}
+        acting = self._stepper.runner.batch.acting if nan else []
+        if any(agent in acting[env_id] for agent, rows in nan.items() for env_id in np.flatnonzero(rows)):
+            of_envs = [{agent: array[env_id] for agent, array in arrays.items()} for env_id in range(self.num_envs)]
+            self._stepper.send_dicts([self._of_env(of_env) for of_env in of_envs])
+        else:
+            for agent, rows in nan.items():
+                arrays[agent] = stacking.placed(arrays[agent], rows, np.zeros((), arrays[agent].dtype))
+            declared = self._single_action_spaces
+            self._stepper.send({agent: _formed(declared.get(agent), array) for agent, array in arrays.items()})
         return self._results(self._stepper.receive())
 
     @exclusive("step_async")
@@ -126,33 +140,11 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         """Close the environment; arguments as of `ParallelEnv.close`. Discards a step in flight."""
         self._stepper.close(terminate=terminate, **kwargs if timeout is None else {**kwargs, "timeout": timeout})
 
-    # -- arguments -------------------------------------------------------------------------------------------------
-
-    def _send(self, actions: Mapping[str, Any]) -> None:
-        arrays: dict[str, NDArray[Any]] = {}
-        for agent, values in actions.items():
-            arrays[agent] = array = _array(values)
-            if array.shape[:1] != (self.num_envs,):
-                raise ValueError(
-                    f"expected actions of agent {agent!r} for {self.num_envs} environments, got shape {array.shape}"
-                )
-        nan = {agent: rows for agent, array in arrays.items() if (rows := _nan_rows(array)) is not None}
-        acting = self._stepper.runner.batch.acting if nan else []
-        if any(agent in acting[env_id] for agent, rows in nan.items() for env_id in np.flatnonzero(rows)):
-            of_envs = [{agent: array[env_id] for agent, array in arrays.items()} for env_id in range(self.num_envs)]
-            self._stepper.send_dicts([self._of_env(of_env) for of_env in of_envs])
-            return
-        for agent, rows in nan.items():
-            arrays[agent] = stacking.placed(arrays[agent], rows, np.zeros((), arrays[agent].dtype))
-        self._stepper.send({a: _formed(self._single_action_spaces.get(a), array) for a, array in arrays.items()})
-
     def _of_env(self, actions: Mapping[str, Any]) -> ByAgent:
         """One environment's actions in the form of their spaces, without those that are NaN."""
         rows = {agent: _array(action)[None] for agent, action in actions.items()}
         declared = self._single_action_spaces
         return {a: _formed(declared.get(a), row)[0] for a, row in rows.items() if _nan_rows(row) is None}
-
-    # -- results ---------------------------------------------------------------------------------------------------
 
     def _results(self, arrays: Arrays) -> Results:
         flagged, flags = arrays.flagged, (arrays.terminations, arrays.truncations)

@@ -94,8 +94,15 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
                 rest is for each environment's own `reset`.
         """
         options = dict(options or {})
-        mask = options.pop("reset_mask", None)
-        env_ids = None if mask is None else self._masked(mask)
+        env_ids, mask = None, options.pop("reset_mask", None)
+        if mask is not None:
+            if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+                raise TypeError(f"options['reset_mask'] must be a numpy array of bool, got {type(mask).__name__}")
+            if mask.shape != (self.num_envs,):
+                raise ValueError(f"options['reset_mask'] must have shape ({self.num_envs},), got {mask.shape}")
+            if not mask.any():
+                raise ValueError("options['reset_mask'] must have at least one True")
+            env_ids = np.flatnonzero(self._rows.by_env(mask.tolist(), "options['reset_mask']")).tolist()
         if seed is not None and not isinstance(seed, int | np.integer):
             seed = self._rows.by_env([*seed], "seeds")
             seed = seed if env_ids is None else [seed[env_id] for env_id in env_ids]
@@ -120,36 +127,20 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     def __del__(self) -> None:
         """Nothing: the `ParallelEnv` may be used further, and closes when it is collected itself."""
 
-    # -- arguments -------------------------------------------------------------------------------------------------
+    # -- actions and results ---------------------------------------------------------------------------------------
 
     def _actions(self, actions: Any) -> list[Stacked]:
         by_agents = [self._rows.actions(actions)]
-        if self._others:
-            latest = self._stepper.latest
-            seen = self._stepper.view.by_agent(latest.observations) if latest is not None else {}
-            by_agents += [Stacked((agent,), self._of_other(agent, seen.get(agent))) for agent in self._others]
+        latest, num_envs = self._stepper.latest, self.env.num_envs
+        seen = self._stepper.view.by_agent(latest.observations) if self._others and latest is not None else {}
+        for agent in self._others:
+            space = self._stepper.runner.schema.action_spaces[agent]
+            try:
+                own = self._act(agent, seen.get(agent)) if self._act else _nearest_to_zero(space, num_envs)
+                by_agents.append(Stacked((agent,), stacked(space, own, num_envs, 1)))
+            except ValueError as error:
+                raise ValueError(f"others, for agent {agent!r}: {error}") from error
         return by_agents
-
-    def _of_other(self, agent: AgentID, seen: Any) -> Any:
-        space, num_envs = self._stepper.runner.schema.action_spaces[agent], self.env.num_envs
-        try:
-            actions = self._act(agent, seen) if self._act else _nearest_to_zero(space, num_envs)
-            return stacked(space, actions, num_envs, 1)
-        except ValueError as error:
-            raise ValueError(f"others, for agent {agent!r}: {error}") from error
-
-    def _masked(self, mask: Any) -> list[int]:
-        """The environments of a mask of rows."""
-        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-            raise TypeError(f"options['reset_mask'] must be a numpy array of bool, got {type(mask).__name__}")
-        if mask.shape != (self.num_envs,):
-            raise ValueError(f"options['reset_mask'] must have shape ({self.num_envs},), got {mask.shape}")
-        if not mask.any():
-            raise ValueError("options['reset_mask'] must have at least one True")
-        by_env = self._rows.by_env(mask.tolist(), "options['reset_mask']")
-        return [env_id for env_id, is_reset in enumerate(by_env) if is_reset]
-
-    # -- results ---------------------------------------------------------------------------------------------------
 
     def _results(self, arrays: Arrays) -> Results:
         rows = self._rows

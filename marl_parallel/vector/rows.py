@@ -37,10 +37,8 @@ _NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 class AgentRows:
     """Agents with equal spaces, as rows or columns of arrays, and which have died in the episode of their environment.
 
-    A row is flagged when its agent dies, and once more when the episode of its environment ends. `columns` are those of
-    these agents among all agents; they and `_members` are slices, which make views, if they are evenly spaced. `dead`
-    is `(num_envs, agents)`, bool. Raises `ValueError` with `advice` if agents have different spaces, and if they are
-    unknown, doubled or none. `vectors_for` names a facade that takes vector rewards; `reward_space` is theirs.
+    A row is flagged when its agent dies, and once more when the episode of its environment ends. Indices of columns are
+    slices, which make views, if they are evenly spaced. `vectors_for` names a facade that takes vector rewards.
     """
 
     def __init__(
@@ -61,9 +59,9 @@ class AgentRows:
         columns = [column_of[agent] for agent in agents]
         groups = enumerate(view.groups)
         self._group, positions = next((n, group.positions) for n, group in groups if columns[0] in group.positions)
-        members = np.searchsorted(positions, columns)  # their columns in the observations of their group
-        self.columns = evenly_spaced(columns) or columns
-        self._member_of, self._members = members, evenly_spaced(members.tolist()) or members
+        members = np.searchsorted(positions, columns)
+        self.columns = evenly_spaced(columns) or columns  # among all agents
+        self._member_of, self._members = members, evenly_spaced(members.tolist()) or members  # among those of the group
         self.space, self.action_space = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
         self.reward_space = schema.reward_spaces.get(agents[0]) if vectors_for else None
         for agent in agents if vectors_for else ():
@@ -141,13 +139,10 @@ class AgentRows:
         if not self.any_dead and not np.count_nonzero(flagged != over):
             return terminations, truncations  # each ends with its environment, or none does
         died = flagged & ~self.dead
-        with_env = over & ~died
         self.dead = (self.dead | died) & ~over
         self.any_dead = bool(self.dead.any())
-        return (
-            (terminations & died) | (with_env & arrays.terminated[:, None]),
-            (truncations & died) | (with_env & arrays.truncated[:, None]),
-        )
+        terminated, truncated = arrays.terminated[:, None], arrays.truncated[:, None]
+        return np.where(died, terminations, terminated), np.where(died, truncations, truncated)
 
     def infos(self, infos: InfoColumns) -> dict[Any, Any]:
         """Infos that come in arrays, by row."""

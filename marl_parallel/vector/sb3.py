@@ -113,13 +113,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
             info["TimeLimit.truncated"] = False
         observations = self._rows.flat_observations(arrays)
         if arrays.plain and not self._rows.any_dead:
-            dones = np.zeros(self.num_envs, np.bool_)
-        else:
-            dones = self._end(arrays, observations, infos)
-        return observations, arrays.rewards.ravel(), dones, infos
-
-    def _end(self, arrays: Arrays, observations: Any, infos: list[dict[str, Any]]) -> NDArray[np.bool_]:
-        """Complete the infos of rows that are done, and write zeros to rows of the dead; returns the dones."""
+            return observations, arrays.rewards.ravel(), np.zeros(self.num_envs, np.bool_), infos
         over, were_dead = arrays.terminated | arrays.truncated, self._rows.dead
         terminations, truncations = self._rows.flags(arrays)
         dones, truncated = terminations | truncations, truncations & ~terminations & ~were_dead
@@ -136,7 +130,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
             infos[row]["TimeLimit.truncated"] = bool(truncated[place]) and known
         arrays.rewards[were_dead] = 0.0
         stacking.clear(observations, np.flatnonzero(self._rows.dead))
-        return dones.ravel()
+        return observations, arrays.rewards.ravel(), dones.ravel(), infos
 
     def _infos(self, arrays: Arrays) -> list[dict[str, Any]]:
         """The infos of each row: its agent's, and those of its environment; notes which agents are present and act."""

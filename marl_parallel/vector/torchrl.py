@@ -138,7 +138,12 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> TensorDictBase:
-        mask = self._reset_mask(tensordict)
+        mask: torch.Tensor | None = None  # the root's, or those of groups
+        if tensordict is not None:
+            mask = tensordict.get("_reset", None)
+            of_groups = [tensordict.get((name, "_reset"), None) for name in self._groups]
+            any_agent = [own.reshape(self.env.num_envs, -1).any(-1) for own in of_groups if own is not None]
+            mask = torch.stack(any_agent).any(0) if mask is None and any_agent else mask
         ids = self._marked(mask)
         if ids is not None and not ids and self._stepper.latest is not None:
             return self._tensors(self._stepper.latest).clone()
@@ -191,21 +196,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     # -- masks and results -----------------------------------------------------------------------------------------
 
-    def _reset_mask(self, tensordict: TensorDictBase | None) -> torch.Tensor | None:
-        """The environments to reset: the root's mask, or those of groups; None without masks."""
-        if tensordict is None:
-            return None
-        mask: torch.Tensor | None = tensordict.get("_reset", None)
-        of_groups = [tensordict.get((name, "_reset"), None) for name in self._groups]
-        any_agent = [own.reshape(self.env.num_envs, -1).any(-1) for own in of_groups if own is not None]
-        return torch.stack(any_agent).any(0) if mask is None and any_agent else mask
-
     def _marked(self, mask: torch.Tensor | None) -> list[int] | None:
         """The environments of a mask; None for all."""
         if mask is None or mask.all():
             return None
-        chosen = mask.reshape(self.env.num_envs, -1).any(-1)
-        return [int(env_id) for env_id in chosen.nonzero()]
+        return [int(env_id) for env_id in mask.reshape(self.env.num_envs, -1).any(-1).nonzero()]
 
     def _tensors(self, arrays: Arrays, own: NDArray[np.bool_] | bool = False) -> TensorDictBase:
         """Observations and flags; `own`, `(num_envs, agents)`, marks the agents with a flag of their own."""
