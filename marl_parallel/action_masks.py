@@ -24,10 +24,7 @@ def mask_of(observation: Any, info: Any) -> Any:
 
 
 def own_mask(mask: Any) -> Any:
-    """A mask in new arrays, with its dicts and tuples kept; arrays of zeros and ones become bool.
-
-    Other numbers keep their dtype, such as the 2 with which Gymnasium marks a bit of a `MultiBinary` as free.
-    """
+    """A mask in new arrays, with its dicts and tuples kept; arrays of zeros and ones become bool, others do not."""
     if isinstance(mask, Mapping):
         return {key: own_mask(part) for key, part in mask.items()}
     if mask is None:
@@ -43,10 +40,7 @@ def own_mask(mask: Any) -> Any:
 
 
 def for_sample(space: Space[Any], mask: Any) -> Any:
-    """A mask in the form for `space.sample(mask)`; None if it has another form, or allows no action.
-
-    For a mask that allows no action, Gymnasium would return the first one, which looks like a valid choice.
-    """
+    """A mask in the form for `space.sample(mask)`; None if it has another form, or allows no action."""
     if isinstance(space, spaces.Discrete):
         return _of_choices(space.n, mask)
     if isinstance(space, spaces.MultiDiscrete):
@@ -82,6 +76,7 @@ def _of_choices(counts: Any, mask: Any) -> Any:
     """Tuples of arrays, nested as `counts` is; one flat array of all choices, as MaskablePPO has them, is split."""
     if np.ndim(counts) == 0:
         array = _numbers(mask, (int(counts),), (0, 1))
+        # If a mask allows no action, Gymnasium would return the first one, which looks like a valid choice.
         return array if array is not None and array.any() else None
     if isinstance(mask, np.ndarray) and mask.ndim == counts.ndim == 1 and len(mask) == counts.sum():
         mask = np.split(mask, np.cumsum(counts)[:-1])

@@ -145,13 +145,8 @@ def _random_policy(env: ParallelEnv) -> Policy:
     action_space: Any = copy.deepcopy(env.action_space)  # agents need not be strings, as a Dict's keys are declared
     if action_space is None:
         raise ValueError("these simulators declare no action spaces to draw random actions from: pass a policy")
-    for agent in env.possible_agents:
-        try:
-            action_space[agent]
-        except KeyError:
-            raise ValueError(
-                f"agent {agent!r} declares no action space to draw random actions from: pass a policy"
-            ) from None
+    if missing := [agent for agent in env.possible_agents if agent not in action_space.spaces]:
+        raise ValueError(f"agent {missing[0]!r} declares no action space to draw random actions from: pass a policy")
     action_space.seed(0)
 
     def policy(_: Dicts) -> list[dict[AgentID, Any]]:

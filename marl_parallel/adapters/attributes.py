@@ -31,11 +31,8 @@ class LookupFailed(Exception):
 
 
 def layers(source: Any) -> Iterator[Any]:
-    """Yield an object and the environments beneath it, outermost first and each once.
-
-    Links that a wrapper only forwards are not followed, so that the order is that of the wrapping. Objects without a
-    `step` are not environments and are left out.
-    """
+    """Yield an object and the environments beneath it (objects with a `step`), outermost first and each once."""
+    # Links that a wrapper only forwards are not followed, so that the order is that of the wrapping.
     seen: dict[int, Any] = {}  # holds the objects, since an id is unique only while its object lives
     to_visit = [source]
     while to_visit:
@@ -181,10 +178,7 @@ def spaces_of(agents: Iterable[AgentID], lookup: Callable[[AgentID], Any]) -> di
 
 
 def vector_reward_spaces(source: Any, agents: Sequence[AgentID]) -> dict[AgentID, Space[Any]]:
-    """The reward spaces of the agents whose rewards are vectors: a `Box` with at least one axis.
-
-    `docs/values.md` lists how simulators declare them. A wrapper that returns numbers declares `reward_space = None`.
-    """
+    """The reward spaces of the agents whose rewards are vectors; `docs/values.md` lists how simulators declare them."""
     if any(is_wrapped(source, wrapper) for wrapper in _SCALARISING_WRAPPERS):
         return {}
     declaration = declared(source, "reward_space", _ABSENT)

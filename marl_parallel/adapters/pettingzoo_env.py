@@ -68,11 +68,7 @@ def adapt_aec(env: Any) -> PettingZooEnv:
 
 
 def _space_lookup(env: Any, what: str) -> Callable[[AgentID], Any]:
-    """The method of the outermost layer that defines one for an agent's space.
-
-    PettingZoo's base classes and wrappers only forward to it. If no layer has one, they warn and return an entry of a
-    dict, so the dict is read directly.
-    """
+    """The method of the outermost layer that defines one for an agent's space; PettingZoo's wrappers only forward."""
     base = declared(env, "unwrapped")
     for layer in layers(env):
         method = getattr(type(layer), f"{what}_space", None)
@@ -81,4 +77,5 @@ def _space_lookup(env: Any, what: str) -> Callable[[AgentID], Any]:
             return lookup
         if layer is base:
             break
+    # PettingZoo's base classes, without such a method, warn and return an entry of this dict.
     return spaces_by_agent(declared(env if base is None else base, f"{what}_spaces")).get

@@ -237,14 +237,10 @@ def refuse_reserved(method: str, observations: Mapping[Any, Any], rewards: Mappi
 
 
 class Adapter(MultiAgentEnv):
-    """A simulator with a `reset` and a `step` of its own, which return dicts keyed by agent if not overridden here.
+    """A simulator with a `reset` and a `step` of its own; `_simulator` may be a conversion of it, which is stepped."""
 
-    Subclasses override `_agents` and `_spaces`, and set `_simulator` if a conversion of `source` is stepped. `kind` is
-    the simulator's name in error messages, `methods` are the methods that it must have.
-    """
-
-    kind: ClassVar[str]
-    methods: ClassVar[tuple[str, ...]] = ("reset", "step")
+    kind: ClassVar[str]  # in error messages
+    methods: ClassVar[tuple[str, ...]] = ("reset", "step")  # that it must have
 
     def __init__(self, source: Any) -> None:
         missing = [f"`{name}`" for name in self.methods if not callable(declared(source, name))]

@@ -199,9 +199,6 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         return result
 
 
-# -- values --------------------------------------------------------------------------------------------------------
-
-
 def _array(value: Any) -> NDArray[Any]:
     return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
 

@@ -127,8 +127,6 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     def __del__(self) -> None:
         """Nothing: the `ParallelEnv` may be used further, and closes when it is collected itself."""
 
-    # -- actions and results ---------------------------------------------------------------------------------------
-
     def _actions(self, actions: Any) -> list[Stacked]:
         by_agents = [self._rows.actions(actions)]
         latest, num_envs = self._stepper.latest, self.env.num_envs

@@ -156,8 +156,6 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
     def _by_agent(self, array: NDArray[Any]) -> ByAgent:
         return dict(zip(self.possible_agents, array.T))
 
-    # -- one environment, global states, closing -------------------------------------------------------------------
-
     def single(self, env_id: int = 0) -> SingleEnv:
         """One environment as a PettingZoo `ParallelEnv`; `ValueError` unless `env` has `auto_reset=False`."""
         return SingleEnv(self.env, env_id, self._stepper.note)

@@ -129,11 +129,9 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
 
 class EpisodeFilter:
-    """Leaves out of one environment's dicts what RLlib's `MultiAgentEpisode` cannot take.
+    """Leaves out of one environment's dicts what RLlib's `MultiAgentEpisode` cannot take; see `docs/facades.md`.
 
-    That class raises if a dead agent has an entry, treats every observation as a request to act, needs a last
-    observation of each truncated agent, and ends once all agents it has seen are dead, whatever the environment's flags
-    are.
+    That class also needs a last observation of each truncated agent, and ignores the environment's flags.
     """
 
     def __init__(self, batch: Batch | NativePool, env_id: int) -> None:

@@ -192,15 +192,12 @@ def bounds(leaf: Any) -> tuple[Any, Any]:
 
 
 def took_part(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> NDArray[np.bool_]:
-    """The agents that took part in a step: `(num_envs, agents)`.
-
-    `same_step`: after an episode's end, observations are those of the next one.
-    """
+    """The agents that took part in a step: `(num_envs, agents)`; `same_step` is that auto-reset mode."""
     part = arrays.rewarded | arrays.terminations | arrays.truncations
     if not same_step:
         return part | arrays.observed
     over = arrays.terminated | arrays.truncated
-    part |= arrays.observed & ~over[:, None]
+    part |= arrays.observed & ~over[:, None]  # after the end of an episode, observations are those of the next one
     for env_id in np.flatnonzero(over).tolist():
         infos = arrays.infos.get(env_id, {})
         part[env_id] |= [isinstance(infos.get(agent), Mapping) and FINAL_OBS in infos[agent] for agent in agents]
@@ -270,10 +267,7 @@ def _of_numbers(rows: list[int], values: list[Any], num_rows: int) -> NDArray[An
 def infos_by_agent(
     infos: Mapping[int, Mapping[Any, Any]], agents: Sequence[AgentID], num_envs: int
 ) -> dict[Any, dict[Any, Any]]:
-    """Infos of all environments by agent, and by the keys that are no agents.
-
-    A value under such a key that is no dict becomes an array under the key, with its mask under `_key`.
-    """
+    """Infos of all environments by agent, and by the keys that are no agents, also those whose values are no dicts."""
     if isinstance(infos, InfoColumns):
         received = infos.received
         rows = None if len(received.env_ids) == num_envs else received.env_ids
@@ -300,10 +294,7 @@ def infos_by_agent(
 def _placed(
     columns: Mapping[str, Any], rows: NDArray[Any] | None, having: NDArray[Any] | None, num_rows: int
 ) -> dict[str, Any]:
-    """Columns of some `rows` in the layout of `vector_infos`, whose masks are True for `having`; None stands for all.
-
-    Arrays over all rows are not copied.
-    """
+    """Columns of some `rows` in the layout of `vector_infos`, with masks that are True for `having`; None for all."""
     mask = np.zeros(num_rows, np.bool_)
     mask[... if having is None else having] = True
     result: dict[str, Any] = {}
@@ -311,7 +302,7 @@ def _placed(
         if isinstance(values, dict):
             placed: Any = _placed(values, rows, having, num_rows)
         elif rows is None:
-            placed = values
+            placed = values  # not copied
         else:
             placed = np.zeros((num_rows, *values.shape[1:]), values.dtype)
             placed[rows] = values
@@ -346,8 +337,7 @@ def agent_infos(
 ) -> list[dict[Any, Any]]:
     """For each of some agents, the infos of its environment, copied, updated with its own.
 
-    With `next_episode`, of a step that began one: the reset's infos, with the old episode's last as `final_info` and,
-    where the agent has one, `final_obs`.
+    If the step began the `next_episode`: the reset's infos, with `final_info` and, if any, `final_obs` of the old one.
     """
     of_env = env_infos(infos, possible_agents)
     rows = [{**{k: copy.copy(info) for k, info in of_env.items()}, **agent_info(env_id, infos, a)} for a in agents]

@@ -141,8 +141,6 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
             rows[first : first + self._per_env] = agent_infos(env_id, infos, self.agents, self.agents)
         return rows
 
-    # -- before a reset --------------------------------------------------------------------------------------------
-
     def seed(self, seed: int | None = None) -> Sequence[int | None]:
         """Seed environment i with `seed + i` at the next reset; None draws a seed, as Stable-Baselines3 does.
 

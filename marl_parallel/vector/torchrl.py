@@ -281,9 +281,6 @@ def _by_name(agents: Sequence[AgentID], both: Mapping[AgentID, Space[Any]]) -> G
     return groups
 
 
-# -- infos -------------------------------------------------------------------------------------------------------------
-
-
 def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[Any, Any]:
     """The infos of a step, with those of the reset after it as `reset_info`; marks of restarts replace them."""
     result = dict(infos)
