@@ -92,6 +92,9 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
             seed: Environment i gets `seed + i`; a sequence has one for each environment, or for each row.
             options: `"reset_mask"`, bool `(num_envs,)`, selects the rows to reset, all or none of each environment; the
                 rest is for each environment's own `reset`.
+
+        Raises:
+            TypeError, ValueError: Seeds or a mask of another form, or that differ between the rows of an environment.
         """
         options = dict(options or {})
         env_ids, mask = None, options.pop("reset_mask", None)
@@ -108,7 +111,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
             seed = seed if env_ids is None else [seed[env_id] for env_id in env_ids]
         arrays = self._stepper.reset(seed, options or None, env_ids)
         self._rows.note_reset(env_ids)
-        return self._rows.flat_observations(arrays), self._infos(arrays, None)
+        return self._rows.flat_observations(arrays), self._infos(arrays)
 
     def render(self) -> tuple[Any, ...] | None:
         """A frame for each row, which is its environment's; None if `render_mode` is None."""
@@ -143,45 +146,40 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     def _results(self, arrays: Arrays) -> Results:
         rows = self._rows
         were_dead = rows.dead if rows.any_dead else None
-        flags = rows.of(arrays.terminations), rows.of(arrays.truncations)
-        if not arrays.shared_flags or were_dead is not None:
-            flags = rows.flags(arrays)
-        terminations, truncations = flags[0].ravel(), flags[1].ravel()
+        terminations, truncations = (flags.ravel() for flags in rows.flags(arrays))
         rewards = stacking.flat(rows.rewards(arrays))
         if were_dead is not None:  # zeros, whatever the simulator returned for them
             rewards[were_dead.ravel()] = 0
             if self._same_step:  # the agents are back in environments whose next episode has begun
                 were_dead = were_dead & ~(arrays.terminated | arrays.truncated)[:, None]
             rows.clear(arrays, were_dead)
-        infos = self._infos(arrays, terminations | truncations if self._same_step else None)
+        done = np.flatnonzero(terminations | truncations).tolist() if self._same_step else []
+        infos = self._infos(arrays, done)
         return rows.flat_observations(arrays), rewards, terminations, truncations, infos
 
-    def _infos(self, arrays: Arrays, done: NDArray[np.bool_] | None) -> dict[str, Any]:
-        """Infos by row; those of rows that are done have the last observation and info, as Gymnasium's SAME_STEP."""
+    def _infos(self, arrays: Arrays, done: Sequence[int] = ()) -> dict[str, Any]:
+        """Infos by row; those of rows that are `done` have the last observation and info, as Gymnasium's SAME_STEP."""
         infos: dict[str, Any] = {}
-        if done is None and type(arrays.infos) is InfoColumns:
+        if not done and type(arrays.infos) is InfoColumns:
             infos = self._rows.infos(arrays.infos)
-        elif arrays.infos or (done is not None and done.any()):
-            infos = self._infos_of_rows(arrays, done)
+        elif arrays.infos or done:
+            per_env, possible_agents = len(self.agents), self._stepper.view.agents
+            over = np.flatnonzero(arrays.terminated | arrays.truncated).tolist() if done else []
+            rows: dict[int, dict[Any, Any]] = {}
+            for env_id in {**arrays.infos, **dict.fromkeys(over)}:
+                of_env, next_episode = arrays.infos.get(env_id, {}), env_id in over
+                of_agents = agent_infos(env_id, of_env, self.agents, possible_agents, next_episode=next_episode)
+                rows |= enumerate(of_agents, env_id * per_env)
+            for row in done:
+                if row // per_env in over:
+                    rows[row].setdefault(FINAL_OBS, zeros(self.single_observation_space))
+                else:  # the environment goes on without this agent
+                    last, _ = divided(rows.get(row, {}), {})
+                    rows[row] = {**last, "final_info": last, FINAL_OBS: self._rows.observation(arrays, row)}
+            infos = vector_infos(sorted(rows.items()), self.num_envs)
         for key, mask in (("present", arrays.present), ("acting", arrays.acting)):
             infos[key], infos[f"_{key}"] = self._rows.of(mask).ravel(), np.ones(self.num_envs, np.bool_)
         return infos
-
-    def _infos_of_rows(self, arrays: Arrays, done: NDArray[np.bool_] | None) -> dict[str, Any]:
-        per_env, possible_agents = len(self.agents), self._stepper.view.agents
-        over = [] if done is None else np.flatnonzero(arrays.terminated | arrays.truncated).tolist()
-        rows: dict[int, dict[Any, Any]] = {}
-        for env_id in {**arrays.infos, **dict.fromkeys(over)}:
-            of_env, next_episode = arrays.infos.get(env_id, {}), env_id in over
-            infos = agent_infos(env_id, of_env, self.agents, possible_agents, next_episode=next_episode)
-            rows |= enumerate(infos, env_id * per_env)
-        for row in [] if done is None else np.flatnonzero(done).tolist():
-            if row // per_env in over:
-                rows[row].setdefault(FINAL_OBS, zeros(self.single_observation_space))
-            else:  # the environment goes on without this agent
-                last, _ = divided(rows.get(row, {}), {})
-                rows[row] = {**last, "final_info": last, FINAL_OBS: self._rows.observation(arrays, row)}
-        return vector_infos(sorted(rows.items()), self.num_envs)
 
 
 def _nearest_to_zero(space: Any, num_envs: int) -> Any:

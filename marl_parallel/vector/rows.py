@@ -134,6 +134,8 @@ class AgentRows:
     def flags(self, arrays: Arrays) -> Flags:
         """The flags of rows, from those of their agents and of their environments; deaths are noted."""
         terminations, truncations = self.of(arrays.terminations), self.of(arrays.truncations)
+        if arrays.shared_flags and not self.any_dead:
+            return terminations, truncations
         over = (arrays.terminated | arrays.truncated)[:, None]
         flagged = terminations | truncations
         if not self.any_dead and not np.count_nonzero(flagged != over):
