@@ -162,8 +162,7 @@ class Schema:
 
 
 class GroupSpaces(Mapping[AgentID, Space[Any]]):
-    """The spaces of agents whose ids are not known beforehand: its keys are groups, and an agent's id also finds its
-    group's space.
+    """The spaces by group of agents whose ids are not known beforehand; an agent's id also finds its group's space.
 
     Args:
         by_group: The space that all agents of a group have.

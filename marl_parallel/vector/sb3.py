@@ -45,8 +45,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
     if the environment goes on without the agent. Infos of the environment, such as the mark of a restart in
     `infos[row]["__common__"]`, are in the info of each of its rows. The infos of a reset are in `reset_infos`.
 
-    **Rows of absent agents are trained on**: until the end of the environment's episode they are zeros, and then they
-    are done once more, as episodes of return 0; see `docs/facades.md`. `present` and `acting` mark the other rows.
+    **Rows of absent agents are trained on**, as episodes of return 0; see `docs/facades.md`.
 
     Args:
         env: Made with `auto_reset=True`. No other facade may step it.
@@ -144,8 +143,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
     def seed(self, seed: int | None = None) -> Sequence[int | None]:
         """Seed environment i with `seed + i` at the next reset; None draws a seed, as Stable-Baselines3 does.
 
-        Returns the seed of each row, which is its environment's. Raises `TypeError` for a seed that is no integer,
-        `ValueError` for a negative one.
+        Returns the seed of each row, which is its environment's. A wrong seed is a `TypeError` or `ValueError`.
         """
         first = base_seed(np.random.randint(2**31 - self.env.num_envs) if seed is None else seed)
         self._seeds = [first + row // self._per_env for row in range(self.num_envs)]

@@ -62,18 +62,16 @@ class ArrayStepper:
         in_flight: Whether a step is in flight, from `send` until `receive`.
 
     Raises:
-        TypeError: `env` is no `ParallelEnv`.
+        TypeError, ClosedEnvironmentError: `env` is no `ParallelEnv`, or closed.
         ValueError: Its auto-reset mode is not supported, agents are not known beforehand, one declares no space,
             results of all environments never come together, or `scalarize` is missing or does not fit the rewards.
-        ClosedEnvironmentError: It has been closed.
 
     Example:
-        >>> from mpe2 import simple_spread_v3
-        >>> from marl_parallel import ParallelEnv
+        >>> from marl_parallel import make
         >>> class Facade:
         ...     def __init__(self, env):
         ...         self.stepper = ArrayStepper(env, self)
-        >>> stepper = Facade(ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2)).stepper
+        >>> stepper = Facade(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2)).stepper
         >>> stepper.reset(seed=1).observations[0].shape  # one group: all agents have the same observation space
         (4, 3, 18)
         >>> arrays = stepper.step([Stacked(tuple(stepper.view.agents), np.zeros((4, 3), np.int64))])
@@ -136,17 +134,15 @@ class ArrayStepper:
         """Step environments.
 
         Args:
-            actions: A dict by agent of arrays `(num_envs, ...)`, or a list of `Stacked`, each for several agents; in
-                the form of the action space, also dicts and tuples of arrays. Rows of agents that do not act are
-                ignored.
+            actions: A dict by agent of arrays `(num_envs, ...)`, or a list of `Stacked`; in the form of the action
+                space, also dicts and tuples of arrays. Rows of agents that do not act are ignored.
             env_ids: Which environments; None for all. The others' observations stay.
 
         Raises:
             RuntimeError: Another facade steps this environment.
             ValueError: Actions are missing or do not fit their space, or `env_ids` are unknown or doubled; nothing has
                 been stepped. Or a value has no place in an array; all has been stepped.
-            ResetNeeded: An environment has never been reset. Nothing has been stepped.
-            AlreadyPendingCallError: A step is in flight. Nothing has been stepped.
+            ResetNeeded, AlreadyPendingCallError: An environment was never reset, or a step is in flight.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
         runner, view = self.runner, self.view
@@ -175,16 +171,12 @@ class ArrayStepper:
 
     @exclusive("step_wait")
     def receive(self, timeout: float | None = None) -> Arrays:
-        """Wait for the result of `send` and return it.
-
-        Args:
-            timeout: Seconds to wait at most; None for no limit.
+        """Wait for the result of `send`, `timeout` seconds at most, and return it.
 
         Raises:
             NoAsyncCallError: No step is in flight.
-            ValueError: A value has no place in an array. All has been stepped.
             TimeoutError: The timeout has passed; nothing is lost, and this can be called again.
-            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+            ValueError, ParallelEnvError: As of `step`, when all has been stepped.
         """
         self.runner.check_open()
         if not self.in_flight:

@@ -5,7 +5,7 @@ Tensors share memory with the arrays of `ArrayStepper`, of which each group of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -108,8 +108,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         for name, group in self._groups.items():
             shape = n, len(group.agents)
             objectives = (1,) if group.reward_space is None else group.reward_space.shape or ()
-            actions[name] = Composite(_specs("action", group.action_space, shape, _action_spec), shape=shape)
-            seen = _specs("observation", group.space, shape, _observation_spec)
+            actions[name] = Composite(_specs("action", group.action_space, shape), shape=shape)
+            seen = _specs("observation", group.space, shape)
             masks = {key: _flag_spec(shape) for key in ("mask", "present")}
             observations[name] = Composite({**seen, **masks}, shape=shape)
             reward = Unbounded(shape=(*shape, *objectives), dtype=torch.float32)
@@ -313,19 +313,16 @@ def _action_arrays(name: str, space: Space[Any], actions: Any) -> Any:
         path = next(paths)
         tensor = actions.get(tuple(map(str, path))) if path else actions
         array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
-        start = getattr(leaf, "start", None)  # of whole numbers; those in tensors count from 0
-        return (
-            array
-            if start is None or not np.any(start) or array.dtype.kind not in "biu"
-            else array.astype(np.int64) + start
-        )
+        if array.dtype.kind in "biu" and np.any(start := getattr(leaf, "start", 0)):  # those in tensors count from 0
+            array = array.astype(np.int64) + start
+        return array
 
     return tree_map(of_leaf, space)
 
 
-def _specs(name: str, space: Space[Any], shape: tuple[int, ...], of_leaf: Callable[[Any], TensorSpec]) -> Any:
+def _specs(name: str, space: Space[Any], shape: tuple[int, ...]) -> dict[Any, TensorSpec]:
     """By key, the specs of the leaves of a space for environments and agents of this shape."""
-    specs = {_key(name, path): of_leaf(leaf) for path, leaf in leaves(space)}
+    specs = {_key(name, path): _spec(leaf, name == "observation") for path, leaf in leaves(space)}
     return {key: spec.expand(*shape, *spec.shape) for key, spec in specs.items()}
 
 
@@ -333,29 +330,20 @@ def _flag_spec(shape: tuple[int, ...]) -> TensorSpec:
     return Categorical(2, shape=shape, dtype=torch.bool)
 
 
-def _action_spec(space: Any) -> TensorSpec:
-    """The spec of a leaf of an action space; whole numbers count from 0."""
-    if isinstance(space, spaces.Discrete):
-        return Categorical(int(space.n), dtype=torch.int64)
-    if isinstance(space, spaces.MultiDiscrete):
-        if space.nvec.ndim == 1:
-            return MultiCategorical(space.nvec, dtype=torch.int64)
-        return _bounded(np.zeros_like(space.nvec), space.nvec - 1, np.int64)
+def _spec(space: Any, observed: bool) -> TensorSpec:
+    """The spec of a leaf: actions count from 0; observations include the zeros in the rows of absent agents."""
     if isinstance(space, spaces.MultiBinary):
         return Binary(space.shape[-1], shape=space.shape, dtype=torch.int8)
-    return _bounded(space.low, space.high, space.dtype)
-
-
-def _observation_spec(space: Any) -> TensorSpec:
-    """The spec of a leaf of an observation space, widened to the zeros in the rows of absent agents."""
-    if isinstance(space, spaces.MultiBinary) or (isinstance(space, spaces.Discrete) and space.start == 0):
-        return _action_spec(space)
+    if isinstance(space, spaces.Discrete) and not (observed and space.start):
+        return Categorical(int(space.n), dtype=torch.int64)
     low, high = bounds(space)
     dtype = np.int64 if isinstance(space, spaces.Discrete) else space.dtype
-    return _bounded(np.minimum(low, 0), np.maximum(high, 0), dtype)
-
-
-def _bounded(low: Any, high: Any, dtype: Any) -> TensorSpec:
+    if observed:
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+    elif isinstance(space, spaces.MultiDiscrete):
+        if space.nvec.ndim == 1:
+            return MultiCategorical(space.nvec, dtype=torch.int64)
+        low, high, dtype = np.zeros_like(space.nvec), space.nvec - 1, np.int64
     least, greatest = (torch.from_numpy(np.array(bound, dtype)) for bound in (low, high))
     shape, of_torch = least.shape, least.dtype
     if of_torch != torch.bool:
