@@ -182,15 +182,15 @@ def vector_reward_spaces(source: Any, agents: Sequence[AgentID]) -> dict[AgentID
     if any(is_wrapped(source, wrapper) for wrapper in _SCALARISING_WRAPPERS):
         return {}
     declaration = declared(source, "reward_space", _ABSENT)
-    if declaration is _ABSENT:
+    if declaration is _ABSENT:  # not None, which a wrapper that returns numbers declares
         declaration = declared(source, "reward_spaces")
     of_agents: Mapping[AgentID, Any] = spaces_by_agent(declaration)
     if isinstance(declaration, Space) and not isinstance(declaration, Mapping):
         of_agents = dict.fromkeys(agents, declaration)
     elif callable(declaration):
         of_agents = spaces_of(agents, declaration)
-    spaces_in_order = ((agent, of_agents.get(agent)) for agent in agents)
-    return {agent: space for agent, space in spaces_in_order if type(space) is spaces.Box and space.shape}
+    in_order = ((agent, of_agents.get(agent)) for agent in agents)
+    return {agent: space for agent, space in in_order if type(space) is spaces.Box and space.shape}
 
 
 def declared_state_space(source: Any) -> Space[Any] | None:
