@@ -1,7 +1,4 @@
-"""Action masks by PettingZoo's convention: where environments report them, and the form for `Space.sample(mask)`.
-
-Which info belongs to the running episode is decided in `core/batch.py`.
-"""
+"""Action masks by PettingZoo's convention: where environments report them, and the form for `Space.sample(mask)`."""
 
 from __future__ import annotations
 
@@ -19,14 +16,7 @@ _NUMBERS = frozenset("biuf")
 
 
 def mask_of(observation: Any, info: Any) -> Any:
-    """The action mask of one agent, in new arrays; None if neither its info nor its observation has one.
-
-    If both have one, the info's is returned, as in the loop of PettingZoo's documentation.
-
-    Example:
-        >>> mask_of({"action_mask": [1, 0]}, {"action_mask": np.array([0, 1], np.int8)})
-        array([False,  True])
-    """
+    """The action mask of one agent, in new arrays: its info's, else its observation's, else None."""
     for source in (info, observation):
         if isinstance(source, Mapping) and source.get(KEY) is not None:
             return own_mask(source[KEY])
@@ -34,14 +24,7 @@ def mask_of(observation: Any, info: Any) -> Any:
 
 
 def own_mask(mask: Any) -> Any:
-    """A mask in new arrays, with its dicts and tuples kept; arrays of zeros and ones become bool.
-
-    Other numbers keep their dtype, such as the 2 with which Gymnasium marks a bit of a `MultiBinary` as free.
-
-    Example:
-        >>> own_mask((np.array([1, 0], np.int8), None))
-        (array([ True, False]), None)
-    """
+    """A mask in new arrays, with its dicts and tuples kept; arrays of zeros and ones become bool, others do not."""
     if isinstance(mask, Mapping):
         return {key: own_mask(part) for key, part in mask.items()}
     if mask is None:
@@ -57,16 +40,7 @@ def own_mask(mask: Any) -> Any:
 
 
 def for_sample(space: Space[Any], mask: Any) -> Any:
-    """A mask in the form for `space.sample(mask)`; None if it has another form, or allows no action.
-
-    For a mask that allows no action, Gymnasium would return the first one, which looks like a valid choice.
-
-    Example:
-        >>> for_sample(spaces.Discrete(2), np.array([True, False]))
-        array([1, 0], dtype=int8)
-        >>> for_sample(spaces.Discrete(3), np.array([True, False])) is None
-        True
-    """
+    """A mask in the form for `space.sample(mask)`; None if it has another form, or allows no action."""
     if isinstance(space, spaces.Discrete):
         return _of_choices(space.n, mask)
     if isinstance(space, spaces.MultiDiscrete):
@@ -82,10 +56,8 @@ def for_sample(space: Space[Any], mask: Any) -> Any:
 
 def allows_nothing(mask: Any) -> bool:
     """Whether all entries of a mask are zero, as simulators often report for agents that cannot act."""
-    if isinstance(mask, Mapping):
-        return all(map(allows_nothing, mask.values()))
-    if isinstance(mask, tuple):
-        return all(map(allows_nothing, mask))
+    if isinstance(mask, Mapping | tuple):
+        return all(map(allows_nothing, mask.values() if isinstance(mask, Mapping) else mask))
     return mask is None or not np.any(mask)
 
 
@@ -104,6 +76,7 @@ def _of_choices(counts: Any, mask: Any) -> Any:
     """Tuples of arrays, nested as `counts` is; one flat array of all choices, as MaskablePPO has them, is split."""
     if np.ndim(counts) == 0:
         array = _numbers(mask, (int(counts),), (0, 1))
+        # If a mask allows no action, Gymnasium would return the first one, which looks like a valid choice.
         return array if array is not None and array.any() else None
     if isinstance(mask, np.ndarray) and mask.ndim == counts.ndim == 1 and len(mask) == counts.sum():
         mask = np.split(mask, np.cumsum(counts)[:-1])

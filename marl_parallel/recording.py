@@ -1,7 +1,4 @@
-"""`record_video`: step a `ParallelEnv` and write one video of all environments in a grid.
-
-imageio and Pillow are imported only when they are needed.
-"""
+"""`record_video`: step a `ParallelEnv` and write one video of all environments in a grid."""
 
 from __future__ import annotations
 
@@ -82,7 +79,13 @@ def record_video(
         raise TypeError(f"a video is recorded of a ParallelEnv, got {type(env).__name__}")
     if policy is not None and not callable(policy):
         raise TypeError(f"policy must take observations and return actions, or be None; got {policy!r}")
-    path = _checked_path(path)
+    path = Path(path)
+    if path.suffix.lower() not in _MOST_FPS:
+        raise ValueError(f"a video is written as {' or '.join(_MOST_FPS)}, got {path.name!r}")
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} is a folder: pass the path of a file in it")
+    if not path.parent.is_dir():
+        raise ValueError(f"no folder {str(path.parent)!r} to write {path.name!r} into")
     at_least_one(steps, "steps")
     if tile_width is not None:
         at_least_one(tile_width, "tile_width")
@@ -99,25 +102,21 @@ def record_video(
             'construct them with render_mode="rgb_array"'
         )
     policy = _random_policy(env) if policy is None else policy
-    size: tuple[int, ...] | None = None
+    size: tuple[int, ...] | None = None  # height and width of each environment's part of the first frame
     with _writer(path, float(fps)) as write:
         for frames, returns in _run(env, steps, policy):
-            pictures = [
-                _picture(frame, env_id, returns[env_id], tile_width, labels) for env_id, frame in enumerate(frames)
-            ]
+            pictures = [_picture(frame, i, returns[i], tile_width, labels) for i, frame in enumerate(frames)]
             size = size or tuple(max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
-            write(tiled([_padded(picture, size, env_id) for env_id, picture in enumerate(pictures)]))
-    return path
-
-
-def _checked_path(path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
-    if path.suffix.lower() not in _MOST_FPS:
-        raise ValueError(f"a video is written as {' or '.join(_MOST_FPS)}, got {path.name!r}")
-    if path.is_dir():
-        raise ValueError(f"{str(path)!r} is a folder: pass the path of a file in it")
-    if not path.parent.is_dir():
-        raise ValueError(f"no folder {str(path.parent)!r} to write {path.name!r} into")
+            for env_id, picture in enumerate(pictures):
+                (height, width), (own_height, own_width) = size, picture.shape[:2]
+                if own_height > height or own_width > width:
+                    raise ValueError(
+                        f"environment {env_id}: expected frames no larger than the first ones, which are shown in "
+                        f"{width} x {height} pixels, got one of {own_width} x {own_height}"
+                    )
+                pictures[env_id] = _padded(picture, height - own_height, width - own_width)
+            frame = tiled(pictures)
+            write(_padded(frame, frame.shape[0] % 2, frame.shape[1] % 2))  # the codec of mp4 wants even numbers
     return path
 
 
@@ -146,13 +145,8 @@ def _random_policy(env: ParallelEnv) -> Policy:
     action_space: Any = copy.deepcopy(env.action_space)  # agents need not be strings, as a Dict's keys are declared
     if action_space is None:
         raise ValueError("these simulators declare no action spaces to draw random actions from: pass a policy")
-    for agent in env.possible_agents:
-        try:
-            action_space[agent]
-        except KeyError:
-            raise ValueError(
-                f"agent {agent!r} declares no action space to draw random actions from: pass a policy"
-            ) from None
+    if missing := [agent for agent in env.possible_agents if agent not in action_space.spaces]:
+        raise ValueError(f"agent {missing[0]!r} declares no action space to draw random actions from: pass a policy")
     action_space.seed(0)
 
     def policy(_: Dicts) -> list[dict[AgentID, Any]]:
@@ -187,15 +181,9 @@ def _picture(frame: Any, env_id: int, value: float, width: int | None, labels: b
     return np.asarray(image)
 
 
-def _padded(picture: NDArray[np.uint8], size: tuple[int, ...], env_id: int) -> NDArray[np.uint8]:
-    """Pad with black to the right and below: all frames of a video have one size."""
-    (height, width), (shown_height, shown_width) = size, picture.shape[:2]
-    if shown_height > height or shown_width > width:
-        raise ValueError(
-            f"environment {env_id}: expected frames no larger than the first ones, which are shown in "
-            f"{width} x {height} pixels, got one of {shown_width} x {shown_height}"
-        )
-    return np.pad(picture, ((0, height - shown_height), (0, width - shown_width), (0, 0)))
+def _padded(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """Add so many black rows below and columns to the right."""
+    return np.pad(picture, ((0, height), (0, width), (0, 0)))
 
 
 @contextlib.contextmanager
@@ -206,7 +194,7 @@ def _writer(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], No
     try:
         if path.suffix.lower() == ".gif":
             frames: list[NDArray[np.uint8]] = []
-            yield lambda frame: frames.append(_even(frame))
+            yield frames.append
             # A frame's time is whole hundredths of a second; some last one more, so that the speed is right.
             ends = [round(100 * count / fps) for count in range(len(frames) + 1)]
             lengths = [10 * (end - begin) for begin, end in pairwise(ends)]
@@ -215,15 +203,10 @@ def _writer(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], No
         else:
             writer = imageio.get_writer(part, fps=fps, macro_block_size=2)
             with contextlib.closing(writer):  # imageio's own `with` leaves it open after an error
-                yield lambda frame: writer.append_data(_even(frame))
+                yield writer.append_data
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Add a black row or column if their number is odd, which the codec of mp4 does not support."""
-    return np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)))
 
 
 def _libraries() -> tuple[Any, ...]:

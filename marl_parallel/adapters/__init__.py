@@ -109,7 +109,33 @@ def _recognise(env: Any) -> MultiAgentEnv:
         return PettingZooEnv(env)
     if isinstance(env, gymnasium.Env):
         return _recognise_by_spaces(env) or GymnasiumEnv(env)
-    return _recognise_by_methods(env)
+    if missing := [name for name in ("reset", "step") if not callable(declared(env, name))]:
+        hint = " It can be called: did a constructor return another constructor?" if callable(env) else ""
+        raise NotAnEnvironment(
+            "Looked for a PettingZoo ParallelEnv or AECEnv, a gymnasium.Env, an RLlib MultiAgentEnv, an ML-Agents "
+            f"BaseEnv, or any object with methods `reset` and `step`; got {type_name(env)} without "
+            f"`{'` and `'.join(missing)}`.{hint}"
+        )
+    if attributes.is_a(env, "gym", "Env"):
+        if declared(env, "possible_agents") is not None or attributes.agent_names(env):
+            return DictEnv(env)
+        raise NotAnEnvironment(
+            f"{type_name(env)} is an environment of OpenAI's gym, whose API differs from Gymnasium's. Convert it with "
+            "Shimmy (shimmy.GymV26CompatibilityV0(env=env), or GymV21CompatibilityV0 for gym before 0.26), "
+            f"or, if its `step` returns five values, pass {CHOICES}."
+        )
+    space = declared(env, "observation_space")
+    if callable(space):  # a method that takes an agent, which only PettingZoo has
+        return PettingZooEnv(env)
+    if adapted := _recognise_by_spaces(env):
+        return adapted
+    if isinstance(space, spaces.Space) and not isinstance(space, spaces.Dict):
+        raise NotAnEnvironment(
+            f"{type_name(env)} looks like a single-agent environment: its observation_space, {space}, "
+            "is no Dict keyed by agent. Make it a subclass of gymnasium.Env, or let it declare "
+            "`possible_agents` if there are several."
+        )
+    return DictEnv(env)
 
 
 def _recognise_by_spaces(env: Any) -> MultiAgentEnv | None:
@@ -153,34 +179,3 @@ def _is_of_tuples(env: Any, observation_space: Any, action_space: Any) -> bool:
     if one_each and all((space.shape or ())[:1] == (number,) for space in (observation_space, action_space)):
         return False  # arrays of all agents in one: a single agent that controls them
     return (number is not None and number in (observations, actions)) or (one_each and (number or 1) > 1)
-
-
-def _recognise_by_methods(env: Any) -> MultiAgentEnv:
-    missing = [name for name in ("reset", "step") if not callable(declared(env, name))]
-    if missing:
-        hint = " It can be called: did a constructor return another constructor?" if callable(env) else ""
-        raise NotAnEnvironment(
-            "Looked for a PettingZoo ParallelEnv or AECEnv, a gymnasium.Env, an RLlib MultiAgentEnv, an ML-Agents "
-            f"BaseEnv, or any object with methods `reset` and `step`; got {type_name(env)} without "
-            f"`{'` and `'.join(missing)}`.{hint}"
-        )
-    if attributes.is_a(env, "gym", "Env"):
-        if declared(env, "possible_agents") is not None or attributes.agent_names(env):
-            return DictEnv(env)
-        raise NotAnEnvironment(
-            f"{type_name(env)} is an environment of OpenAI's gym, whose API differs from Gymnasium's. Convert it with "
-            "Shimmy (shimmy.GymV26CompatibilityV0(env=env), or GymV21CompatibilityV0 for gym before 0.26), "
-            f"or, if its `step` returns five values, pass {CHOICES}."
-        )
-    space = declared(env, "observation_space")
-    if callable(space):  # a method that takes an agent, which only PettingZoo has
-        return PettingZooEnv(env)
-    if adapted := _recognise_by_spaces(env):
-        return adapted
-    if isinstance(space, spaces.Space) and not isinstance(space, spaces.Dict):
-        raise NotAnEnvironment(
-            f"{type_name(env)} looks like a single-agent environment: its observation_space, {space}, "
-            "is no Dict keyed by agent. Make it a subclass of gymnasium.Env, or let it declare "
-            "`possible_agents` if there are several."
-        )
-    return DictEnv(env)

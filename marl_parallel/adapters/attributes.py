@@ -1,8 +1,4 @@
-"""What a simulator declares: its attributes, agents and spaces, looked up through wrappers and conversions.
-
-A simulator may be of any class. If reading an optional attribute raises anything, the attribute counts as absent, since
-the simulator may not be ready.
-"""
+"""What a simulator declares: its attributes, agents and spaces, looked up through wrappers and conversions."""
 
 from __future__ import annotations
 
@@ -35,11 +31,8 @@ class LookupFailed(Exception):
 
 
 def layers(source: Any) -> Iterator[Any]:
-    """Yield an object and the environments beneath it, outermost first and each once.
-
-    Links that a wrapper only forwards are not followed, so that the order is that of the wrapping. Objects without a
-    `step` are not environments and are left out.
-    """
+    """Yield an object and the environments beneath it (objects with a `step`), outermost first and each once."""
+    # Links that a wrapper only forwards are not followed, so that the order is that of the wrapping.
     seen: dict[int, Any] = {}  # holds the objects, since an id is unique only while its object lives
     to_visit = [source]
     while to_visit:
@@ -61,7 +54,7 @@ def declared(source: Any, name: str, default: Any = None) -> Any:
     try:
         through_wrappers = getattr(source, "get_wrapper_attr", None)
         return getattr(source, name) if through_wrappers is None else through_wrappers(name)
-    except Exception:
+    except Exception:  # of any kind: the simulator may not be ready
         return default
 
 
@@ -78,11 +71,7 @@ def find(source: Any, name: str) -> Any:
 
 def has(source: Any, name: str) -> bool:
     """Whether any layer has the attribute."""
-    try:
-        find(source, name)
-    except AttributeError:
-        return False
-    return True
+    return any(hasattr(layer, name) for layer in layers(source))
 
 
 def assign(source: Any, name: str, value: Any) -> None:
@@ -189,24 +178,19 @@ def spaces_of(agents: Iterable[AgentID], lookup: Callable[[AgentID], Any]) -> di
 
 
 def vector_reward_spaces(source: Any, agents: Sequence[AgentID]) -> dict[AgentID, Space[Any]]:
-    """The reward spaces of the agents whose rewards are vectors: a `Box` with at least one axis.
-
-    `docs/values.md` lists how simulators declare them. A wrapper that returns numbers declares `reward_space = None`.
-    """
+    """The reward spaces of the agents whose rewards are vectors; `docs/values.md` lists how simulators declare them."""
     if any(is_wrapped(source, wrapper) for wrapper in _SCALARISING_WRAPPERS):
         return {}
     declaration = declared(source, "reward_space", _ABSENT)
-    if declaration is _ABSENT:
+    if declaration is _ABSENT:  # not None, which a wrapper that returns numbers declares
         declaration = declared(source, "reward_spaces")
-    of_agents: Mapping[AgentID, Space[Any]] = {}
-    if isinstance(declaration, Mapping):
-        of_agents = spaces_by_agent(declaration)
-    elif isinstance(declaration, Space):
+    of_agents: Mapping[AgentID, Any] = spaces_by_agent(declaration)
+    if isinstance(declaration, Space) and not isinstance(declaration, Mapping):
         of_agents = dict.fromkeys(agents, declaration)
     elif callable(declaration):
         of_agents = spaces_of(agents, declaration)
-    vectors = {agent: space for agent, space in of_agents.items() if type(space) is spaces.Box and space.shape}
-    return {agent: vectors[agent] for agent in agents if agent in vectors}
+    in_order = ((agent, of_agents.get(agent)) for agent in agents)
+    return {agent: space for agent, space in in_order if type(space) is spaces.Box and space.shape}
 
 
 def declared_state_space(source: Any) -> Space[Any] | None:

@@ -1,8 +1,4 @@
-"""Dict environments: `reset` returns two dicts, `step` five, `__all__` in the flags among them.
-
-Their spaces are Dicts keyed by agent. One reward or flag for all agents goes to each of them. RLlib's environments
-differ only in how their spaces are found; ray is not imported.
-"""
+"""Dict environments, with spaces and results keyed by agent; RLlib's differ only in how their spaces are found."""
 
 from __future__ import annotations
 
@@ -19,10 +15,7 @@ from marl_parallel.adapters.protocol import ALL, Adapter, AdapterMismatch, Dicts
 class DictEnv(Adapter):
     """A simulator with dicts of its own; actions and results are passed on unchanged.
 
-    Args:
-        source: The simulator.
-        certain: Whether it is known to have several agents. If not, one reward for all in the first step is an error,
-            since a single agent has the same.
+    Unless it is `certain` that there are several agents, one reward for all is an error: a single agent has the same.
     """
 
     rules: ClassVar[Rules] = Rules.DICT

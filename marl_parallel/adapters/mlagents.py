@@ -1,8 +1,6 @@
 """Unity's ML-Agents: any `BaseEnv` as a multi-agent environment, and constructors of Unity environments.
 
-Agents are named as in Unity's own PettingZoo wrapper, `"<behaviour>?agent_id=<id>"`. Their ids have no bound, so
-`possible_agents` is empty and spaces are those of their behaviours. `mlagents_envs` (0.28 to 1.1) is imported when the
-first environment is made.
+Agents are named as in Unity's own PettingZoo wrapper. `mlagents_envs` is imported when the first environment is made.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ class MLAgentsEnv(Adapter):
     """A `BaseEnv` of ML-Agents; `docs/environments.md` describes its steps, infos and spaces.
 
     Args:
-        source: The environment, also available as `env`. It is reset here if it has no behaviours yet, which Unity
-            sends with its first agents.
+        source: The environment, also available as `env`. It is reset here if it has no behaviours yet.
         parameters: Its `EnvironmentParametersChannel`. The options of `reset` are numbers by name, written to this
             channel; Unity keeps them until they are written again, also after a restart. None: `reset` takes none.
         max_steps: Steps after which all agents alive are truncated and the episode is over; None for never.
@@ -129,23 +126,22 @@ class MLAgentsEnv(Adapter):
         observations, rewards, terminateds, truncateds, infos = result
         for behavior, spec in self.env.behavior_specs.items():
             decisions, terminals = self.env.get_steps(behavior)
-            acting = self._acting[behavior] = _agents(behavior, decisions)
-            ended = _agents(behavior, terminals) if with_ended else []
+            acting: list[AgentID] = [f"{behavior}{_SEPARATOR}{number}" for number in decisions.agent_id]
+            ended = [f"{behavior}{_SEPARATOR}{number}" for number in terminals.agent_id]
+            self._acting[behavior] = acting
             observations.update(zip(acting, _observations(decisions)))
             rewards.update(zip(acting, decisions.reward))
             infos.update(zip(acting, _infos(decisions, spec.action_spec)))
             for flags in (terminateds, truncateds):
                 flags.update(dict.fromkeys(acting, False))
-            last_observations, last_infos = _observations(terminals), _infos(terminals)
-            for row, agent in enumerate(ended):
-                last, info = last_observations[row], last_infos[row]
+            last = zip(ended, _observations(terminals), terminals.reward, terminals.interrupted, _infos(terminals))
+            for agent, observation, reward, interrupted, info in last if with_ended else ():
                 if agent in observations:  # it has a new life
-                    info |= {"final_obs": last, "reset_info": infos[agent]}
+                    info |= {"final_obs": observation, "reset_info": infos[agent]}
                 else:
-                    observations[agent] = last
-                rewards[agent], infos[agent] = terminals.reward[row], info
-                truncateds[agent] = bool(terminals.interrupted[row])
-                terminateds[agent] = not truncateds[agent]
+                    observations[agent] = observation
+                rewards[agent], infos[agent] = reward, info
+                terminateds[agent], truncateds[agent] = not interrupted, bool(interrupted)
             alive = [agent for agent in self._alive.get(behavior, []) if agent not in {*ended}]
             self._alive[behavior] = [*dict.fromkeys([*alive, *acting])]
         return result
@@ -255,10 +251,6 @@ def _import(module: str) -> Any:
         ) from error
 
 
-def _agents(behavior: str, steps: Any) -> list[AgentID]:
-    return [f"{behavior}{_SEPARATOR}{number}" for number in steps.agent_id]
-
-
 def _observations(steps: Any) -> list[Any]:
     """The observation of each agent; a tuple unless it has just one part."""
     if len(steps.obs) == 1:
@@ -272,15 +264,11 @@ def _infos(steps: Any, spec: Any = None) -> list[dict[str, Any]]:
     infos: list[dict[str, Any]] = [{"group_id": int(group), "group_reward": reward} for group, reward in groups]
     if spec is not None and steps.action_mask is not None:
         for row, info in enumerate(infos):
-            info["action_mask"] = _mask(spec, [branch[row] for branch in steps.action_mask])
+            # As `sample` of the action space takes it; Unity's is True for an action that is not allowed.
+            branches = tuple(np.logical_not(branch[row]).astype(np.int8) for branch in steps.action_mask)
+            discrete = branches[0] if len(branches) == 1 else branches
+            info["action_mask"] = (None, discrete) if spec.continuous_size else discrete
     return infos
-
-
-def _mask(spec: Any, unavailable: Sequence[NDArray[np.bool_]]) -> Any:
-    """As `sample` of the action space takes it; Unity's is True for an action that is not allowed."""
-    branches = tuple(np.logical_not(branch).astype(np.int8) for branch in unavailable)
-    discrete = branches[0] if len(branches) == 1 else branches
-    return (None, discrete) if spec.continuous_size else discrete
 
 
 def _observation_space(spec: Any) -> Space[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from gymnasium import Space
@@ -19,7 +19,16 @@ class PettingZooEnv(Adapter):
     kind: ClassVar[str] = "A PettingZoo parallel environment"
 
     def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
-        return spaces_of(self.possible_agents, _space_lookup(self.source, what))
+        base, name = declared(self.source, "unwrapped"), f"{what}_space"
+        for layer in layers(self.source):
+            method = getattr(type(layer), name, None)  # those of PettingZoo's wrappers and base classes only forward
+            if callable(method) and not (method.__module__ or "").startswith("pettingzoo.utils."):
+                return spaces_of(self.possible_agents, getattr(layer, name))
+            if layer is base:
+                break
+        # PettingZoo's base classes, without such a method, warn and return an entry of this dict.
+        declaration = declared(self.source if base is None else base, f"{name}s")
+        return spaces_of(self.possible_agents, spaces_by_agent(declaration).get)
 
     def agents_left(self) -> Sequence[AgentID] | None:
         agents: Sequence[AgentID] | None = getattr(self._simulator, "agents", None)
@@ -65,20 +74,3 @@ def adapt_aec(env: Any) -> PettingZooEnv:
     """Adapt an AEC environment by its metadata."""
     parallelizable = (declared(env, "metadata") or {}).get("is_parallelizable", False)
     return ParallelizableAECEnv(env) if parallelizable else TurnBasedAECEnv(env)
-
-
-def _space_lookup(env: Any, what: str) -> Callable[[AgentID], Any]:
-    """The method of the outermost layer that defines one for an agent's space.
-
-    PettingZoo's base classes and wrappers only forward to it. If no layer has one, they warn and return an entry of a
-    dict, so the dict is read directly.
-    """
-    base = declared(env, "unwrapped")
-    for layer in layers(env):
-        method = getattr(type(layer), f"{what}_space", None)
-        if callable(method) and not (method.__module__ or "").startswith("pettingzoo.utils."):
-            lookup: Callable[[AgentID], Any] = getattr(layer, f"{what}_space")
-            return lookup
-        if layer is base:
-            break
-    return spaces_by_agent(declared(env if base is None else base, f"{what}_spaces")).get

@@ -1,7 +1,4 @@
-"""The `MultiAgentEnv` protocol that every kind of simulator is adapted to, and what all adapters share.
-
-`core/episode.py` decides what the results of a step mean.
-"""
+"""The `MultiAgentEnv` protocol that every kind of simulator is adapted to, and what all adapters share."""
 
 from __future__ import annotations
 
@@ -24,13 +21,9 @@ Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[An
 """Observations, rewards, terminateds, truncateds, infos."""
 
 ALL, COMMON = "__all__", "__common__"
-"""The key of the flags of the whole episode, and that of the infos of the environment rather than of an agent."""
 
 _FIVE_DICTS = [dict] * 5
-_RESERVED = {
-    ALL: "the key of the flags of the whole episode",
-    COMMON: "the key of the infos of the whole environment",
-}
+_RESERVED = {ALL: "the key of the flags of the whole episode", COMMON: "the key of the infos of the whole environment"}
 _EXPECTED = {
     "reset": (2, "two dicts keyed by agent, (observations, infos)"),
     "step": (5, "five dicts keyed by agent, (observations, rewards, terminateds, truncateds, infos)"),
@@ -53,10 +46,7 @@ class InvalidAgents(ValueError):
 
 
 class AdapterMismatch(TypeError):
-    """The simulator takes other arguments than its adapter passes, or returns another form of result than it expects.
-
-    A restart cannot change that.
-    """
+    """The simulator takes other arguments than its adapter passes, or returns another form; no restart changes that."""
 
 
 class Rules(Enum):
@@ -145,8 +135,7 @@ class MultiAgentEnv(ABC):
 class Schema:
     """The description of an environment: the attributes of its `MultiAgentEnv` that hold for its whole life.
 
-    Schemas of equal environments mostly pickle to the same bytes, which makes comparing them cheap. So sets, which
-    pickle in any order, are sorted tuples here.
+    Sets, which pickle in any order, are sorted tuples here: equal pickles make comparing them cheap.
     """
 
     possible_agents: list[AgentID]
@@ -173,8 +162,7 @@ class Schema:
 
 
 class GroupSpaces(Mapping[AgentID, Space[Any]]):
-    """The spaces of agents whose ids are not known beforehand: its keys are groups, and an agent's id also finds its
-    group's space.
+    """The spaces by group of agents whose ids are not known beforehand; an agent's id also finds its group's space.
 
     Args:
         by_group: The space that all agents of a group have.
@@ -214,10 +202,7 @@ class _SpacesByGroup(spaces.Dict):
 
 
 def check_agents(agents: Iterable[Any], kind: str) -> None:
-    """Raise `InvalidAgents` if two agents are equal, one is a reserved key, or one cannot be the key of a dict.
-
-    `kind` names what declares the agents, for the error.
-    """
+    """Raise `InvalidAgents` if agents are equal, reserved or cannot be keys of a dict; `kind` is what declares them."""
     place_of: dict[Any, tuple[int, Any]] = {}
     for place, agent in enumerate(agents):
         try:
@@ -251,14 +236,10 @@ def refuse_reserved(method: str, observations: Mapping[Any, Any], rewards: Mappi
 
 
 class Adapter(MultiAgentEnv):
-    """A simulator with a `reset` and a `step` of its own, which return dicts keyed by agent if not overridden here.
+    """A simulator with a `reset` and a `step` of its own; `_simulator` may be a conversion of it, which is stepped."""
 
-    Subclasses override `_agents` and `_spaces`, and set `_simulator` if a conversion of `source` is stepped. `kind` is
-    the simulator's name in error messages, `methods` are the methods that it must have.
-    """
-
-    kind: ClassVar[str]
-    methods: ClassVar[tuple[str, ...]] = ("reset", "step")
+    kind: ClassVar[str]  # in error messages
+    methods: ClassVar[tuple[str, ...]] = ("reset", "step")  # that it must have
 
     def __init__(self, source: Any) -> None:
         missing = [f"`{name}`" for name in self.methods if not callable(declared(source, name))]
@@ -297,7 +278,7 @@ class Adapter(MultiAgentEnv):
         return result
 
     def _by_agent(self, result: Any) -> Any:
-        """Turn the result of a step into five dicts, if a simulator of this kind may return anything else."""
+        """Five dicts of the result of a step, if a simulator of this kind may return anything else."""
         return result
 
     def render(self) -> Any:
@@ -319,10 +300,8 @@ class Adapter(MultiAgentEnv):
             raise
 
     def _check_call(self, error: TypeError, method: str, *args: Any, **keywords: Any) -> None:
-        """Raise `AdapterMismatch` if an error means that the simulator's `reset` or `step` takes other arguments.
-
-        Such an error comes from the call itself, or from within a library's wrappers.
-        """
+        """Raise `AdapterMismatch` if an error means that the simulator's `reset` or `step` takes other arguments."""
+        # Such an error comes from the call itself, or from within a library's wrappers.
         trace = error.__traceback__
         if trace is not None and trace.tb_next is not None:
             while trace.tb_next is not None:
@@ -343,9 +322,8 @@ class Adapter(MultiAgentEnv):
         raise self._wrong_result(method, expected, result)
 
     def _wrong_result(self, method: str, expected: str, got: Any) -> AdapterMismatch:
-        return self._mismatch(
-            f"`{method}` of {type_name(self.source)} must return {expected}; it returned {described(got)}"
-        )
+        place = f"`{method}` of {type_name(self.source)}"
+        return self._mismatch(f"{place} must return {expected}; it returned {described(got)}")
 
     def _mismatch(self, text: str) -> AdapterMismatch:
         kind = self.kind[0].lower() + self.kind[1:]

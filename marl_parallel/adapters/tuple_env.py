@@ -1,7 +1,4 @@
-"""Tuple environments: actions, observations, rewards and flags come as sequences with one entry per agent.
-
-`docs/environments.md` describes them and lists simulators of this kind.
-"""
+"""Tuple environments: actions, observations, rewards and flags come as sequences with one entry per agent."""
 
 from __future__ import annotations
 
@@ -16,16 +13,12 @@ from marl_parallel.adapters.protocol import ALL, COMMON, Adapter, Dicts, NotAnEn
 
 
 class TupleEnv(Adapter):
-    """A simulator whose `step` takes one action per agent, in order, and returns sequences in the same order.
-
-    Attributes:
-        sequence: The type of the actions that the simulator's `step` takes.
-    """
+    """A simulator whose `step` takes one action per agent, in order, and returns sequences in the same order."""
 
     rules: ClassVar[Rules] = Rules.DICT
     kind: ClassVar[str] = "A tuple environment"
     needs_all_actions: ClassVar[bool] = True
-    sequence: type[tuple[Any, ...]] | type[list[Any]]
+    sequence: type[tuple[Any, ...]] | type[list[Any]]  # of the actions that the simulator's `step` takes
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)
@@ -88,7 +81,13 @@ class TupleEnv(Adapter):
         else:
             terminateds = self._of_each_or_all(terminated, "terminated flags")
             truncateds = self._of_each_or_all(truncated, "truncated flags")
-            self._add_ends(terminateds, truncateds)
+            ends = [(_is_true(terminateds[agent]), _is_true(truncateds[agent])) for agent in agents]
+            self._alive = [agent for agent, flags in zip(agents, ends) if not any(flags)]
+            terminateds[ALL] = truncateds[ALL] = False
+            if not self._alive:
+                all_terminated, all_truncated = map(all, zip(*ends))
+                self._over = all_terminated, all_truncated or not all_terminated
+                terminateds[ALL], truncateds[ALL] = self._over
         return (
             self._for_each("step", "observations", observations),
             self._of_each_or_all(rewards, "rewards"),
@@ -99,16 +98,6 @@ class TupleEnv(Adapter):
 
     def alive(self) -> Sequence[AgentID]:
         return self._alive
-
-    def _add_ends(self, terminateds: dict[AgentID, Any], truncateds: dict[AgentID, Any]) -> None:
-        """Add `__all__` to the flags; the agents without a flag stay alive."""
-        terminated, truncated = [*map(_is_true, terminateds.values())], [*map(_is_true, truncateds.values())]
-        self._alive = [agent for agent, *flags in zip(self.possible_agents, terminated, truncated) if not any(flags)]
-        if self._alive:
-            terminateds[ALL] = truncateds[ALL] = False
-        else:
-            all_terminated = all(terminated)
-            self._over = terminateds[ALL], truncateds[ALL] = all_terminated, all(truncated) or not all_terminated
 
     def _action(self, agent: AgentID, actions: Mapping[Any, Any]) -> Any:
         if agent in actions:

@@ -18,7 +18,7 @@ from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import agent_infos, next_episode_infos, took_part, vector_infos, with_env_flags
+from marl_parallel.vector.rows import agent_infos, took_part, vector_infos, with_env_flags
 from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls, Scalarize
 
 __doctest_requires__ = ["agilerl"]
@@ -38,7 +38,6 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
     In the step that ends an episode, observations are the new episode's; agents without a flag of their own inherit
     the environment's; infos are the reset's, with the old episode's last as `final_obs` and `final_info`.
-
     `infos[agent]` has an array for each key, and a mask under `_key`, as Gymnasium's vector infos.
     `env_defined_actions` is NaN in environments that define none. Infos of the environment, such as the mark of a
     restart, `infos[agent]["__common__"]`, are in every agent's.
@@ -53,14 +52,12 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         acting: Likewise, where it acts next.
 
     Raises:
-        TypeError: `env` is no `ParallelEnv`.
-        ValueError: As `ArrayStepper`, or its agents are no strings, or actions are dicts or tuples.
+        TypeError, ValueError: As `ArrayStepper`, or its agents are no strings, or actions are dicts or tuples.
 
     Example:
         >>> from agilerl.algorithms import IPPO
-        >>> from mpe2 import simple_spread_v3
-        >>> from marl_parallel import ParallelEnv
-        >>> env = AgileRLVecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2))
+        >>> from marl_parallel import make
+        >>> env = AgileRLVecEnv(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2))
         >>> observations, infos = env.reset(seed=1)
         >>> declared = [[of(agent) for agent in env.agents] for of in
         ...             (env.single_observation_space, env.single_action_space)]
@@ -91,8 +88,6 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         )
         self.present = self.acting = self._by_agent(np.zeros((self.num_envs, len(agents)), np.bool_))
 
-    # -- stepping --------------------------------------------------------------------------------------------------
-
     @exclusive("reset")
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -110,7 +105,23 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
                 that act in no environment may be left out, and a row of NaN is no action. Errors are those of
                 `ArrayStepper.step`.
         """
-        self._send(actions)
+        arrays: dict[str, NDArray[Any]] = {}
+        for agent, values in actions.items():
+            arrays[agent] = array = _array(values)
+            if array.shape[:1] != (self.num_envs,):
+                raise ValueError(
+                    f"expected actions of agent {agent!r} for {self.num_envs} environments, got shape {array.shape}"
+                )
+        nan = {agent: rows for agent, array in arrays.items() if (rows := _nan_rows(array)) is not None}
+        acting = self._stepper.runner.batch.acting if nan else []
+        if any(agent in acting[env_id] for agent, rows in nan.items() for env_id in np.flatnonzero(rows)):
+            of_envs = [{agent: array[env_id] for agent, array in arrays.items()} for env_id in range(self.num_envs)]
+            self._stepper.send_dicts([self._of_env(of_env) for of_env in of_envs])
+        else:
+            for agent, rows in nan.items():
+                arrays[agent] = stacking.placed(arrays[agent], rows, np.zeros((), arrays[agent].dtype))
+            declared = self._single_action_spaces
+            self._stepper.send({agent: _formed(declared.get(agent), array) for agent, array in arrays.items()})
         return self._results(self._stepper.receive())
 
     @exclusive("step_async")
@@ -129,34 +140,11 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         """Close the environment; arguments as of `ParallelEnv.close`. Discards a step in flight."""
         self._stepper.close(terminate=terminate, **kwargs if timeout is None else {**kwargs, "timeout": timeout})
 
-    # -- arguments -------------------------------------------------------------------------------------------------
-
-    def _send(self, actions: Mapping[str, Any]) -> None:
-        arrays: dict[str, NDArray[Any]] = {}
-        for agent, values in actions.items():
-            arrays[agent] = array = _array(values)
-            if array.shape[:1] != (self.num_envs,):
-                raise ValueError(
-                    f"expected actions of agent {agent!r} for {self.num_envs} environments, got shape {array.shape}"
-                )
-        nan = {agent: rows for agent, array in arrays.items() if (rows := _nan_rows(array)) is not None}
-        acting = self._stepper.runner.batch.acting if nan else []
-        if any(agent in acting[env_id] for agent, rows in nan.items() for env_id in np.flatnonzero(rows)):
-            of_envs = [{agent: array[env_id] for agent, array in arrays.items()} for env_id in range(self.num_envs)]
-            self._stepper.send_dicts([self._of_env(of_env) for of_env in of_envs])
-            return
-        for agent, rows in nan.items():
-            arrays[agent] = stacking.placed(arrays[agent], rows, np.zeros((), arrays[agent].dtype))
-        self._stepper.send({a: _formed(self._single_action_spaces.get(a), array) for a, array in arrays.items()})
-
     def _of_env(self, actions: Mapping[str, Any]) -> ByAgent:
         """One environment's actions in the form of their spaces, without those that are NaN."""
         rows = {agent: _array(action)[None] for agent, action in actions.items()}
-        return {
-            a: _formed(self._single_action_spaces.get(a), row)[0] for a, row in rows.items() if _nan_rows(row) is None
-        }
-
-    # -- results ---------------------------------------------------------------------------------------------------
+        declared = self._single_action_spaces
+        return {a: _formed(declared.get(a), row)[0] for a, row in rows.items() if _nan_rows(row) is None}
 
     def _results(self, arrays: Arrays) -> Results:
         flagged, flags = arrays.flagged, (arrays.terminations, arrays.truncations)
@@ -175,14 +163,13 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         return dict(zip(self.agents, array.T))
 
     def _flags_by_agent(self, flags: NDArray[np.bool_], flagged: NDArray[np.bool_]) -> ByAgent:
-        """Flags by agent, NaN where not `flagged`; bool for an agent that is flagged everywhere, as AgileRL's own."""
+        """NaN where not `flagged`; bool for an agent that is flagged everywhere, as AgileRL's own."""
         if flagged.all():
             return self._by_agent(flags)
         floats = np.where(flagged, flags, np.nan)
         return {agent: (flags if flagged[:, i].all() else floats)[:, i] for i, agent in enumerate(self.agents)}
 
     def _observations(self, arrays: Arrays) -> ByAgent:
-        """Observations by agent, NaN where an agent was not observed, single numbers with an axis of their own."""
         self.present, self.acting = self._by_agent(arrays.present), self._by_agent(arrays.acting)
         unobserved = None if arrays.observed.all() else ~arrays.observed
 
@@ -198,8 +185,8 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def _infos(self, arrays: Arrays, over: NDArray[np.bool_] | None = None) -> ByAgent:
         by_env: dict[int, list[dict[Any, Any]]] = {}
         for env_id, infos in arrays.infos.items():
-            infos_of = agent_infos if over is None or not over[env_id] else next_episode_infos
-            by_env[env_id] = infos_of(env_id, infos, self.agents, self.agents)
+            next_episode = over is not None and bool(over[env_id])
+            by_env[env_id] = agent_infos(env_id, infos, self.agents, self.agents, next_episode=next_episode)
             for info in by_env[env_id]:
                 if FINAL_OBS in info:
                     info[FINAL_OBS] = self._stepper.own(info[FINAL_OBS])
@@ -210,9 +197,6 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
                 info[_FORCED] = _forced(agent, info[_FORCED], info[f"_{_FORCED}"])
             result[agent], result[f"_{agent}"] = info, np.ones(self.num_envs, np.bool_)
         return result
-
-
-# -- values --------------------------------------------------------------------------------------------------------
 
 
 def _array(value: Any) -> NDArray[Any]:
@@ -239,9 +223,8 @@ def _formed(space: Space[Any] | None, rows: NDArray[Any]) -> NDArray[Any]:
 
 def _forced(agent: str, actions: Any, defined: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Actions that environments define, NaN for those that define none; raises `ValueError` if shapes differ."""
-    rows = {
-        int(row): np.asarray(actions[row], np.float64) for row in np.flatnonzero(defined) if actions[row] is not None
-    }
+    defining = [row for row in np.flatnonzero(defined).tolist() if actions[row] is not None]
+    rows = {row: np.asarray(actions[row], np.float64) for row in defining}
     shape = next((values.shape for values in rows.values()), ())
     forced = np.full((len(defined), *shape), np.nan)
     for row, values in rows.items():

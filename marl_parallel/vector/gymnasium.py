@@ -19,16 +19,7 @@ from marl_parallel.core.native import InfoColumns
 from marl_parallel.core.spaces import fits_block, tree_map, zeros
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import (
-    AgentRows,
-    agent_infos,
-    bounds,
-    next_episode_infos,
-    shared_reward_space,
-    stacked,
-    vector_infos,
-    without_reset,
-)
+from marl_parallel.vector.rows import AgentRows, agent_infos, bounds, divided, stacked, vector_infos
 from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls
 
 Others = Callable[[AgentID, Any], Any]
@@ -45,10 +36,9 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     `reward_space`, as in MO-Gymnasium.
 
     The row of an absent agent is zeros; `infos["present"]` marks the rows that are data, `infos["acting"]` those that
-    need an action. A row is done when its agent dies, and all rows of an environment are when its episode ends.
-
-    With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos have the
-    reset's, and `final_obs` and `final_info` in rows that are done, as Gymnasium's.
+    need an action. A row is done when its agent dies, and all rows of an environment are when its episode ends. With
+    `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos have the reset's,
+    and `final_obs` and `final_info` in rows that are done, as Gymnasium's.
 
     Args:
         env: No other facade may step it. With `copy=False`, observations are valid until the next step or reset.
@@ -62,14 +52,12 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         reward_space: Of one row, if rewards are vectors; None if they are numbers.
 
     Raises:
-        TypeError: `env` is no `ParallelEnv`.
-        ValueError: As `ArrayStepper`, or the agents' spaces differ.
+        TypeError, ValueError: As `ArrayStepper`, or the agents' spaces differ.
 
     Example:
-        >>> from mpe2 import simple_spread_v3
         >>> from gymnasium.wrappers.vector import RecordEpisodeStatistics
-        >>> from marl_parallel import ParallelEnv
-        >>> parallel = ParallelEnv([simple_spread_v3.parallel_env] * 4, "NEXT_STEP", num_workers=2)
+        >>> from marl_parallel import make
+        >>> parallel = make("mpe2.simple_spread_v3", num_envs=4, auto_reset="NEXT_STEP", num_workers=2)
         >>> env = RecordEpisodeStatistics(GymnasiumVectorEnv(parallel))
         >>> observations, infos = env.reset(seed=1)
         >>> for _ in range(25):
@@ -83,15 +71,14 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         super().__init__(env, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, vectors=True)
         self.parallel_env = env
         self.agents = list(env.possible_agents if agents is None else agents)
-        self._rows = AgentRows(self._stepper, self.agents, "choose some with agents=[...]")
+        self._rows = AgentRows(self._stepper, self.agents, "choose some with agents=[...]", type(self).__name__)
         self._others = [agent for agent in env.possible_agents if agent not in self._rows.agents]
         self._act = others
         self.num_envs = env.num_envs * len(self.agents)
         self.single_observation_space, self.single_action_space = self._rows.space, self._rows.action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        reward_spaces = self._stepper.runner.schema.reward_spaces
-        self.reward_space = shared_reward_space(reward_spaces, self.agents, type(self).__name__)
+        self.reward_space = self._rows.reward_space
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
 
@@ -107,19 +94,24 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
                 rest is for each environment's own `reset`.
 
         Raises:
-            ValueError: Seeds or a mask of another length, or that differ between the rows of an environment; no row is
-                to be reset.
-            TypeError: A mask that is no array of bool.
+            TypeError, ValueError: Seeds or a mask of another form, or that differ between the rows of an environment.
         """
         options = dict(options or {})
-        mask = options.pop("reset_mask", None)
-        env_ids = None if mask is None else self._masked(mask)
+        env_ids, mask = None, options.pop("reset_mask", None)
+        if mask is not None:
+            if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+                raise TypeError(f"options['reset_mask'] must be a numpy array of bool, got {type(mask).__name__}")
+            if mask.shape != (self.num_envs,):
+                raise ValueError(f"options['reset_mask'] must have shape ({self.num_envs},), got {mask.shape}")
+            if not mask.any():
+                raise ValueError("options['reset_mask'] must have at least one True")
+            env_ids = np.flatnonzero(self._rows.by_env(mask.tolist(), "options['reset_mask']")).tolist()
         if seed is not None and not isinstance(seed, int | np.integer):
             seed = self._rows.by_env([*seed], "seeds")
             seed = seed if env_ids is None else [seed[env_id] for env_id in env_ids]
         arrays = self._stepper.reset(seed, options or None, env_ids)
         self._rows.note_reset(env_ids)
-        return self._rows.observations(arrays), self._infos(arrays, None)
+        return self._rows.flat_observations(arrays), self._infos(arrays)
 
     def render(self) -> tuple[Any, ...] | None:
         """A frame for each row, which is its environment's; None if `render_mode` is None."""
@@ -138,82 +130,56 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     def __del__(self) -> None:
         """Nothing: the `ParallelEnv` may be used further, and closes when it is collected itself."""
 
-    # -- arguments -------------------------------------------------------------------------------------------------
-
     def _actions(self, actions: Any) -> list[Stacked]:
         by_agents = [self._rows.actions(actions)]
-        if self._others:
-            latest = self._stepper.latest
-            seen = self._stepper.view.by_agent(latest.observations) if latest is not None else {}
-            by_agents += [Stacked((agent,), self._of_other(agent, seen.get(agent))) for agent in self._others]
+        latest, num_envs = self._stepper.latest, self.env.num_envs
+        seen = self._stepper.view.by_agent(latest.observations) if self._others and latest is not None else {}
+        for agent in self._others:
+            space = self._stepper.runner.schema.action_spaces[agent]
+            try:
+                own = self._act(agent, seen.get(agent)) if self._act else _nearest_to_zero(space, num_envs)
+                by_agents.append(Stacked((agent,), stacked(space, own, num_envs, 1)))
+            except ValueError as error:
+                raise ValueError(f"others, for agent {agent!r}: {error}") from error
         return by_agents
-
-    def _of_other(self, agent: AgentID, seen: Any) -> Any:
-        space, num_envs = self._stepper.runner.schema.action_spaces[agent], self.env.num_envs
-        try:
-            actions = self._act(agent, seen) if self._act else _nearest_to_zero(space, num_envs)
-            return stacked(space, actions, num_envs, 1)
-        except ValueError as error:
-            raise ValueError(f"others, for agent {agent!r}: {error}") from error
-
-    def _masked(self, mask: Any) -> list[int]:
-        """The environments of a mask of rows."""
-        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-            raise TypeError(f"options['reset_mask'] must be a numpy array of bool, got {type(mask).__name__}")
-        if mask.shape != (self.num_envs,):
-            raise ValueError(f"options['reset_mask'] must have shape ({self.num_envs},), got {mask.shape}")
-        if not mask.any():
-            raise ValueError("options['reset_mask'] must have at least one True")
-        by_env = self._rows.by_env(mask.tolist(), "options['reset_mask']")
-        return [env_id for env_id, is_reset in enumerate(by_env) if is_reset]
-
-    # -- results ---------------------------------------------------------------------------------------------------
 
     def _results(self, arrays: Arrays) -> Results:
         rows = self._rows
         were_dead = rows.dead if rows.any_dead else None
-        flags = rows.of(arrays.terminations), rows.of(arrays.truncations)
-        if not arrays.shared_flags or were_dead is not None:
-            flags = rows.flags(arrays)
-        terminations, truncations = flags[0].ravel(), flags[1].ravel()
-        if self.reward_space is None:
-            rewards = rows.of(arrays.rewards).ravel()
-        else:
-            rewards = stacking.flat(np.stack([arrays.vectors[agent] for agent in self.agents], axis=1))
+        terminations, truncations = (flags.ravel() for flags in rows.flags(arrays))
+        rewards = stacking.flat(rows.rewards(arrays))
         if were_dead is not None:  # zeros, whatever the simulator returned for them
             rewards[were_dead.ravel()] = 0
             if self._same_step:  # the agents are back in environments whose next episode has begun
                 were_dead = were_dead & ~(arrays.terminated | arrays.truncated)[:, None]
             rows.clear(arrays, were_dead)
-        infos = self._infos(arrays, terminations | truncations if self._same_step else None)
-        return rows.observations(arrays), rewards, terminations, truncations, infos
+        done = np.flatnonzero(terminations | truncations).tolist() if self._same_step else []
+        infos = self._infos(arrays, done)
+        return rows.flat_observations(arrays), rewards, terminations, truncations, infos
 
-    def _infos(self, arrays: Arrays, done: NDArray[np.bool_] | None) -> dict[str, Any]:
+    def _infos(self, arrays: Arrays, done: Sequence[int] = ()) -> dict[str, Any]:
+        """Infos by row; those of rows that are `done` have the last observation and info, as Gymnasium's SAME_STEP."""
         infos: dict[str, Any] = {}
-        if done is None and type(arrays.infos) is InfoColumns:
+        if not done and type(arrays.infos) is InfoColumns:
             infos = self._rows.infos(arrays.infos)
-        elif arrays.infos or (done is not None and done.any()):
-            infos = self._infos_of_rows(arrays, done)
+        elif arrays.infos or done:
+            per_env, possible_agents = len(self.agents), self._stepper.view.agents
+            over = np.flatnonzero(arrays.terminated | arrays.truncated).tolist() if done else []
+            rows: dict[int, dict[Any, Any]] = {}
+            for env_id in {**arrays.infos, **dict.fromkeys(over)}:
+                of_env, next_episode = arrays.infos.get(env_id, {}), env_id in over
+                of_agents = agent_infos(env_id, of_env, self.agents, possible_agents, next_episode=next_episode)
+                rows |= enumerate(of_agents, env_id * per_env)
+            for row in done:
+                if row // per_env in over:
+                    rows[row].setdefault(FINAL_OBS, zeros(self.single_observation_space))
+                else:  # the environment goes on without this agent
+                    last, _ = divided(rows.get(row, {}), {})
+                    rows[row] = {**last, "final_info": last, FINAL_OBS: self._rows.observation(arrays, row)}
+            infos = vector_infos(sorted(rows.items()), self.num_envs)
         for key, mask in (("present", arrays.present), ("acting", arrays.acting)):
             infos[key], infos[f"_{key}"] = self._rows.of(mask).ravel(), np.ones(self.num_envs, np.bool_)
         return infos
-
-    def _infos_of_rows(self, arrays: Arrays, done: NDArray[np.bool_] | None) -> dict[str, Any]:
-        """Infos by row; those of rows that are done have the last observation and info, as Gymnasium's SAME_STEP."""
-        per_env, possible_agents = len(self.agents), self._stepper.view.agents
-        over = [] if done is None else np.flatnonzero(arrays.terminated | arrays.truncated).tolist()
-        rows: dict[int, dict[Any, Any]] = {}
-        for env_id in {**arrays.infos, **dict.fromkeys(over)}:
-            infos_of = next_episode_infos if env_id in over else agent_infos
-            infos = infos_of(env_id, arrays.infos.get(env_id, {}), self.agents, possible_agents)
-            rows |= enumerate(infos, env_id * per_env)
-        for row in [] if done is None else np.flatnonzero(done).tolist():
-            if row // per_env in over:
-                rows[row].setdefault(FINAL_OBS, zeros(self.single_observation_space))
-            else:  # the environment goes on without this agent
-                last = without_reset(rows.get(row, {}))
-                rows[row] = {**last, "final_info": last, FINAL_OBS: self._rows.observation(arrays, row)}
-        return vector_infos(sorted(rows.items()), self.num_envs)
 
 
 def _nearest_to_zero(space: Any, num_envs: int) -> Any:

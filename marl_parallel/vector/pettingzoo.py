@@ -35,8 +35,8 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
     inherit the environment's. Infos are laid out by agent as in Gymnasium's vector environments; those of the
     environment, not an agent, are under their own key.
 
-    Auto-reset is that of `env`. With `auto_reset=False`, PettingZoo's own loop over `agents` runs unchanged; it ends
-    when no agent is left in any environment.
+    With `auto_reset=False`, PettingZoo's own loop over `agents` runs unchanged; it ends when no agent is left in any
+    environment.
 
     Args:
         env: No other facade may step it. With `copy=False`, observations are valid until the next step or reset.
@@ -45,10 +45,8 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
         TypeError, ValueError: As `ArrayStepper`.
 
     Example:
-        >>> from mpe2 import simple_spread_v3
-        >>> from marl_parallel import ParallelEnv
-        >>> parallel = ParallelEnv([simple_spread_v3.parallel_env] * 4, auto_reset=False, num_workers=2)
-        >>> with PettingZooVecEnv(parallel) as env:
+        >>> from marl_parallel import make
+        >>> with PettingZooVecEnv(make("mpe2.simple_spread_v3", 4, auto_reset=False, num_workers=2)) as env:
         ...     observations, infos = env.reset(seed=1)
         ...     while env.agents:
         ...         actions = {agent: env.action_space(agent).sample() for agent in env.agents}
@@ -158,10 +156,8 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
     def _by_agent(self, array: NDArray[Any]) -> ByAgent:
         return dict(zip(self.possible_agents, array.T))
 
-    # -- one environment, global states, closing -------------------------------------------------------------------
-
     def single(self, env_id: int = 0) -> SingleEnv:
-        """One environment as a PettingZoo `ParallelEnv`; raises `ValueError` unless `env` has `auto_reset=False`."""
+        """One environment as a PettingZoo `ParallelEnv`; `ValueError` unless `env` has `auto_reset=False`."""
         return SingleEnv(self.env, env_id, self._stepper.note)
 
     def state(self) -> NDArray[Any]:
@@ -183,13 +179,7 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
 
 
 class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
-    """One environment for PettingZoo's wrappers, tests and loops; the others are not stepped.
-
-    Args:
-        env: Made with `auto_reset=False`, else `ValueError`.
-        env_id: The environment.
-        note: Called after each step and reset with `env_id`, observations and rewards.
-    """
+    """One environment for PettingZoo's wrappers, tests and loops; `note` is called with the result of each call."""
 
     def __init__(self, env: ParallelEnv, env_id: int, note: Callable[[int, ByAgent, ByAgent], None]) -> None:
         runner = env.runner
@@ -201,8 +191,7 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
             raise ValueError(f"there is no environment {env_id!r}; env_id must be 0 to {env.num_envs - 1}")
         self._env, self._runner, self._env_id, self._note = env, runner, env_id, note
         self.metadata, self.render_mode, self.possible_agents = env.metadata, env.render_mode, env.possible_agents
-        self.observation_spaces = runner.schema.observation_spaces
-        self.action_spaces = runner.schema.action_spaces
+        self.observation_spaces, self.action_spaces = runner.schema.observation_spaces, runner.schema.action_spaces
         self.reward_spaces = runner.schema.reward_spaces
         if env.state_space is not None:
             self.state_space = env.state_space

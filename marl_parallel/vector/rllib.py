@@ -1,9 +1,4 @@
-"""`RLlibVectorMultiAgentEnv`: lists of dicts for RLlib's multi-agent env runner, and a runner that makes one.
-
-`EpisodeFilter` leaves out what RLlib's `MultiAgentEpisode` cannot take. That class raises if a dead agent has an entry,
-treats every observation as a request to act, needs a last observation of each truncated agent, and ends once all agents
-it has seen are dead, whatever the environment's flags are.
-"""
+"""`RLlibVectorMultiAgentEnv`: lists of dicts for RLlib's multi-agent env runner, and a runner that makes one."""
 
 from __future__ import annotations
 
@@ -45,7 +40,6 @@ OPTIONS = "parallel_env"
 _RESERVED = ("env_constructors", "auto_reset", "seed", "copy")
 
 EnvDicts = list[dict[Any, Any]]
-"""One dict for each environment."""
 
 
 class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ignore[misc]
@@ -66,15 +60,12 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         single_action_spaces: Likewise, with `single_action_space`.
 
     Raises:
-        TypeError: `env` is no `ParallelEnv`.
+        TypeError, ClosedEnvironmentError: `env` is no `ParallelEnv`, or closed.
         ValueError: It has another auto-reset mode, or `copy=False`; or `scalarize` does not fit the rewards.
-        ClosedEnvironmentError: It has been closed.
 
     Example:
-        >>> from mpe2 import simple_spread_v3
-        >>> from marl_parallel import ParallelEnv
-        >>> parallel = ParallelEnv([simple_spread_v3.parallel_env] * 4, auto_reset="NEXT_STEP", num_workers=2)
-        >>> env = RLlibVectorMultiAgentEnv(parallel)
+        >>> from marl_parallel import make
+        >>> env = RLlibVectorMultiAgentEnv(make("mpe2.simple_spread_v3", 4, auto_reset="NEXT_STEP", num_workers=2))
         >>> observations, infos = env.reset(seed=1)
         >>> actions = [{agent: env.single_action_spaces[agent].sample() for agent in seen} for seen in observations]
         >>> observations, rewards, terminateds, truncateds, infos = env.step(actions)
@@ -108,22 +99,21 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         Arguments and errors as of `ParallelEnv.reset`, and `RuntimeError` if another facade steps this environment.
         """
         self._runner.claim(self._claim)
-        observations, infos = self.env.reset(seed=seed, options=options)
-        results = [own.begin(*dicts) for own, dicts in zip(self._filters, zip(observations, infos))]
-        return [dicts[0] for dicts in results], [dicts[1] for dicts in results]
+        results = zip(self._filters, *self.env.reset(seed=seed, options=options))
+        observations, infos = map(list, zip(*[own.begin(*dicts) for own, *dicts in results]))
+        return observations, infos
 
     @exclusive("step")
     def step(self, actions: Sequence[Mapping[AgentID, Any]]) -> tuple[EnvDicts, EnvDicts, EnvDicts, EnvDicts, EnvDicts]:
-        """Step all environments; those whose episode is over begin the next one, and their actions are ignored.
+        """Step all environments; those whose episode is over begin the next one, with rewards 0.0 and flags False.
 
-        Takes one dict by agent for each environment, and returns as many of observations, rewards, terminateds,
-        truncateds (both with `"__all__"`) and infos. In a step that begins an episode rewards are 0.0 and flags False.
-        Errors are those of `ParallelEnv.step`, and `RuntimeError` if another facade steps this environment.
+        Takes and returns one dict by agent for each environment, as `ParallelEnv.step`, and raises the same errors, and
+        `RuntimeError` if another facade steps this environment.
         """
         self._runner.claim(self._claim)
         were_over = [*self._runner.batch.over]
-        results = zip(*self.env.step(actions))
-        rows = [own.step(was_over, dicts) for own, was_over, dicts in zip(self._filters, were_over, results)]
+        results = zip(self._filters, were_over, zip(*self.env.step(actions)))
+        rows = [own.step(was_over, dicts) for own, was_over, dicts in results]
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
         if self._rules:
             rewards = [{a: as_number(self._rules, a, reward) for a, reward in of_env.items()} for of_env in rewards]
@@ -139,14 +129,16 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
 
 class EpisodeFilter:
-    """The agents of one environment, as RLlib's episode knows them."""
+    """Leaves out of one environment's dicts what RLlib's `MultiAgentEpisode` cannot take; see `docs/facades.md`.
+
+    That class also needs a last observation of each truncated agent, and ignores the environment's flags.
+    """
 
     def __init__(self, batch: Batch | NativePool, env_id: int) -> None:
         self._batch, self._env_id = batch, env_id
         self._forget()
 
     def begin(self, observations: dict[AgentID, Any], infos: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """Begin an episode; returns its observations and infos."""
         self._forget()
         observations = self._to_act(observations)
         self._seen.update(observations)
@@ -248,12 +240,8 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
     anything else that `ParallelEnv` takes, such as a PettingZoo environment. `env_config["parallel_env"]` has arguments
     for `ParallelEnv` (`num_workers`, `on_error`, `step_timeout`, ...) and `scalarize`; the environments do not see it.
     By default remote runners share the CPUs of the machine evenly, or each uses `num_cpus_per_env_runner` if that is
-    more; a local runner uses all.
-
-    With `config.seed`, no two runners sample the same episodes. RLlib's check of each environment runs in its worker,
-    unless `disable_env_checking` is set. After a fault with `on_error="raise"`, RLlib's
-    `restart_failed_sub_environments=True` rebuilds all environments of the runner; with `on_error="restart"` only the
-    failed one is rebuilt.
+    more; a local runner uses all. RLlib's check of each environment runs in its worker, unless `disable_env_checking`
+    is set. `docs/facades.md` has its seeds and restarts.
 
     Raises:
         ValueError: `env_config["parallel_env"]` has arguments that RLlib or the runner sets.
@@ -284,7 +272,21 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
         except Exception as error:
             logger.warning("closing the environments before they are rebuilt failed: %s", error)
         self.env: RLlibVectorMultiAgentEnv | None = None
-        context, options = self._context_and_options()
+        context = self.config.env_config
+        if not isinstance(context, EnvContext):
+            context = EnvContext(
+                context,
+                worker_index=self.worker_index,
+                num_workers=self.config.num_env_runners,
+                remote=self.config.remote_worker_envs,
+            )
+        context = context.copy_with_overrides()
+        options = dict(context.pop(OPTIONS, None) or {})
+        if reserved := [name for name in _RESERVED if name in options]:
+            raise ValueError(
+                f"env_config[{OPTIONS!r}] may not have {', '.join(reserved)}: RLlib's config has the environment and "
+                'the seed, and the runner needs auto_reset="NEXT_STEP" and copy=True'
+            )
         constructor = _constructor(_creator(self.config.env), context, not self.config.disable_env_checking)
         seeds, scalarize = self._env_seeds(), options.pop("scalarize", None)
         parallel = ParallelEnv(
@@ -307,24 +309,6 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
             kwargs={"env_runner": self, "metrics_logger": self.metrics, "env": self.env, "env_context": context},
         )
 
-    def _context_and_options(self) -> tuple[Any, dict[str, Any]]:
-        context = self.config.env_config
-        if not isinstance(context, EnvContext):
-            context = EnvContext(
-                context,
-                worker_index=self.worker_index,
-                num_workers=self.config.num_env_runners,
-                remote=self.config.remote_worker_envs,
-            )
-        context = context.copy_with_overrides()
-        options = dict(context.pop(OPTIONS, None) or {})
-        if reserved := [name for name in _RESERVED if name in options]:
-            raise ValueError(
-                f"env_config[{OPTIONS!r}] may not have {', '.join(reserved)}: RLlib's config has the environment and "
-                'the seed, and the runner needs auto_reset="NEXT_STEP" and copy=True'
-            )
-        return context, options
-
     def _num_workers(self) -> int:
         workers = usable_cpus()
         if self.worker_index:
@@ -336,11 +320,8 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
         if self.config.seed is None:
             return None
         runner, evaluation = self.worker_index or 0, int(self.config.in_evaluation)
-        sources = (
-            np.random.SeedSequence((self.config.seed, runner, env_id, evaluation))
-            for env_id in range(self.config.num_envs_per_env_runner)
-        )
-        return [int(source.generate_state(1)[0] >> 1) for source in sources]
+        keys = [(self.config.seed, runner, i, evaluation) for i in range(self.config.num_envs_per_env_runner)]
+        return [int(np.random.SeedSequence(key).generate_state(1)[0] >> 1) for key in keys]
 
     def _try_env_reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         # RLlib's seed is the same for all of a runner's environments, and one more in the next runner.

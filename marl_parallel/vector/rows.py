@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.core import stacking
-from marl_parallel.core.arrays import Arrays, ArrayView, Stacked
+from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.native import InfoColumns
 from marl_parallel.core.schema import equal
@@ -31,21 +31,19 @@ from marl_parallel.vector.stepper import ArrayStepper
 Flags: TypeAlias = tuple[NDArray[np.bool_], NDArray[np.bool_]]
 """Terminations and truncations, `(num_envs, agents)`."""
 
-Columns: TypeAlias = slice | list[int]
-"""Some columns of an array; a slice, which makes views, if they are evenly spaced."""
-
 _NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 
 
 class AgentRows:
-    """Agents of all environments as rows, and which of them have died in the present episode of their environment.
+    """Agents with equal spaces, as rows or columns of arrays, and which have died in the episode of their environment.
 
-    A row is flagged when its agent dies, and once more when the episode of its environment ends. `columns` are those of
-    these agents among all agents; `dead` is `(num_envs, agents)`, bool. Raises `ValueError` with `advice` if agents
-    have different spaces, and if they are unknown, doubled or none.
+    A row is flagged when its agent dies, and once more when the episode of its environment ends. Indices of columns are
+    slices, which make views, if they are evenly spaced. `vectors_for` names a facade that takes vector rewards.
     """
 
-    def __init__(self, stepper: ArrayStepper, agents: Sequence[AgentID], advice: str) -> None:
+    def __init__(
+        self, stepper: ArrayStepper, agents: Sequence[AgentID], advice: str = "", vectors_for: str = ""
+    ) -> None:
         schema, view = stepper.runner.schema, stepper.view
         self.agents, self.num_envs = tuple(agents), stepper.runner.num_envs
         if not {*agents} <= {*view.agents} or len({*agents}) < len(agents) or not agents:
@@ -57,9 +55,21 @@ class AgentRows:
                         f"rows need equal spaces, but the {what} space of {agent!r} is {declared[agent]}, that of "
                         f"{agents[0]!r} {declared[agents[0]]}; {advice}"
                     )
-        self.columns, self._group, self._members = located(view, agents)
-        self._member_of = np.arange(len(view.groups[self._group].positions))[self._members]
+        column_of = {agent: column for column, agent in enumerate(view.agents)}
+        columns = [column_of[agent] for agent in agents]
+        groups = enumerate(view.groups)
+        self._group, positions = next((n, group.positions) for n, group in groups if columns[0] in group.positions)
+        members = np.searchsorted(positions, columns)
+        self.columns = evenly_spaced(columns) or columns  # among all agents
+        self._member_of, self._members = members, evenly_spaced(members.tolist()) or members  # among those of the group
         self.space, self.action_space = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
+        self.reward_space = schema.reward_spaces.get(agents[0]) if vectors_for else None
+        for agent in agents if vectors_for else ():
+            if (other := schema.reward_spaces.get(agent)) != self.reward_space:
+                raise ValueError(
+                    f"{vectors_for} stacks the rewards of {[*agents]}, but the reward_space of {agent!r} is {other}, "
+                    f"that of {agents[0]!r} {self.reward_space}; use PettingZooVecEnv, or other agents"
+                )
         self.dead = np.zeros((self.num_envs, len(agents)), np.bool_)
         self.any_dead = False
 
@@ -67,12 +77,14 @@ class AgentRows:
         """The columns of these agents, of an array `(num_envs, possible agents, ...)`."""
         return array[:, self.columns]
 
-    def by_env(self, values: Sequence[Any], what: str) -> list[Any]:
-        """One value for each environment, from one for each environment, or for each row and equal within it.
+    def rewards(self, arrays: Arrays) -> NDArray[Any]:
+        """The rewards: `(num_envs, agents)`, or `(num_envs, agents, num_objectives)` if they are vectors."""
+        if self.reward_space is None:
+            return self.of(arrays.rewards)
+        return np.stack([arrays.vectors[agent] for agent in self.agents], axis=1)
 
-        Raises:
-            ValueError: The values of an environment's rows differ, or there is another number of values.
-        """
+    def by_env(self, values: Sequence[Any], what: str) -> list[Any]:
+        """One value for each environment, from one for each, or from one for each row, equal within an environment."""
         per_env, num_rows = len(self.agents), self.num_envs * len(self.agents)
         if len(values) == self.num_envs:
             return [*values]
@@ -91,6 +103,10 @@ class AgentRows:
         return Stacked(self.agents, stacked(self.action_space, rows, self.num_envs, len(self.agents)))
 
     def observations(self, arrays: Arrays) -> Any:
+        """The observations, `(num_envs, agents, ...)`; views, if members are a slice."""
+        return tree_map(lambda array: array[:, self._members], arrays.observations[self._group])
+
+    def flat_observations(self, arrays: Arrays) -> Any:
         """The observations of all rows: views, if all agents are rows."""
 
         def flat(array: NDArray[Any]) -> Any:
@@ -101,13 +117,8 @@ class AgentRows:
 
     def observation(self, arrays: Arrays, row: int) -> Any:
         """The observation of one row, in new arrays."""
-        env_id, place = divmod(row, len(self.agents))
-
-        def of_leaf(array: NDArray[Any]) -> Any:
-            value = array[env_id, self._members][place]
-            return value.copy() if isinstance(value, np.ndarray) else value
-
-        return tree_map(of_leaf, arrays.observations[self._group])
+        place = row // len(self.agents), self._member_of[row % len(self.agents)]
+        return tree_map(lambda array: copy.copy(array[place]), arrays.observations[self._group])
 
     def clear(self, arrays: Arrays, agents: NDArray[np.bool_]) -> None:
         """Make `agents`, a mask `(num_envs, agents)`, absent; their observations become zeros."""
@@ -123,18 +134,17 @@ class AgentRows:
     def flags(self, arrays: Arrays) -> Flags:
         """The flags of rows, from those of their agents and of their environments; deaths are noted."""
         terminations, truncations = self.of(arrays.terminations), self.of(arrays.truncations)
+        if arrays.shared_flags and not self.any_dead:
+            return terminations, truncations
         over = (arrays.terminated | arrays.truncated)[:, None]
         flagged = terminations | truncations
         if not self.any_dead and not np.count_nonzero(flagged != over):
             return terminations, truncations  # each ends with its environment, or none does
         died = flagged & ~self.dead
-        with_env = over & ~died
         self.dead = (self.dead | died) & ~over
         self.any_dead = bool(self.dead.any())
-        return (
-            (terminations & died) | (with_env & arrays.terminated[:, None]),
-            (truncations & died) | (with_env & arrays.truncated[:, None]),
-        )
+        terminated, truncated = arrays.terminated[:, None], arrays.truncated[:, None]
+        return np.where(died, terminations, terminated), np.where(died, truncations, truncated)
 
     def infos(self, infos: InfoColumns) -> dict[Any, Any]:
         """Infos that come in arrays, by row."""
@@ -155,31 +165,7 @@ class AgentRows:
         return result
 
 
-def located(view: ArrayView, agents: Sequence[AgentID]) -> tuple[Columns, int, Columns]:
-    """The columns of agents among all, the group that they are in, and their columns in that group's observations."""
-    column_of = {agent: column for column, agent in enumerate(view.agents)}
-    columns = [column_of[agent] for agent in agents]
-    number, group = next((n, group) for n, group in enumerate(view.groups) if columns[0] in group.positions)
-    member_of = {column: member for member, column in enumerate(group.positions)}
-    members = [member_of[column] for column in columns]
-    return evenly_spaced(columns) or columns, number, evenly_spaced(members) or members
-
-
 # -- spaces, actions and flags -----------------------------------------------------------------------------------------
-
-
-def shared_reward_space(
-    reward_spaces: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID], facade: str
-) -> Space[Any] | None:
-    """The reward space that these agents share, None if rewards are numbers; raises `ValueError` if they differ."""
-    first = reward_spaces.get(agents[0])
-    for agent in agents:
-        if reward_spaces.get(agent) != first:
-            raise ValueError(
-                f"{facade} stacks the rewards of {[*agents]}, but the reward_space of {agent!r} is "
-                f"{reward_spaces.get(agent)}, that of {agents[0]!r} {first}; use PettingZooVecEnv, or other agents"
-            )
-    return first
 
 
 def stacked(space: Space[Any], rows: Any, num_envs: int, agents: int) -> Any:
@@ -208,15 +194,12 @@ def bounds(leaf: Any) -> tuple[Any, Any]:
 
 
 def took_part(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> NDArray[np.bool_]:
-    """The agents that took part in a step: `(num_envs, agents)`.
-
-    `same_step`: after an episode's end, observations are those of the next one.
-    """
+    """The agents that took part in a step: `(num_envs, agents)`; `same_step` is that auto-reset mode."""
     part = arrays.rewarded | arrays.terminations | arrays.truncations
     if not same_step:
         return part | arrays.observed
     over = arrays.terminated | arrays.truncated
-    part |= arrays.observed & ~over[:, None]
+    part |= arrays.observed & ~over[:, None]  # after the end of an episode, observations are those of the next one
     for env_id in np.flatnonzero(over).tolist():
         infos = arrays.infos.get(env_id, {})
         part[env_id] |= [isinstance(infos.get(agent), Mapping) and FINAL_OBS in infos[agent] for agent in agents]
@@ -236,12 +219,7 @@ def with_env_flags(arrays: Arrays, agents: NDArray[np.bool_]) -> Flags:
 
 
 def vector_infos(infos: Iterable[tuple[int, Mapping[Any, Any]]], num_rows: int) -> dict[Any, Any]:
-    """One dict of arrays over all rows, from some rows and their infos.
-
-    Example:
-        >>> vector_infos([(0, {"hits": 1}), (2, {"hits": 2.5})], 3)
-        {'hits': array([1. , 0. , 2.5]), '_hits': array([ True, False,  True])}
-    """
+    """One dict of arrays over all rows, from some rows and their infos."""
     by_key: dict[Any, dict[int, Any]] = {}
     for row, info in infos:
         for key, value in info.items():
@@ -250,20 +228,18 @@ def vector_infos(infos: Iterable[tuple[int, Mapping[Any, Any]]], num_rows: int) 
     for key, values in by_key.items():
         mask = np.zeros(num_rows, np.bool_)
         mask[[*values]] = True
-        result[key], result[f"_{key}"] = _joined(key, values, num_rows), mask
+        joined: Any = None
+        if key != FINAL_OBS:  # observations, which are easier to use one by one
+            if all(isinstance(value, dict) for value in values.values()):
+                joined = vector_infos(values.items(), num_rows)
+            else:
+                joined = _of_numbers([*values], [*values.values()], num_rows)
+        if joined is None:
+            joined = np.empty(num_rows, object)  # of None
+            for row, value in values.items():
+                joined[row] = value
+        result[key], result[f"_{key}"] = joined, mask
     return result
-
-
-def _joined(key: Any, values: Mapping[int, Any], num_rows: int) -> Any:
-    if key != FINAL_OBS:  # observations, which are easier to use one by one
-        if all(isinstance(value, dict) for value in values.values()):
-            return vector_infos(values.items(), num_rows)
-        if (array := _of_numbers([*values], [*values.values()], num_rows)) is not None:
-            return array
-    objects = np.empty(num_rows, object)  # of None
-    for row, value in values.items():
-        objects[row] = value
-    return objects
 
 
 def _of_numbers(rows: list[int], values: list[Any], num_rows: int) -> NDArray[Any] | None:
@@ -278,28 +254,22 @@ def _of_numbers(rows: list[int], values: list[Any], num_rows: int) -> NDArray[An
         dtype = np.result_type(*{array.dtype for array in arrays})
     except TypeError:
         return None
-    if not all(_holds(dtype, array) for array in arrays if array.dtype != dtype):
-        return None
+    for array in arrays:  # numbers must stay numbers, and large whole ones the same
+        if dtype.kind in "US" and array.dtype.kind != dtype.kind:
+            return None
+        if array.dtype.kind in "iu" and array.dtype != dtype:
+            with np.errstate(invalid="ignore"):
+                if not np.array_equal(array.astype(dtype).astype(array.dtype), array):
+                    return None
     joined = np.zeros((num_rows, *arrays[0].shape), dtype)
     joined[rows] = arrays
     return joined
 
 
-def _holds(dtype: np.dtype[Any], array: NDArray[Any]) -> bool:
-    """Whether numbers stay numbers in another dtype, and large whole ones the same."""
-    if dtype.kind in "US":
-        return array.dtype.kind == dtype.kind
-    with np.errstate(invalid="ignore"):
-        return array.dtype.kind not in "iu" or np.array_equal(array.astype(dtype).astype(array.dtype), array)
-
-
 def infos_by_agent(
     infos: Mapping[int, Mapping[Any, Any]], agents: Sequence[AgentID], num_envs: int
 ) -> dict[Any, dict[Any, Any]]:
-    """Infos of all environments by agent, and by the keys that are no agents.
-
-    A value under such a key that is no dict becomes an array under the key, with its mask under `_key`.
-    """
+    """Infos of all environments by agent, and by the keys that are no agents, also those whose values are no dicts."""
     if isinstance(infos, InfoColumns):
         received = infos.received
         rows = None if len(received.env_ids) == num_envs else received.env_ids
@@ -326,10 +296,7 @@ def infos_by_agent(
 def _placed(
     columns: Mapping[str, Any], rows: NDArray[Any] | None, having: NDArray[Any] | None, num_rows: int
 ) -> dict[str, Any]:
-    """Columns of some `rows` in the layout of `vector_infos`, whose masks are True for `having`; None stands for all.
-
-    Arrays over all rows are not copied.
-    """
+    """Columns of some `rows` in the layout of `vector_infos`, with masks that are True for `having`; None for all."""
     mask = np.zeros(num_rows, np.bool_)
     mask[... if having is None else having] = True
     result: dict[str, Any] = {}
@@ -337,7 +304,7 @@ def _placed(
         if isinstance(values, dict):
             placed: Any = _placed(values, rows, having, num_rows)
         elif rows is None:
-            placed = values
+            placed = values  # not copied
         else:
             placed = np.zeros((num_rows, *values.shape[1:]), values.dtype)
             placed[rows] = values
@@ -363,33 +330,30 @@ def env_infos(infos: Mapping[Any, Any], agents: Sequence[AgentID]) -> dict[Any, 
 
 
 def agent_infos(
-    env_id: int, infos: Mapping[Any, Any], agents: Sequence[AgentID], possible_agents: Sequence[AgentID]
+    env_id: int,
+    infos: Mapping[Any, Any],
+    agents: Sequence[AgentID],
+    possible_agents: Sequence[AgentID],
+    *,
+    next_episode: bool = False,
 ) -> list[dict[Any, Any]]:
-    """For each of some agents, the infos of its environment, copied, updated with its own."""
-    of_env = env_infos(infos, possible_agents)
-    return [{**{k: copy.copy(info) for k, info in of_env.items()}, **agent_info(env_id, infos, a)} for a in agents]
+    """For each of some agents, the infos of its environment, copied, updated with its own.
 
-
-def reset_info(info: Mapping[Any, Any], of_env: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The info of a reset in the same step as an episode's end, of one of `agent_infos` and of `env_infos`."""
-    own = {key: info[RESET_INFO] for key, info in of_env.items() if isinstance(info, Mapping) and RESET_INFO in info}
-    return {**own, **info.get(RESET_INFO, {})}
-
-
-def next_episode_infos(
-    env_id: int, infos: Mapping[Any, Any], agents: Sequence[AgentID], possible_agents: Sequence[AgentID]
-) -> list[dict[Any, Any]]:
-    """As `agent_infos`, of a step that began the next episode: the reset's infos, with the old episode's last.
-
-    These are `final_obs`, where the agent has one, and `final_info`.
+    If the step began the `next_episode`: the reset's infos, with `final_info` and, if any, `final_obs` of the old one.
     """
-    of_env, next_infos = env_infos(infos, possible_agents), []
-    for info in agent_infos(env_id, infos, agents, possible_agents):
+    of_env = env_infos(infos, possible_agents)
+    rows = [{**{k: copy.copy(info) for k, info in of_env.items()}, **agent_info(env_id, infos, a)} for a in agents]
+    for place, info in enumerate(rows if next_episode else ()):
+        last, of_reset = divided(info, of_env)
         final = {FINAL_OBS: info[FINAL_OBS]} if FINAL_OBS in info else {}
-        next_infos.append({**of_env, **reset_info(info, of_env), "final_info": without_reset(info), **final})
-    return next_infos
+        rows[place] = {**of_env, **of_reset, "final_info": last, **final}
+    return rows
 
 
-def without_reset(info: Mapping[Any, Any]) -> dict[Any, Any]:
-    """An info without the keys that an automatic reset has added to it."""
-    return {key: value for key, value in info.items() if key not in (FINAL_OBS, RESET_INFO)}
+def divided(info: Mapping[Any, Any], of_env: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The last info of an episode, one of `agent_infos`, and that of the reset in the same step."""
+    last = {key: value for key, value in info.items() if key not in (FINAL_OBS, RESET_INFO)}
+    own = {
+        key: value[RESET_INFO] for key, value in of_env.items() if isinstance(value, Mapping) and RESET_INFO in value
+    }
+    return last, {**own, **info.get(RESET_INFO, {})}

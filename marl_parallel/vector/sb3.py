@@ -17,9 +17,9 @@ from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.spaces import unfit_leaf, zeros
-from marl_parallel.core.transition import FINAL_OBS, RESET_INFO
+from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import AgentRows, agent_infos, env_infos, reset_info
+from marl_parallel.vector.rows import AgentRows, agent_infos, divided, env_infos
 from marl_parallel.vector.stepper import ArrayFacade, Scalarize
 
 __doctest_requires__ = ["stable_baselines3"]
@@ -45,8 +45,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
     if the environment goes on without the agent. Infos of the environment, such as the mark of a restart in
     `infos[row]["__common__"]`, are in the info of each of its rows. The infos of a reset are in `reset_infos`.
 
-    **Rows of absent agents are trained on**: until the end of the environment's episode they are zeros, and then they
-    are done once more, as episodes of return 0; see `docs/facades.md`. `present` and `acting` mark the other rows.
+    **Rows of absent agents are trained on**, as episodes of return 0; see `docs/facades.md`.
 
     Args:
         env: Made with `auto_reset=True`. No other facade may step it.
@@ -58,14 +57,12 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         acting: `(num_envs,)`, bool: the agents that act next.
 
     Raises:
-        TypeError: `env` is no `ParallelEnv`.
-        ValueError: As `ArrayStepper`, or the agents' spaces differ.
+        TypeError, ValueError: As `ArrayStepper`, or the agents' spaces differ.
 
     Example:
-        >>> from mpe2 import simple_spread_v3
         >>> from stable_baselines3 import PPO
-        >>> from marl_parallel import ParallelEnv
-        >>> env = SB3VecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2))
+        >>> from marl_parallel import make
+        >>> env = SB3VecEnv(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2))
         >>> env.num_envs, env.reset().shape
         (12, (12, 18))
         >>> model = PPO("MlpPolicy", env, n_steps=16, batch_size=64, n_epochs=1, device="cpu").learn(192)
@@ -102,7 +99,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         self._reset_options()
         self._rows.note_reset()
         self.reset_infos = self._infos(arrays)
-        return self._rows.observations(arrays)
+        return self._rows.flat_observations(arrays)
 
     step = VecEnv.step  # calls `step_async` and `step_wait`, which users of Stable-Baselines3 replace and wrap
 
@@ -113,33 +110,26 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         infos = self._infos(arrays)
         for info in infos:
             info["TimeLimit.truncated"] = False
-        observations = self._rows.observations(arrays)
+        observations = self._rows.flat_observations(arrays)
         if arrays.plain and not self._rows.any_dead:
-            dones = np.zeros(self.num_envs, np.bool_)
-        else:
-            dones = self._end(arrays, observations, infos)
-        return observations, arrays.rewards.ravel(), dones, infos
-
-    def _end(self, arrays: Arrays, observations: Any, infos: list[dict[str, Any]]) -> NDArray[np.bool_]:
-        """Complete the infos of rows that are done, and write zeros to rows of the dead; returns the dones."""
+            return observations, arrays.rewards.ravel(), np.zeros(self.num_envs, np.bool_), infos
         over, were_dead = arrays.terminated | arrays.truncated, self._rows.dead
         terminations, truncations = self._rows.flags(arrays)
         dones, truncated = terminations | truncations, truncations & ~terminations & ~were_dead
         of_envs = {int(i): env_infos(arrays.infos.get(int(i), {}), self.agents) for i in np.flatnonzero(over)}
         for row in np.flatnonzero(dones).tolist():
-            place, info, last = divmod(row, self._per_env), infos[row], None
+            place, last = divmod(row, self._per_env), None
             if over[place[0]]:
-                last = info.pop(FINAL_OBS, None)
-                self.reset_infos[row] = reset_info(info, of_envs[place[0]])
-                info.pop(RESET_INFO, None)
+                last = infos[row].get(FINAL_OBS)
+                infos[row], self.reset_infos[row] = divided(infos[row], of_envs[place[0]])
             elif arrays.observed[place]:
                 last = self._rows.observation(arrays, row)
             known = last is not None and not were_dead[place]
-            info["terminal_observation"] = self._stepper.own(last) if known else zeros(self.observation_space)
-            info["TimeLimit.truncated"] = bool(truncated[place]) and known
+            infos[row]["terminal_observation"] = self._stepper.own(last) if known else zeros(self.observation_space)
+            infos[row]["TimeLimit.truncated"] = bool(truncated[place]) and known
         arrays.rewards[were_dead] = 0.0
         stacking.clear(observations, np.flatnonzero(self._rows.dead))
-        return dones.ravel()
+        return observations, arrays.rewards.ravel(), dones.ravel(), infos
 
     def _infos(self, arrays: Arrays) -> list[dict[str, Any]]:
         """The infos of each row: its agent's, and those of its environment; notes which agents are present and act."""
@@ -150,13 +140,10 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
             rows[first : first + self._per_env] = agent_infos(env_id, infos, self.agents, self.agents)
         return rows
 
-    # -- before a reset --------------------------------------------------------------------------------------------
-
     def seed(self, seed: int | None = None) -> Sequence[int | None]:
         """Seed environment i with `seed + i` at the next reset; None draws a seed, as Stable-Baselines3 does.
 
-        Returns the seed of each row, which is its environment's. Raises `TypeError` for a seed that is no integer,
-        `ValueError` for a negative one.
+        Returns the seed of each row, which is its environment's. A wrong seed is a `TypeError` or `ValueError`.
         """
         first = base_seed(np.random.randint(2**31 - self.env.num_envs) if seed is None else seed)
         self._seeds = [first + row // self._per_env for row in range(self.num_envs)]

@@ -1,8 +1,7 @@
 """`ArrayStepper`: resets and steps a `ParallelEnv` with arrays over all environments, for facades.
 
-A facade has one library's shapes and names. `ArrayStepper` has the checks of all facades: which facade may step, the
-order of calls, vector rewards as numbers. Below it, `BatchRunner` (`env.runner`) resets and steps, and an `ArrayView`
-(`core/arrays.py`) writes actions and reads transitions. `ArrayFacade` is the base of facades that step as it does.
+A facade has one library's shapes and names, and `ArrayStepper` the checks of all facades. Below it, `BatchRunner`
+(`env.runner`) resets and steps, and an `ArrayView` (`core/arrays.py`) writes actions and reads transitions.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -34,6 +32,9 @@ __all__ = ["ArrayStepper", "Arrays", "Stacked"]
 Rule: TypeAlias = Sequence[float] | NDArray[Any] | Callable[[NDArray[Any]], float]
 Scalarize: TypeAlias = Rule | Mapping[AgentID, Rule]
 """A weight for each objective, or a function that takes a vector and returns a number; or a dict of these by agent."""
+
+Rules: TypeAlias = Mapping[AgentID, Callable[[NDArray[Any]], float]]
+"""By agent, the function that turns a vector reward into a number."""
 
 
 class ArrayStepper:
@@ -61,18 +62,16 @@ class ArrayStepper:
         in_flight: Whether a step is in flight, from `send` until `receive`.
 
     Raises:
-        TypeError: `env` is no `ParallelEnv`.
+        TypeError, ClosedEnvironmentError: `env` is no `ParallelEnv`, or closed.
         ValueError: Its auto-reset mode is not supported, agents are not known beforehand, one declares no space,
             results of all environments never come together, or `scalarize` is missing or does not fit the rewards.
-        ClosedEnvironmentError: It has been closed.
 
     Example:
-        >>> from mpe2 import simple_spread_v3
-        >>> from marl_parallel import ParallelEnv
+        >>> from marl_parallel import make
         >>> class Facade:
         ...     def __init__(self, env):
         ...         self.stepper = ArrayStepper(env, self)
-        >>> stepper = Facade(ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2)).stepper
+        >>> stepper = Facade(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2)).stepper
         >>> stepper.reset(seed=1).observations[0].shape  # one group: all agents have the same observation space
         (4, 3, 18)
         >>> arrays = stepper.step([Stacked(tuple(stepper.view.agents), np.zeros((4, 3), np.int64))])
@@ -135,17 +134,15 @@ class ArrayStepper:
         """Step environments.
 
         Args:
-            actions: A dict by agent of arrays `(num_envs, ...)`, or a list of `Stacked`, each for several agents; in
-                the form of the action space, also dicts and tuples of arrays. Rows of agents that do not act are
-                ignored.
+            actions: A dict by agent of arrays `(num_envs, ...)`, or a list of `Stacked`; in the form of the action
+                space, also dicts and tuples of arrays. Rows of agents that do not act are ignored.
             env_ids: Which environments; None for all. The others' observations stay.
 
         Raises:
             RuntimeError: Another facade steps this environment.
             ValueError: Actions are missing or do not fit their space, or `env_ids` are unknown or doubled; nothing has
                 been stepped. Or a value has no place in an array; all has been stepped.
-            ResetNeeded: An environment has never been reset. Nothing has been stepped.
-            AlreadyPendingCallError: A step is in flight. Nothing has been stepped.
+            ResetNeeded, AlreadyPendingCallError: An environment was never reset, or a step is in flight.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
         runner, view = self.runner, self.view
@@ -160,7 +157,8 @@ class ArrayStepper:
     def send(self, actions: Actions) -> None:
         """Begin to step all environments and return; `receive` has the result. Arguments and errors as of `step`."""
         self._check_may_step("step_async")
-        self._send(self.view.write(actions))
+        self.runner.send(self.runner.env_ids, self.view.write(actions), together=True)
+        self.in_flight = True
 
     @exclusive("step_async")
     def send_dicts(self, actions: Sequence[Mapping[Any, Any]]) -> None:
@@ -168,24 +166,17 @@ class ArrayStepper:
         self._check_may_step("step_async")
         ids = self.runner.env_ids
         check_one_for_each(actions, ids)
-        self._send(self.runner.batch.write_actions(ids, actions))
-
-    def _send(self, written: Any) -> None:
-        self.runner.send(self.runner.env_ids, written, together=True)
+        self.runner.send(ids, self.runner.batch.write_actions(ids, actions), together=True)
         self.in_flight = True
 
     @exclusive("step_wait")
     def receive(self, timeout: float | None = None) -> Arrays:
-        """Wait for the result of `send` and return it.
-
-        Args:
-            timeout: Seconds to wait at most; None for no limit.
+        """Wait for the result of `send`, `timeout` seconds at most, and return it.
 
         Raises:
             NoAsyncCallError: No step is in flight.
-            ValueError: A value has no place in an array. All has been stepped.
             TimeoutError: The timeout has passed; nothing is lost, and this can be called again.
-            ParallelEnvError: A fault, as in `ParallelEnv.step`.
+            ValueError, ParallelEnvError: As of `step`, when all has been stepped.
         """
         self.runner.check_open()
         if not self.in_flight:
@@ -245,7 +236,6 @@ class ArrayStepper:
 
 
 def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -> BatchRunner:
-    """The runner of a `ParallelEnv` for a facade of this name; raises as `ArrayStepper` for another mode."""
     if not isinstance(env, ParallelEnv):
         raise TypeError(f"{facade} is made of a ParallelEnv, got {type(env).__name__}")
     env.runner.check_open()
@@ -312,10 +302,8 @@ class ArrayFacade(Generic[ActionsT, ResultsT]):
 # -- vector rewards as numbers -----------------------------------------------------------------------------------------
 
 
-def reward_rules(
-    facade: str, scalarize: Scalarize | None, reward_spaces: Mapping[AgentID, Space[Any]]
-) -> dict[AgentID, Callable[[NDArray[Any]], float]]:
-    """For each agent with vector rewards, the function that turns one into a number; checks `scalarize`."""
+def reward_rules(facade: str, scalarize: Scalarize | None, reward_spaces: Mapping[AgentID, Space[Any]]) -> Rules:
+    """The rules of all agents with vector rewards; checks `scalarize`."""
     if scalarize is None:
         for agent, space in reward_spaces.items():
             raise ValueError(
@@ -334,7 +322,17 @@ def _reward_rule(facade: str, agent: AgentID, rule: Any, space: Space[Any]) -> C
             raise ValueError(f"{facade}: scalarize= has nothing for agent {agent!r}; it has {[*rule]}")
         rule = rule[agent]
     if callable(rule):
-        return partial(_number_of, rule, f"{facade}: scalarize must return a number for the reward of agent {agent!r}")
+
+        def number(vector: NDArray[Any]) -> float:
+            result = rule(vector)
+            if np.ndim(result) or isinstance(result, str | bytes | None.__class__):
+                raise TypeError(
+                    f"{facade}: scalarize must return a number for the reward of agent {agent!r}, {vector!r}; it "
+                    f"returned {result!r}"
+                )
+            return float(result)
+
+        return number
     try:
         weights = np.asarray(rule, np.float64)
     except (TypeError, ValueError):
@@ -349,13 +347,6 @@ def _reward_rule(facade: str, agent: AgentID, rule: Any, space: Space[Any]) -> C
     return lambda vector: float(np.vdot(weights, vector))
 
 
-def _number_of(function: Callable[[NDArray[Any]], Any], expectation: str, vector: NDArray[Any]) -> float:
-    result = function(vector)
-    if np.ndim(result) or isinstance(result, str | bytes | None.__class__):
-        raise TypeError(f"{expectation}, {vector!r}; it returned {result!r}")
-    return float(result)
-
-
-def as_number(rules: Mapping[AgentID, Callable[[NDArray[Any]], float]], agent: AgentID, reward: Any) -> Any:
+def as_number(rules: Rules, agent: AgentID, reward: Any) -> Any:
     """A vector reward as a number; any other reward as it is."""
     return rules[agent](np.asarray(reward)) if agent in rules and is_vector(reward) else reward

@@ -1,12 +1,11 @@
 """`TorchRLEnv`: all environments as one TorchRL environment, with agents stacked in groups.
 
-Tensors share memory with the arrays of `ArrayStepper`: each group of agents is some columns of one of its arrays of
-observations.
+Tensors share memory with the arrays of `ArrayStepper`, of which each group of agents is some columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -28,7 +27,7 @@ from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import bounds, located, shared_reward_space
+from marl_parallel.vector.rows import AgentRows, bounds
 from marl_parallel.vector.stepper import ArrayStepper
 
 __doctest_requires__ = ["torchrl"]
@@ -73,14 +72,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             none. Infos of resets by `_reset` after it are under `reset_info` of each, except reports of restarts.
 
     Raises:
-        TypeError: `env` is no `ParallelEnv`.
-        ValueError: As `ArrayStepper`, agents of a group differ in their spaces, or a space has no form in tensors.
+        TypeError, ValueError: As `ArrayStepper`, or a group has different spaces, or one without a form in tensors.
 
     Example:
-        >>> from mpe2 import simple_spread_v3
-        >>> from marl_parallel import ParallelEnv
-        >>> parallel = ParallelEnv([simple_spread_v3.parallel_env] * 4, auto_reset=False, num_workers=2)
-        >>> env = TorchRLEnv(parallel)
+        >>> from marl_parallel import make
+        >>> env = TorchRLEnv(make("mpe2.simple_spread_v3", num_envs=4, auto_reset=False, num_workers=2))
         >>> data = env.rollout(30, break_when_any_done=False)
         >>> data.batch_size, data["agent", "observation"].shape, data["next", "done"].sum()
         (torch.Size([4, 30]), torch.Size([4, 30, 3, 18]), tensor(4))
@@ -101,20 +97,19 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self._guard = CallGuard(self._runner.check_open)
         self.infos: dict[int, dict[Any, Any]] = {}
         self.group_map = _grouped(group_map, self._runner.schema)
-        self._groups = {name: _Group(agents, stepper) for name, agents in self.group_map.items()}
+        self._groups = {
+            name: AgentRows(stepper, agents, vectors_for="TorchRLEnv") for name, agents in self.group_map.items()
+        }
         self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)  # whether an environment is to be reset with `_seed`
-        self._make_specs()
-
-    def _make_specs(self) -> None:
-        n = self.env.num_envs
+        n = env.num_envs
         actions, observations, rewards, dones = (Composite(shape=(n,)) for _ in range(4))
         for name, group in self._groups.items():
             shape = n, len(group.agents)
             objectives = (1,) if group.reward_space is None else group.reward_space.shape or ()
-            actions[name] = Composite(_specs("action", group.action_space, shape, _action_spec), shape=shape)
-            seen = _specs("observation", group.observation_space, shape, _observation_spec)
+            actions[name] = Composite(_specs("action", group.action_space, shape), shape=shape)
+            seen = _specs("observation", group.space, shape)
             masks = {key: _flag_spec(shape) for key in ("mask", "present")}
             observations[name] = Composite({**seen, **masks}, shape=shape)
             reward = Unbounded(shape=(*shape, *objectives), dtype=torch.float32)
@@ -143,7 +138,12 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> TensorDictBase:
-        mask = self._reset_mask(tensordict)
+        mask: torch.Tensor | None = None  # the root's, or those of groups
+        if tensordict is not None:
+            mask = tensordict.get("_reset", None)
+            of_groups = [tensordict.get((name, "_reset"), None) for name in self._groups]
+            any_agent = [own.reshape(self.env.num_envs, -1).any(-1) for own in of_groups if own is not None]
+            mask = torch.stack(any_agent).any(0) if mask is None and any_agent else mask
         ids = self._marked(mask)
         if ids is not None and not ids and self._stepper.latest is not None:
             return self._tensors(self._stepper.latest).clone()
@@ -164,15 +164,19 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     @exclusive("step")
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         ids = self._marked(tensordict.get("_step", None))
-        actions = [group.action(name, tensordict.get((name, "action"), None)) for name, group in self._groups.items()]
+        actions = [
+            Stacked(group.agents, _action_arrays(name, group.action_space, tensordict.get((name, "action"), None)))
+            for name, group in self._groups.items()
+        ]
         if self._runner.mode is AutoresetMode.NEXT_STEP:
             self._ended[np.array(self._runner.batch.over)] = False  # a new episode begins without `_reset`
         arrays = self._stepper.step(actions, ids)
         self.infos = dict(arrays.infos)
         result = self._tensors(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
-        rewards = arrays.rewards.astype(np.float32)
         for name, group in self._groups.items():
-            result.get(name).set("reward", torch.from_numpy(group.rewards(arrays, rewards)))
+            rewards = group.rewards(arrays).astype(np.float32)
+            rewards = rewards[..., None] if group.reward_space is None else rewards
+            result.get(name).set("reward", torch.from_numpy(rewards))
         if ids is None:
             return result
         for name in self._groups:
@@ -192,21 +196,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     # -- masks and results -----------------------------------------------------------------------------------------
 
-    def _reset_mask(self, tensordict: TensorDictBase | None) -> torch.Tensor | None:
-        """The environments to reset: the root's mask, or those of groups; None without masks."""
-        if tensordict is None:
-            return None
-        mask: torch.Tensor | None = tensordict.get("_reset", None)
-        of_groups = [tensordict.get((name, "_reset"), None) for name in self._groups]
-        any_agent = [own.reshape(self.env.num_envs, -1).any(-1) for own in of_groups if own is not None]
-        return torch.stack(any_agent).any(0) if mask is None and any_agent else mask
-
     def _marked(self, mask: torch.Tensor | None) -> list[int] | None:
         """The environments of a mask; None for all."""
         if mask is None or mask.all():
             return None
-        chosen = mask.reshape(self.env.num_envs, -1).any(-1)
-        return [int(env_id) for env_id in chosen.nonzero()]
+        return [int(env_id) for env_id in mask.reshape(self.env.num_envs, -1).any(-1).nonzero()]
 
     def _tensors(self, arrays: Arrays, own: NDArray[np.bool_] | bool = False) -> TensorDictBase:
         """Observations and flags; `own`, `(num_envs, agents)`, marks the agents with a flag of their own."""
@@ -221,51 +215,16 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             roots["restarted"][[env_id for env_id, infos in arrays.infos.items() if _is_mark(infos.get(COMMON))]] = True
         result: dict[str, Any] = {name: torch.from_numpy(root[:, None]) for name, root in roots.items()}
         for name, group in self._groups.items():
-            shape = n, len(group.agents)
-            of_group: dict[str, Any] = {
-                **group.observations(arrays),
-                "mask": torch.from_numpy(arrays.acting[:, group.columns]),
-                "present": torch.from_numpy(arrays.present[:, group.columns]),
-            }
-            of_group |= {flag: torch.from_numpy(flags[:, group.columns, None]) for flag, flags in of_agents.items()}
-            result[name] = TensorDict(of_group, batch_size=shape, device=self.device)
+            observations = group.observations(arrays)
+            seen = {_key("observation", path): reduce(getitem, path, observations) for path, _ in leaves(group.space)}
+            masks = {"mask": group.of(arrays.acting), "present": group.of(arrays.present)}
+            flags = {flag: group.of(values)[..., None] for flag, values in of_agents.items()}
+            of_group = {key: torch.from_numpy(array) for key, array in {**seen, **masks, **flags}.items()}
+            result[name] = TensorDict(of_group, batch_size=(n, len(group.agents)), device=self.device)
         return TensorDict(result, batch_size=(n,), device=self.device)
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
-
-
-class _Group:
-    """Agents that are stacked: `columns` among all agents, and `members` of one stack of observations."""
-
-    def __init__(self, agents: Sequence[AgentID], stepper: ArrayStepper) -> None:
-        schema = stepper.runner.schema
-        self.agents = tuple(agents)
-        self.columns, self.stack, self.members = located(stepper.view, agents)
-        self.observation_space = schema.observation_spaces[agents[0]]
-        self.action_space = schema.action_spaces[agents[0]]
-        self.reward_space = shared_reward_space(schema.reward_spaces, agents, "TorchRLEnv")
-
-    def observations(self, arrays: Arrays) -> dict[Any, torch.Tensor]:
-        """The observations by key, `(num_envs, agents, ...)`; in the memory of the arrays, if members are a slice."""
-        stack = arrays.observations[self.stack]
-        return {
-            _key("observation", path): torch.from_numpy(reduce(getitem, path, stack)[:, self.members])
-            for path, _ in leaves(self.observation_space)
-        }
-
-    def rewards(self, arrays: Arrays, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The rewards, `(num_envs, agents, 1)`, or `(num_envs, agents, num_objectives)` for vector rewards."""
-        if self.reward_space is None:
-            return numbers[:, self.columns, None]
-        return np.stack([arrays.vectors[agent] for agent in self.agents], axis=1).astype(np.float32)
-
-    def action(self, name: str, value: Any) -> Stacked:
-        if value is None:
-            raise ValueError(f"no actions for the group {name!r}: there is no {(name, 'action')}")
-        space = self.action_space
-        parts = iter([(leaf, value.get(tuple(map(str, path))) if path else value) for path, leaf in leaves(space)])
-        return Stacked(self.agents, tree_map(lambda _: _action_array(*next(parts)), space))
 
 
 def _grouped(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None, schema: Schema) -> GroupMap:
@@ -322,9 +281,6 @@ def _by_name(agents: Sequence[AgentID], both: Mapping[AgentID, Space[Any]]) -> G
     return groups
 
 
-# -- infos -------------------------------------------------------------------------------------------------------------
-
-
 def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[Any, Any]:
     """The infos of a step, with those of the reset after it as `reset_info`; marks of restarts replace them."""
     result = dict(infos)
@@ -347,18 +303,26 @@ def _key(name: str, path: tuple[Any, ...]) -> Any:
     return (name, *map(str, path)) if path else name
 
 
-def _action_array(space: Space[Any], tensor: Any) -> NDArray[Any]:
-    array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
-    start = getattr(space, "start", None)  # of whole numbers; those in tensors count from 0
-    if start is None or not np.any(start) or array.dtype.kind not in "biu":
+def _action_arrays(name: str, space: Space[Any], actions: Any) -> Any:
+    """The actions of a group in arrays, in the form of their space."""
+    if actions is None:
+        raise ValueError(f"no actions for the group {name!r}: there is no {(name, 'action')}")
+    paths = (path for path, _ in leaves(space))
+
+    def of_leaf(leaf: Space[Any]) -> NDArray[Any]:
+        path = next(paths)
+        tensor = actions.get(tuple(map(str, path))) if path else actions
+        array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
+        if array.dtype.kind in "biu" and np.any(start := getattr(leaf, "start", 0)):  # those in tensors count from 0
+            array = array.astype(np.int64) + start
         return array
-    shifted: NDArray[Any] = array.astype(np.int64) + start
-    return shifted
+
+    return tree_map(of_leaf, space)
 
 
-def _specs(name: str, space: Space[Any], shape: tuple[int, ...], of_leaf: Callable[[Any], TensorSpec]) -> Any:
+def _specs(name: str, space: Space[Any], shape: tuple[int, ...]) -> dict[Any, TensorSpec]:
     """By key, the specs of the leaves of a space for environments and agents of this shape."""
-    specs = {_key(name, path): of_leaf(leaf) for path, leaf in leaves(space)}
+    specs = {_key(name, path): _spec(leaf, name == "observation") for path, leaf in leaves(space)}
     return {key: spec.expand(*shape, *spec.shape) for key, spec in specs.items()}
 
 
@@ -366,29 +330,20 @@ def _flag_spec(shape: tuple[int, ...]) -> TensorSpec:
     return Categorical(2, shape=shape, dtype=torch.bool)
 
 
-def _action_spec(space: Any) -> TensorSpec:
-    """The spec of a leaf of an action space; whole numbers count from 0."""
-    if isinstance(space, spaces.Discrete):
-        return Categorical(int(space.n), dtype=torch.int64)
-    if isinstance(space, spaces.MultiDiscrete):
-        if space.nvec.ndim == 1:
-            return MultiCategorical(space.nvec, dtype=torch.int64)
-        return _bounded(np.zeros_like(space.nvec), space.nvec - 1, np.int64)
+def _spec(space: Any, observed: bool) -> TensorSpec:
+    """The spec of a leaf: actions count from 0; observations include the zeros in the rows of absent agents."""
     if isinstance(space, spaces.MultiBinary):
         return Binary(space.shape[-1], shape=space.shape, dtype=torch.int8)
-    return _bounded(space.low, space.high, space.dtype)
-
-
-def _observation_spec(space: Any) -> TensorSpec:
-    """The spec of a leaf of an observation space, widened to the zeros in the rows of absent agents."""
-    if isinstance(space, spaces.MultiBinary) or (isinstance(space, spaces.Discrete) and space.start == 0):
-        return _action_spec(space)
+    if isinstance(space, spaces.Discrete) and not (observed and space.start):
+        return Categorical(int(space.n), dtype=torch.int64)
     low, high = bounds(space)
     dtype = np.int64 if isinstance(space, spaces.Discrete) else space.dtype
-    return _bounded(np.minimum(low, 0), np.maximum(high, 0), dtype)
-
-
-def _bounded(low: Any, high: Any, dtype: Any) -> TensorSpec:
+    if observed:
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+    elif isinstance(space, spaces.MultiDiscrete):
+        if space.nvec.ndim == 1:
+            return MultiCategorical(space.nvec, dtype=torch.int64)
+        low, high, dtype = np.zeros_like(space.nvec), space.nvec - 1, np.int64
     least, greatest = (torch.from_numpy(np.array(bound, dtype)) for bound in (low, high))
     shape, of_torch = least.shape, least.dtype
     if of_torch != torch.bool:
