@@ -21,7 +21,6 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Generator
 from typing import Any
 
 from marl_parallel.backends.memory import Semaphore, anonymous_file, lifted
@@ -30,10 +29,11 @@ from marl_parallel.core.worker_status import WorkerStatus
 # -- queues in shared memory -------------------------------------------------------------------------------------------
 
 _SEMAPHORES = 2 * Semaphore.SIZE
+_CODE_NBYTES = 16  # with its moment
 
 
 class Code:
-    """A message as one number: a kind, flags, and neighbouring environments."""
+    """A message as one number: a kind, flags, and neighbouring environments (None: all of the worker's)."""
 
     ON_CHANNEL, STEP, DONE = 0, 1, 2  # the message is on the channel; step the environments; they have been stepped
     KIND = 3  # the mask of the kind
@@ -41,18 +41,11 @@ class Code:
     PROMPT = 1 << 3  # reply at once for an environment that has infos
 
     @staticmethod
-    def of(kind: int, env_ids: range | None = None) -> int:
-        """The code of a kind, with its flags, about these environments; None: all of the worker's."""
+    def of(kind: int, env_ids: range | None) -> int:
         return kind if env_ids is None else kind | len(env_ids) << 8 | env_ids.start << 32
 
     @staticmethod
     def env_ids(code: int) -> range | None:
-        """The environments that a code is about.
-
-        Example:
-            >>> Code.env_ids(Code.of(Code.STEP, range(4, 6)))
-            range(4, 6)
-        """
         count, first = code >> 8 & (1 << 24) - 1, code >> 32
         return range(first, first + count) if count else None
 
@@ -60,12 +53,7 @@ class Code:
 class Queue:
     """A queue of codes that one process writes and another reads, as a circular buffer.
 
-    Attributes:
-        ready: A semaphore that counts the codes that are written and not yet taken.
-        codes: The circular buffer.
-        times: A moment for each code, in seconds of `time.monotonic`.
-        written: How many codes this process has written.
-        read: How many codes this process has taken.
+    `ready` counts the codes that are written and not yet taken; `times` has a moment of `time.monotonic` for each code.
     """
 
     __slots__ = ("capacity", "codes", "read", "ready", "times", "written")
@@ -73,7 +61,7 @@ class Queue:
     def __init__(self, buffer: mmap.mmap, semaphore: int, codes: int, capacity: int) -> None:
         self.ready = Semaphore(buffer, semaphore)
         self.capacity = capacity
-        view = memoryview(buffer)[codes : codes + 16 * capacity]
+        view = memoryview(buffer)[codes : codes + _CODE_NBYTES * capacity]
         self.codes, self.times = view[: 8 * capacity].cast("Q"), view[8 * capacity :].cast("d")
         self.written = self.read = 0
 
@@ -90,30 +78,18 @@ class Queue:
         self.read += 1
         return code
 
-    @property
-    def moment(self) -> float:
-        """The moment of the code taken last."""
-        return self.times[(self.read - 1) % self.capacity]
-
 
 class QueuePair:
-    """The queues of one worker, and its status.
-
-    Args:
-        buffer: The control block: the doorbell, then one pair for each worker.
-        worker: The worker's number.
-        capacity: The largest number of codes in a queue at a time.
-        new: Whether to clear it; no process may be using it.
-    """
+    """The queues of one worker, and its status, in the control block; `new` clears them."""
 
     def __init__(self, buffer: mmap.mmap, worker: int, capacity: int, *, new: bool = False) -> None:
-        start = _SEMAPHORES + worker * _pair_nbytes(capacity)
+        start = control_nbytes(worker, capacity)
         status = start + _SEMAPHORES
         codes = status + WorkerStatus.NBYTES
         if new:
             buffer[start:codes] = bytes(codes - start)
         self.requests = Queue(buffer, start, codes, capacity)
-        self.replies = Queue(buffer, start + Semaphore.SIZE, codes + _codes_nbytes(capacity), capacity)
+        self.replies = Queue(buffer, start + Semaphore.SIZE, codes + _CODE_NBYTES * capacity, capacity)
         if new:
             self.requests.ready.init(0)
             self.replies.ready.init(0)
@@ -142,16 +118,8 @@ class Doorbell:
 
 
 def control_nbytes(num_workers: int, capacity: int) -> int:
-    """The size of the control block."""
-    return _SEMAPHORES + num_workers * _pair_nbytes(capacity)
-
-
-def _pair_nbytes(capacity: int) -> int:
-    return _SEMAPHORES + WorkerStatus.NBYTES + 2 * _codes_nbytes(capacity)
-
-
-def _codes_nbytes(capacity: int) -> int:
-    return -(-16 * capacity // 64) * 64
+    """The size of the control block, which has the doorbell and a pair for each worker."""
+    return _SEMAPHORES + num_workers * (_SEMAPHORES + WorkerStatus.NBYTES + 2 * _CODE_NBYTES * capacity)
 
 
 # -- the socket --------------------------------------------------------------------------------------------------------
@@ -173,17 +141,12 @@ class Channel:
     wait here (`receive_now`, `put`, `flush`); a worker may (`receive`, `finish`), since it dies with its parent. Of a
     message larger than a packet only the descriptor of a file is sent: a socket holds little, and the sender must not
     wait. All methods raise `Gone` if the other end is closed.
-
-    Args:
-        connection: A connected socket that keeps packets whole; closed by this object.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self.unsent: deque[bytes] = deque()  # pickled messages; a part of the first one may have been sent
-        self._packets = _packets_of(b"")  # of the first one
-        self._packet: tuple[bytes, list[int]] | None = None  # the next one to be sent
+        self.unsent: deque[tuple[bytes, list[int]]] = deque()  # packets, with the descriptors to send along
         self._parts = bytearray()  # the received part of a message
 
     def fileno(self) -> int:
@@ -191,16 +154,19 @@ class Channel:
 
     def put(self, message: Any) -> None:
         """Send as much of an object as can be sent without waiting; `flush` sends the rest."""
-        self.unsent.append(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
+            self.unsent.append((bytes([_IN_FILE]), [fd]))
+        else:
+            for start in range(0, len(body), _PACKET_NBYTES):
+                stop = start + _PACKET_NBYTES
+                self.unsent.append((bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop], []))
         self.flush()
 
     def flush(self) -> bool:
         """Send what can be sent without waiting; returns whether that was all."""
         while self.unsent:
-            if self._packet is None:
-                self._packets = _packets_of(self.unsent[0])
-                self._packet = next(self._packets)
-            packet, fds = self._packet
+            packet, fds = self.unsent[0]
             try:
                 socket.send_fds(self._socket, [packet], fds)
             except (BrokenPipeError, ConnectionResetError) as error:
@@ -210,10 +176,12 @@ class Channel:
                 if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
                     return False
                 raise
-            self._packet = next(self._packets, None)
-            if self._packet is None:
-                self.unsent.popleft()
+            self._drop_packet()
         return True
+
+    def _drop_packet(self) -> None:
+        for fd in self.unsent.popleft()[1]:
+            os.close(fd)
 
     def finish(self) -> None:
         while not self.flush():
@@ -238,7 +206,14 @@ class Channel:
             if not packet:
                 raise Gone
             if packet[0] == _IN_FILE:
-                return _loaded([lifted(*_FD.unpack(data)) for _, _, data in ancillary])
+                if not ancillary:
+                    raise OSError(
+                        errno.EMFILE,
+                        "a large message was lost, since this process has too many files open; raise `ulimit -n`",
+                    )
+                fd = lifted(*_FD.unpack(ancillary[0][2]))
+                with open(fd, "rb"), mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapped:
+                    return pickle.loads(mapped)
             self._parts += memoryview(packet)[1:]
             if packet[0] == _WHOLE:
                 body, self._parts = self._parts, bytearray()
@@ -251,22 +226,8 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-        self._packets.close()
-        self._packet = None
-        self.unsent.clear()
-
-
-def _packets_of(body: bytes) -> Generator[tuple[bytes, list[int]], None, None]:
-    """The packets of a message, with the descriptors to send along, which are open until the next packet."""
-    if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
-        try:
-            yield bytes([_IN_FILE]), [fd]
-        finally:
-            os.close(fd)
-        return
-    for start in range(0, len(body), _PACKET_NBYTES):
-        stop = start + _PACKET_NBYTES
-        yield bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop], []
+        while self.unsent:
+            self._drop_packet()
 
 
 def _file_of(body: bytes) -> int:
@@ -284,13 +245,3 @@ def _file_of(body: bytes) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _loaded(fds: list[int]) -> Any:
-    """The object in the received file, which is missing if this process has too many files open."""
-    if not fds:
-        raise OSError(
-            errno.EMFILE, "a large message was lost, since this process has too many files open; raise `ulimit -n`"
-        )
-    with open(fds[0], "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as body:
-        return pickle.loads(body)

@@ -20,13 +20,13 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from marl_parallel.backends.channel import Channel, Code, Doorbell, Gone, QueuePair, control_nbytes
 from marl_parallel.backends.launching import Launcher, WorkerProcess
-from marl_parallel.backends.memory import Block, Semaphore, mapped, socket_pair
+from marl_parallel.backends.memory import Block, mapped, socket_pair
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend, usable_cpus
 from marl_parallel.core.columns import Layout, span_of
@@ -40,9 +40,9 @@ _TERMINATED_WITHIN_S = 0.5
 _SPIN_S = 100e-6
 """How long a worker tries before it sleeps: waking an idle virtual CPU costs 20 to 50 us, as much as a step."""
 
-_STEP_PROMPTLY = Code.STEP | Code.PROMPT
-_ALL_DONE = Code.DONE | Code.LAST
 _ON_CHANNEL, _STEP, _DONE, _KIND, _LAST = Code.ON_CHANNEL, Code.STEP, Code.DONE, Code.KIND, Code.LAST
+_STEP_PROMPTLY = _STEP | Code.PROMPT
+_ALL_DONE = _DONE | _LAST
 
 
 @dataclass
@@ -57,12 +57,7 @@ class _Handle:
 
 
 class ProcessBackend(Backend):
-    """One process for each worker.
-
-    Args:
-        context: "forkserver" (the default), "spawn" or "fork".
-        threads: BLAS, OpenMP and torch threads in each; None leaves them alone.
-    """
+    """One process for each worker, with this many threads for numerical libraries; None leaves those alone."""
 
     def __init__(self, *, context: str | None = None, threads: int | None = 1) -> None:
         self._context, self._threads = context or "forkserver", threads
@@ -75,8 +70,9 @@ class ProcessBackend(Backend):
         self._control, self._records = Block(), Block()
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self._shares, self._capacity = shares, most_requests
-        self._control_buffer = self._control.allocate(control_nbytes(len(shares), most_requests))
+        self._shares = shares
+        self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
+        self._control_buffer = self._control.allocate(control_nbytes(len(shares), self._capacity))
         self._doorbell = Doorbell(self._control_buffer)
         self._doorbell.wake.init(0)
         self._doorbell.set_countdown(0)
@@ -93,7 +89,7 @@ class ProcessBackend(Backend):
         try:
             with theirs:
                 process = launcher.launch(worker, [theirs.fileno(), self._control.fd, self._records.fd])
-            channel.put((len(self._shares) <= usable_cpus(), self._capacity))
+            channel.put((_SPIN_S if len(self._shares) <= usable_cpus() else 0.0, self._capacity))
         except BaseException:
             channel.close()
             raise
@@ -155,7 +151,10 @@ class ProcessBackend(Backend):
             if self._partial:
                 if deadline is not None and time.monotonic() >= deadline:
                     break
-                self._await_rest()
+                poller = select.poll()  # the doorbell does not ring for the rest of a message
+                for worker in self._partial:
+                    poller.register(self._handles[worker].channel.fileno(), select.POLLIN)
+                poller.poll(_REST_TICK_MS)
             elif deadline is None:
                 self._doorbell.wake.nap(_TICK_S)
             elif (patience := min(_TICK_S, deadline - time.monotonic())) > 0:
@@ -221,8 +220,8 @@ class ProcessBackend(Backend):
             if code == _ALL_DONE:
                 replies.append((worker, STEPPED))
             elif code & _KIND == _DONE:
-                last = bool(code & _LAST)
-                replies.append((worker, Reply(Message.STEP, Code.env_ids(code), {}, {}, queue.moment, last)))
+                moment = queue.times[(queue.read - 1) % queue.capacity]  # of the code taken last
+                replies.append((worker, Reply(Message.STEP, Code.env_ids(code), {}, {}, moment, bool(code & _LAST))))
             else:
                 try:
                     reply = handle.channel.receive_now()
@@ -240,13 +239,6 @@ class ProcessBackend(Backend):
             self._partial.pop(worker, None)
             replies.append((worker, handle.lost))
         return replies
-
-    def _await_rest(self) -> None:
-        """Wait a moment for the rest of partially received messages, for which the doorbell does not ring."""
-        poller = select.poll()
-        for worker in self._partial:
-            poller.register(self._handles[worker].channel.fileno(), select.POLLIN)
-        poller.poll(_REST_TICK_MS)
 
     def _look_for_deaths(self) -> None:
         self._looked = time.monotonic()
@@ -321,20 +313,11 @@ def main(index: int, fds: Sequence[int]) -> None:
     connection, control_fd, records_fd = fds
     control = mapped(control_fd)
     channel = Channel(socket.socket(fileno=connection))
-    spin, capacity = channel.receive()
+    spin_s, capacity = channel.receive()
     queues, doorbell = QueuePair(control, index, capacity), Doorbell(control)
     worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True)
-    send, spin_s = _sender(queues, doorbell, channel), _SPIN_S if spin else 0.0
-    while True:
-        _await(queues.requests.ready, spin_s)
-        request = _request_of(queues.requests.take(), channel)
-        worker.execute(request, send)
-        if request.message is Message.CLOSE:
-            channel.close()
-            return
+    ready = queues.requests.ready
 
-
-def _sender(queues: QueuePair, doorbell: Doorbell, channel: Channel) -> Callable[[Reply], None]:
     def send(reply: Reply) -> None:
         message, env_ids, results, failures, completed, last = reply
         flags = _LAST if last else 0
@@ -350,24 +333,25 @@ def _sender(queues: QueuePair, doorbell: Doorbell, channel: Channel) -> Callable
         queues.replies.put(code if env_ids is None else Code.of(code, span_of(env_ids)), completed)
         doorbell.ring()
 
-    return send
-
-
-def _await(ready: Semaphore, spin_s: float) -> None:
-    try_wait, spin_until = ready.try_wait, time.monotonic() + spin_s
-    while time.monotonic() < spin_until:
-        if not try_wait():
+    while True:
+        spin_until = time.monotonic() + spin_s
+        while ready.try_wait():
+            if time.monotonic() >= spin_until:
+                ready.take()
+                break
+            os.sched_yield()  # the parent may need this CPU
+        code = queues.requests.take()
+        if code == _STEP:
+            request = STEP_ALL
+        elif code == _STEP_PROMPTLY:
+            request = STEP_ALL_PROMPTLY
+        elif code & _KIND == _STEP:
+            request = Request(
+                Message.STEP, Code.env_ids(code), each=bool(code & Code.EACH), prompt=bool(code & Code.PROMPT)
+            )
+        else:
+            request = channel.receive()
+        worker.execute(request, send)
+        if request.message is Message.CLOSE:
+            channel.close()
             return
-        os.sched_yield()  # the parent may need this CPU
-    ready.take()
-
-
-def _request_of(code: int, channel: Channel) -> Request:
-    if code == _STEP:
-        return STEP_ALL
-    if code == _STEP_PROMPTLY:
-        return STEP_ALL_PROMPTLY
-    if code & _KIND == _STEP:
-        return Request(Message.STEP, Code.env_ids(code), each=bool(code & Code.EACH), prompt=bool(code & Code.PROMPT))
-    request: Request = channel.receive()
-    return request
