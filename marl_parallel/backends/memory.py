@@ -150,11 +150,6 @@ class Semaphore:
 
     Each process makes an object of its own at the same offset, a multiple of 8; one of them calls `init` first. Nothing
     needs to be freed.
-
-    Attributes:
-        post: Add one; wakes one process that waits.
-        try_wait: Take one if there is one, as the C function: returns 0 if it did. Never blocks.
-        init: Set the value; nobody may be waiting.
     """
 
     SIZE: ClassVar[int] = 64
@@ -162,13 +157,11 @@ class Semaphore:
 
     __slots__ = ("_nap_ends", "_wait_until", "init", "post", "try_wait")
 
-    post: Callable[[], int]
-    try_wait: Callable[[], int]
-    init: Callable[[int], int]
+    post: Callable[[], int]  # add one; wakes one process that waits
+    try_wait: Callable[[], int]  # take one if there is one, as the C function: returns 0 if it did, never blocks
+    init: Callable[[int], int]  # set the value; nobody may be waiting
 
     def __init__(self, buffer: mmap.mmap, offset: int) -> None:
-        if not _available:
-            raise NotImplementedError("this platform has no process-shared semaphores (sem_init)")
         if offset % 8 or not 0 <= offset <= len(buffer) - self.SIZE:
             raise ValueError(f"no room for a semaphore at offset {offset} of {len(buffer)} bytes")
         semaphore = ctypes.byref((ctypes.c_char * self.SIZE).from_buffer(buffer, offset))

@@ -293,7 +293,7 @@ class ProcessBackend(Backend):
     def abandon(self) -> None:
         launcher, self._launcher = self._launcher, None
         if launcher is not None:
-            launcher.abandon()
+            launcher.close(forked=True)
         self._release()
 
 

@@ -8,16 +8,7 @@ Requests and replies travel over a `multiprocessing` connection with two threads
 stops in the middle of a message never blocks `post` and `wait`. `subprocess` starts the process, since
 `multiprocessing.Process` imports the caller's script again in the worker.
 
-What is weaker here than in `process.py`, which needs Linux:
-
-- Each request and reply is pickled and sent, which costs about 200 us more per batch. Nothing spins before it sleeps.
-- A worker starts as a fresh interpreter, which takes some tenths of a second and memory of its own.
-- A thread of the worker notices that the parent is gone. It does not run while a simulator holds the GIL or the process
-  is stopped. The parent looks for deaths of workers every 20 ms.
-- Only a worker's process group ends with it. Processes that have left the group survive; on Windows, which has no such
-  groups, all processes that the simulator started survive.
-- Without anonymous memory in the system, the memory is an unlinked file in the folder for temporary files.
-- Windows: no stack of a worker that hangs.
+docs/faults.md says what is weaker here than in `process.py`, which needs Linux.
 """
 
 from __future__ import annotations
@@ -213,9 +204,18 @@ class _WorkerProcess:
         with contextlib.ExitStack() as on_error, theirs:
             on_error.callback(self._crash_file.close)
             on_error.callback(self._connection.close)
-            handles, inheriting = _inheritable(theirs.fileno(), [status_fd, records_fd, self._crash_file.fd])
+            handle, files = theirs.fileno(), [status_fd, records_fd, self._crash_file.fd]
+            inheriting: dict[str, Any] = {"pass_fds": (handle, *files)}
+            if sys.platform == "win32":  # where a child knows inherited files by other numbers
+                import msvcrt
+
+                files = [msvcrt.get_osfhandle(fd) for fd in files]
+                for inherited in (handle, *files):
+                    os.set_handle_inheritable(inherited, True)
+                startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle, *files]})
+                inheriting = {"startupinfo": startup}
             self._process = subprocess.Popen(
-                interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=theirs.fileno())),
+                interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=handle)),
                 env={**os.environ, **interpreter.thread_variables(threads)},
                 stdin=subprocess.DEVNULL,
                 stdout=interpreter.output(sys.stdout, 1),
@@ -226,7 +226,7 @@ class _WorkerProcess:
                 **inheriting,
             )
             on_error.pop_all()
-        self._requests.put((sys.path, (worker, handles, list(getattr(sys, "argv", [])))))
+        self._requests.put((sys.path, (worker, files, list(getattr(sys, "argv", [])))))
         for thread in self._threads:
             thread.start()
 
@@ -312,7 +312,7 @@ class _WorkerProcess:
         return Lost(None if ignored else self.exitcode(), self._crash_file.text())
 
     def stack(self) -> str:
-        return self._crash_file.stack(self._process.pid, 1.0) if self.exitcode() is None else ""
+        return self._crash_file.stack(self._process.pid) if self.exitcode() is None else ""
 
     def hang_up(self) -> None:
         """End both threads; replies that have been sent are still received."""
@@ -349,26 +349,11 @@ def _wait_for_ends(workers: Sequence[_WorkerProcess], timeout: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _inheritable(handle: int, fds: Sequence[int]) -> tuple[list[int], dict[str, Any]]:
-    """The numbers that a child process knows inherited files by, and the arguments for `subprocess.Popen`."""
-    if sys.platform != "win32":
-        return [*fds], {"pass_fds": (handle, *fds)}
-    import msvcrt
-
-    handles = [msvcrt.get_osfhandle(fd) for fd in fds]
-    for inherited in (handle, *handles):
-        os.set_handle_inheritable(inherited, True)
-    return handles, {"startupinfo": subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle, *handles]})}
-
-
 # -- in the worker process ---------------------------------------------------------------------------------------------
 
 
 def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]) -> None:
-    """Serve until a request is to close, or until the parent is gone.
-
-    `handles` are those of three files: the status of all workers, the records, the stacks.
-    """
+    """Serve until a request is to close, or the parent is gone; `handles` of the files of statuses, records, stacks."""
     fds = [*handles]
     if sys.platform == "win32":
         import msvcrt
@@ -384,7 +369,18 @@ def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]
     status_fd, records_fd, crash_fd = fds
     descendants.report_to(crash_fd)
     requests: SimpleQueue[Request] = SimpleQueue()
-    threading.Thread(target=_receive, args=(link, requests), daemon=True).start()
+
+    def receive() -> None:
+        """Receive requests as they come, so that the parent's thread does not wait, and end when the parent is gone."""
+        try:
+            while True:
+                requests.put(link.recv())
+        finally:
+            if sys.platform != "win32":
+                os.killpg(0, signal.SIGKILL)
+            os._exit(1)
+
+    threading.Thread(target=receive, daemon=True).start()
     sys.argv[:] = argv
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -396,14 +392,3 @@ def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]
         executor.execute(request, link.send)
         if request.message is Message.CLOSE:
             return
-
-
-def _receive(link: Connection, requests: SimpleQueue[Request]) -> None:
-    """Receive requests as they come, so that the parent's thread does not wait, and end when the parent is gone."""
-    try:
-        while True:
-            requests.put(link.recv())
-    finally:
-        if sys.platform != "win32":
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)
