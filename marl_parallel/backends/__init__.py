@@ -12,12 +12,7 @@ CONTEXTS = ("forkserver", "spawn", "fork")
 
 
 def open_backend(backend: str | Backend, *, context: str | None, worker_threads: int | None) -> Backend:
-    """The backend of this name, or this backend if no other environment uses it; not yet started.
-
-    Raises:
-        ValueError: There is no such backend, or `context` does not go with it.
-        TypeError: It is neither a name nor a `Backend`.
-    """
+    """The backend of this name, or this backend if no other environment uses it; not yet started."""
     if context is not None and context not in CONTEXTS:
         raise ValueError(f"context must be one of {', '.join(CONTEXTS)} or None, got {context!r}")
     if context is not None and backend != "process":

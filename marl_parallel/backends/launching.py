@@ -82,12 +82,7 @@ class Launcher:
         _open_launchers.add(self)
 
     def launch(self, index: int, fds: Sequence[int]) -> WorkerProcess:
-        """Start a worker with copies of `fds`.
-
-        Raises:
-            RuntimeError: The launcher is closed, or the fork server does not start or answer.
-            OSError: The system has no process or descriptor left to give.
-        """
+        """Start a worker with copies of `fds`; `RuntimeError` if the launcher is closed, or no fork server answers."""
         if self._closed:
             raise RuntimeError("the launcher is closed")
         self.collect()

@@ -83,9 +83,9 @@ class PortableProcessBackend(Backend):
         self._shares = shares
         try:
             self._status_view = memoryview(self._status.allocate(len(shares) * WorkerStatus.NBYTES))
-            self.statuses = [self._new_status(worker) for worker in range(len(shares))]
             for worker in range(len(shares)):
                 self._workers.append(self._started(worker))
+            self.statuses = [process.status for process in self._workers]
             deadline = time.monotonic() + _STARTED_WITHIN_S
             for process in self._workers:
                 process.wait_started(deadline)
@@ -93,13 +93,11 @@ class PortableProcessBackend(Backend):
             self.stop(0.0)
             raise
 
-    def _new_status(self, worker: int) -> WorkerStatus:
+    def _started(self, worker: int) -> _WorkerProcess:
         status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
         status[:] = bytes(WorkerStatus.NBYTES)
-        return WorkerStatus(status)
-
-    def _started(self, worker: int) -> _WorkerProcess:
-        return _WorkerProcess(worker, self._status.fd, self._records.fd, self._threads, self._events)
+        fds = [self._status.fd, self._records.fd]
+        return _WorkerProcess(worker, WorkerStatus(status), fds, self._threads, self._events)
 
     def end(self, worker: int) -> list[Reply]:
         if not self._open:
@@ -114,8 +112,8 @@ class PortableProcessBackend(Backend):
             return
         _end([self._workers[worker]])
         self._workers[worker].close()
-        self.statuses[worker] = self._new_status(worker)
         self._workers[worker] = process = self._started(worker)
+        self.statuses[worker] = process.status
         with contextlib.suppress(RuntimeError):  # it has died as well, which `wait` reports
             process.wait_started(time.monotonic() + _STARTED_WITHIN_S)
 
@@ -190,10 +188,10 @@ class _WorkerProcess:
     """A worker, as the parent sees it. `events` gets an entry for each reply."""
 
     def __init__(
-        self, worker: int, status_fd: int, records_fd: int, threads: int | None, events: SimpleQueue[bool]
+        self, worker: int, status: WorkerStatus, fds: Sequence[int], threads: int | None, events: SimpleQueue[bool]
     ) -> None:
         fill_standard()  # else what is opened here may get the numbers of closed standard streams
-        self._worker, self._events = worker, events
+        self._worker, self.status, self._events = worker, status, events
         self.expected = 0  # how many requests it has not replied to
         self.lost: Lost | None = _UNKNOWN  # how it died; None while it lives and has started
         self._requests: SimpleQueue[Any] = SimpleQueue()  # None ends the sending thread
@@ -204,7 +202,7 @@ class _WorkerProcess:
         with contextlib.ExitStack() as on_error, theirs:
             on_error.callback(self._crash_file.close)
             on_error.callback(self._connection.close)
-            handle, files = theirs.fileno(), [status_fd, records_fd, self._crash_file.fd]
+            handle, files = theirs.fileno(), [*fds, self._crash_file.fd]
             inheriting: dict[str, Any] = {"pass_fds": (handle, *files)}
             if sys.platform == "win32":  # where a child knows inherited files by other numbers
                 import msvcrt

@@ -14,7 +14,7 @@ import pytest
 from simulators.failing import Fragile
 
 from marl_parallel.adapters import AdapterMismatch
-from marl_parallel.backends.channel import Channel
+from marl_parallel.backends.process import Channel
 from marl_parallel.core.transition import (
     FALSE_CODES,
     FLAG_SHIFT,
