@@ -94,15 +94,8 @@ class Launcher:
         if self._context == "spawn" or loaded_threads == 1:  # which the libraries of a server have
             loaded_threads = None
         variables = {descendants.MARKER: self._token, **interpreter.thread_variables(self._threads)}
-        setting = Setting(
-            index,
-            self._entry,
-            loaded_threads,
-            [*sys.path],
-            [*getattr(sys, "argv", [])],
-            {**os.environ, **variables},
-            interpreter.working_directory(),
-        )
+        path, argv, environ = [*sys.path], [*getattr(sys, "argv", [])], {**os.environ, **variables}
+        setting = Setting(index, self._entry, loaded_threads, path, argv, environ, interpreter.working_directory())
         self._requests += 1
         request = self._requests
         worker = self._workers[request] = WorkerProcess(CrashFile())

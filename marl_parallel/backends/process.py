@@ -8,8 +8,12 @@
        +-- rare messages (constructors, infos, exceptions): over the worker's channel, a socket; the code says so
 
 A code is one number: what to do, or what was done, and in which environments. It is written before the semaphore is
-posted and read after the semaphore is taken, so that the order of stores does not matter. The doorbell's countdown lets
-the parent sleep until it has as many replies as it wants. `launching.py` starts and ends the processes.
+posted and read after the semaphore is taken, so that the order of stores does not matter. `launching.py` starts and
+ends the processes.
+
+The doorbell is a semaphore that wakes the parent when replies have come, and a countdown: how many of the next replies
+do not wake it. So the parent sleeps until it has as many replies as it wants. Replies that come while the countdown is
+set may wake the parent too early, never too late.
 """
 
 from __future__ import annotations
@@ -115,25 +119,9 @@ class QueuePair:
         self.status = WorkerStatus(memoryview(buffer)[status:codes])
 
 
-class Doorbell:
-    """Wakes the parent, which waits on the semaphore `wake`, when replies have come.
-
-    `set_countdown` sets how many of the next replies do not wake it. Replies that come during that call may wake the
-    parent too early, never too late.
-    """
-
-    def __init__(self, buffer: mmap.mmap) -> None:
-        self.wake = Semaphore(buffer, 0)  # where the fork server expects it
-        self._countdown = Semaphore(buffer, Semaphore.SIZE)
-        self.set_countdown = self._countdown.init
-
-    def ring(self) -> None:
-        if self._countdown.try_wait():
-            self.wake.post()
-
-    def clear(self) -> None:
-        while self.wake.try_take():
-            pass
+def doorbell(buffer: mmap.mmap) -> tuple[Semaphore, Semaphore]:
+    """The semaphore that wakes the parent, where the fork server expects it, and the countdown."""
+    return Semaphore(buffer, 0), Semaphore(buffer, Semaphore.SIZE)
 
 
 def control_nbytes(num_workers: int, capacity: int) -> int:
@@ -297,9 +285,9 @@ class ProcessBackend(Backend):
         self._shares = shares
         self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
         self._control_buffer = self._control.allocate(control_nbytes(len(shares), self._capacity))
-        self._doorbell = Doorbell(self._control_buffer)
-        self._doorbell.wake.init(0)
-        self._doorbell.set_countdown(0)
+        self._wake, self._countdown = doorbell(self._control_buffer)
+        self._wake.init(0)
+        self._countdown.init(0)
         self._launcher = Launcher(self._context, entry=__name__, wake=self._control, threads=self._threads)
         self.statuses = []
         for worker in range(len(shares)):
@@ -341,12 +329,12 @@ class ProcessBackend(Backend):
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         self._wakes_once = together
         if together:
-            self._doorbell.set_countdown(len(requests) - 1)
+            self._countdown.init(len(requests) - 1)
         for worker, request in requests.items():
             handle = self._handles[worker]
             handle.expected += 1
             if handle.lost is not None or self._launcher is None:
-                self._doorbell.wake.post()
+                self._wake.post()
                 continue
             if request is STEP_ALL:
                 code = _STEP
@@ -380,9 +368,9 @@ class ProcessBackend(Backend):
                     poller.register(self._handles[worker].channel.fileno(), select.POLLIN)
                 poller.poll(_REST_TICK_MS)
             elif deadline is None:
-                self._doorbell.wake.nap(_TICK_S)
+                self._wake.nap(_TICK_S)
             elif (patience := min(_TICK_S, deadline - time.monotonic())) > 0:
-                self._doorbell.wake.take(patience)
+                self._wake.take(patience)
             else:
                 break
             new = self._received()
@@ -395,8 +383,9 @@ class ProcessBackend(Backend):
     def _complete(self, replies: list[tuple[int, Reply | Lost]], at_least: int) -> bool:
         """Whether there are enough replies; else the doorbell is set to ring for the last missing one."""
         while len(replies) < at_least and not any(type(reply) is Lost for _, reply in replies):
-            self._doorbell.set_countdown(at_least - len(replies) - 1)
-            self._doorbell.clear()
+            self._countdown.init(at_least - len(replies) - 1)
+            while self._wake.try_take():
+                pass
             if self._interrupted:
                 return True
             new = self._received()  # replies that came before this may not have rung
@@ -484,7 +473,7 @@ class ProcessBackend(Backend):
     def interrupt(self) -> None:
         self._interrupted = True
         if self._launcher is not None:
-            self._doorbell.wake.post()
+            self._wake.post()
 
     def stack(self, worker: int) -> str:
         return self._launcher.stack(self._handles[worker].process) if self._launcher is not None else ""
@@ -538,24 +527,26 @@ def main(index: int, fds: Sequence[int]) -> None:
     control = mapped(control_fd)
     channel = Channel(socket.socket(fileno=connection))
     spin_s, capacity = channel.receive()
-    queues, doorbell = QueuePair(control, index, capacity), Doorbell(control)
+    queues, (wake, countdown) = QueuePair(control, index, capacity), doorbell(control)
     worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True)
     ready = queues.requests.ready
 
     def send(reply: Reply) -> None:
         message, env_ids, results, failures, completed, last = reply
-        flags = _LAST if last else 0
-        if message is not Message.STEP or results or failures:
+        code = _LAST if last else 0
+        on_channel = message is not Message.STEP or results or failures
+        if on_channel:
             # The code comes after the message, so that the parent is not woken for an incomplete one. The exception is
             # a message larger than the room in the socket: the parent must read so that the rest can be sent.
             channel.put(reply)
-            queues.replies.put(_ON_CHANNEL | flags, completed)
-            doorbell.ring()
+            code |= _ON_CHANNEL
+        else:
+            code |= _DONE if env_ids is None else _code_of(_DONE, span_of(env_ids))
+        queues.replies.put(code, completed)
+        if countdown.try_wait():
+            wake.post()
+        if on_channel:
             channel.finish()
-            return
-        code = _DONE | flags
-        queues.replies.put(code if env_ids is None else _code_of(code, span_of(env_ids)), completed)
-        doorbell.ring()
 
     while True:
         spin_until = time.monotonic() + spin_s

@@ -239,7 +239,15 @@ class Server:
                 signal.signal(number, signal.SIG_DFL)
             os.execve(command[0], command, setting.environ)
         if self.context == "fork":
-            _forget_cleanup_of_parent()
+            # What `atexit` and `multiprocessing` clean up at exit belongs to the parent. No public function drops it.
+            atexit._clear()
+            if (util := sys.modules.get("multiprocessing.util")) is not None:
+                util._finalizer_registry.clear()
+                process = sys.modules["multiprocessing.process"]
+                process._children = set()  # type: ignore[attr-defined]
+                process._process_counter = itertools.count(1)  # type: ignore[attr-defined]
+                util._run_after_forkers()
+                atexit.register(util._exit_function)
         if self.collects:
             gc.enable()
         become_worker(file, worker_fds, crash, guards)
@@ -255,18 +263,6 @@ def run_and_exit(run: Callable[[], object]) -> NoReturn:
         traceback.print_exc()
     finally:
         os._exit(exitcode)
-
-
-def _forget_cleanup_of_parent() -> None:
-    """Drop what `atexit` and `multiprocessing` clean up at exit: it belongs to the parent. No public function does."""
-    atexit._clear()
-    if (util := sys.modules.get("multiprocessing.util")) is not None:
-        util._finalizer_registry.clear()
-        process = sys.modules["multiprocessing.process"]
-        process._children = set()  # type: ignore[attr-defined]
-        process._process_counter = itertools.count(1)  # type: ignore[attr-defined]
-        util._run_after_forkers()
-        atexit.register(util._exit_function)
 
 
 # -- the start of a worker ---------------------------------------------------------------------------------------------
