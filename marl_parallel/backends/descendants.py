@@ -19,8 +19,7 @@ from typing import IO, Any
 
 from marl_parallel.backends.memory import anonymous_file, append_only, lifted
 
-MARKER = "MARL_PARALLEL_WORKER"
-"""The environment variable of every worker and of the processes that it starts."""
+MARKER = "MARL_PARALLEL_WORKER"  # the environment variable of every worker and of the processes that it starts
 
 # A process that was killed may still fork, or show its environment, while it ends: search again.
 _SWEEPS = 20

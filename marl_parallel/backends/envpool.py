@@ -28,8 +28,7 @@ from marl_parallel.core.spaces import tree_map
 __doctest_requires__ = ["envpool", "torchrl"]
 
 _INSTALL = 'pip install "marl-parallel[envpool]"'
-_IDS = ("env_id", "players.env_id", "players.id")
-"""Inputs that name the environment and player of a row; the others are actions."""
+_IDS = ("env_id", "players.env_id", "players.id")  # inputs that name the environment and player of a row
 
 
 def open_pool(task: str, seeds: Sequence[int], arguments: Mapping[str, Any]) -> EnvPool:
@@ -116,10 +115,8 @@ class EnvPool(NativeSimulator):
         elif len(self._action_keys) != 3:
             action_space = _part(action_space, names[0].split("."))
         agents: list[AgentID] = [f"agent_{player}" for player in range(self._players)]
-        observation_space = _space_of(tree_map(_unbounded, pool.observation_space))
-        self.schema = Schema(
-            agents, dict.fromkeys(agents, observation_space), dict.fromkeys(agents, action_space), None
-        )
+        observation_spaces = dict.fromkeys(agents, _space_of(tree_map(_unbounded, pool.observation_space)))
+        self.schema = Schema(agents, observation_spaces, dict.fromkeys(agents, action_space), None)
 
     def reset(self, env_ids: EnvIds) -> None:
         self._pool._reset(env_ids)

@@ -33,8 +33,7 @@ from marl_parallel.core.reports import logger
 
 _ANSWERS_WITHIN_S = 60.0
 _ENDS_WITHIN_S = 6.0
-_CHECK_EVERY_S = 0.5
-"""Seconds between looks at a server that does not answer."""
+_CHECK_EVERY_S = 0.5  # while a server does not answer
 
 _SERVER = """from marl_parallel.backends.server import Server
 Server{arguments!r}.run()
@@ -202,13 +201,10 @@ class Launcher:
         elif not worker.pid:  # it was not forked, or its keeper died before it reported the launch
             worker.failure = result if kind == Reply.FAILED else errno.ECHILD
         else:
-            self._record_death(request, worker, result)
-
-    def _record_death(self, request: int, worker: WorkerProcess, exitcode: int) -> None:
-        self._workers.pop(request, None)
-        worker.crash_report = worker.crash_file.text()
-        worker.crash_file.close()
-        worker.exitcode = exitcode
+            self._workers.pop(request, None)
+            worker.crash_report = worker.crash_file.text()
+            worker.crash_file.close()
+            worker.exitcode = result
 
     def _lose_server(self) -> None:
         """Clean up after a server that has died, and its workers with it."""
@@ -220,7 +216,7 @@ class Launcher:
         descendants.kill_marked(self._token)
         for request, worker in [*self._workers.items()]:
             if worker.pid:
-                self._record_death(request, worker, -signal.SIGKILL)
+                self._handle_reply(Reply.DIED, request, -signal.SIGKILL)
 
 
 _open_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()

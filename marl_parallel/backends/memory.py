@@ -53,9 +53,8 @@ def pipe() -> tuple[int, int]:
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
     """Two connected Unix sockets that keep packets whole (Linux)."""
-    ours, theirs = (
-        socket.socket(fileno=lifted(end.detach())) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    )
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = (socket.socket(fileno=lifted(end.detach())) for end in ends)
     return ours, theirs
 
 
@@ -148,12 +147,10 @@ def has_semaphores() -> bool:
 class Semaphore:
     """A POSIX semaphore at a fixed place in a shared block: the cheapest way for two processes to wake each other.
 
-    Each process makes an object of its own at the same offset, a multiple of 8; one of them calls `init` first. Nothing
-    needs to be freed.
+    Each process makes an object of its own at the same offset, a multiple of 8; one of them calls `init` first.
     """
 
-    SIZE: ClassVar[int] = 64
-    """Bytes that a semaphore occupies: a `sem_t` (32 in glibc), alone on its cache line."""
+    SIZE: ClassVar[int] = 64  # bytes that it occupies: a `sem_t` (32 in glibc), alone on its cache line
 
     __slots__ = ("_nap_ends", "_wait_until", "init", "post", "try_wait")
 

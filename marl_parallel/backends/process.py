@@ -42,8 +42,7 @@ from marl_parallel.core.messages import STEP_ALL, STEP_ALL_PROMPTLY, STEPPED, Lo
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
-_TICK_S = 0.02
-"""How often to look for deaths while waiting, for the case that the fork server is dead and reports none."""
+_TICK_S = 0.02  # how often to look for deaths, for the case that the fork server is dead and reports none
 _REST_TICK_MS = 1.0
 _TERMINATED_WITHIN_S = 0.5
 _SPIN_S = 100e-6
@@ -214,13 +213,11 @@ class Channel:
                 raise Gone
             if packet[0] == _IN_FILE:
                 if not ancillary:
-                    raise OSError(
-                        errno.EMFILE,
-                        "a large message was lost, since this process has too many files open; raise `ulimit -n`",
-                    )
+                    text = "a large message was lost, since this process has too many files open; raise `ulimit -n`"
+                    raise OSError(errno.EMFILE, text)
                 fd = lifted(*_FD.unpack(ancillary[0][2]))
-                with open(fd, "rb"), mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapped:
-                    return pickle.loads(mapped)
+                with open(fd, "rb"), mmap.mmap(fd, 0, prot=mmap.PROT_READ) as content:
+                    return pickle.loads(content)
             self._parts += memoryview(packet)[1:]
             if packet[0] == _WHOLE:
                 body, self._parts = self._parts, bytearray()
@@ -269,7 +266,7 @@ class _Handle:
 
 
 class ProcessBackend(Backend):
-    """One process for each worker, with this many threads for numerical libraries; None leaves those alone."""
+    """One process for each worker, with so many BLAS, OpenMP and torch threads; None leaves those alone."""
 
     def __init__(self, *, context: str | None = None, threads: int | None = 1) -> None:
         self._context, self._threads = context or "forkserver", threads

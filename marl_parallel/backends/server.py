@@ -37,13 +37,10 @@ from typing import NamedTuple, NoReturn
 from marl_parallel.backends import descendants, interpreter
 from marl_parallel.backends.memory import Semaphore, fill_standard, lifted, mapped, pipe
 
-CLEARED_WITHIN_S = 5.0
-"""How long a keeper, or the server at its end, tries to kill what is left."""
-_REPORTS_WITHIN_S = 1.0
-"""How long a keeper kills what is left before it reports the death, even if not everything is gone."""
+CLEARED_WITHIN_S = 5.0  # how long a keeper, or the server at its end, tries to kill what is left
+_REPORTS_WITHIN_S = 1.0  # how long a keeper does before it reports the death, even if not everything is gone
 _MOST_FDS = 16  # in one request
-_REPORTED = 0
-"""The exit code of a keeper that has reported how its worker died."""
+_REPORTED = 0  # the exit code of a keeper that has reported how its worker died
 
 
 class Reply(IntEnum):

@@ -45,8 +45,7 @@ _STARTED_WITHIN_S = 60.0
 _TERMINATED_WITHIN_S = 0.5
 _KILLED_WITHIN_S = 5.0
 _DIES_WITHIN_S = 0.5
-_STARTED = "started"
-"""The first message of a worker."""
+_STARTED = "started"  # the first message of a worker
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 _UNKNOWN = Lost(None, "")
 
@@ -65,11 +64,7 @@ serve(link, *arguments)
 
 
 class PortableProcessBackend(Backend):
-    """One process for each worker.
-
-    Args:
-        threads: BLAS, OpenMP and torch threads in each; None leaves them alone.
-    """
+    """One process for each worker, with so many BLAS, OpenMP and torch threads; None leaves those alone."""
 
     def __init__(self, *, threads: int | None = 1) -> None:
         self._threads = threads
