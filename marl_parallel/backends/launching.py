@@ -137,13 +137,11 @@ class Launcher:
         """Bring all `WorkerProcess` up to date; returns whether anything has happened, within `timeout` seconds."""
         any_reply = False
         try:
-            while self._server is not None:
-                ended = self._server.ended()
-                while self._server is not None and (reply := self._server.reply(0 if any_reply else timeout)):
-                    any_reply = True
-                    self._handle_reply(*reply)
-                if not ended:
-                    break
+            ended = self._server is not None and self._server.ended()
+            while self._server is not None and (reply := self._server.reply(0 if any_reply else timeout)):
+                any_reply = True
+                self._handle_reply(*reply)
+            if ended:
                 self._lose_server()  # keepers may hold the connection open for a while after the server's end
         except (OSError, EOFError) as error:
             # The caller's signal handler may raise `TimeoutError`, an OSError that is not the connection's.

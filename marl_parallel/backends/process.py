@@ -51,6 +51,7 @@ _SPIN_S = 100e-6
 # -- queues in shared memory -------------------------------------------------------------------------------------------
 
 _SEMAPHORES = 2 * Semaphore.SIZE
+_WAKE, _COUNTDOWN = 0, Semaphore.SIZE  # where the doorbell's semaphores are: the fork server expects the first there
 _CODE_NBYTES = 16  # with its moment
 
 
@@ -116,11 +117,6 @@ class QueuePair:
             self.requests.ready.init(0)
             self.replies.ready.init(0)
         self.status = WorkerStatus(memoryview(buffer)[status:codes])
-
-
-def doorbell(buffer: mmap.mmap) -> tuple[Semaphore, Semaphore]:
-    """The semaphore that wakes the parent, where the fork server expects it, and the countdown."""
-    return Semaphore(buffer, 0), Semaphore(buffer, Semaphore.SIZE)
 
 
 def control_nbytes(num_workers: int, capacity: int) -> int:
@@ -282,7 +278,8 @@ class ProcessBackend(Backend):
         self._shares = shares
         self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
         self._control_buffer = self._control.allocate(control_nbytes(len(shares), self._capacity))
-        self._wake, self._countdown = doorbell(self._control_buffer)
+        self._wake = Semaphore(self._control_buffer, _WAKE)
+        self._countdown = Semaphore(self._control_buffer, _COUNTDOWN)
         self._wake.init(0)
         self._countdown.init(0)
         self._launcher = Launcher(self._context, entry=__name__, wake=self._control, threads=self._threads)
@@ -338,7 +335,11 @@ class ProcessBackend(Backend):
             elif request is STEP_ALL_PROMPTLY:
                 code = _STEP_PROMPTLY
             else:
-                code = _code_of_request(request)
+                message, env_ids, payload, each, prompt = request
+                span = None if env_ids is None else span_of(env_ids)
+                code = _ON_CHANNEL
+                if message is Message.STEP and payload is None and (env_ids is None or span is not None):
+                    code = _code_of(_STEP | each * _EACH | prompt * _PROMPT, span)
             queue = handle.queues.requests  # as `Queue.put`, which would cost as much again
             place = queue.written % queue.capacity
             queue.codes[place] = code
@@ -507,14 +508,6 @@ class ProcessBackend(Backend):
         self._release()
 
 
-def _code_of_request(request: Request) -> int:
-    message, env_ids, payload, each, prompt = request
-    span = None if env_ids is None else span_of(env_ids)
-    if message is not Message.STEP or payload is not None or (env_ids is not None and span is None):
-        return _ON_CHANNEL
-    return _code_of(_STEP | each * _EACH | prompt * _PROMPT, span)
-
-
 # -- in the worker process ---------------------------------------------------------------------------------------------
 
 
@@ -524,7 +517,8 @@ def main(index: int, fds: Sequence[int]) -> None:
     control = mapped(control_fd)
     channel = Channel(socket.socket(fileno=connection))
     spin_s, capacity = channel.receive()
-    queues, (wake, countdown) = QueuePair(control, index, capacity), doorbell(control)
+    wake, countdown = Semaphore(control, _WAKE), Semaphore(control, _COUNTDOWN)
+    queues = QueuePair(control, index, capacity)
     worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True)
     ready = queues.requests.ready
 

@@ -86,13 +86,6 @@ class Actor:
         self.clock_offset = 0.0  # this machine's clock minus its own, in seconds, at most
         self.closed = False  # whether it has closed its environments
 
-    @property
-    def next(self) -> Any:
-        """The reference to its next result, None if there is none."""
-        if self.starting is not None:
-            return self.starting
-        return self.pending[0].ref if self.pending else None
-
     def update(self, status: bytes, now: float) -> None:
         """Copy the status, read at the time `now` of the other machine's clock."""
         self.clock_offset = min(self.clock_offset, time.monotonic() - now)
@@ -271,7 +264,12 @@ class RayBackend(Backend):
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         replies, self._lost = self._lost, []
         while not self._interrupted and not any(isinstance(reply, Lost) for _, reply in replies):
-            expected = {actor.next: worker for worker, actor in enumerate(self._actors) if actor.next is not None}
+            expected = {}  # the worker of each reference to a next result
+            for worker, actor in enumerate(self._actors):
+                if actor.starting is not None:
+                    expected[actor.starting] = worker
+                elif actor.pending:
+                    expected[actor.pending[0].ref] = worker
             if not expected:
                 break
             missing = at_least - len(replies)
@@ -304,8 +302,13 @@ class RayBackend(Backend):
             raise packed
         if isinstance(packed, RayError):
             return self._note_death(worker, packed)
+        if isinstance(packed, ProcessInfo):  # it is up, and a node monitor has to watch it
+            actor.clock_offset = time.monotonic() - packed.now
+            actor.monitor = _monitor_of(packed.node, self._runtime_env)
+            actor.starting = actor.monitor.watch.remote(actor.key, packed)
+            return []
         if actor.starting is not None:
-            self._note_start(worker, packed)
+            self._note_start(worker, watched=packed)
             return []
         result, pending = unpack(packed), actor.pending.popleft()
         if not result.replies:
@@ -316,16 +319,11 @@ class RayBackend(Backend):
         actor.closed |= pending.request.message is Message.CLOSE
         return [actor.localized(reply, pending) for reply in result.replies]
 
-    def _note_start(self, worker: int, started: ProcessInfo | bool) -> None:
-        """Have a node monitor watch a worker that is up; send requests after the monitor's reply."""
+    def _note_start(self, worker: int, *, watched: bool) -> None:
+        """Send the requests that waited for the start of a worker."""
         actor = self._actors[worker]
-        if isinstance(started, ProcessInfo):
-            actor.clock_offset = time.monotonic() - started.now
-            actor.monitor = _monitor_of(started.node, self._runtime_env)
-            actor.starting = actor.monitor.watch.remote(actor.key, started)
-            return
         actor.starting = None
-        if not started:  # it is not watched: if it dies, the error has no exit code and no stack
+        if not watched:  # if it dies, the error has no exit code and no stack
             actor.monitor = None
         waiting, actor.waiting = actor.waiting, []
         for request in waiting:
@@ -383,7 +381,7 @@ class RayBackend(Backend):
             with _lock:  # `_monitor_of` starts another one
                 monitors = _connection.monitors
                 _connection.monitors = {key: one for key, one in monitors.items() if one is not actor.monitor}
-            self._note_start(worker, False)
+            self._note_start(worker, watched=False)
             return []
         replies, lost = self._fetch_last_state(worker, kill=False)
         if actor.starting is not None:

@@ -301,9 +301,7 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
         sys.argv[:] = setting.argv
         for name in os.environ.keys() - setting.environ.keys():
             del os.environ[name]
-        for name, value in setting.environ.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
+        os.environ.update(setting.environ)
         if setting.loaded_threads is not None:
             interpreter.limit_loaded_libraries(setting.loaded_threads)
         for guard in guards:

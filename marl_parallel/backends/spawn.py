@@ -105,8 +105,10 @@ class PortableProcessBackend(Backend):
     def replace(self, worker: int) -> None:
         if not self._open:
             return
-        _end([self._workers[worker]])
-        self._workers[worker].close()
+        old = self._workers[worker]
+        _end([old])
+        old.hang_up()
+        old.free()
         self._workers[worker] = process = self._started(worker)
         self.statuses[worker] = process.status
         with contextlib.suppress(RuntimeError):  # it has died as well, which `wait` reports
@@ -164,17 +166,16 @@ class PortableProcessBackend(Backend):
             return [index for index, worker in enumerate(workers) if worker.exitcode() is None]
         finally:
             for worker in workers:
-                worker.close()
-            self._close_memory()
+                worker.hang_up()
+                worker.free()
+            self._status.close_fd()
+            self._records.close_fd()
 
     def abandon(self) -> None:
         # A worker takes the end of its connection for the parent's end: the copies in this process must be closed.
         self._open = False
         for worker in self._workers:
             worker.free()
-        self._close_memory()
-
-    def _close_memory(self) -> None:
         self._status.close_fd()
         self._records.close_fd()
 
@@ -317,10 +318,6 @@ class _WorkerProcess:
                 end.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(_KILLED_WITHIN_S)
-
-    def close(self) -> None:
-        self.hang_up()
-        self.free()
 
     def free(self) -> None:
         """Close connection and file; a forked child does nothing else."""
