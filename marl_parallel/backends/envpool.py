@@ -25,8 +25,6 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.native import EnvIds, NativeSimulator, Received
 from marl_parallel.core.spaces import tree_map
 
-__doctest_requires__ = ["envpool", "torchrl"]
-
 _INSTALL = 'pip install "marl-parallel[envpool]"'
 _IDS = ("env_id", "players.env_id", "players.id")  # inputs that name the environment and player of a row
 
@@ -59,16 +57,6 @@ class EnvPool(NativeSimulator):
 
     Players are the agents `agent_0`, `agent_1` and so on, by `info:players.id` if the task has it, else by their order.
     Infos of players become infos of agents; those of an environment with several players become `__common__`.
-
-    Example:
-        >>> from marl_parallel import ParallelEnv
-        >>> with ParallelEnv.from_envpool("CartPole-v1", num_envs=64, batch_size=16, num_threads=2) as env:
-        ...     env.reset_async()
-        ...     for _ in range(100):
-        ...         batch = env.recv(min_envs=env.batch_size)
-        ...         env.send({env_id: {agent: 1 for agent in env.acting[env_id]} for env_id in batch.env_ids})
-        >>> len(batch.env_ids), batch.observations[0]["agent_0"].shape
-        (16, (4,))
     """
 
     def __init__(self, pool: Any, seeds: Sequence[int], name: str) -> None:
