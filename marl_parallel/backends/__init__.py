@@ -12,12 +12,7 @@ CONTEXTS = ("forkserver", "spawn", "fork")
 
 
 def open_backend(backend: str | Backend, *, context: str | None, worker_threads: int | None) -> Backend:
-    """The backend of this name, or this backend if no other environment uses it; not yet started.
-
-    Raises:
-        ValueError: There is no such backend, or `context` does not go with it.
-        TypeError: It is neither a name nor a `Backend`.
-    """
+    """The backend of this name, or this backend if no other environment uses it; not yet started."""
     if context is not None and context not in CONTEXTS:
         raise ValueError(f"context must be one of {', '.join(CONTEXTS)} or None, got {context!r}")
     if context is not None and backend != "process":
@@ -28,7 +23,18 @@ def open_backend(backend: str | Backend, *, context: str | None, worker_threads:
     if not isinstance(backend, str):
         raise TypeError(f"backend must be one of {', '.join(NAMES)} or a Backend, got {backend!r}")
     if backend == "process":
-        return _open_processes(context, worker_threads)
+        if sys.platform == "linux":  # only Linux has what `process.py` needs, and not all builds of Python expose it
+            from marl_parallel.backends.memory import has_semaphores
+
+            if has_semaphores():
+                from marl_parallel.backends.process import ProcessBackend
+
+                return ProcessBackend(context=context, threads=worker_threads)
+        if context not in (None, "spawn"):
+            raise ValueError(f'context={context!r} needs Linux; on this system workers start by "spawn" only')
+        from marl_parallel.backends.spawn import PortableProcessBackend
+
+        return PortableProcessBackend(threads=worker_threads)
     if backend == "thread":
         return ThreadBackend()
     if backend == "serial":
@@ -38,18 +44,3 @@ def open_backend(backend: str | Backend, *, context: str | None, worker_threads:
 
         return RayBackend(num_threads=worker_threads)
     raise ValueError(f"there is no backend {backend!r}; there are {', '.join(NAMES)}")
-
-
-def _open_processes(context: str | None, worker_threads: int | None) -> Backend:
-    if sys.platform == "linux":  # only Linux has what `process.py` needs, and not all builds of Python expose it
-        from marl_parallel.backends.memory import has_semaphores
-
-        if has_semaphores():
-            from marl_parallel.backends.process import ProcessBackend
-
-            return ProcessBackend(context=context, threads=worker_threads)
-    if context not in (None, "spawn"):
-        raise ValueError(f'context={context!r} needs Linux; on this system workers start by "spawn" only')
-    from marl_parallel.backends.spawn import PortableProcessBackend
-
-    return PortableProcessBackend(threads=worker_threads)

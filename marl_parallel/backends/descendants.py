@@ -19,13 +19,11 @@ from typing import IO, Any
 
 from marl_parallel.backends.memory import anonymous_file, append_only, lifted
 
-MARKER = "MARL_PARALLEL_WORKER"
-"""The environment variable of every worker and of the processes that it starts."""
+MARKER = "MARL_PARALLEL_WORKER"  # the environment variable of every worker and of the processes that it starts
 
 # A process that was killed may still fork, or show its environment, while it ends: search again.
 _SWEEPS = 20
 _PAUSE_S = 0.005
-_PR_SET_CHILD_SUBREAPER = 36
 
 STACK_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
 """On this signal a worker writes the Python stacks of all its threads; None where there are no such signals."""
@@ -36,11 +34,6 @@ _ABORT_TIMEOUT_S = 0.5
 
 
 # -- killing -----------------------------------------------------------------------------------------------------------
-
-
-def marker_value(token: str, pid: int) -> str:
-    """The value of `MARKER` in worker `pid` of those that belong to `token`."""
-    return f"{token}.{pid:010d}"
 
 
 def send(pid: int, number: int) -> None:
@@ -85,7 +78,7 @@ def kill_left_behind(pid: int, marker: str) -> None:
 
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parents have ended (Linux)."""
-    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    if ctypes.CDLL(None).prctl(36, 1, 0, 0, 0):  # PR_SET_CHILD_SUBREAPER
         raise OSError("cannot adopt the orphans of workers (PR_SET_CHILD_SUBREAPER)")
 
 
@@ -168,11 +161,7 @@ def report_to(file: int | IO[Any]) -> None:
 
 
 class CrashFile:
-    """A file that one worker appends its stacks to. A pipe would not do: a full one blocks the dying process.
-
-    Args:
-        fd: The file, owned by this object from now on; None creates one.
-    """
+    """A file (None: a new one) that one worker appends its stacks to. A full pipe would block the dying process."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = anonymous_file("marl_parallel-stacks") if fd is None else fd
@@ -183,7 +172,7 @@ class CrashFile:
         """What was written so far, without the stacks that `stack` has returned."""
         return self._read(self._start)
 
-    def stack(self, pid: int, timeout: float) -> str:
+    def stack(self, pid: int, timeout: float = 1.0) -> str:
         """Have the living process `pid` write the stacks of its threads; "" if it cannot, even by `SIGABRT`.
 
         A stopped process is continued. One that blocks the signal is aborted, which ends it.

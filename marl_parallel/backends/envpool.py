@@ -25,11 +25,8 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.native import EnvIds, NativeSimulator, Received
 from marl_parallel.core.spaces import tree_map
 
-__doctest_requires__ = ["envpool", "torchrl"]
-
 _INSTALL = 'pip install "marl-parallel[envpool]"'
-_IDS = ("env_id", "players.env_id", "players.id")
-"""Inputs that name the environment and player of a row; the others are actions."""
+_IDS = ("env_id", "players.env_id", "players.id")  # inputs that name the environment and player of a row
 
 
 def open_pool(task: str, seeds: Sequence[int], arguments: Mapping[str, Any]) -> EnvPool:
@@ -60,21 +57,6 @@ class EnvPool(NativeSimulator):
 
     Players are the agents `agent_0`, `agent_1` and so on, by `info:players.id` if the task has it, else by their order.
     Infos of players become infos of agents; those of an environment with several players become `__common__`.
-
-    Args:
-        pool: From `envpool.make_gymnasium`.
-        seeds: The seed of each environment.
-        name: The pool's name in error messages.
-
-    Example:
-        >>> from marl_parallel import ParallelEnv
-        >>> with ParallelEnv.from_envpool("CartPole-v1", num_envs=64, batch_size=16, num_threads=2) as env:
-        ...     env.reset_async()
-        ...     for _ in range(100):
-        ...         batch = env.recv(min_envs=env.batch_size)
-        ...         env.send({env_id: {agent: 1 for agent in env.acting[env_id]} for env_id in batch.env_ids})
-        >>> len(batch.env_ids), batch.observations[0]["agent_0"].shape
-        (16, (4,))
     """
 
     def __init__(self, pool: Any, seeds: Sequence[int], name: str) -> None:
@@ -89,47 +71,40 @@ class EnvPool(NativeSimulator):
         self._players = config.get("max_num_players", 1)
         self.partial = self._players == 1  # with several, EnvPool waits for as many rows as there are environments
         self._present = np.zeros((self.num_envs, self._players), np.bool_)  # in the last row of each environment
-        self._find_outputs(pool)
-        action_space = self._find_inputs(pool)
-        agents: list[AgentID] = [f"agent_{player}" for player in range(self._players)]
-        observation_space = _space_of(tree_map(_unbounded, pool.observation_space))
-        self.schema = Schema(
-            agents, dict.fromkeys(agents, observation_space), dict.fromkeys(agents, action_space), None
-        )
-
-    def _find_outputs(self, pool: Any) -> None:
-        """Find the positions of observations and infos in the list of results."""
+        # The positions of observations and infos in the list of results.
         self._at = at = {name: position for position, name in enumerate(pool._state_keys)}
         specs = pool.spec.state_array_spec
         self._of_players = {position for name, position in at.items() if specs[name].shape[:1] == [-1]}
         # The name "desired_goal.kettle" of the documentation is "obs:desired_goal:kettle" here.
-        names = [(*name.partition(":")[::2], position) for name, position in at.items()]
-        observed = {key.replace(":", "."): position for kind, key, position in names if kind == "obs"}
-        infos = {key.replace(":", "."): position for kind, key, position in names if kind == "info"}
+        entries = [(*name.partition(":")[::2], position) for name, position in at.items()]
+        observed = {key.replace(":", "."): position for kind, key, position in entries if kind == "obs"}
+        infos = {key.replace(":", "."): position for kind, key, position in entries if kind == "info"}
         infos = {key: infos[key] for key in infos if key not in _IDS[:2]} | {"elapsed_step": at["elapsed_step"]}
         is_dict = isinstance(pool.observation_space, spaces.Dict)
         self._observed = _nested(observed) if is_dict else next(iter(observed.values()))
         of_agents = {key for key in infos if self._players == 1 or infos[key] in self._of_players}
         self._infos = _nested({key: infos[key] for key in infos if key in of_agents})
         self._common = _nested({key: infos[key] for key in infos if key not in of_agents})
-
-    def _find_inputs(self, pool: Any) -> Space[Any]:
-        """Find the arrays to send, and the part of an action that each holds; returns the action space."""
+        # The arrays to send; of each, the path to it in an action, and the dtype and shape of one player's.
         specs = pool.spec.action_array_spec
         self._action_keys = [*pool._action_keys]
         names = sorted({*self._action_keys} - {*_IDS})
         shared = [name for name in names if specs[name].shape[:1] != [-1]]
         if self._players > 1 and shared:
             raise ValueError(f"{self.name} has several players, but one action {shared[0]!r} for all of them")
-        # Of each: the path to it in an action, and the dtype and shape of one player's.
         self._parts = {}
         for name in names:
             shape = tuple(size for size in specs[name].shape if size != -1)
             self._parts[name] = [] if len(names) == 1 else name.split("."), np.dtype(specs[name].dtype), shape
-        space: Space[Any] = pool.action_space
+        action_space: Space[Any] = pool.action_space
         if len(names) > 1:
-            return _space_of(_nested({name: _part(space, path) for name, (path, _, _) in self._parts.items()}))
-        return space if len(self._action_keys) == 3 else _part(space, names[0].split("."))
+            parts = {name: _part(action_space, path) for name, (path, _, _) in self._parts.items()}
+            action_space = _space_of(_nested(parts))
+        elif len(self._action_keys) != 3:
+            action_space = _part(action_space, names[0].split("."))
+        agents: list[AgentID] = [f"agent_{player}" for player in range(self._players)]
+        observation_spaces = dict.fromkeys(agents, _space_of(tree_map(_unbounded, pool.observation_space)))
+        self.schema = Schema(agents, observation_spaces, dict.fromkeys(agents, action_space), None)
 
     def reset(self, env_ids: EnvIds) -> None:
         self._pool._reset(env_ids)
@@ -210,12 +185,7 @@ class EnvPool(NativeSimulator):
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A dict of dicts, from names with dots.
-
-    Example:
-        >>> _nested({"a": 1, "b.c": 2})
-        {'a': 1, 'b': {'c': 2}}
-    """
+    """A dict of dicts, from names with dots."""
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         *path, last = name.split(".")

@@ -51,15 +51,9 @@ def command(code: str) -> list[str]:
 
 
 def program(text: str, path: Sequence[str]) -> tuple[list[str], int]:
-    r"""The command line of an interpreter that sets `sys.path` and runs `text`, and a descriptor that it must inherit.
+    """The command line of an interpreter that sets `sys.path` and runs `text`, and a descriptor that it must inherit.
 
     Path and text are in a file: Linux limits an argument to 128 kB, and simulators' processes would inherit a variable.
-
-    Example:
-        >>> arguments, fd = program("print(1 + 1)", sys.path)
-        >>> subprocess.run(arguments, pass_fds=[fd], capture_output=True).stdout
-        b'2\n'
-        >>> os.close(fd)
     """
     entries = [entry for entry in path if isinstance(entry, str)]
     executable()  # raises before there is a file

@@ -33,8 +33,7 @@ from marl_parallel.core.reports import logger
 
 _ANSWERS_WITHIN_S = 60.0
 _ENDS_WITHIN_S = 6.0
-_CHECK_EVERY_S = 0.5
-"""Seconds between looks at a server that does not answer."""
+_CHECK_EVERY_S = 0.5  # while a server does not answer
 
 _SERVER = """from marl_parallel.backends.server import Server
 Server{arguments!r}.run()
@@ -49,21 +48,13 @@ for name, path in {packages}:
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """A worker process, as of the last `Launcher.collect`.
-
-    Attributes:
-        crash_file: The file that it writes its stacks to.
-        pid: Its process id; 0 until it has been forked.
-        exitcode: How it died (negative: the signal); None while it lives.
-        crash_report: The native stack that it wrote when it crashed; "" if none.
-        failure: The errno of the fork, if that failed.
-    """
+    """A worker process, as of the last `Launcher.collect`."""
 
     crash_file: CrashFile
-    pid: int = 0
-    exitcode: int | None = None
-    crash_report: str = ""
-    failure: int = 0
+    pid: int = 0  # 0 until it has been forked
+    exitcode: int | None = None  # how it died (negative: the signal); None while it lives
+    crash_report: str = ""  # the native stack that it wrote when it crashed
+    failure: int = 0  # the errno of the fork, if that failed
 
 
 class Launcher:
@@ -72,19 +63,13 @@ class Launcher:
     When this process ends, for whatever reason, the workers and all that they have started end as well. Only one thread
     at a time may use a launcher; any may call `close`. In a forked child of its owner a launcher counts as closed.
 
-    Args:
-        context: "forkserver", "spawn" or "fork".
-        entry: The module whose `main(index, fds)` a worker runs. It must be importable with `sys.path`.
-        wake: A block that begins with a semaphore, which each death of a worker posts. The death of the server posts
-            nothing: call `collect` from time to time.
-        threads: Threads for the numerical libraries of a worker; None leaves them alone.
+    A worker runs `main(index, fds)` of the module `entry`. Each death of a worker posts the semaphore at the start of
+    the block `wake`. The death of the server posts nothing: call `collect` from time to time.
     """
 
     _closed = True  # until __init__ has finished: `__del__` is called even if it fails
 
     def __init__(self, context: str, *, entry: str, wake: Block, threads: int | None) -> None:
-        if context not in ("forkserver", "spawn", "fork"):
-            raise ValueError(f'workers are started by "forkserver", "spawn" or "fork", not by {context!r}')
         self._context, self._entry, self._threads = context, entry, threads
         self._token = secrets.token_hex(8)
         self._new_server = functools.partial(_Server, context, entry, self._token, wake, threads)
@@ -96,12 +81,7 @@ class Launcher:
         _open_launchers.add(self)
 
     def launch(self, index: int, fds: Sequence[int]) -> WorkerProcess:
-        """Start a worker, which runs `main(index, fds)` of the entry module with copies of `fds`.
-
-        Raises:
-            RuntimeError: The launcher is closed, or the fork server does not start or answer.
-            OSError: The system has no process or descriptor left to give.
-        """
+        """Start a worker with copies of `fds`; `RuntimeError` if the launcher is closed, or no fork server answers."""
         if self._closed:
             raise RuntimeError("the launcher is closed")
         self.collect()
@@ -113,20 +93,38 @@ class Launcher:
         if self._context == "spawn" or loaded_threads == 1:  # which the libraries of a server have
             loaded_threads = None
         variables = {descendants.MARKER: self._token, **interpreter.thread_variables(self._threads)}
-        setting = Setting(
-            index,
-            self._entry,
-            loaded_threads,
-            [*sys.path],
-            [*getattr(sys, "argv", [])],
-            {**os.environ, **variables},
-            interpreter.working_directory(),
-        )
+        path, argv, environ = [*sys.path], [*getattr(sys, "argv", [])], {**os.environ, **variables}
+        setting = Setting(index, self._entry, loaded_threads, path, argv, environ, interpreter.working_directory())
         self._requests += 1
         request = self._requests
         worker = self._workers[request] = WorkerProcess(CrashFile())
+        deadline = time.monotonic() + _ANSWERS_WITHIN_S
         try:
-            self._request(request, worker, setting, fds)
+            try:
+                self._server.request(request, setting, worker.crash_file.fd, fds)
+            except OSError as error:
+                if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
+                    raise
+                self._lose_server()
+            while not worker.pid:
+                if worker.failure:
+                    raise OSError(worker.failure, f"cannot fork a worker: {os.strerror(worker.failure)}")
+                if self._server is None:
+                    raise RuntimeError(self._end)
+                if (left := deadline - time.monotonic()) <= 0:
+                    pid = self._server.pid
+                    raise RuntimeError(
+                        f"The fork server (process {pid}, state {descendants.state_of(pid) or 'gone'}) did not answer "
+                        f"a request for a worker within {_ANSWERS_WITHIN_S:g} s. It may be frozen by its container or "
+                        f"control group, or the machine may be overloaded: see /proc/{pid}/status, and start again."
+                    )
+                if self.collect(min(left, _CHECK_EVERY_S)) or self._server is None:
+                    continue
+                if descendants.state_of(pid := self._server.pid) in ("T", "t"):
+                    text = "The fork server (process %d) was stopped by a signal, as SIGSTOP; it is continued."
+                    logger.warning(text, pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGCONT)
         except BaseException:
             if worker.pid:
                 self.kill(worker)  # the caller gets no reference to it
@@ -135,41 +133,15 @@ class Launcher:
             raise
         return worker
 
-    def _request(self, request: int, worker: WorkerProcess, setting: Setting, fds: Sequence[int]) -> None:
-        deadline = time.monotonic() + _ANSWERS_WITHIN_S
-        try:
-            assert self._server is not None
-            self._server.request(request, setting, worker.crash_file.fd, fds)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
-                raise
-            self._lose_server()
-        while not worker.pid:
-            if worker.failure:
-                raise OSError(worker.failure, f"cannot fork a worker: {os.strerror(worker.failure)}")
-            if self._server is None:
-                raise RuntimeError(self._end)
-            if (left := deadline - time.monotonic()) <= 0:
-                pid = self._server.pid
-                raise RuntimeError(
-                    f"The fork server (process {pid}, state {descendants.state_of(pid) or 'gone'}) did not answer a "
-                    f"request for a worker within {_ANSWERS_WITHIN_S:g} s. It may be frozen by its container or "
-                    f"control group, or the machine may be overloaded: see /proc/{pid}/status, and start again."
-                )
-            if not self.collect(min(left, _CHECK_EVERY_S)) and self._server is not None:
-                self._server.continue_if_stopped()
-
     def collect(self, timeout: float = 0.0) -> bool:
         """Bring all `WorkerProcess` up to date; returns whether anything has happened, within `timeout` seconds."""
         any_reply = False
         try:
-            while self._server is not None:
-                ended = self._server.ended()
-                while self._server is not None and (reply := self._server.reply(0 if any_reply else timeout)):
-                    any_reply = True
-                    self._handle_reply(*reply)
-                if not ended:
-                    break
+            ended = self._server is not None and self._server.ended()
+            while self._server is not None and (reply := self._server.reply(0 if any_reply else timeout)):
+                any_reply = True
+                self._handle_reply(*reply)
+            if ended:
                 self._lose_server()  # keepers may hold the connection open for a while after the server's end
         except (OSError, EOFError) as error:
             # The caller's signal handler may raise `TimeoutError`, an OSError that is not the connection's.
@@ -198,29 +170,24 @@ class Launcher:
         if worker in self._workers.values():
             descendants.send(worker.pid, number)
 
-    def close(self) -> None:
-        """End all workers and free everything. Can be called again."""
-        self._end = "the launcher is closed"
-        if (used := self._detach_server()) is not None and used.close(lambda *_: None) != 0:
-            descendants.kill_marked(self._token)
+    def close(self, *, forked: bool = False) -> None:
+        """End all workers and free everything. Can be called again.
 
-    __del__ = close
-
-    def abandon(self) -> None:
-        """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
-        if (used := self._detach_server()) is not None:
-            used.abandon()
-
-    def _detach_server(self) -> _Server | None:
-        """Count as closed, and free all but the server, which is returned."""
+        In a forked child of the owner: count as closed, and touch nothing that the owner still uses.
+        """
         if self._closed:
-            return None
-        self._closed = True
+            return
+        self._closed, self._end = True, "the launcher is closed"
         _open_launchers.discard(self)
         used, self._server = self._server, None
         while self._workers:
             self._workers.popitem()[1].crash_file.close()
-        return used
+        if used is not None and forked:
+            used.abandon()
+        elif used is not None and used.close(lambda *_: None) != 0:
+            descendants.kill_marked(self._token)
+
+    __del__ = close
 
     def _handle_reply(self, kind: Reply, request: int, result: int) -> None:
         worker = self._workers.get(request)
@@ -232,13 +199,10 @@ class Launcher:
         elif not worker.pid:  # it was not forked, or its keeper died before it reported the launch
             worker.failure = result if kind == Reply.FAILED else errno.ECHILD
         else:
-            self._record_death(request, worker, result)
-
-    def _record_death(self, request: int, worker: WorkerProcess, exitcode: int) -> None:
-        self._workers.pop(request, None)
-        worker.crash_report = worker.crash_file.text()
-        worker.crash_file.close()
-        worker.exitcode = exitcode
+            self._workers.pop(request, None)
+            worker.crash_report = worker.crash_file.text()
+            worker.crash_file.close()
+            worker.exitcode = result
 
     def _lose_server(self) -> None:
         """Clean up after a server that has died, and its workers with it."""
@@ -250,7 +214,7 @@ class Launcher:
         descendants.kill_marked(self._token)
         for request, worker in [*self._workers.items()]:
             if worker.pid:
-                self._record_death(request, worker, -signal.SIGKILL)
+                self._handle_reply(Reply.DIED, request, -signal.SIGKILL)
 
 
 _open_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
@@ -259,7 +223,7 @@ _open_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
 def _close_in_forked_child() -> None:
     # A child that holds the write end of a guard pipe would keep workers alive after their owner's death.
     for launcher in list(_open_launchers):
-        launcher.abandon()
+        launcher.close(forked=True)
 
 
 os.register_at_fork(after_in_child=_close_in_forked_child)
@@ -295,21 +259,33 @@ class _Server:
 
                 self.pid = _fork(run)
             else:
-                self.pid = _start_interpreter(context, token, _SERVER.format(arguments=arguments), fds)
+                text = _SERVER.format(arguments=arguments)
+                if context == "spawn":
+                    names = ("marl_parallel", "marl_parallel.backends")
+                    packages = [(name, list(sys.modules[name].__path__)) for name in names]
+                    text = _WITHOUT_INIT.format(packages=ascii(packages)) + text
+                command, program = interpreter.program(text, sys.path)
+                in_any_case.callback(os.close, program)
+                # With a single thread, because more than one does not go with forking.
+                variables = {**interpreter.thread_variables(1), descendants.MARKER: token}
+                process = subprocess.Popen(
+                    command,
+                    env={**os.environ, **variables},
+                    pass_fds=(program, *fds),
+                    cwd=interpreter.working_directory(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=interpreter.output(None, 2),
+                    start_new_session=True,
+                )
+                process.returncode = 0  # `ended` reaps the process, not this object
+                self.pid = process.pid
             on_error.pop_all()
 
     def ended(self) -> bool:
         if self._exitcode is None:
             self._exitcode = descendants.reap(self.pid)
         return self._exitcode is not None
-
-    def continue_if_stopped(self) -> None:
-        if descendants.state_of(self.pid) in ("T", "t"):
-            logger.warning(
-                "The fork server (process %d) was stopped by a signal, as SIGSTOP; it is continued.", self.pid
-            )
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGCONT)
 
     def request(self, number: int, setting: Setting, crash: int, fds: Sequence[int]) -> None:
         # The setting goes through a file, since a large environment does not fit a message.
@@ -356,33 +332,6 @@ class _Server:
         """In a forked child, where the server is no child: close the copies of the descriptors."""
         self._socket.close()
         os.close(self._guard_end)
-
-
-def _start_interpreter(context: str, token: str, text: str, fds: Sequence[int]) -> int:
-    """Start a server as a fresh interpreter that inherits these descriptors; returns its process id."""
-    if context == "spawn":
-        parts = __name__.split(".")[:-1]
-        names = [".".join(parts[: end + 1]) for end in range(len(parts))]
-        packages = [(name, list(sys.modules[name].__path__)) for name in names]
-        text = _WITHOUT_INIT.format(packages=ascii(packages)) + text
-    command, program = interpreter.program(text, sys.path)
-    # With a single thread, because more than one does not go with forking.
-    variables = {**interpreter.thread_variables(1), descendants.MARKER: token}
-    try:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **variables},
-            pass_fds=(program, *fds),
-            cwd=interpreter.working_directory(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=interpreter.output(None, 2),
-            start_new_session=True,
-        )
-    finally:
-        os.close(program)
-    process.returncode = 0  # `_Server.ended` reaps the process, not this object
-    return process.pid
 
 
 def _fork(run: Callable[[], object]) -> int:

@@ -139,7 +139,3 @@ class ThreadBackend(_LocalBackend):
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), _IDLE_ENDS_WITHIN_S))
         return [index for index, thread in enumerate(self._threads) if thread.is_alive()]
-
-    def abandon(self) -> None:
-        super().abandon()
-        self._threads = []

@@ -53,9 +53,8 @@ def pipe() -> tuple[int, int]:
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
     """Two connected Unix sockets that keep packets whole (Linux)."""
-    ours, theirs = (
-        socket.socket(fileno=lifted(end.detach())) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    )
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = (socket.socket(fileno=lifted(end.detach())) for end in ends)
     return ours, theirs
 
 
@@ -148,27 +147,18 @@ def has_semaphores() -> bool:
 class Semaphore:
     """A POSIX semaphore at a fixed place in a shared block: the cheapest way for two processes to wake each other.
 
-    Each process makes an object of its own at the same offset, a multiple of 8; one of them calls `init` first. Nothing
-    needs to be freed.
-
-    Attributes:
-        post: Add one; wakes one process that waits.
-        try_wait: Take one if there is one, as the C function: returns 0 if it did. Never blocks.
-        init: Set the value; nobody may be waiting.
+    Each process makes an object of its own at the same offset, a multiple of 8; one of them calls `init` first.
     """
 
-    SIZE: ClassVar[int] = 64
-    """Bytes that a semaphore occupies: a `sem_t` (32 in glibc), alone on its cache line."""
+    SIZE: ClassVar[int] = 64  # bytes that it occupies: a `sem_t` (32 in glibc), alone on its cache line
 
     __slots__ = ("_nap_ends", "_wait_until", "init", "post", "try_wait")
 
-    post: Callable[[], int]
-    try_wait: Callable[[], int]
-    init: Callable[[int], int]
+    post: Callable[[], int]  # add one; wakes one process that waits
+    try_wait: Callable[[], int]  # take one if there is one, as the C function: returns 0 if it did, never blocks
+    init: Callable[[int], int]  # set the value; nobody may be waiting
 
     def __init__(self, buffer: mmap.mmap, offset: int) -> None:
-        if not _available:
-            raise NotImplementedError("this platform has no process-shared semaphores (sem_init)")
         if offset % 8 or not 0 <= offset <= len(buffer) - self.SIZE:
             raise ValueError(f"no room for a semaphore at offset {offset} of {len(buffer)} bytes")
         semaphore = ctypes.byref((ctypes.c_char * self.SIZE).from_buffer(buffer, offset))

@@ -1,48 +1,253 @@
 """Workers in processes of their own, with frequent messages in shared memory (Linux).
 
-The way of a request and its reply::
-
     parent                              control block                     worker process (`main`)
     post(STEP)  --- code, semaphore --->  requests  --- semaphore, code ->  execute: actions and transitions
     wait()      <-- semaphore, code ----  replies   <-- code, semaphore --    in the block of records
        ^                                  doorbell  <-- post, by the last worker of a batch
        |
-       +-- rare messages (constructors, infos, exceptions): over the worker's channel; the code says so
+       +-- rare messages (constructors, infos, exceptions): over the worker's channel, a socket; the code says so
 
-`launching.py` starts and ends the processes, `channel.py` has the queues and the channel.
+A code is one number: what to do, or what was done, and in which environments. It is written before the semaphore is
+posted and read after the semaphore is taken, so that the order of stores does not matter. `launching.py` starts and
+ends the processes.
+
+The doorbell is a semaphore that wakes the parent when replies have come, and a countdown: how many of the next replies
+do not wake it. So the parent sleeps until it has as many replies as it wants. Replies that come while the countdown is
+set may wake the parent too early, never too late.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import os
+import pickle
 import select
 import signal
 import socket
+import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from marl_parallel.backends.channel import Channel, Code, Doorbell, Gone, QueuePair, control_nbytes
 from marl_parallel.backends.launching import Launcher, WorkerProcess
-from marl_parallel.backends.memory import Block, Semaphore, mapped, socket_pair
+from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, lifted, mapped, socket_pair
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend, usable_cpus
 from marl_parallel.core.columns import Layout, span_of
 from marl_parallel.core.messages import STEP_ALL, STEP_ALL_PROMPTLY, STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
+from marl_parallel.core.worker_status import WorkerStatus
 
-_TICK_S = 0.02
-"""How often to look for deaths while waiting, for the case that the fork server is dead and reports none."""
+_TICK_S = 0.02  # how often to look for deaths, for the case that the fork server is dead and reports none
 _REST_TICK_MS = 1.0
 _TERMINATED_WITHIN_S = 0.5
 _SPIN_S = 100e-6
 """How long a worker tries before it sleeps: waking an idle virtual CPU costs 20 to 50 us, as much as a step."""
 
-_STEP_PROMPTLY = Code.STEP | Code.PROMPT
-_ALL_DONE = Code.DONE | Code.LAST
-_ON_CHANNEL, _STEP, _DONE, _KIND, _LAST = Code.ON_CHANNEL, Code.STEP, Code.DONE, Code.KIND, Code.LAST
+# -- queues in shared memory -------------------------------------------------------------------------------------------
+
+_SEMAPHORES = 2 * Semaphore.SIZE
+_WAKE, _COUNTDOWN = 0, Semaphore.SIZE  # where the doorbell's semaphores are: the fork server expects the first there
+_CODE_NBYTES = 16  # with its moment
+
+
+# A code: a kind, flags, and neighbouring environments (None: all of the worker's).
+_ON_CHANNEL, _STEP, _DONE = 0, 1, 2  # the message is on the channel; step the environments; they have been stepped
+_KIND = 3  # the mask of the kind
+_LAST = _EACH = 1 << 2  # no other reply to the request follows; reply for each environment
+_PROMPT = 1 << 3  # reply at once for an environment that has infos
+_STEP_PROMPTLY = _STEP | _PROMPT
+_ALL_DONE = _DONE | _LAST
+
+
+def _code_of(kind: int, env_ids: range | None) -> int:
+    return kind if env_ids is None else kind | len(env_ids) << 8 | env_ids.start << 32
+
+
+def _env_ids_of(code: int) -> range | None:
+    count, first = code >> 8 & (1 << 24) - 1, code >> 32
+    return range(first, first + count) if count else None
+
+
+class Queue:
+    """A queue of codes that one process writes and another reads, as a circular buffer.
+
+    `ready` counts the codes that are written and not yet taken; `times` has a moment of `time.monotonic` for each code.
+    """
+
+    __slots__ = ("capacity", "codes", "read", "ready", "times", "written")
+
+    def __init__(self, buffer: mmap.mmap, semaphore: int, codes: int, capacity: int) -> None:
+        self.ready = Semaphore(buffer, semaphore)
+        self.capacity = capacity
+        view = memoryview(buffer)[codes : codes + _CODE_NBYTES * capacity]
+        self.codes, self.times = view[: 8 * capacity].cast("Q"), view[8 * capacity :].cast("d")
+        self.written = self.read = 0
+
+    def put(self, code: int, moment: float = 0.0) -> None:
+        """Write a code and wake the reader; the caller ensures that there is room."""
+        place = self.written % self.capacity
+        self.codes[place], self.times[place] = code, moment
+        self.written += 1
+        self.ready.post()
+
+    def take(self) -> int:
+        """The next code; only after `ready` was taken."""
+        code = self.codes[self.read % self.capacity]
+        self.read += 1
+        return code
+
+
+class QueuePair:
+    """The queues of one worker, and its status, in the control block; `new` clears them."""
+
+    def __init__(self, buffer: mmap.mmap, worker: int, capacity: int, *, new: bool = False) -> None:
+        start = control_nbytes(worker, capacity)
+        status = start + _SEMAPHORES
+        codes = status + WorkerStatus.NBYTES
+        if new:
+            buffer[start:codes] = bytes(codes - start)
+        self.requests = Queue(buffer, start, codes, capacity)
+        self.replies = Queue(buffer, start + Semaphore.SIZE, codes + _CODE_NBYTES * capacity, capacity)
+        if new:
+            self.requests.ready.init(0)
+            self.replies.ready.init(0)
+        self.status = WorkerStatus(memoryview(buffer)[status:codes])
+
+
+def control_nbytes(num_workers: int, capacity: int) -> int:
+    """The size of the control block, which has the doorbell and a pair for each worker."""
+    return _SEMAPHORES + num_workers * (_SEMAPHORES + WorkerStatus.NBYTES + 2 * _CODE_NBYTES * capacity)
+
+
+# -- the socket --------------------------------------------------------------------------------------------------------
+
+_PART, _WHOLE, _IN_FILE = 0, 1, 2
+"""First byte of a packet: a part of a message follows, or the last part; or the message is in the file sent along."""
+_PACKET_NBYTES = 16384
+_FD = struct.Struct("i")
+
+
+class Gone(EOFError):
+    """The other process has died, or has closed its end."""
+
+
+class Channel:
+    """One end of a socket that sends objects between two processes that may die or stop at any moment.
+
+    A simulator's own children inherit the worker's end, so its death is no end of the stream. So the parent must not
+    wait here (`receive_now`, `put`, `flush`); a worker may (`receive`, `finish`), since it dies with its parent. Of a
+    message larger than a packet only the descriptor of a file is sent: a socket holds little, and the sender must not
+    wait. All methods raise `Gone` if the other end is closed.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self.unsent: deque[tuple[bytes, list[int]]] = deque()  # packets, with the descriptors to send along
+        self._parts = bytearray()  # the received part of a message
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def put(self, message: Any) -> None:
+        """Send as much of an object as can be sent without waiting; `flush` sends the rest."""
+        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
+            self.unsent.append((bytes([_IN_FILE]), [fd]))
+        else:
+            for start in range(0, len(body), _PACKET_NBYTES):
+                stop = start + _PACKET_NBYTES
+                self.unsent.append((bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop], []))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what can be sent without waiting; returns whether that was all."""
+        while self.unsent:
+            packet, fds = self.unsent[0]
+            try:
+                socket.send_fds(self._socket, [packet], fds)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise Gone from error
+            except OSError as error:
+                # The kernel limits how many files are on their way at a time.
+                if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
+                    return False
+                raise
+            self._drop_packet()
+        return True
+
+    def _drop_packet(self) -> None:
+        for fd in self.unsent.popleft()[1]:
+            os.close(fd)
+
+    def finish(self) -> None:
+        while not self.flush():
+            self._poll(select.POLLOUT)
+
+    def receive(self) -> Any:
+        while (message := self.receive_now()) is None:
+            self._poll(select.POLLIN)
+        return message
+
+    def receive_now(self) -> Any:
+        """The next object if all of it has come, else None; never waits."""
+        while True:
+            try:
+                packet, ancillary, *_ = self._socket.recvmsg(
+                    1 + _PACKET_NBYTES, socket.CMSG_SPACE(_FD.size), socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return None
+            except ConnectionResetError as error:  # it died with something of ours unread
+                raise Gone from error
+            if not packet:
+                raise Gone
+            if packet[0] == _IN_FILE:
+                if not ancillary:
+                    text = "a large message was lost, since this process has too many files open; raise `ulimit -n`"
+                    raise OSError(errno.EMFILE, text)
+                fd = lifted(*_FD.unpack(ancillary[0][2]))
+                with open(fd, "rb"), mmap.mmap(fd, 0, prot=mmap.PROT_READ) as content:
+                    return pickle.loads(content)
+            self._parts += memoryview(packet)[1:]
+            if packet[0] == _WHOLE:
+                body, self._parts = self._parts, bytearray()
+                return pickle.loads(body)
+
+    def _poll(self, event: int) -> None:
+        poll = select.poll()  # unlike `select.select`, it takes any number of descriptors
+        poll.register(self._socket, event)
+        poll.poll()
+
+    def close(self) -> None:
+        self._socket.close()
+        while self.unsent:
+            self._drop_packet()
+
+
+def _file_of(body: bytes) -> int:
+    """A file with these bytes; -1 if this process has too many files open."""
+    try:
+        fd = anonymous_file("marl_parallel-message")
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return -1
+        raise
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(body)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+# -- in the parent -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -57,12 +262,7 @@ class _Handle:
 
 
 class ProcessBackend(Backend):
-    """One process for each worker.
-
-    Args:
-        context: "forkserver" (the default), "spawn" or "fork".
-        threads: BLAS, OpenMP and torch threads in each; None leaves them alone.
-    """
+    """One process for each worker, with so many BLAS, OpenMP and torch threads; None leaves those alone."""
 
     shares_memory = True
 
@@ -77,11 +277,13 @@ class ProcessBackend(Backend):
         self._control, self._records = Block(), Block()
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self._shares, self._capacity = shares, most_requests
-        self._control_buffer = self._control.allocate(control_nbytes(len(shares), most_requests))
-        self._doorbell = Doorbell(self._control_buffer)
-        self._doorbell.wake.init(0)
-        self._doorbell.set_countdown(0)
+        self._shares = shares
+        self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
+        self._control_buffer = self._control.allocate(control_nbytes(len(shares), self._capacity))
+        self._wake = Semaphore(self._control_buffer, _WAKE)
+        self._countdown = Semaphore(self._control_buffer, _COUNTDOWN)
+        self._wake.init(0)
+        self._countdown.init(0)
         self._launcher = Launcher(self._context, entry=__name__, wake=self._control, threads=self._threads)
         self.statuses = []
         for worker in range(len(shares)):
@@ -95,7 +297,7 @@ class ProcessBackend(Backend):
         try:
             with theirs:
                 process = launcher.launch(worker, [theirs.fileno(), self._control.fd, self._records.fd])
-            channel.put((len(self._shares) <= usable_cpus(), self._capacity))
+            channel.put((_SPIN_S if len(self._shares) <= usable_cpus() else 0.0, self._capacity))
         except BaseException:
             channel.close()
             raise
@@ -123,19 +325,23 @@ class ProcessBackend(Backend):
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         self._wakes_once = together
         if together:
-            self._doorbell.set_countdown(len(requests) - 1)
+            self._countdown.init(len(requests) - 1)
         for worker, request in requests.items():
             handle = self._handles[worker]
             handle.expected += 1
             if handle.lost is not None or self._launcher is None:
-                self._doorbell.wake.post()
+                self._wake.post()
                 continue
             if request is STEP_ALL:
                 code = _STEP
             elif request is STEP_ALL_PROMPTLY:
                 code = _STEP_PROMPTLY
             else:
-                code = _code_of_request(request)
+                message, env_ids, payload, each, prompt = request
+                span = None if env_ids is None else span_of(env_ids)
+                code = _ON_CHANNEL
+                if message is Message.STEP and payload is None and (env_ids is None or span is not None):
+                    code = _code_of(_STEP | each * _EACH | prompt * _PROMPT, span)
             queue = handle.queues.requests  # as `Queue.put`, which would cost as much again
             place = queue.written % queue.capacity
             queue.codes[place] = code
@@ -157,11 +363,14 @@ class ProcessBackend(Backend):
             if self._partial:
                 if deadline is not None and time.monotonic() >= deadline:
                     break
-                self._await_rest()
+                poller = select.poll()  # the doorbell does not ring for the rest of a message
+                for worker in self._partial:
+                    poller.register(self._handles[worker].channel.fileno(), select.POLLIN)
+                poller.poll(_REST_TICK_MS)
             elif deadline is None:
-                self._doorbell.wake.nap(_TICK_S)
+                self._wake.nap(_TICK_S)
             elif (patience := min(_TICK_S, deadline - time.monotonic())) > 0:
-                self._doorbell.wake.take(patience)
+                self._wake.take(patience)
             else:
                 break
             new = self._received()
@@ -174,8 +383,9 @@ class ProcessBackend(Backend):
     def _complete(self, replies: list[tuple[int, Reply | Lost]], at_least: int) -> bool:
         """Whether there are enough replies; else the doorbell is set to ring for the last missing one."""
         while len(replies) < at_least and not any(type(reply) is Lost for _, reply in replies):
-            self._doorbell.set_countdown(at_least - len(replies) - 1)
-            self._doorbell.clear()
+            self._countdown.init(at_least - len(replies) - 1)
+            while self._wake.try_take():
+                pass
             if self._interrupted:
                 return True
             new = self._received()  # replies that came before this may not have rung
@@ -223,8 +433,8 @@ class ProcessBackend(Backend):
             if code == _ALL_DONE:
                 replies.append((worker, STEPPED))
             elif code & _KIND == _DONE:
-                last = bool(code & _LAST)
-                replies.append((worker, Reply(Message.STEP, Code.env_ids(code), {}, {}, queue.moment, last)))
+                moment = queue.times[(queue.read - 1) % queue.capacity]  # of the code taken last
+                replies.append((worker, Reply(Message.STEP, _env_ids_of(code), {}, {}, moment, bool(code & _LAST))))
             else:
                 try:
                     reply = handle.channel.receive_now()
@@ -242,13 +452,6 @@ class ProcessBackend(Backend):
             self._partial.pop(worker, None)
             replies.append((worker, handle.lost))
         return replies
-
-    def _await_rest(self) -> None:
-        """Wait a moment for the rest of partially received messages, for which the doorbell does not ring."""
-        poller = select.poll()
-        for worker in self._partial:
-            poller.register(self._handles[worker].channel.fileno(), select.POLLIN)
-        poller.poll(_REST_TICK_MS)
 
     def _look_for_deaths(self) -> None:
         self._looked = time.monotonic()
@@ -270,7 +473,7 @@ class ProcessBackend(Backend):
     def interrupt(self) -> None:
         self._interrupted = True
         if self._launcher is not None:
-            self._doorbell.wake.post()
+            self._wake.post()
 
     def stack(self, worker: int) -> str:
         return self._launcher.stack(self._handles[worker].process) if self._launcher is not None else ""
@@ -303,16 +506,8 @@ class ProcessBackend(Backend):
     def abandon(self) -> None:
         launcher, self._launcher = self._launcher, None
         if launcher is not None:
-            launcher.abandon()
+            launcher.close(forked=True)
         self._release()
-
-
-def _code_of_request(request: Request) -> int:
-    message, env_ids, payload, each, prompt = request
-    span = None if env_ids is None else span_of(env_ids)
-    if message is not Message.STEP or payload is not None or (env_ids is not None and span is None):
-        return _ON_CHANNEL
-    return Code.of(_STEP | each * Code.EACH | prompt * Code.PROMPT, span)
 
 
 # -- in the worker process ---------------------------------------------------------------------------------------------
@@ -323,53 +518,46 @@ def main(index: int, fds: Sequence[int]) -> None:
     connection, control_fd, records_fd = fds
     control = mapped(control_fd)
     channel = Channel(socket.socket(fileno=connection))
-    spin, capacity = channel.receive()
-    queues, doorbell = QueuePair(control, index, capacity), Doorbell(control)
+    spin_s, capacity = channel.receive()
+    wake, countdown = Semaphore(control, _WAKE), Semaphore(control, _COUNTDOWN)
+    queues = QueuePair(control, index, capacity)
     worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True)
-    send, spin_s = _sender(queues, doorbell, channel), _SPIN_S if spin else 0.0
+    ready = queues.requests.ready
+
+    def send(reply: Reply) -> None:
+        message, env_ids, results, failures, completed, last = reply
+        code = _LAST if last else 0
+        on_channel = message is not Message.STEP or results or failures
+        if on_channel:
+            # The code comes after the message, so that the parent is not woken for an incomplete one. The exception is
+            # a message larger than the room in the socket: the parent must read so that the rest can be sent.
+            channel.put(reply)
+            code |= _ON_CHANNEL
+        else:
+            code |= _DONE if env_ids is None else _code_of(_DONE, span_of(env_ids))
+        queues.replies.put(code, completed)
+        if countdown.try_wait():
+            wake.post()
+        if on_channel:
+            channel.finish()
+
     while True:
-        _await(queues.requests.ready, spin_s)
-        request = _request_of(queues.requests.take(), channel)
+        spin_until = time.monotonic() + spin_s
+        while ready.try_wait():
+            if time.monotonic() >= spin_until:
+                ready.take()
+                break
+            os.sched_yield()  # the parent may need this CPU
+        code = queues.requests.take()
+        if code == _STEP:
+            request = STEP_ALL
+        elif code == _STEP_PROMPTLY:
+            request = STEP_ALL_PROMPTLY
+        elif code & _KIND == _STEP:
+            request = Request(Message.STEP, _env_ids_of(code), each=bool(code & _EACH), prompt=bool(code & _PROMPT))
+        else:
+            request = channel.receive()
         worker.execute(request, send)
         if request.message is Message.CLOSE:
             channel.close()
             return
-
-
-def _sender(queues: QueuePair, doorbell: Doorbell, channel: Channel) -> Callable[[Reply], None]:
-    def send(reply: Reply) -> None:
-        message, env_ids, results, failures, completed, last = reply
-        flags = _LAST if last else 0
-        if message is not Message.STEP or results or failures:
-            # The code comes after the message, so that the parent is not woken for an incomplete one. The exception is
-            # a message larger than the room in the socket: the parent must read so that the rest can be sent.
-            channel.put(reply)
-            queues.replies.put(_ON_CHANNEL | flags, completed)
-            doorbell.ring()
-            channel.finish()
-            return
-        code = _DONE | flags
-        queues.replies.put(code if env_ids is None else Code.of(code, span_of(env_ids)), completed)
-        doorbell.ring()
-
-    return send
-
-
-def _await(ready: Semaphore, spin_s: float) -> None:
-    try_wait, spin_until = ready.try_wait, time.monotonic() + spin_s
-    while time.monotonic() < spin_until:
-        if not try_wait():
-            return
-        os.sched_yield()  # the parent may need this CPU
-    ready.take()
-
-
-def _request_of(code: int, channel: Channel) -> Request:
-    if code == _STEP:
-        return STEP_ALL
-    if code == _STEP_PROMPTLY:
-        return STEP_ALL_PROMPTLY
-    if code & _KIND == _STEP:
-        return Request(Message.STEP, Code.env_ids(code), each=bool(code & Code.EACH), prompt=bool(code & Code.PROMPT))
-    request: Request = channel.receive()
-    return request

@@ -86,20 +86,13 @@ class Actor:
         self.clock_offset = 0.0  # this machine's clock minus its own, in seconds, at most
         self.closed = False  # whether it has closed its environments
 
-    @property
-    def next(self) -> Any:
-        """The reference to its next result, None if there is none."""
-        if self.starting is not None:
-            return self.starting
-        return self.pending[0].ref if self.pending else None
-
     def update(self, status: bytes, now: float) -> None:
         """Copy the status, read at the time `now` of the other machine's clock."""
         self.clock_offset = min(self.clock_offset, time.monotonic() - now)
         self.status.copy_from(status, self.clock_offset)
 
     def localized(self, reply: Reply, pending: Pending) -> Reply:
-        """A reply in this machine's time; it is the last one only if its order is."""
+        """A reply with this machine's time; it is the last one only if its order is."""
         return reply._replace(completed=reply.completed + self.clock_offset, last=reply.last and pending.last)
 
 
@@ -186,7 +179,17 @@ class RayBackend(Backend):
         if _connection.own_cluster:
             self._resources = {_SLOT: 1, **{name: n for name, n in self._resources.items() if name != "CPU"}}
         try:
-            self._group = _reserve(self._resources, len(shares), self._placement, self._placement_timeout)
+            count, timeout = len(shares), self._placement_timeout
+            self._group = placement_group([dict(self._resources)] * count, strategy=self._placement)
+            before_warning = min(_WARN_AFTER_S, timeout)
+            if not self._group.wait(before_warning):
+                logger.warning("waiting for room in the Ray cluster: %s", _shortage(self._resources, count))
+                if not self._group.wait(timeout - before_warning):
+                    raise ParallelEnvError(
+                        f"the Ray cluster has no room after {timeout:g} s: {_shortage(self._resources, count)}. Ask "
+                        "for fewer workers (num_workers=) or less for each (RayBackend(num_cpus=, resources=)), or add "
+                        "nodes"
+                    )
             for node in {*placement_group_table(self._group)["bundles_to_node_id"].values()} - {None, ""}:
                 _monitor_of(node, self._runtime_env)  # so that it starts at the same time as the workers
             self._actors = [self._new_actor(worker) for worker in range(len(shares))]
@@ -261,7 +264,12 @@ class RayBackend(Backend):
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         replies, self._lost = self._lost, []
         while not self._interrupted and not any(isinstance(reply, Lost) for _, reply in replies):
-            expected = {actor.next: worker for worker, actor in enumerate(self._actors) if actor.next is not None}
+            expected = {}  # the worker of each reference to a next result
+            for worker, actor in enumerate(self._actors):
+                if actor.starting is not None:
+                    expected[actor.starting] = worker
+                elif actor.pending:
+                    expected[actor.pending[0].ref] = worker
             if not expected:
                 break
             missing = at_least - len(replies)
@@ -271,24 +279,21 @@ class RayBackend(Backend):
                 replies += [(expected[ref], reply) for reply in self._receive(expected[ref], result)]
             if missing <= 0 or (left == 0.0 and not results):
                 break
-            if not results:
-                self._check_starts()
+            if results:
+                continue
+            for worker, actor in enumerate(self._actors):  # all others would wait for one that never starts
+                if actor.starting is not None and time.monotonic() - actor.since > self._placement_timeout:
+                    raise ParallelEnvError(
+                        f"worker {worker} could not be {'started' if self._slices is None else 'replaced'} within "
+                        f"{self._placement_timeout:g} s: {_shortage(self._resources, 1)}. Add nodes, or raise "
+                        "RayBackend(placement_timeout=)",
+                        env_ids=[*self._shares[worker]],
+                        worker=worker,
+                    )
         self._interrupted = False
         if timeout is not None and len(replies) < at_least:
             self.look()
         return replies
-
-    def _check_starts(self) -> None:
-        """Raise if a worker takes too long to start: all others would wait for it for ever."""
-        for worker, actor in enumerate(self._actors):
-            if actor.starting is not None and time.monotonic() - actor.since > self._placement_timeout:
-                raise ParallelEnvError(
-                    f"worker {worker} could not be {'started' if self._slices is None else 'replaced'} within "
-                    f"{self._placement_timeout:g} s: {_shortage(self._resources, 1)}. Add nodes, or raise "
-                    "RayBackend(placement_timeout=)",
-                    env_ids=[*self._shares[worker]],
-                    worker=worker,
-                )
 
     def _receive(self, worker: int, packed: Any) -> list[Reply | Lost]:
         """The replies of a worker, from its result or from Ray's error in its place."""
@@ -297,8 +302,13 @@ class RayBackend(Backend):
             raise packed
         if isinstance(packed, RayError):
             return self._note_death(worker, packed)
+        if isinstance(packed, ProcessInfo):  # it is up, and a node monitor has to watch it
+            actor.clock_offset = time.monotonic() - packed.now
+            actor.monitor = _monitor_of(packed.node, self._runtime_env)
+            actor.starting = actor.monitor.watch.remote(actor.key, packed)
+            return []
         if actor.starting is not None:
-            self._note_start(worker, packed)
+            self._note_start(worker, watched=packed)
             return []
         result, pending = unpack(packed), actor.pending.popleft()
         if not result.replies:
@@ -309,16 +319,11 @@ class RayBackend(Backend):
         actor.closed |= pending.request.message is Message.CLOSE
         return [actor.localized(reply, pending) for reply in result.replies]
 
-    def _note_start(self, worker: int, started: ProcessInfo | bool) -> None:
-        """Have a node monitor watch a worker that is up; send requests after the monitor's reply."""
+    def _note_start(self, worker: int, *, watched: bool) -> None:
+        """Send the requests that waited for the start of a worker."""
         actor = self._actors[worker]
-        if isinstance(started, ProcessInfo):
-            actor.clock_offset = time.monotonic() - started.now
-            actor.monitor = _monitor_of(started.node, self._runtime_env)
-            actor.starting = actor.monitor.watch.remote(actor.key, started)
-            return
         actor.starting = None
-        if not started:  # it is not watched: if it dies, the error has no exit code and no stack
+        if not watched:  # if it dies, the error has no exit code and no stack
             actor.monitor = None
         waiting, actor.waiting = actor.waiting, []
         for request in waiting:
@@ -368,15 +373,19 @@ class RayBackend(Backend):
 
     def _note_death(self, worker: int, error: RayError) -> list[Reply | Lost]:
         """The last replies of a worker that is dead, or whose monitor is, by Ray's error."""
-        actor, reason = self._actors[worker], _reason(error)
+        actor, text = self._actors[worker], str(error).strip()
+        because = _BECAUSE.search(text)
+        reason = because[1] if because else text.partition("\n")[0].rstrip(".") or type(error).__name__
         if actor.starting is not None and actor.monitor is not None:
             logger.warning("the node monitor of environments %s is dead: %s", [*self._shares[worker]], reason)
-            _forget_monitor(actor.monitor)
-            self._note_start(worker, False)
+            with _lock:  # `_monitor_of` starts another one
+                monitors = _connection.monitors
+                _connection.monitors = {key: one for key, one in monitors.items() if one is not actor.monitor}
+            self._note_start(worker, watched=False)
             return []
         replies, lost = self._fetch_last_state(worker, kill=False)
         if actor.starting is not None:
-            reason = str(error).strip()
+            reason = text
         actor.starting = None
         actor.pending.clear()
         actor.waiting.clear()
@@ -446,13 +455,6 @@ def _by_monitor(actors: Iterable[Actor]) -> dict[Any, list[int]]:
     return keys
 
 
-def _reason(error: RayError) -> str:
-    """Ray's reason of a death, in one line."""
-    text = str(error).strip()
-    because = _BECAUSE.search(text)
-    return because[1] if because else text.partition("\n")[0].rstrip(".") or type(error).__name__
-
-
 def _check_positive(name: str, number: Any, kind: type[Any], expected: str) -> None:
     if isinstance(number, bool) or not isinstance(number, kind) or not number > 0:
         raise ValueError(f"{name} must be {expected} more than 0, got {number!r}")
@@ -490,7 +492,20 @@ def connect(address: str | None, *, start: bool = False) -> bool:
                     "already; call ray.shutdown() first, or leave the address out"
                 )
         elif (found := _announced() if address in (None, "auto") else address) is not None:
-            _connect(found)
+            if found.startswith("ray://"):
+                raise ValueError(
+                    f"the address {found!r} is that of a Ray Client, which cannot run these workers; run this program "
+                    "on a node of the cluster, without an address"
+                )
+            try:
+                _check_reachable(found)
+                ray.init(address=found)
+            except (OSError, RuntimeError, RayError) as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise ConnectionError(
+                    f"no Ray cluster can be reached at {found}: {reason}. Start one with `ray start --head`, or leave "
+                    "the address, and RAY_ADDRESS, out"
+                ) from error
             _connection.started_here, _connection.own_cluster = True, False
         elif address is not None:
             raise ConnectionError("no Ray cluster runs on this machine, and RAY_ADDRESS names none: `ray start --head`")
@@ -518,23 +533,6 @@ def disconnect() -> None:
                 ray.shutdown()
 
 
-def _connect(address: str) -> None:
-    if address.startswith("ray://"):
-        raise ValueError(
-            f"the address {address!r} is that of a Ray Client, which cannot run these workers; run this program on a "
-            "node of the cluster, without an address"
-        )
-    try:
-        _check_reachable(address)
-        ray.init(address=address)
-    except (OSError, RuntimeError, RayError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConnectionError(
-            f"no Ray cluster can be reached at {address}: {reason}. Start one with `ray start --head`, or leave the "
-            "address, and RAY_ADDRESS, out"
-        ) from error
-
-
 def _announced() -> str | None:
     """The address in RAY_ADDRESS, else of the cluster of `ray start` on this machine, not of another program's own."""
     address = os.environ.get("RAY_ADDRESS", "")
@@ -559,24 +557,6 @@ def _check_reachable(address: str) -> None:
             pass
 
 
-def _reserve(resources: Mapping[str, float], count: int, placement: str, timeout: float) -> PlacementGroup:
-    """A bundle of resources for each worker; `ParallelEnvError` if there is no room within `timeout` seconds."""
-    group = placement_group([dict(resources)] * count, strategy=placement)
-    try:
-        before_warning = min(_WARN_AFTER_S, timeout)
-        if not group.wait(before_warning):
-            logger.warning("waiting for room in the Ray cluster: %s", _shortage(resources, count))
-            if not group.wait(timeout - before_warning):
-                raise ParallelEnvError(
-                    f"the Ray cluster has no room after {timeout:g} s: {_shortage(resources, count)}. Ask for fewer "
-                    "workers (num_workers=) or less for each (RayBackend(num_cpus=, resources=)), or add nodes"
-                )
-    except BaseException:
-        remove_placement_group(group)
-        raise
-    return group
-
-
 def _shortage(resources: Mapping[str, float], count: int) -> str:
     total, free = ray.cluster_resources(), ray.available_resources()
     each = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
@@ -595,9 +575,3 @@ def _monitor_of(node: str, runtime_env: dict[str, Any] | None) -> Any:
             options = monitor.options(num_cpus=0, scheduling_strategy=strategy, runtime_env=runtime_env)
             _connection.monitors[key] = options.remote()
         return _connection.monitors[key]
-
-
-def _forget_monitor(monitor: Any) -> None:
-    """Forget a dead monitor, so that `_monitor_of` starts another one."""
-    with _lock:
-        _connection.monitors = {key: one for key, one in _connection.monitors.items() if one is not monitor}

@@ -39,7 +39,6 @@ from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
 _LARGE_NBYTES = 1 << 20
-_STACK_TIMEOUT_S = 1.0
 _DEATH_TIMEOUT_S = 2.0
 
 # From <linux/pidfd.h>: struct pidfd_info in its first size, which ends with the exit code.
@@ -75,9 +74,6 @@ class Result(NamedTuple):
     records: NDArray[Any] | None
 
 
-LastState: TypeAlias = tuple[bytes, bytes, list[tuple[int, Reply]], Lost]
-"""Of a dead worker: its status, whole records, saved replies with the numbers of their orders, and how it died."""
-
 Packed: TypeAlias = bytes | tuple[bytes, NDArray[Any]]
 
 
@@ -96,14 +92,7 @@ def unpack(packed: Packed) -> Result:
 
 
 class RayWorker:
-    """The actor of one worker.
-
-    Args:
-        share: Its environments.
-        num_threads: BLAS, OpenMP and torch threads; None leaves them alone.
-        token: The driver's part of the marker.
-        path: The driver's module search path; its folders that exist here are searched last.
-    """
+    """The actor of one worker; folders of the driver's module search path that exist here are searched last."""
 
     def __init__(self, share: range, num_threads: int | None, token: str, path: Sequence[str]) -> None:
         sys.path += [folder for folder in path if folder not in sys.path and os.path.exists(folder)]
@@ -112,7 +101,7 @@ class RayWorker:
         self._status = _mapped(self._files.status, WorkerStatus.NBYTES)
         self._slices: RecordSlices | None = None
         self._worker = Worker(WorkerStatus(self._status), self._attach, own_process=True)
-        self._marker = os.environ[descendants.MARKER] = descendants.marker_value(token, os.getpid())
+        self._marker = os.environ[descendants.MARKER] = f"{token}.{os.getpid():010d}"
         descendants.report_to(self._files.crash)
         os.environ.update(interpreter.thread_variables(num_threads))
         if num_threads is not None:
@@ -255,10 +244,15 @@ class RayNodeMonitor:
         WorkerStatus(self._workers[key].status).discard()
 
     def stack(self, key: int) -> str:
-        return self._workers[key].crash.stack(self._workers[key].pid, _STACK_TIMEOUT_S)
+        return self._workers[key].crash.stack(self._workers[key].pid)
 
-    def last_state(self, key: int, span: tuple[int, int], *, kill: bool) -> LastState:
-        """The `LastState` of a worker that is dead, dying or to be killed; its records lie at `span` in the block."""
+    def last_state(
+        self, key: int, span: tuple[int, int], *, kill: bool
+    ) -> tuple[bytes, bytes, list[tuple[int, Reply]], Lost]:
+        """The state of a worker that is dead, dying or to be killed; its records lie at `span` in the block.
+
+        Returns its status, its whole records, its saved replies with the numbers of their orders, and how it died.
+        """
         worker, (start, stop) = self._workers[key], span
         if kill:
             worker.kill()
@@ -283,7 +277,6 @@ os.setsid()
 from marl_parallel.backends.ray_worker import run_child_reaper
 run_child_reaper()
 """
-_MOST_NBYTES = 1024
 
 
 def start_child_reaper() -> socket.socket:
@@ -311,16 +304,16 @@ def start_child_reaper() -> socket.socket:
 
 def run_child_reaper() -> None:
     """Run the child reaper, whose standard input is the other end of the socket."""
+
+    def reap_after(handle: int, pid: int, marker: str) -> None:
+        wait([handle])
+        descendants.kill_left_behind(pid, marker)
+        os.close(handle)
+
     with socket.socket(fileno=0) as workers:
         while True:
-            worker, handles, _, _ = socket.recv_fds(workers, _MOST_NBYTES, 1)
+            worker, handles, _, _ = socket.recv_fds(workers, 1024, 1)
             if not worker:
                 return  # Python ends when all threads have
             pid, _, marker = worker.decode().partition(" ")
-            threading.Thread(target=_reap_after, args=(handles[0], int(pid), marker)).start()
-
-
-def _reap_after(handle: int, pid: int, marker: str) -> None:
-    wait([handle])
-    descendants.kill_left_behind(pid, marker)
-    os.close(handle)
+            threading.Thread(target=reap_after, args=(handles[0], int(pid), marker)).start()

@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import errno
 import fcntl
-import functools
 import gc
 import importlib
 import itertools
@@ -38,13 +37,10 @@ from typing import NamedTuple, NoReturn
 from marl_parallel.backends import descendants, interpreter
 from marl_parallel.backends.memory import Semaphore, fill_standard, lifted, mapped, pipe
 
-CLEARED_WITHIN_S = 5.0
-"""How long a keeper, or the server at its end, tries to kill what is left."""
-_REPORTS_WITHIN_S = 1.0
-"""How long a keeper kills what is left before it reports the death, even if not everything is gone."""
+CLEARED_WITHIN_S = 5.0  # how long a keeper, or the server at its end, tries to kill what is left
+_REPORTS_WITHIN_S = 1.0  # how long a keeper does before it reports the death, even if not everything is gone
 _MOST_FDS = 16  # in one request
-_REPORTED = 0
-"""The exit code of a keeper that has reported how its worker died."""
+_REPORTED = 0  # the exit code of a keeper that has reported how its worker died
 
 
 class Reply(IntEnum):
@@ -76,16 +72,7 @@ class Setting(NamedTuple):
 
 
 class Server:
-    """The fork server.
-
-    Args:
-        connection: Descriptor of the socket to the parent.
-        guard: Read end of a pipe of which the parent has the write end.
-        wake: Descriptor of shared memory that begins with a semaphore, which each death posts.
-        parent: The parent's process id.
-        context: "forkserver", "spawn" or "fork".
-        entry: The workers' module, loaded here so that they find it loaded.
-    """
+    """The fork server; `guard` is the read end of a pipe of the parent, and `entry` is loaded before workers start."""
 
     def __init__(self, connection: int, guard: int, wake: int, parent: int, context: str, entry: str) -> None:
         # The program that started the parent may have had signals blocked, of which SIGCHLD announces deaths.
@@ -121,7 +108,10 @@ class Server:
         finally:
             self.socket.close()
             os.close(self.own_guard_end)  # kills the workers; their keepers end what has left their groups
-            self.wait_for_keepers(CLEARED_WITHIN_S)
+            deadline = time.monotonic() + CLEARED_WITHIN_S
+            while self.keepers and time.monotonic() < deadline:
+                self.reap_keepers()
+                time.sleep(0.001)
             descendants.kill_children(1.0)
 
     def serve(self) -> None:
@@ -184,13 +174,6 @@ class Server:
                     descendants.kill_children(_REPORTS_WITHIN_S, spare=self.keepers.keys())
                     self.reply(Reply.DIED, request, -signal.SIGKILL)
 
-    def wait_for_keepers(self, timeout: float) -> None:
-        """Wait until all keepers have killed what their workers have left."""
-        deadline = time.monotonic() + timeout
-        while self.keepers and time.monotonic() < deadline:
-            self.reap_keepers()
-            time.sleep(0.001)
-
     def keep(self, request: int, fds: Sequence[int]) -> NoReturn:
         """Be a keeper: fork a worker, wait for its death, kill what it leaves behind, report."""
         exitcode = 1
@@ -206,9 +189,11 @@ class Server:
                 os._exit(_REPORTED)
             if not worker:
                 os.close(guard_end)
-                run_and_exit(functools.partial(self.work, fds, guard))
+                run_and_exit(lambda: self.work(fds, guard))
             self.reply(Reply.LAUNCHED, request, worker)
-            _close_all_but({guard_end, self.socket.fileno()})
+            for fd in {*map(int, os.listdir("/proc/self/fd"))} - {guard_end, self.socket.fileno()}:
+                with contextlib.suppress(OSError):  # the descriptor of this listing
+                    os.close(fd)
             while (code := descendants.reap(worker)) is None:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
                 if ended is not None and ended.si_pid != worker:
@@ -223,7 +208,7 @@ class Server:
 
     def work(self, fds: Sequence[int], guard: int) -> NoReturn:
         """Be a worker: close what belongs to the server, and write to the parent's output."""
-        setting, crash, out, err, *worker_fds = fds
+        file, crash, out, err, *worker_fds = fds
         for fd in self.inherited:
             os.close(fd)
         self.socket.close()
@@ -234,13 +219,35 @@ class Server:
             os.dup2(source, target)
             os.close(source)
         guards = [self.guard, self.own_guard, guard]
-        if self.context == "spawn":
-            _execute(setting, worker_fds, crash, guards)
+        if self.context == "spawn":  # execute a fresh interpreter
+            os.setsid()
+            with open(file, "rb", closefd=False) as stream:
+                setting: Setting = pickle.load(stream)
+            os.lseek(file, 0, os.SEEK_SET)  # `become_worker` reads it again
+            arguments = file, worker_fds, crash, guards
+            text = _FRESH_WORKER.format(crash=crash, stack_signal=descendants.STACK_SIGNAL, arguments=arguments)
+            command, program = interpreter.program(text, setting.path)
+            for fd in (program, file, crash, *guards, *worker_fds):
+                os.set_inheritable(fd, True)
+            # Some libraries cannot be imported in a folder that was removed.
+            os.chdir(setting.cwd)
+            # Python ignores these signals in itself, not in programs that it executes.
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_DFL)
+            os.execve(command[0], command, setting.environ)
         if self.context == "fork":
-            _forget_cleanup_of_parent()
+            # What `atexit` and `multiprocessing` clean up at exit belongs to the parent. No public function drops it.
+            atexit._clear()
+            if (util := sys.modules.get("multiprocessing.util")) is not None:
+                util._finalizer_registry.clear()
+                process = sys.modules["multiprocessing.process"]
+                process._children = set()  # type: ignore[attr-defined]
+                process._process_counter = itertools.count(1)  # type: ignore[attr-defined]
+                util._run_after_forkers()
+                atexit.register(util._exit_function)
         if self.collects:
             gc.enable()
-        become_worker(setting, worker_fds, crash, guards)
+        become_worker(file, worker_fds, crash, guards)
 
 
 def run_and_exit(run: Callable[[], object]) -> NoReturn:
@@ -255,25 +262,6 @@ def run_and_exit(run: Callable[[], object]) -> NoReturn:
         os._exit(exitcode)
 
 
-def _close_all_but(open_fds: set[int]) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in open_fds:
-            with contextlib.suppress(OSError):  # the descriptor of this listing
-                os.close(int(name))
-
-
-def _forget_cleanup_of_parent() -> None:
-    """Drop what `atexit` and `multiprocessing` clean up at exit: it belongs to the parent. No public function does."""
-    atexit._clear()
-    if (util := sys.modules.get("multiprocessing.util")) is not None:
-        util._finalizer_registry.clear()
-        process = sys.modules["multiprocessing.process"]
-        process._children = set()  # type: ignore[attr-defined]
-        process._process_counter = itertools.count(1)  # type: ignore[attr-defined]
-        util._run_after_forkers()
-        atexit.register(util._exit_function)
-
-
 # -- the start of a worker ---------------------------------------------------------------------------------------------
 
 # A fresh interpreter starts with all signals blocked. It must be able to write its stack before it loads anything.
@@ -282,38 +270,14 @@ faulthandler.enable({crash})
 faulthandler.register({stack_signal}, {crash})
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
 from marl_parallel.backends.server import become_worker
-become_worker({file}, {fds}, {crash}, {guards})
+become_worker(*{arguments})
 """
 
 
-def _execute(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -> None:
-    """Become a fresh interpreter that becomes a worker; the arguments are those of `become_worker`."""
-    os.setsid()
-    with open(file, "rb", closefd=False) as stream:
-        setting: Setting = pickle.load(stream)
-    os.lseek(file, 0, os.SEEK_SET)  # `become_worker` reads it again
-    text = _FRESH_WORKER.format(
-        stack_signal=descendants.STACK_SIGNAL, crash=crash, file=file, fds=[*fds], guards=[*guards]
-    )
-    command, program = interpreter.program(text, setting.path)
-    for fd in (program, file, crash, *guards, *fds):
-        os.set_inheritable(fd, True)
-    # Some libraries cannot be imported in a folder that was removed.
-    os.chdir(setting.cwd)
-    # Python ignores these signals in itself, not in programs that it executes.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    os.execve(command[0], command, setting.environ)
-
-
 def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -> NoReturn:
-    """Turn the process just started into a worker, run its main function, exit.
+    """Turn the process just started into a worker, run its main function with `fds`, exit.
 
-    Args:
-        file: Descriptor of the pickled `Setting`.
-        fds: Descriptors for the worker's main function.
-        crash: Descriptor that `faulthandler` writes to.
-        guards: Read ends of pipes that stay empty; the worker is killed when the last write end of one is closed.
+    The `Setting` is in `file`. The worker is killed when the last write end of one of the pipes `guards` is closed.
     """
     exitcode = 1
     try:
@@ -323,10 +287,23 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
         reset_signals()  # all were blocked until this process can handle them
         for fd in (crash, *fds):  # a fresh interpreter has inherited them
             os.set_inheritable(fd, False)
-        _open_output()
+        for name, fd in (("stdout", 1), ("stderr", 2)):  # whatever they are in a parent that forked
+            stream = getattr(sys, f"__{name}__")
+            if stream is None or stream.closed:
+                stream = open(fd, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            stream.reconfigure(line_buffering=True)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
         with open(file, "rb") as setting_file:
             setting: Setting = pickle.load(setting_file)
-        _adopt(setting)
+        os.chdir(setting.cwd)
+        sys.path[:] = setting.path
+        sys.argv[:] = setting.argv
+        for name in os.environ.keys() - setting.environ.keys():
+            del os.environ[name]
+        os.environ.update(setting.environ)
+        if setting.loaded_threads is not None:
+            interpreter.limit_loaded_libraries(setting.loaded_threads)
         for guard in guards:
             _arm(guard)
         # The caller's script is not part of a worker. A simulator that starts processes by multiprocessing's spawn
@@ -371,30 +348,6 @@ def reset_signals() -> None:
     # Libraries install handlers in C that Python does not know: SDL makes an event of this one.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-def _open_output() -> None:
-    """Have `sys.stdout` and `sys.stderr` write to descriptors 1 and 2, whatever they are in a parent that forked."""
-    for name, fd in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, f"__{name}__")
-        if stream is None or stream.closed:
-            stream = open(fd, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        stream.reconfigure(line_buffering=True)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-
-
-def _adopt(setting: Setting) -> None:
-    os.chdir(setting.cwd)
-    sys.path[:] = setting.path
-    sys.argv[:] = setting.argv
-    for name in os.environ.keys() - setting.environ.keys():
-        del os.environ[name]
-    for name, value in setting.environ.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
-    if setting.loaded_threads is not None:
-        interpreter.limit_loaded_libraries(setting.loaded_threads)
 
 
 def _arm(guard: int) -> None:

@@ -8,16 +8,7 @@ Requests and replies travel over a `multiprocessing` connection with two threads
 stops in the middle of a message never blocks `post` and `wait`. `subprocess` starts the process, since
 `multiprocessing.Process` imports the caller's script again in the worker.
 
-What is weaker here than in `process.py`, which needs Linux:
-
-- Each request and reply is pickled and sent, which costs about 200 us more per batch. Nothing spins before it sleeps.
-- A worker starts as a fresh interpreter, which takes some tenths of a second and memory of its own.
-- A thread of the worker notices that the parent is gone. It does not run while a simulator holds the GIL or the process
-  is stopped. The parent looks for deaths of workers every 20 ms.
-- Only a worker's process group ends with it. Processes that have left the group survive; on Windows, which has no such
-  groups, all processes that the simulator started survive.
-- Without anonymous memory in the system, the memory is an unlinked file in the folder for temporary files.
-- Windows: no stack of a worker that hangs.
+docs/faults.md says what is weaker here than in `process.py`, which needs Linux.
 """
 
 from __future__ import annotations
@@ -54,8 +45,7 @@ _STARTED_WITHIN_S = 60.0
 _TERMINATED_WITHIN_S = 0.5
 _KILLED_WITHIN_S = 5.0
 _DIES_WITHIN_S = 0.5
-_STARTED = "started"
-"""The first message of a worker."""
+_STARTED = "started"  # the first message of a worker
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 _UNKNOWN = Lost(None, "")
 
@@ -74,11 +64,7 @@ serve(link, *arguments)
 
 
 class PortableProcessBackend(Backend):
-    """One process for each worker.
-
-    Args:
-        threads: BLAS, OpenMP and torch threads in each; None leaves them alone.
-    """
+    """One process for each worker, with so many BLAS, OpenMP and torch threads; None leaves those alone."""
 
     shares_memory = True
 
@@ -94,9 +80,9 @@ class PortableProcessBackend(Backend):
         self._shares = shares
         try:
             self._status_view = memoryview(self._status.allocate(len(shares) * WorkerStatus.NBYTES))
-            self.statuses = [self._new_status(worker) for worker in range(len(shares))]
             for worker in range(len(shares)):
                 self._workers.append(self._started(worker))
+            self.statuses = [process.status for process in self._workers]
             deadline = time.monotonic() + _STARTED_WITHIN_S
             for process in self._workers:
                 process.wait_started(deadline)
@@ -104,13 +90,11 @@ class PortableProcessBackend(Backend):
             self.stop(0.0)
             raise
 
-    def _new_status(self, worker: int) -> WorkerStatus:
+    def _started(self, worker: int) -> _WorkerProcess:
         status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
         status[:] = bytes(WorkerStatus.NBYTES)
-        return WorkerStatus(status)
-
-    def _started(self, worker: int) -> _WorkerProcess:
-        return _WorkerProcess(worker, self._status.fd, self._records.fd, self._threads, self._events)
+        fds = [self._status.fd, self._records.fd]
+        return _WorkerProcess(worker, WorkerStatus(status), fds, self._threads, self._events)
 
     def end(self, worker: int) -> list[Reply]:
         if not self._open:
@@ -123,10 +107,12 @@ class PortableProcessBackend(Backend):
     def replace(self, worker: int) -> None:
         if not self._open:
             return
-        _end([self._workers[worker]])
-        self._workers[worker].close()
-        self.statuses[worker] = self._new_status(worker)
+        old = self._workers[worker]
+        _end([old])
+        old.hang_up()
+        old.free()
         self._workers[worker] = process = self._started(worker)
+        self.statuses[worker] = process.status
         with contextlib.suppress(RuntimeError):  # it has died as well, which `wait` reports
             process.wait_started(time.monotonic() + _STARTED_WITHIN_S)
 
@@ -182,17 +168,16 @@ class PortableProcessBackend(Backend):
             return [index for index, worker in enumerate(workers) if worker.exitcode() is None]
         finally:
             for worker in workers:
-                worker.close()
-            self._close_memory()
+                worker.hang_up()
+                worker.free()
+            self._status.close_fd()
+            self._records.close_fd()
 
     def abandon(self) -> None:
         # A worker takes the end of its connection for the parent's end: the copies in this process must be closed.
         self._open = False
         for worker in self._workers:
             worker.free()
-        self._close_memory()
-
-    def _close_memory(self) -> None:
         self._status.close_fd()
         self._records.close_fd()
 
@@ -201,10 +186,10 @@ class _WorkerProcess:
     """A worker, as the parent sees it. `events` gets an entry for each reply."""
 
     def __init__(
-        self, worker: int, status_fd: int, records_fd: int, threads: int | None, events: SimpleQueue[bool]
+        self, worker: int, status: WorkerStatus, fds: Sequence[int], threads: int | None, events: SimpleQueue[bool]
     ) -> None:
         fill_standard()  # else what is opened here may get the numbers of closed standard streams
-        self._worker, self._events = worker, events
+        self._worker, self.status, self._events = worker, status, events
         self.expected = 0  # how many requests it has not replied to
         self.lost: Lost | None = _UNKNOWN  # how it died; None while it lives and has started
         self._requests: SimpleQueue[Any] = SimpleQueue()  # None ends the sending thread
@@ -215,9 +200,18 @@ class _WorkerProcess:
         with contextlib.ExitStack() as on_error, theirs:
             on_error.callback(self._crash_file.close)
             on_error.callback(self._connection.close)
-            handles, inheriting = _inheritable(theirs.fileno(), [status_fd, records_fd, self._crash_file.fd])
+            handle, files = theirs.fileno(), [*fds, self._crash_file.fd]
+            inheriting: dict[str, Any] = {"pass_fds": (handle, *files)}
+            if sys.platform == "win32":  # where a child knows inherited files by other numbers
+                import msvcrt
+
+                files = [msvcrt.get_osfhandle(fd) for fd in files]
+                for inherited in (handle, *files):
+                    os.set_handle_inheritable(inherited, True)
+                startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle, *files]})
+                inheriting = {"startupinfo": startup}
             self._process = subprocess.Popen(
-                interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=theirs.fileno())),
+                interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=handle)),
                 env={**os.environ, **interpreter.thread_variables(threads)},
                 stdin=subprocess.DEVNULL,
                 stdout=interpreter.output(sys.stdout, 1),
@@ -228,7 +222,7 @@ class _WorkerProcess:
                 **inheriting,
             )
             on_error.pop_all()
-        self._requests.put((sys.path, (worker, handles, list(getattr(sys, "argv", [])))))
+        self._requests.put((sys.path, (worker, files, list(getattr(sys, "argv", [])))))
         for thread in self._threads:
             thread.start()
 
@@ -314,7 +308,7 @@ class _WorkerProcess:
         return Lost(None if ignored else self.exitcode(), self._crash_file.text())
 
     def stack(self) -> str:
-        return self._crash_file.stack(self._process.pid, 1.0) if self.exitcode() is None else ""
+        return self._crash_file.stack(self._process.pid) if self.exitcode() is None else ""
 
     def hang_up(self) -> None:
         """End both threads; replies that have been sent are still received."""
@@ -326,10 +320,6 @@ class _WorkerProcess:
                 end.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(_KILLED_WITHIN_S)
-
-    def close(self) -> None:
-        self.hang_up()
-        self.free()
 
     def free(self) -> None:
         """Close connection and file; a forked child does nothing else."""
@@ -351,26 +341,11 @@ def _wait_for_ends(workers: Sequence[_WorkerProcess], timeout: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _inheritable(handle: int, fds: Sequence[int]) -> tuple[list[int], dict[str, Any]]:
-    """The numbers that a child process knows inherited files by, and the arguments for `subprocess.Popen`."""
-    if sys.platform != "win32":
-        return [*fds], {"pass_fds": (handle, *fds)}
-    import msvcrt
-
-    handles = [msvcrt.get_osfhandle(fd) for fd in fds]
-    for inherited in (handle, *handles):
-        os.set_handle_inheritable(inherited, True)
-    return handles, {"startupinfo": subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle, *handles]})}
-
-
 # -- in the worker process ---------------------------------------------------------------------------------------------
 
 
 def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]) -> None:
-    """Serve until a request is to close, or until the parent is gone.
-
-    `handles` are those of three files: the status of all workers, the records, the stacks.
-    """
+    """Serve until a request is to close, or the parent is gone; `handles` of the files of statuses, records, stacks."""
     fds = [*handles]
     if sys.platform == "win32":
         import msvcrt
@@ -386,7 +361,18 @@ def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]
     status_fd, records_fd, crash_fd = fds
     descendants.report_to(crash_fd)
     requests: SimpleQueue[Request] = SimpleQueue()
-    threading.Thread(target=_receive, args=(link, requests), daemon=True).start()
+
+    def receive() -> None:
+        """Receive requests as they come, so that the parent's thread does not wait, and end when the parent is gone."""
+        try:
+            while True:
+                requests.put(link.recv())
+        finally:
+            if sys.platform != "win32":
+                os.killpg(0, signal.SIGKILL)
+            os._exit(1)
+
+    threading.Thread(target=receive, daemon=True).start()
     sys.argv[:] = argv
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -398,14 +384,3 @@ def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]
         executor.execute(request, link.send)
         if request.message is Message.CLOSE:
             return
-
-
-def _receive(link: Connection, requests: SimpleQueue[Request]) -> None:
-    """Receive requests as they come, so that the parent's thread does not wait, and end when the parent is gone."""
-    try:
-        while True:
-            requests.put(link.recv())
-    finally:
-        if sys.platform != "win32":
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)

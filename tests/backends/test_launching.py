@@ -243,11 +243,6 @@ def test_server_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
     assert "No module named 'no_such_module'" in capfd.readouterr().err
 
 
-def test_unknown_context() -> None:
-    with pytest.raises(ValueError, match='"forkserver", "spawn" or "fork"'):
-        Launcher("teleport", entry="helpers.launch_targets", wake=Block(), threads=1)
-
-
 # Closing
 
 

@@ -21,7 +21,7 @@ from simulators.forking import Walk
 from simulators.stopping import LargeInfos
 
 from marl_parallel import ParallelEnv, WorkerTimeout
-from marl_parallel.backends.channel import Channel
+from marl_parallel.backends.process import Channel
 
 pytestmark = pytest.mark.release_independent
 
@@ -170,7 +170,7 @@ def test_large_messages_arrive_whole(start_method):
 def test_channel_receives_a_message_packet_by_packet(size, inline, monkeypatch):
     """`receive_now` never blocks; it returns the message with its last packet."""
     if inline:  # no descriptor is left for a file
-        monkeypatch.setattr("marl_parallel.backends.channel._file_of", lambda body: -1)
+        monkeypatch.setattr("marl_parallel.backends.process._file_of", lambda body: -1)
     ours, middle = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sender, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ends = Channel(ours), Channel(sender)

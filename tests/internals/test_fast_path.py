@@ -13,7 +13,7 @@ from simulators.failing import Fragile
 
 from marl_parallel.adapters import AdapterMismatch
 from marl_parallel.adapters.protocol import Schema
-from marl_parallel.backends.channel import Channel
+from marl_parallel.backends.process import Channel
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import (
     FALSE_CODES,
