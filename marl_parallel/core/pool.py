@@ -290,7 +290,7 @@ class Pool:
         while (busy := sum(bool(queue.requests) for queue in self._queues)) or self._rebuilding():
             self._wait_once(None, busy or 1)
         results, self._results, self._errors = self._results, {}, None
-        return {} if errors else {env_id: self.read(env_id, result) for env_id, result in results.items()}, errors
+        return {} if errors else {env_id: self.read(env_id, results[env_id]) for env_id in sorted(results)}, errors
 
     def _rebuilding(self) -> bool:
         return self.recovery is not None and any(slot.rebuilding for slot in self.slots)
