@@ -1,7 +1,7 @@
 """Error messages of failed workers and environments.
 
 The first line, which is in the log too, has the environment, the worker, the method and the line of the simulator's
-code. What to do next follows, then the stack. `pool.py` decides whether the error is raised.
+code. What to do next follows, then the stack.
 """
 
 from __future__ import annotations
@@ -136,27 +136,24 @@ def _section(heading: str, stack: str) -> str:
     return f"\n\n{heading}:\n{stack}" if stack else ""
 
 
-_ALONE = 'run that environment alone, with backend="serial"'
-_NATIVE = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"})
-
-
 def manner_of_death(lost: Lost) -> tuple[str, str]:
     """How a process died, and what to do about it."""
+    alone = 'run that environment alone, with backend="serial"'
     if lost.reason:
         return lost.reason, "see why, and whether it will happen again"
     if lost.exitcode is None:
-        return "how is not known", _ALONE
+        return "how is not known", alone
     if lost.exitcode >= 0:
-        return f"exit code {lost.exitcode}", f"see what in the simulator ends its process, as os._exit does; {_ALONE}"
+        return f"exit code {lost.exitcode}", f"see what in the simulator ends its process, as os._exit does; {alone}"
     number = -lost.exitcode
     name = signal.Signals(number).name if number in [*signal.Signals] else "a signal"
     manner = f"{name} (signal {number})"
     if name == "SIGKILL":
         to_do = "see whether memory ran out (`dmesg` shows it), and run fewer environments, or who else killed it"
         return f"{manner}, as when memory runs out", to_do
-    if name in _NATIVE:
-        return manner, f"fix the native code that broke, or report it to its authors; to find it, {_ALONE}"
-    return manner, f"see who sent that signal; {_ALONE}"
+    if name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"):
+        return manner, f"fix the native code that broke, or report it to its authors; to find it, {alone}"
+    return manner, f"see who sent that signal; {alone}"
 
 
 _FRAME = re.compile(r'^ *File "(?P<path>.+)", line (?P<line>\d+)(?P<traceback>,?) in ', re.MULTILINE)
@@ -167,16 +164,9 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
 def place(stack: str) -> str:
-    r"""The line of the simulator that a stack comes from, in words; empty if there is none.
+    """The line of the simulator that a stack comes from, in words; empty if there is none.
 
-    Args:
-        stack: A traceback, or the output of `faulthandler` for all threads.
-
-    Example:
-        >>> place('  File "track.py", line 7, in reset\n  File "track.py", line 12, in _load')
-        'line 12 of track.py'
-        >>> place('Current thread 0x7f (most recent call first):\n  File "track.py", line 12 in _load')
-        'line 12 of track.py'
+    The stack is a traceback, or the output of `faulthandler` for all threads.
     """
     latest = stack.rpartition("Traceback (most recent call last):")[2]
     threads = [list(_FRAME.finditer(part)) for part in _THREAD.split(latest)]
