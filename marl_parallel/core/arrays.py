@@ -7,7 +7,6 @@ environments of which more than infos travelled pickled are read from their dict
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -88,46 +87,19 @@ def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[Agen
     return {agent: actions[agent] for agent in acting}
 
 
-class ArrayView(ABC):
-    """Reads and writes a batch as arrays; its schema names all agents, and a space for each of them."""
+class ArrayView:
+    """The agents of a batch that is read and written as arrays; the schema names them all, and a space for each."""
 
     def __init__(self, schema: Schema) -> None:
         self.agents = list(schema.possible_agents)
         self.groups = [Group(*group) for group in alike(schema.observation_spaces, self.agents)]
         self._column = {agent: place for place, agent in enumerate(self.agents)}
         rows = {at: (group, row) for group, (_, of) in enumerate(self.groups) for row, at in enumerate(of)}
-        self._rows = {agent: rows[place] for agent, place in self._column.items()}
-
-    @abstractmethod
-    def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Any:
-        """Write the actions of the agents that act, and ignore all others; returns the payload of the step.
-
-        Raises `ValueError` if one of these has none, an agent is unknown, or an array is not what its space declares.
-        """
-
-    @abstractmethod
-    def read(self, extras: Any) -> Arrays:
-        """The transitions of all environments, with the extras of the step or reset.
-
-        Raises `ValueError` if something has no place in an array, such as an undeclared vector of rewards or an unknown
-        agent. All environments have been stepped, and their state is known.
-        """
-
-    @abstractmethod
-    def last(self) -> Arrays:
-        """The last observations, and which agents are present and act; for `read_some`, before a step."""
-
-    @abstractmethod
-    def read_some(self, env_ids: Sequence[int], extras: Any, last: Arrays) -> Arrays:
-        """As `read`, of some environments, written into `last`; the others have no rewards, flags and infos."""
-
-    @abstractmethod
-    def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
-        """Note the transition of one environment that was stepped or reset by dicts, for `last`."""
+        self.places = {agent: rows[place] for agent, place in self._column.items()}  # the group, and the row in it
 
     def by_agent(self, observations: list[Any]) -> dict[Any, Any]:
         """The observations of each agent, of the arrays of all groups: views of shape `(num_envs, ...)`."""
-        return {agent: stacking.column(observations[group], row) for agent, (group, row) in self._rows.items()}
+        return {agent: stacking.column(observations[group], row) for agent, (group, row) in self.places.items()}
 
     def _checked(
         self, actions: Actions, acting: Sequence[Sequence[AgentID]], env_ids: Sequence[int]
@@ -169,6 +141,10 @@ class ArrayBatch(ArrayView):
     # -- actions ---------------------------------------------------------------------------------------------------
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
+        """Write the actions of the agents that act, and ignore all others; returns the payload of the step.
+
+        Raises `ValueError` if one of these has none, an agent is unknown, or an array is not what its space declares.
+        """
         batch = self._batch
         everyone = batch.acting == [self.agents] * self._num_envs
         acting = None if everyone else self.acting()
@@ -218,6 +194,11 @@ class ArrayBatch(ArrayView):
     # -- transitions -----------------------------------------------------------------------------------------------
 
     def read(self, extras: Mapping[int, Any]) -> Arrays:
+        """The transitions of all environments, with the extras of the step or reset.
+
+        Raises `ValueError` if something has no place in an array, such as an undeclared vector of rewards or an unknown
+        agent. All environments have been stepped, and their state is known.
+        """
         batch = self._batch
         if self._in_block and not extras:
             (_, code), *others = batch.transitions.runs(range(self._num_envs))
@@ -294,6 +275,7 @@ class ArrayBatch(ArrayView):
         return arrays._replace(vectors=values, vectored=there)
 
     def last(self) -> Arrays:
+        """The last observations, and which agents are present and act; for `read_some`, before a step."""
         seen = self._from_block() if self._in_block else self._empty()
         arrays = self._empty(seen.observations)._replace(
             present=seen.present, acting=seen.acting, observed=seen.observed
@@ -306,6 +288,7 @@ class ArrayBatch(ArrayView):
         return arrays
 
     def read_some(self, env_ids: Sequence[int], extras: Mapping[int, Any], last: Arrays) -> Arrays:
+        """As `read`, of some environments, written into `last`; the others have no rewards, flags and infos."""
         errors: list[ValueError] = []
         for env_id in env_ids:  # all of them, before something that has no place in an array is an error
             try:
@@ -317,6 +300,7 @@ class ArrayBatch(ArrayView):
         return last
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
+        """Note the transition of one environment that was stepped or reset by dicts, for `last`."""
         seen = {**observations, **rewards}
         self._from_dicts[env_id] = copied(observations), np.array([agent in seen for agent in self.agents], np.bool_)
 
@@ -364,7 +348,7 @@ class ArrayBatch(ArrayView):
 
     def _put_observations(self, arrays: Arrays, env_id: int, observations: Mapping[Any, Any]) -> None:
         for agent, observation in observations.items():
-            group, row = self._rows[self._known(env_id, agent)]
+            group, row = self.places[self._known(env_id, agent)]
             whose = f"environment {env_id}: the observation of agent {agent!r}"
             stacking.put(arrays.observations[group], (env_id, row), observation, whose)
             arrays.observed[env_id, self._column[agent]] = True

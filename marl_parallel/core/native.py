@@ -207,14 +207,12 @@ class NativePool:
         self._pending: dict[int, Message] = {}
         self._steps = self._resets = 0
         self._simulator_s = 0.0
-        self._agents = agents = self.schema.possible_agents
-        groups = alike(self.schema.action_spaces, agents)
-        self._action_groups = [(space, [agents[at] for at in positions]) for space, positions in groups]
-        observed = alike(self.schema.observation_spaces, agents)
-        rows = {at: (group, row) for group, (_, of) in enumerate(observed) for row, at in enumerate(of)}
-        self._group_of = {agent: rows[position] for position, agent in enumerate(agents)}
+        view = ArrayView(self.schema)
+        self._agents, self._group_of = view.agents, view.places
+        groups = alike(self.schema.action_spaces, view.agents)
+        self._action_groups = [(space, [view.agents[at] for at in positions]) for space, positions in groups]
         # Where each environment stands: (num_envs, agents), "over" (num_envs,). The arrays are never written into.
-        none = np.zeros((simulator.num_envs, len(agents)), np.bool_)
+        none = np.zeros((simulator.num_envs, len(view.agents)), np.bool_)
         self.marks = {"acting": none, "alive": none, "flagged": none, "over": np.zeros(len(none), np.bool_)}
         self._agent_lists: dict[str, list[list[AgentID]]] = {}  # of `marks`
         self._masks: dict[AgentID, Any] = {}  # action masks: arrays (num_envs, ...)
@@ -489,7 +487,7 @@ def _one_by_one(env_ids: Sequence[int], agent: AgentID, space: Space[Any], value
 
 
 class NativeArrays(ArrayView):
-    """What a `NativePool` receives, not copied if all environments were stepped. Infos stay in arrays."""
+    """What a `NativePool` receives, with the methods of `ArrayBatch`; not copied if all environments were stepped."""
 
     def __init__(self, pool: NativePool) -> None:
         super().__init__(pool.schema)
