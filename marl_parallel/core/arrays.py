@@ -138,8 +138,6 @@ class ArrayBatch(ArrayView):
         self._reward_spaces = {a: schema.reward_spaces[a] for a in self.agents if a in schema.reward_spaces}
         self._slices_of = functools.lru_cache(8)(layout.actions.slices_of)
 
-    # -- actions ---------------------------------------------------------------------------------------------------
-
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
         """Write the actions of the agents that act, and ignore all others; returns the payload of the step.
 
@@ -190,8 +188,6 @@ class ArrayBatch(ArrayView):
         for env_id, acting in enumerate(self._batch.acting):
             mask[env_id, [self._column[agent] for agent in acting]] = True
         return mask
-
-    # -- transitions -----------------------------------------------------------------------------------------------
 
     def read(self, extras: Mapping[int, Any]) -> Arrays:
         """The transitions of all environments, with the extras of the step or reset.

@@ -140,9 +140,6 @@ def _gymnasium_spec(env_id: Any) -> Any:
     return registration.registry.get(name if latest is None else registration.get_env_id(namespace, stem, latest))
 
 
-# -- building in workers -----------------------------------------------------------------------------------------------
-
-
 def construct(
     pool: Pool,
     constructors: Sequence[Constructor],
@@ -157,15 +154,15 @@ def construct(
     Modules that workers cannot import are added to `local_modules`, and the environments that need them built again.
     """
     pickled: dict[int, bytes] = {}
-    plan = Plan(pickled, dict(enumerate(seeds)), mode, b"", restarts, registrations=pickling.dump_registrations())
+    registrations = pickling.dump_registrations()
     schemas: dict[bytes, Schema] = {}  # equal descriptions are unpickled once: their spaces may be large
     built: dict[int, Built] = {}
     to_pickle: Collection[int] = range(len(constructors))
     what = "the constructor of" if adapter is None else "the constructor or adapter of"
     while to_pickle:
         pickled.update(_pickle(constructors, to_pickle, local_modules))
-        adapter_pickled = pickling.dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules)
-        plan = plan._replace(adapter=adapter_pickled)
+        how_adapted = pickling.dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules)
+        plan = Plan(pickled, dict(enumerate(seeds)), mode, how_adapted, restarts, registrations=registrations)
         requests = {}
         for worker, share in enumerate(pool.shares):
             ids = tuple([env_id for env_id in share if env_id not in built])
@@ -203,9 +200,6 @@ def _pickle(
     return {env_id: by_id[id(constructors[env_id])] for env_id in env_ids}
 
 
-# -- equal seeds -------------------------------------------------------------------------------------------------------
-
-
 class SeedCheck:
     """Warns of environments that should differ by their seed and are alike; `docs/seeding.md` has the two signs of it.
 
@@ -213,14 +207,13 @@ class SeedCheck:
     """
 
     def __init__(self, built: Mapping[int, Built], reset_takes_seed: bool) -> None:
-        declared = {env_id: one.declared_seed for env_id, one in built.items() if not one.seeded}
-        self._declared = {env_id: seed for env_id, seed in declared.items() if seed is not None}
+        unseeded = [(env_id, one.declared_seed) for env_id, one in built.items() if not one.seeded]
+        self._declared = {env_id: seed for env_id, seed in unseeded if seed is not None}
         self._alike = _alike(self._declared)
         open_and_unseeded = all(one.open and not one.seeded for one in built.values())
         self._unreached = open_and_unseeded and len(built) > 1 and not reset_takes_seed
         self._first_observations: dict[int, bytes] = {}
-        # Whether `warning` needs the seeds that are declared after the first reset.
-        self.asks_again = bool(self._alike) and reset_takes_seed
+        self.asks_again = bool(self._alike) and reset_takes_seed  # whether `warning` needs the seeds declared then
         # The warning after construction, and whether there is no other one.
         self.first_warning = _same_seed(self._declared) if self._alike and not reset_takes_seed else None
         self.is_done = self.first_warning is not None or not (self.asks_again or self._unreached)

@@ -157,9 +157,6 @@ def in_order(values: dict[Any, Any], possible_agents: Sequence[AgentID]) -> dict
     return first | {key: value for key, value in values.items() if key not in first}
 
 
-# -- registered environments -------------------------------------------------------------------------------------------
-
-
 def dump_registrations() -> bytes:
     """Pickle the registries of Gymnasium and PettingZoo, without specs that cannot be pickled."""
     return pickle.dumps({name: dict(_pickled(specs)) for name, specs in _registries()}, pickle.HIGHEST_PROTOCOL)

@@ -49,9 +49,6 @@ def _difference(env_id: int, what: str, theirs: Any, ours: Any) -> ValueError:
     )
 
 
-# -- equality of spaces ------------------------------------------------------------------------------------------------
-
-
 def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> list[tuple[Space[Any], list[int]]]:
     """Groups of agents whose spaces are equal: the space, and their positions among `agents`."""
     groups: list[tuple[Space[Any], list[int]]] = []
@@ -109,9 +106,6 @@ def _same_box(ours: Any, theirs: Any) -> bool:
 def _same_elements(ours: NDArray[Any], theirs: NDArray[Any]) -> bool:
     chunks = range(0, ours.size, _CHUNK)
     return not any((ours[start : start + _CHUNK] != theirs[start : start + _CHUNK]).any() for start in chunks)
-
-
-# -- pickling ----------------------------------------------------------------------------------------------------------
 
 
 def dumps_compactly(value: Any) -> bytes:

@@ -106,8 +106,6 @@ class WorkerQueue:
         return next((request.message for request, _, limit in self.requests if limit is not None), None)
 
 
-# -- timeouts ----------------------------------------------------------------------------------------------------------
-
 _POLL_S = 0.05
 _UNCHANGED_S = 0.02
 _FROZEN_S = 0.25

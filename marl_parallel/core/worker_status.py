@@ -25,16 +25,9 @@ from marl_parallel.types import WorkerStats
 
 
 class Activity(IntEnum):
-    """What an environment can be doing; the name in lower case is the `method` of an error."""
+    """What an environment can be doing; `method` and `timeout` (without `_timeout`) are the names in errors."""
 
-    START = 0
-    CONSTRUCTOR = 1
-    RESET = 2
-    STEP = 3
-    STATE = 4
-    RENDER = 5
-    CALL = 6
-    CLOSE = 7
+    START, CONSTRUCTOR, RESET, STEP, STATE, RENDER, CALL, CLOSE = range(8)
 
     @property
     def method(self) -> str:
@@ -42,7 +35,6 @@ class Activity(IntEnum):
 
     @property
     def timeout(self) -> str:
-        """Which timeout applies; the argument of `ParallelEnv` is this name with `_timeout`."""
         if self is Activity.RESET:
             return "reset"
         return "start" if self in (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE) else "step"
@@ -104,7 +96,6 @@ class WorkerStatus:
             self.leave()
 
     def begin_request(self) -> None:
-        """Note that the worker begins a request, or a part of one."""
         now = time.monotonic()
         ints = self._ints
         ints[0] = ints[1] = 0
@@ -115,7 +106,7 @@ class WorkerStatus:
         self._changed = now
 
     def end_request(self) -> float:
-        """Note that the worker has carried it out; returns the time."""
+        """Note that the worker has carried out the request, or the part of it; returns the time."""
         now = time.monotonic()
         ints = self._ints
         if (env := ints[0]) < 0:
@@ -129,7 +120,7 @@ class WorkerStatus:
     # -- written by the parent ---------------------------------------------------------------------------------------
 
     def discard(self) -> None:
-        """From now on the worker begins nothing but a CLOSE: no caller receives other results."""
+        """Let the worker begin nothing but a CLOSE from now on: no caller receives other results."""
         self._ints[_DISCARDED] = 1
 
     def copy_from(self, others: bytes, ahead: float) -> None:
@@ -165,12 +156,11 @@ class WorkerStatus:
 
     @property
     def state(self) -> tuple[int, float]:
-        """A value that changes whenever anything begins or ends."""
+        """It changes whenever anything begins or ends."""
         return self._ints[_ENV], self._floats[_SINCE]
 
     @property
     def parts(self) -> int:
-        """How many parts of requests the worker has started; each reply is for one part."""
         return int(self._ints[_PARTS])
 
     @property
@@ -189,8 +179,10 @@ _of_this_process: WeakSet[WorkerStatus] = WeakSet()
 
 
 def _guard_in_forked_child() -> None:
-    """End this forked child as soon as it returns from a simulator to a worker of its parent."""
-    # Only workers call these methods, around each method of a simulator. Replacing them costs nothing in a step.
+    """End this forked child as soon as it returns from a simulator to a worker of its parent.
+
+    Only workers call these methods, around each method of a simulator. Replacing them costs nothing in a step.
+    """
     for status in list(_of_this_process):
         vars(status).update(dict.fromkeys(("enter", "leave", "begin_request", "end_request"), end_returning_copy))
     _of_this_process.clear()
