@@ -38,7 +38,7 @@ class Group(NamedTuple):
 class Arrays(NamedTuple):
     """One transition of every environment, for `n` possible agents.
 
-    `docs/facades.md` has the meaning of all fields. Entries of absent agents are zeros, False or None.
+    `docs/facades.md` has a table of the fields. Entries of absent agents are zeros, False or None.
     """
 
     observations: list[Any]  # of each group: arrays (num_envs, agents of the group, ...) in the form of the space

@@ -434,14 +434,11 @@ class NativePool:
 
     def grouped(self, column: Callable[[AgentID, Space[Any]], Any]) -> list[Any]:
         """What `NativeSimulator.send` takes, from the stacked actions of each agent."""
-        groups = []
-        for space, agents in self._action_groups:
-            if len(agents) == 1:
-                groups.append(tree_map(lambda array: array[:, None], column(agents[0], space)))
-            else:
-                columns = [column(agent, space) for agent in agents]
-                groups.append(tree_map(lambda *arrays: np.stack(arrays, axis=1), *columns))
-        return groups
+
+        def together(*arrays: NDArray[Any]) -> NDArray[Any]:
+            return arrays[0][:, None] if len(arrays) == 1 else np.stack(arrays, axis=1)
+
+        return [tree_map(together, *[column(agent, of) for agent in agents]) for of, agents in self._action_groups]
 
     def read(self, env_ids: Sequence[int], received: Received) -> Columns:
         self.note_received(received)

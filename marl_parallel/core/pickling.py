@@ -40,10 +40,10 @@ def dumps(value: Any) -> bytes:
         return dumps_by_value(value)
 
 
-def dumps_by_value(value: Any) -> bytes:
+def dumps_by_value(value: Any, pickler: type[pickle.Pickler] | None = None) -> bytes:
     """Pickle with cloudpickle: by value, where no other process can import a definition."""
     with io.BytesIO() as file:
-        ByValuePickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+        (pickler or ByValuePickler)(file, pickle.HIGHEST_PROTOCOL).dump(value)
         return file.getvalue()
 
 

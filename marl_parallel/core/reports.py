@@ -170,15 +170,12 @@ def place(stack: str) -> str:
     """
     latest = stack.rpartition("Traceback (most recent call last):")[2]
     threads = [list(_FRAME.finditer(part)) for part in _THREAD.split(latest)]
-    frames = max(threads, key=lambda frames: (any(map(_is_ours, frames)), bool(frames)))  # the worker's, else the first
+    # The worker's thread, else the first one.
+    frames = max(threads, key=lambda frames: (any(f["path"].startswith(_OURS) for f in frames), bool(frames)))
     if frames and frames[0]["traceback"]:
         frames.reverse()
-    inside = [*itertools.takewhile(lambda frame: not _is_ours(frame), frames)]  # innermost first
+    inside = [*itertools.takewhile(lambda frame: not frame["path"].startswith(_OURS), frames)]  # innermost first
     outside = [frame for frame in inside if not frame["path"].startswith(_STDLIB) or _INSTALLED.search(frame["path"])]
     own = [frame for frame in outside if not _INSTALLED.search(frame["path"])]
     chosen = next(iter(own or outside or inside), None)
     return f"line {chosen['line']} of {chosen['path']}" if chosen else ""
-
-
-def _is_ours(frame: re.Match[str]) -> bool:
-    return frame["path"].startswith(_OURS)

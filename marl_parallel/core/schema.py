@@ -5,9 +5,7 @@ A `Box` keeps four arrays of its shape. In most boxes each of them is one consta
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID, Schema
-from marl_parallel.core.pickling import ByValuePickler
+from marl_parallel.core.pickling import ByValuePickler, dumps_by_value
 
 
 def common_schema(described: Sequence[Schema]) -> Schema:
@@ -113,9 +111,7 @@ def dumps_compactly(value: Any) -> bytes:
 
     `pickle.loads` makes all arrays again in full: writable, contiguous and with memory of their own.
     """
-    with io.BytesIO() as file:
-        _CompactPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-        return file.getvalue()
+    return dumps_by_value(value, _CompactPickler)
 
 
 class _CompactPickler(ByValuePickler):

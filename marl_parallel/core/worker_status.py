@@ -226,13 +226,11 @@ class TracedStatus(WorkerStatus):
 
 def trace(status: WorkerStatus, on: bool) -> array[float] | None:
     """Let a status store slices from now on, or no more; returns the slices when it ends."""
-    slices = None
-    if on and not isinstance(status, TracedStatus):
-        status.__class__ = TracedStatus
-        status.slices = array("d")  # type: ignore[attr-defined]
-    elif not on and isinstance(status, TracedStatus):
-        slices, status.slices = status.slices, array("d")
-        status.__class__ = WorkerStatus  # type: ignore[assignment]
+    slices: array[float] | None = vars(status).pop("slices", None)
+    status.__class__ = TracedStatus if on else WorkerStatus
+    if isinstance(status, TracedStatus):
+        status.slices = array("d") if slices is None else slices
+        return None
     return slices
 
 
