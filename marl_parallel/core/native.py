@@ -20,7 +20,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -316,7 +316,8 @@ class NativePool:
                 remote_traceback="".join(traceback.format_exception(error)),
             ) from error
         self._simulator_s += time.perf_counter() - started
-        self.check_open("the environments were closed by another thread")
+        if self.closed:
+            self.check_open("the environments were closed by another thread")
 
     def _check_whole_batches(self, count: int, what: str) -> None:
         if count % self.batch_size:
@@ -357,7 +358,8 @@ class NativePool:
 
     @property
     def over(self) -> list[bool]:
-        return cast(list[bool], self.marks["over"].tolist())
+        over: list[bool] = self.marks["over"].tolist()
+        return over
 
     def _agents_with(self, mark: str) -> list[list[AgentID]]:
         if mark not in self._agent_lists:
@@ -407,7 +409,8 @@ class NativePool:
     def masks(self, env_id: int) -> dict[AgentID, Any]:
         agents = () if env_id in self._pending else self.acting[env_id]
         all_masks = {agent: self._masks[agent] for agent in agents if agent in self._masks}
-        return cast(dict[AgentID, Any], own_mask(tree_map(lambda array: array[env_id], all_masks)))
+        masks: dict[AgentID, Any] = own_mask(tree_map(lambda array: array[env_id], all_masks))
+        return masks
 
     # -- dicts -----------------------------------------------------------------------------------------------------
 

@@ -129,9 +129,6 @@ class Limits(NamedTuple):
     reset: float | None = None
     start: float | None = None
 
-    def of(self, activity: Activity) -> float | None:
-        return {"step": self.step, "reset": self.reset, "start": self.start}[activity.timeout]
-
 
 class Deadlines:
     """The timeouts of the requests before all workers.
@@ -142,9 +139,10 @@ class Deadlines:
 
     def __init__(self, backend: Backend, limits: Limits, queues: Sequence[WorkerQueue]) -> None:
         self._backend, self._queues = backend, queues
-        self._limits = limits if backend.enforces_timeouts else Limits()
+        enforced = limits if backend.enforces_timeouts else Limits()
+        self._limits: dict[Activity, float | None] = {one: getattr(enforced, one.timeout) for one in Activity}
         self.shortest = {  # by kind of request, the shortest timeout that may apply while it is carried out
-            message: min((limit for one in activities if (limit := self._limits.of(one)) is not None), default=None)
+            message: min((limit for one in activities if (limit := self._limits[one]) is not None), default=None)
             for message, activities in _LIMITED_BY.items()
         }
         self.looked: float | None = None  # when `late` was last called, in the present call of the pool
@@ -203,4 +201,4 @@ class Deadlines:
         """What a worker is doing, if its status shows it; the activity that has a limit, and the limit."""
         running, request = self._backend.statuses[worker].running, self._queues[worker].limited or Message.STEP
         activity = _LIMITED_BY[request][0] if running is None else running.activity
-        return running, activity, self._limits.of(activity)
+        return running, activity, self._limits[activity]
