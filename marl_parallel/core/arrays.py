@@ -62,10 +62,13 @@ class Arrays(NamedTuple):
 
 
 class Stacked(NamedTuple):
-    """Actions of several agents with equal action spaces."""
+    """Actions of several agents with equal action spaces: `values` are arrays `(num_envs, agents, ...)`.
+
+    For `Dict` and `Tuple` spaces, they are dicts and tuples of arrays.
+    """
 
     agents: tuple[AgentID, ...]
-    values: Any  # in the form of the space: arrays (num_envs, agents, ...), dicts and tuples of them
+    values: Any
 
 
 Actions: TypeAlias = Mapping[Any, Any] | list[Stacked]

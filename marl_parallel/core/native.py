@@ -1,15 +1,9 @@
-r"""Native simulators: one simulator that steps many environments itself, such as EnvPool, behind `ParallelEnv`.
+"""Native simulators: one simulator that steps many environments itself, such as EnvPool, behind `ParallelEnv`.
 
 There are no workers and no shared memory: a step is one `send` with the actions of all environments, and one `receive`
 with arrays of all results::
 
-    ParallelEnv (dicts)     vector.ArrayStepper (arrays)
-               \               /
-                  BatchRunner                                    runner.py
-                       |
-                  NativePool (dicts)  <--  NativeArrays (arrays)
-                       |
-                  NativeSimulator: reset, send, receive
+    BatchRunner  -->  NativePool (dicts), NativeArrays (arrays)  -->  NativeSimulator: reset, send, receive
 """
 
 from __future__ import annotations
