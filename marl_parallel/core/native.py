@@ -302,13 +302,9 @@ class NativePool:
             if not isinstance(error, Exception):
                 raise
             method = message.name.lower()
-            raise EnvError(
-                f"{self.name} raised in {method}: {type(error).__name__}: {error}",
-                env_ids=env_ids,
-                worker=0,
-                method=method,
-                remote_traceback="".join(traceback.format_exception(error)),
-            ) from error
+            text = f"{self.name} raised in {method}: {type(error).__name__}: {error}"
+            stack = "".join(traceback.format_exception(error))
+            raise EnvError(text, env_ids=env_ids, worker=0, method=method, remote_traceback=stack) from error
         self._simulator_s += time.perf_counter() - started
         if self.closed:
             self.check_open("the environments were closed by another thread")

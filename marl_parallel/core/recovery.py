@@ -55,19 +55,18 @@ class Recovery:
             recent = slot.recent_faults
             while recent and now - recent[0] > policy.rate_period_s:
                 recent.popleft()
-            limit = None
+            limit = ""
             if policy.max_restarts is not None and slot.counted_faults >= policy.max_restarts:
                 limit = f"max_restarts={policy.max_restarts}"
             elif policy.rate_limit is not None and len(recent) >= policy.rate_limit:
                 limit = f"rate_limit={policy.rate_limit} within {policy.rate_period_s:g} s"
-            if limit is not None:
-                raise RestartLimitExceeded(
+            if limit:
+                text = (
                     f"environment {slot.env_id} has failed once more than its RestartPolicy allows ({limit}): "
                     f"{first_line(error)}\n\nWhat to do: fix the simulator, or pass a RestartPolicy with higher "
-                    "limits. The error of the last failure is the cause of this one.",
-                    env_ids=(slot.env_id,),
-                    worker=error.worker,
-                ) from error
+                    "limits. The error of the last failure is the cause of this one."
+                )
+                raise RestartLimitExceeded(text, env_ids=(slot.env_id,), worker=error.worker) from error
             slot.counted_faults += 1
             recent.append(now)
 

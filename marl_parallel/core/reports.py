@@ -30,14 +30,11 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
     """The error of an environment that raised; its cause is the original exception if that pickles."""
     method, stack = failure.method, failure.traceback
     to_do = failure.to_do or f"fix the simulator, or its arguments{_restart(method, advice)}"
-    error = EnvError(
+    text = (
         f"environment {env_id} (worker {worker}) raised in {method}{_at(stack)}: {failure.summary}"
-        f"\n\nWhat to do: {to_do}.\n\nWhere it happened:\n{stack}",
-        env_ids=(env_id,),
-        worker=worker,
-        method=method,
-        remote_traceback=stack,
+        f"\n\nWhat to do: {to_do}.\n\nWhere it happened:\n{stack}"
     )
+    error = EnvError(text, env_ids=(env_id,), worker=worker, method=method, remote_traceback=stack)
     if failure.exception is not None:
         try:
             error.__cause__ = loads(failure.exception)
@@ -49,13 +46,11 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
 
 def unreadable(env_id: int, worker: int, error: Exception) -> EnvError:
     """The error of an environment whose results cannot be unpickled here."""
-    return EnvError(
+    text = (
         f"environment {env_id} (worker {worker}) sent something that pickles in the worker, but cannot be unpickled "
-        f"here: {type(error).__name__}: {error}. Its infos, observations or results must do both.",
-        env_ids=(env_id,),
-        worker=worker,
-        method="unpickle",
+        f"here: {type(error).__name__}: {error}. Its infos, observations or results must do both."
     )
+    return EnvError(text, env_ids=(env_id,), worker=worker, method="unpickle")
 
 
 def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | None, advice: str = "") -> WorkerCrashed:
@@ -65,14 +60,11 @@ def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | No
         env_ids, during = (running.env_id,), f" in {running.activity.method} of environment {running.env_id}"
         advice = _restart(running.activity.method, advice)
     manner, to_do = manner_of_death(lost)
-    return WorkerCrashed(
+    text = (
         f"worker {worker} ({environments(share)}) died{during}{_at(lost.stack)}: {manner}\n\n"
-        f"What to do: {to_do}{advice}.{_section('Its stack', lost.stack)}",
-        env_ids=env_ids,
-        worker=worker,
-        exitcode=lost.exitcode,
-        stack=lost.stack,
+        f"What to do: {to_do}{advice}.{_section('Its stack', lost.stack)}"
     )
+    return WorkerCrashed(text, env_ids=env_ids, worker=worker, exitcode=lost.exitcode, stack=lost.stack)
 
 
 def timed_out(
@@ -90,15 +82,12 @@ def timed_out(
         env_ids, who = (running.env_id,), f"environment {running.env_id} (worker {worker})"
     where = place(stack)
     at, hangs = (f"; it is at {where}", "fix what hangs there") if where else ("", "see where it hangs")
-    return WorkerTimeout(
+    text = (
         f"{who} has not finished its {doing.method} within {limit:g} s{at}\n\n"
         f"What to do: if it needs longer, raise {doing.timeout}_timeout; else {hangs}"
-        f"{_restart(doing.method, advice)}.{_section('It was here', stack)}",
-        env_ids=env_ids,
-        worker=worker,
-        method=doing.method,
-        stack=stack,
+        f"{_restart(doing.method, advice)}.{_section('It was here', stack)}"
     )
+    return WorkerTimeout(text, env_ids=env_ids, worker=worker, method=doing.method, stack=stack)
 
 
 def still_running(worker: int, share: Sequence[int], seconds: float, stack: str) -> str:
