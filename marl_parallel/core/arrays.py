@@ -104,9 +104,7 @@ class ArrayView:
         """The observations of each agent, of the arrays of all groups: views of shape `(num_envs, ...)`."""
         return {agent: stacking.column(observations[group], row) for agent, (group, row) in self.places.items()}
 
-    def _checked(
-        self, actions: Actions, acting: Sequence[Sequence[AgentID]], env_ids: Sequence[int]
-    ) -> Mapping[AgentID, Any]:
+    def _checked(self, actions: Actions, acting: list[list[AgentID]], env_ids: Sequence[int]) -> Mapping[AgentID, Any]:
         """Actions by agent; `ValueError` if an agent is unknown, or an acting one has none."""
         if isinstance(actions, list):
             actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}

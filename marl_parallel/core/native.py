@@ -483,9 +483,7 @@ class NativeArrays(ArrayView):
         super().__init__(pool.schema)
         self._pool, self._num_envs = pool, len(pool.env_ids)
         # Groups with `Discrete` values, which are int64 in `Arrays`.
-        self._to_cast = [
-            any(isinstance(leaf, spaces.Discrete) for _, leaf in leaves(space)) for space, _ in self.groups
-        ]
+        self._to_cast = [any(isinstance(leaf, spaces.Discrete) for _, leaf in leaves(of)) for of, _ in self.groups]
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> list[Any]:
         ids = self._pool.env_ids if env_ids is None else env_ids

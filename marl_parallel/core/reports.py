@@ -68,13 +68,7 @@ def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | No
 
 
 def timed_out(
-    worker: int,
-    share: Sequence[int],
-    running: Running | None,
-    doing: Activity,
-    limit: float,
-    stack: str,
-    advice: str = "",
+    worker: int, share: Sequence[int], running: Running | None, doing: Activity, limit: float, stack: str, advice: str
 ) -> WorkerTimeout:
     """The error of an environment, or of the environments of a worker, past the timeout of `limit` seconds."""
     env_ids, who = tuple(share), f"worker {worker} ({environments(share)})"

@@ -166,13 +166,8 @@ class WorkerStatus:
     @property
     def stats(self) -> WorkerStats:
         ints, (inside, busy, waited) = self._ints, self._floats[_SIMULATOR:_PARTS]
-        return WorkerStats(
-            steps=ints[_ENDED + Activity.STEP],
-            resets=ints[_ENDED + Activity.RESET],
-            simulator_s=inside,
-            transport_s=max(busy - inside, 0.0),
-            waiting_s=waited,
-        )
+        steps, resets = ints[_ENDED + Activity.STEP], ints[_ENDED + Activity.RESET]
+        return WorkerStats(steps, resets, simulator_s=inside, transport_s=max(busy - inside, 0.0), waiting_s=waited)
 
 
 _of_this_process: WeakSet[WorkerStatus] = WeakSet()
