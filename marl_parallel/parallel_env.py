@@ -635,11 +635,7 @@ class ParallelEnv:
             self._trace_workers(pool, False)
             raise fault
         pool.tracer = tracer
-        tracer.watch(pool, "run", lambda message, *_: f"wait for {message.name.lower()}")
-        tracer.watch(pool, "execute", lambda sent: f"wait for {next(iter(sent.values())).message.name.lower()}")
-        tracer.watch(pool, "send", lambda message, *_: f"send {message.name.lower()}")
-        tracer.watch(pool, "recv", lambda *_: "wait")
-        tracer.watch_batch(self.runner.batch)
+        tracer.watch(pool, self.runner.batch)
 
     @exclusive("stop_trace")
     def stop_trace(self) -> Path:

@@ -1,14 +1,12 @@
 """The batch as arrays over all environments; facades use this view of it, `ParallelEnv` the one as dicts.
 
-`ArrayBatch` is the `ArrayView` of a block: actions and transitions cross between the block and arrays whole, without a
-loop over environments. Only environments of which more than infos travelled pickled are read from their dicts. The view
-of a native simulator is in `native.py`.
+`ArrayBatch` is the `ArrayView` of a block, which arrays enter and leave whole, without a loop over environments. Only
+environments of which more than infos travelled pickled are read from their dicts.
 """
 
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -111,72 +109,32 @@ def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[Agen
     return {agent: actions[agent] for agent in acting}
 
 
-class ArrayView(ABC):
-    """Reads and writes a batch as arrays; its schema names all agents, and a space for each of them.
-
-    Attributes:
-        agents: The possible agents, in their order.
-        groups: The agents with equal observation spaces.
-    """
+class ArrayView:
+    """The agents of a batch that is read and written as arrays; the schema names them all, and a space for each."""
 
     def __init__(self, schema: Schema) -> None:
         self.agents = list(schema.possible_agents)
         self.groups = [Group(*group) for group in alike(schema.observation_spaces, self.agents)]
         self._column = {agent: place for place, agent in enumerate(self.agents)}
         rows = {at: (group, row) for group, (_, of) in enumerate(self.groups) for row, at in enumerate(of)}
-        self._rows = {agent: rows[place] for agent, place in self._column.items()}
-
-    @abstractmethod
-    def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Any:
-        """Write the actions of the agents that act; those of other agents and other environments are ignored.
-
-        Returns:
-            The payload of the step.
-
-        Raises:
-            ValueError: An acting agent has none, an agent is unknown, or an array is not what its space declares.
-        """
-
-    @abstractmethod
-    def read(self, extras: Any) -> Arrays:
-        """The transitions of all environments, with the extras of the step or reset.
-
-        Raises:
-            ValueError: Something has no place in an array, such as an undeclared vector of rewards or an unknown agent.
-                All environments have been stepped, and their state is known.
-        """
-
-    @abstractmethod
-    def last(self) -> Arrays:
-        """The last observations, and which agents are present and act; for `read_some`, before a step."""
-
-    @abstractmethod
-    def read_some(self, env_ids: Sequence[int], extras: Any, last: Arrays) -> Arrays:
-        """As `read`, of some environments, written into `last`; the others have no rewards, flags and infos."""
-
-    @abstractmethod
-    def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
-        """Note the transition of one environment that was stepped or reset by dicts, for `last`."""
+        self.places = {agent: rows[place] for agent, place in self._column.items()}  # the group, and the row in it
 
     def by_agent(self, observations: list[Any]) -> dict[Any, Any]:
         """The observations of each agent, of the arrays of all groups: views of shape `(num_envs, ...)`."""
-        return {agent: stacking.column(observations[group], row) for agent, (group, row) in self._rows.items()}
+        return {agent: stacking.column(observations[group], row) for agent, (group, row) in self.places.items()}
 
-    def _check_known(self, actions: Mapping[AgentID, Any]) -> None:
-        if not actions.keys() <= self._column.keys():
-            unknown = next(agent for agent in actions if agent not in self._column)
-            raise ValueError(f"actions for {unknown!r}, which is none of the agents {self.agents}")
+    def _checked(self, actions: Actions, acting: list[list[AgentID]], env_ids: Sequence[int]) -> Mapping[AgentID, Any]:
+        """Actions by agent; `ValueError` if an agent is unknown, or an acting one has none."""
+        if isinstance(actions, list):
+            actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
+        if actions.keys() != self._column.keys():
+            for agent in actions:
+                if agent not in self._column:
+                    raise ValueError(f"actions for {agent!r}, which is none of the agents {self.agents}")
+            for env_id in env_ids:
+                of_acting(env_id, actions, acting[env_id])
+        return actions
 
-    @staticmethod
-    def _check_all_there(
-        actions: Mapping[AgentID, Any], acting: Sequence[Sequence[AgentID]], env_ids: Sequence[int]
-    ) -> None:
-        for env_id in env_ids:
-            of_acting(env_id, actions, acting[env_id])
-
-
-_ONLY_INFOS = {"infos", "reset_infos"}
-"""Extras of a transition without which only its infos are incomplete."""
 
 _OBSERVED, _REWARDED = BITS["observations"], BITS["rewards"]
 _FLAGGED = BITS["terminateds"] | BITS["truncateds"]
@@ -184,7 +142,7 @@ _MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED, 
 
 
 class ArrayBatch(ArrayView):
-    """The arrays of what lies in a block; without `copy`, the next `read` writes to the same observations again."""
+    """The arrays of a block; without `copy`, the next `read` writes to the same observations again."""
 
     def __init__(self, batch: Batch, *, copy: bool) -> None:
         layout, schema = batch.layout, batch.layout.schema
@@ -200,36 +158,34 @@ class ArrayBatch(ArrayView):
         self._reward_spaces = {a: schema.reward_spaces[a] for a in self.agents if a in schema.reward_spaces}
         self._slices_of = functools.lru_cache(8)(layout.actions.slices_of)
 
-    # -- actions ---------------------------------------------------------------------------------------------------
-
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
-        """Write actions; returns, by environment, what does not fit into the block, pickled. See `ArrayView`."""
+        """Write the actions of the agents that act, and ignore all others; returns the payload of the step.
+
+        Raises `ValueError` if one of these has none, an agent is unknown, or an array is not what its space declares.
+        """
         batch = self._batch
         everyone = batch.acting == [self.agents] * self._num_envs
         acting = None if everyone else self.acting()
         ids = batch.env_ids if env_ids is None else env_ids
         try:
-            if isinstance(actions, list):
-                slices = self._slices_of(tuple(tuple(of.agents) for of in actions)) if self._actions_in_block else None
+            if isinstance(actions, list) and self._actions_in_block:
+                slices = self._slices_of(tuple(tuple(of.agents) for of in actions))
                 if slices is not None:
                     for (agents, values), (column, rows) in zip(actions, slices):
                         write_stacked(column, rows, values, agents)
                     batch.actions.mark_present(acting)
                     return {}
-                actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
-            self._check_known(actions)
-            if not everyone or len(actions) != len(self.agents):
-                self._check_all_there(actions, batch.acting, ids)
+            by_agent = self._checked(actions, batch.acting, ids)
             if self._actions_in_block:
                 try:
-                    batch.layout.actions.write_stacked(actions)
+                    batch.layout.actions.write_stacked(by_agent)
                     batch.actions.mark_present(acting)
                     return {}
                 except Mismatch:
                     if everyone:
                         raise
                     # The wrong ones may be of agents that do not act.
-            return batch.write_actions(ids, self._by_env(actions, ids))
+            return batch.write_actions(ids, self._by_env(by_agent, ids))
         except Mismatch as error:
             raise ValueError(str(error)) from None
 
@@ -248,49 +204,51 @@ class ArrayBatch(ArrayView):
         return [*by_env.values()]
 
     def acting(self) -> NDArray[np.bool_]:
-        """Which agents act next: `(num_envs, agents)`."""
         mask = np.zeros(self._shape, np.bool_)
         for env_id, acting in enumerate(self._batch.acting):
             mask[env_id, [self._column[agent] for agent in acting]] = True
         return mask
 
-    # -- transitions -----------------------------------------------------------------------------------------------
-
     def read(self, extras: Mapping[int, Any]) -> Arrays:
-        """All transitions; `extras` by environment, as they were pickled. See `ArrayView`."""
+        """The transitions of all environments, with the extras of the step or reset.
+
+        Raises `ValueError` if something has no place in an array, such as an undeclared vector of rewards or an unknown
+        agent. All environments have been stepped, and their state is known.
+        """
         batch = self._batch
         if self._in_block and not extras and batch.transitions.all_plain():
             batch.note_plain(range(self._num_envs))
             self._from_dicts.clear()
-            return self._with_vectors(self._plain())
+            rewards = batch.transitions.rewards.copy()
+            return self._with_vectors(self._uniform(self._all_observations(), rewards, True))
         arrays = self._from_block() if self._in_block else self._empty()
         left = []
         for env_id in range(self._num_envs):
             more = extras.get(env_id)
-            if self._in_block and (more is None or (type(more) is dict and more.keys() <= _ONLY_INFOS)):
+            if self._in_block and (more is None or (type(more) is dict and more.keys() <= {"infos", "reset_infos"})):
                 self._put_infos(arrays, env_id, batch.read_one(env_id, more, only_infos=True))
                 self._from_dicts.pop(env_id, None)
             else:
                 left.append(env_id)
         return self.read_some(left, extras, arrays)
 
-    def _plain(self) -> Arrays:
-        """All agents are present and act, and no flag is set."""
-        there, no = np.ones(self._shape, np.bool_), np.zeros(self._shape, np.bool_)
+    def _uniform(self, observations: list[Any], rewards: NDArray[np.float64], there: bool) -> Arrays:
+        """All agents are present and act, or none; no flag is set."""
+        present, acting, observed, rewarded, flagged = np.full((5, *self._shape), there)
+        terminations, truncations = np.zeros((2, *self._shape), np.bool_)
+        terminated, truncated = np.zeros((2, self._num_envs), np.bool_)
         return Arrays(
-            self._all_observations(), self._batch.transitions.rewards.copy(), no, no.copy(), no[:, 0].copy(),
-            no[:, 0].copy(), there, there.copy(), {}, there.copy(), there.copy(), there.copy(), True, True,
+            observations, rewards, terminations, truncations, terminated, truncated,
+            present, acting, {}, observed, rewarded, flagged, there, there,
         )  # fmt: skip
 
     def _empty(self, observations: list[Any] | None = None) -> Arrays:
         """No agent is present; the observations are zeros unless passed."""
         if observations is None:
             observations = [stacking.zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
-        no = [np.zeros(self._shape, np.bool_) for _ in range(8)]
-        return Arrays(
-            observations, np.zeros(self._shape), no[0], no[1], no[0][:, 0].copy(), no[0][:, 0].copy(), no[2], no[3],
-            {}, no[4], no[5], no[6], vectors=self._no_vectors(), vectored=no[7] if self._reward_spaces else None,
-        )  # fmt: skip
+        vectors = {a: np.zeros((self._num_envs, *(s.shape or ())), s.dtype) for a, s in self._reward_spaces.items()}
+        arrays = self._uniform(observations, np.zeros(self._shape), False)
+        return arrays._replace(vectors=vectors, vectored=np.zeros(self._shape, np.bool_) if vectors else None)
 
     def _from_block(self) -> Arrays:
         """All but the infos, as they are in the block."""
@@ -315,10 +273,6 @@ class ArrayBatch(ArrayView):
         tree_map(np.copyto, self._observations, columns)
         return self._observations
 
-    def _no_vectors(self) -> dict[AgentID, NDArray[Any]]:
-        declared = self._reward_spaces.items()
-        return {a: np.zeros((self._num_envs, *(space.shape or ())), space.dtype) for a, space in declared}
-
     def _with_vectors(self, arrays: Arrays) -> Arrays:
         """With the vector rewards that are in the block."""
         if not self._reward_spaces:
@@ -335,6 +289,7 @@ class ArrayBatch(ArrayView):
         return arrays._replace(vectors=values, vectored=there)
 
     def last(self) -> Arrays:
+        """The last observations, and which agents are present and act; for `read_some`, before a step."""
         seen = self._from_block() if self._in_block else self._empty()
         arrays = self._empty(seen.observations)._replace(
             present=seen.present, acting=seen.acting, observed=seen.observed
@@ -343,10 +298,11 @@ class ArrayBatch(ArrayView):
             self._clear(arrays, env_id)
             self._put_observations(arrays, env_id, observations)
             arrays.present[env_id] = present
-            self._put_acting(arrays, env_id)
+            arrays.acting[env_id, [self._column[agent] for agent in self._batch.acting[env_id]]] = True
         return arrays
 
     def read_some(self, env_ids: Sequence[int], extras: Mapping[int, Any], last: Arrays) -> Arrays:
+        """As `read`, of some environments, written into `last`; the others have no rewards, flags and infos."""
         errors: list[ValueError] = []
         for env_id in env_ids:  # all of them, before something that has no place in an array is an error
             try:
@@ -358,6 +314,7 @@ class ArrayBatch(ArrayView):
         return last
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
+        """Note the transition of one environment that was stepped or reset by dicts, for `last`."""
         seen = {**observations, **rewards}
         self._from_dicts[env_id] = copied(observations), np.array([agent in seen for agent in self.agents], np.bool_)
 
@@ -394,7 +351,7 @@ class ArrayBatch(ArrayView):
                 else:
                     place = env_id, self._column[self._known(env_id, agent)]
                     of_agents[place], arrays.flagged[place] = flag, True
-        self._put_acting(arrays, env_id)
+        arrays.acting[env_id, [self._column[agent] for agent in self._batch.acting[env_id]]] = True
         self._put_infos(arrays, env_id, infos)
 
     @staticmethod
@@ -405,13 +362,10 @@ class ArrayBatch(ArrayView):
 
     def _put_observations(self, arrays: Arrays, env_id: int, observations: Mapping[Any, Any]) -> None:
         for agent, observation in observations.items():
-            group, row = self._rows[self._known(env_id, agent)]
+            group, row = self.places[self._known(env_id, agent)]
             whose = f"environment {env_id}: the observation of agent {agent!r}"
             stacking.put(arrays.observations[group], (env_id, row), observation, whose)
             arrays.observed[env_id, self._column[agent]] = True
-
-    def _put_acting(self, arrays: Arrays, env_id: int) -> None:
-        arrays.acting[env_id, [self._column[agent] for agent in self._batch.acting[env_id]]] = True
 
     @staticmethod
     def _put_infos(arrays: Arrays, env_id: int, infos: dict[Any, Any]) -> None:

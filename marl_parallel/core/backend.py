@@ -1,8 +1,4 @@
-"""`Backend`: where workers run, and how requests and replies travel.
-
-A backend carries requests and replies; it never looks into them and knows nothing of environments. A new kind of
-worker (another machine, another kind of process) is one subclass.
-"""
+"""`Backend`: where workers run, and how requests and replies travel. A new kind of worker is one subclass."""
 
 from __future__ import annotations
 
@@ -23,19 +19,14 @@ def usable_cpus() -> int:
 
 
 def share_out(num_envs: int, num_workers: int) -> list[range]:
-    """The environments of each worker: neighbours, shared out evenly.
-
-    Example:
-        >>> share_out(5, 2)
-        [range(0, 3), range(3, 5)]
-    """
+    """The environments of each worker: neighbours, as evenly as possible; the first workers may have one more."""
     small, larger = divmod(num_envs, num_workers)
     bounds = [worker * small + min(worker, larger) for worker in range(num_workers + 1)]
     return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
 class Backend(ABC):
-    """Workers, numbered from 0. Used by one `ParallelEnv`, once.
+    """Workers, numbered from 0, used by one `ParallelEnv`, once. It never looks into requests and replies.
 
     Attributes:
         statuses: The status of each worker; readable at any time, and current after `look`.
@@ -64,57 +55,44 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        """Start the workers; need not wait until they are up.
+        """Start a worker for each share of the environments; need not wait until they are up.
 
-        Args:
-            shares: The environments of each worker.
-            most_requests: The largest number of requests and replies in flight for one worker.
+        At most `most_requests` requests and replies are in flight for one worker.
         """
 
     @abstractmethod
     def allocate(self, layout: Layout) -> Any:
-        """Make the block of memory for a layout; called once, before the first request that uses it.
+        """Return zeroed, writable memory for a layout; called once, before the first request that uses it.
 
-        Returns:
-            Zeroed, writable memory. It stays readable for as long as anything refers to it, also after `stop`.
+        It stays readable for as long as anything refers to it, also after `stop`.
         """
 
     @abstractmethod
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         """Send one request each to some of the workers, and return at once if the backend can.
 
-        A worker takes its requests in order. One that is gone gets nothing, and `wait` reports it as `Lost`.
-
-        Args:
-            requests: By worker.
-            together: The caller waits until it has all the replies, so that it need be woken only once.
+        A worker takes its requests in order. One that is gone gets nothing, and `wait` reports it as `Lost`. With
+        `together`, the caller waits until it has all the replies, so that it need be woken only once.
         """
 
     @abstractmethod
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
-        """Wait for replies, and take all that are here.
+        """Wait for `at_least` so many replies; returns all that are here, in the order of each worker's requests.
 
-        Args:
-            timeout: Seconds; None waits until there are enough, or until `interrupt`.
-            at_least: How many to wait for.
-
-        Returns:
-            Workers with their replies, in the order of each worker's requests; fewer than `at_least` after the timeout,
-            after `interrupt`, or when a worker has died. A worker that died with requests before it is reported once,
-            as `Lost`.
+        Returns fewer after `timeout` seconds (None for no limit), after `interrupt`, or when a worker has died. A
+        worker that died with requests before it is reported once, as `Lost`.
         """
 
     @abstractmethod
     def end(self, worker: int) -> Sequence[Reply]:
         """End a worker, whatever it is doing, so that it writes nothing more; only if the backend `can_kill`.
 
-        Returns:
-            Its replies that `wait` has not returned.
+        Returns those of its replies that `wait` has not returned.
         """
 
     @abstractmethod
     def replace(self, worker: int) -> None:
-        """Start a new worker in the place of one that was ended or is lost, with a status of its own.
+        """Start a new worker, with a status of its own, in the place of one that was ended or is lost.
 
         Requests to the old one are dropped. Only if the backend `can_kill`.
         """
@@ -136,15 +114,10 @@ class Backend(ABC):
 
     @abstractmethod
     def stop(self, timeout: float) -> list[int]:
-        """End all workers and free everything but memory that is still referred to. Idempotent.
+        """End all workers, and free everything but memory that is still referred to. Idempotent.
 
-        Workers that have carried out a CLOSE end by themselves; the others are killed if the backend can.
-
-        Args:
-            timeout: Seconds that workers have to end by themselves.
-
-        Returns:
-            The workers that could not be ended.
+        Workers that have carried out a CLOSE have `timeout` seconds to end by themselves; the others are killed if the
+        backend can. Returns the workers that could not be ended.
         """
 
     @abstractmethod

@@ -1,9 +1,8 @@
 """From constructors to environments: the keywords of constructors, building in workers, and a check of equal seeds.
 
-A constructor gets those of the keywords `seed`, `env_id` and `restarts` that its signature names. Known makers
-(`gymnasium.make`, `pettingzoo.make`, PettingZoo's `parallel_wrapper_fn` and `aec_wrapper_fn`) pass `**kwargs` on, so
-they get `seed` too if the signature of the function they call names it, but no `env_id` and `restarts`: in other
-projects' signatures these names can mean something else.
+A constructor gets those of the keywords `seed`, `env_id` and `restarts` that its signature names. Known makers, such as
+`gymnasium.make`, pass `**kwargs` on, so they get `seed` too if the function that they call names it; but no `env_id`
+and `restarts`, since in other projects' signatures these names can mean something else.
 """
 
 from __future__ import annotations
@@ -23,15 +22,8 @@ from gymnasium.envs import registration
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import Schema
+from marl_parallel.core import pickling
 from marl_parallel.core.messages import Built, Message, Plan, Request
-from marl_parallel.core.pickling import (
-    add_missing_modules,
-    by_value,
-    dump_registrations,
-    dumps,
-    dumps_by_value,
-    dumps_for_workers,
-)
 
 if TYPE_CHECKING:  # workers need no pool
     from marl_parallel.core.pool import Pool
@@ -40,16 +32,10 @@ Constructor = Callable[..., Any]
 KEYWORDS = {"seed", "env_id", "restarts"}
 _BY_KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-_NEVER_REQUIRED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def construct_one(constructor: Constructor, *, seed: int, env_id: int, restarts: int = 0) -> Any:
-    """Call a constructor with the keywords that it accepts, and return the environment.
-
-    Example:
-        >>> construct_one(lambda seed, *, restarts: (seed, restarts), seed=42, env_id=0)
-        (42, 0)
-    """
+    """Call a constructor with the keywords that it accepts, and return the environment."""
     return call_constructor(constructor, {"seed": seed, "env_id": env_id, "restarts": restarts})[0]
 
 
@@ -64,20 +50,13 @@ def call_constructor(constructor: Constructor, keywords: Mapping[str, int]) -> t
 
 
 def missing_arguments(constructor: Constructor) -> list[Parameter]:
-    """The required parameters for which a constructor gets no argument.
-
-    Example:
-        >>> missing_arguments(lambda config, seed: None)
-        [<Parameter "config">]
-        >>> missing_arguments(functools.partial(lambda config, seed: None, {}))
-        []
-    """
+    """The required parameters for which a constructor gets no argument."""
     call = _flattened(constructor)
     return [
         one
         for one in _parameters(call, follow_wrapped=False)  # a wrapper may fill in what it wraps
         if one.default is Parameter.empty
-        and one.kind not in _NEVER_REQUIRED
+        and one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         and one.name not in call.keywords
         and not (one.kind in _BY_KEYWORD and one.name in KEYWORDS)
     ]
@@ -110,14 +89,14 @@ def _is_open(parameters: Iterable[Parameter]) -> bool:
 def _accepted(call: functools.partial[Any], names: set[str]) -> set[str]:
     """The names that can be passed as keywords and are not bound."""
     parameters = _parameters(call, follow_wrapped=False)
-    inner: set[str] = set()
+    accepted: set[str] = set()
     if _is_open(parameters):
         wrapped = _parameters(call, follow_wrapped=True)
         parameters += wrapped
         if _is_open(wrapped) and (maker_calls := _called_by_maker(call)) is not None:
-            inner = _accepted(maker_calls, {"seed"})
-    named = {one.name for one in parameters if one.kind in _BY_KEYWORD}
-    return ((named | inner) & names) - call.keywords.keys()
+            accepted = _accepted(maker_calls, {"seed"})
+    accepted |= {one.name for one in parameters if one.kind in _BY_KEYWORD}
+    return (accepted & names) - call.keywords.keys()
 
 
 def _called_by_maker(call: functools.partial[Any]) -> functools.partial[Any] | None:
@@ -125,7 +104,7 @@ def _called_by_maker(call: functools.partial[Any]) -> functools.partial[Any] | N
     function = inspect.unwrap(call.func)
     arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.keywords}
     if getattr(function, "__module__", None) == "pettingzoo.utils.conversions":
-        # The functions of `parallel_wrapper_fn` and `aec_wrapper_fn` call another one, which is only in their closure.
+        # What `parallel_wrapper_fn` and `aec_wrapper_fn` return calls another function, which is only in its closure.
         cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
         return _flattened(cells[0]) if len(cells) == 1 and callable(cells[0]) else None
     owner, spec = getattr(function, "__self__", None), None
@@ -161,9 +140,6 @@ def _gymnasium_spec(env_id: Any) -> Any:
     return registration.registry.get(name if latest is None else registration.get_env_id(namespace, stem, latest))
 
 
-# -- building in workers -----------------------------------------------------------------------------------------------
-
-
 def construct(
     pool: Pool,
     constructors: Sequence[Constructor],
@@ -173,29 +149,27 @@ def construct(
     restarts: bool,
     local_modules: list[ModuleType],
 ) -> tuple[list[Schema], Plan, dict[int, Built]]:
-    """Build all environments in their workers; errors as of `ParallelEnv`.
+    """Build all environments in their workers; returns their descriptions, the plan of all, and the results by env id.
 
     Modules that workers cannot import are added to `local_modules`, and the environments that need them built again.
-
-    Returns:
-        The description of each environment, the plan of all of them, and the results by environment.
     """
     pickled: dict[int, bytes] = {}
-    plan = Plan(pickled, dict(enumerate(seeds)), mode, b"", restarts, registrations=dump_registrations())
+    registrations = pickling.dump_registrations()
     schemas: dict[bytes, Schema] = {}  # equal descriptions are unpickled once: their spaces may be large
     built: dict[int, Built] = {}
     to_pickle: Collection[int] = range(len(constructors))
     what = "the constructor of" if adapter is None else "the constructor or adapter of"
     while to_pickle:
         pickled.update(_pickle(constructors, to_pickle, local_modules))
-        plan = plan._replace(adapter=dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules))
+        how_adapted = pickling.dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules)
+        plan = Plan(pickled, dict(enumerate(seeds)), mode, how_adapted, restarts, registrations=registrations)
         requests = {}
         for worker, share in enumerate(pool.shares):
-            ids = [env_id for env_id in share if env_id not in built]
+            ids = tuple([env_id for env_id in share if env_id not in built])
             if ids:
                 part = {env_id: pickled[env_id] for env_id in ids}
                 own = plan._replace(constructors=part, seeds={env_id: seeds[env_id] for env_id in ids})
-                requests[worker] = Request(Message.ACCESS, tuple(ids), own)
+                requests[worker] = Request(Message.ACCESS, ids, own)
         results = dict(sorted(pool.execute(requests).items()))
         for env_id, result in results.items():
             if isinstance(result, Built):
@@ -204,7 +178,7 @@ def construct(
                     schemas[result.description] = pool.read(env_id, result.description)
             elif result.kind is not ModuleNotFoundError:
                 raise result.kind(f"environment {env_id}: {result.text}")
-        to_pickle = add_missing_modules(local_modules, results, what)
+        to_pickle = pickling.add_missing_modules(local_modules, results, what)
     described = [schemas[built[env_id].description] for env_id in range(len(constructors))]
     return described, plan._replace(described=built[0].description), dict(sorted(built.items()))
 
@@ -213,11 +187,11 @@ def _pickle(
     constructors: Sequence[Constructor], env_ids: Collection[int], local_modules: Sequence[ModuleType]
 ) -> dict[int, bytes]:
     by_id: dict[int, bytes] = {}  # most often, all environments have the same constructor
-    with by_value(local_modules):
+    with pickling.by_value(local_modules):
         for env_id in env_ids:
             constructor = constructors[env_id]
             try:
-                by_id[id(constructor)] = by_id.get(id(constructor)) or dumps_by_value(constructor)
+                by_id[id(constructor)] = by_id.get(id(constructor)) or pickling.dumps_by_value(constructor)
             except Exception as error:
                 raise TypeError(
                     f"the constructor of environment {env_id} cannot be pickled, so it cannot be sent to a "
@@ -226,33 +200,27 @@ def _pickle(
     return {env_id: by_id[id(constructors[env_id])] for env_id in env_ids}
 
 
-# -- equal seeds -------------------------------------------------------------------------------------------------------
-
-
 class SeedCheck:
-    """Warns of environments that should differ by their seed and are alike, though their constructors got none.
+    """Warns of environments that should differ by their seed and are alike; `docs/seeding.md` has the two signs of it.
 
-    `docs/seeding.md` has the two signs of it. First observations that are equal count only if the seed reached no
-    environment: games such as chess begin alike with any seed, but their `reset` takes one.
+    First observations that are equal count only if the seed reached no environment: chess begins alike with any seed.
     """
 
     def __init__(self, built: Mapping[int, Built], reset_takes_seed: bool) -> None:
-        declared = {env_id: one.declared_seed for env_id, one in built.items() if not one.seeded}
-        self._declared = {env_id: seed for env_id, seed in declared.items() if seed is not None}
+        unseeded = [(env_id, one.declared_seed) for env_id, one in built.items() if not one.seeded]
+        self._declared = {env_id: seed for env_id, seed in unseeded if seed is not None}
         self._alike = _alike(self._declared)
         open_and_unseeded = all(one.open and not one.seeded for one in built.values())
         self._unreached = open_and_unseeded and len(built) > 1 and not reset_takes_seed
         self._first_observations: dict[int, bytes] = {}
-        # Whether `warning` needs the seeds that are declared after the first reset.
-        self.asks_again = bool(self._alike) and reset_takes_seed
+        self.asks_again = bool(self._alike) and reset_takes_seed  # whether `warning` needs the seeds declared then
         # The warning after construction, and whether there is no other one.
         self.first_warning = _same_seed(self._declared) if self._alike and not reset_takes_seed else None
         self.is_done = self.first_warning is not None or not (self.asks_again or self._unreached)
 
     def note(self, env_id: int, observations: Mapping[Any, Any]) -> None:
-        """Store the first observations of an environment."""
         if env_id not in self._first_observations:
-            self._first_observations[env_id] = dumps(observations) if observations else b""
+            self._first_observations[env_id] = pickling.dumps(observations) if observations else b""
 
     def warning(self, seeds: Sequence[int], declared: Mapping[int, int] | None) -> str | None:
         """The warning after the first reset, from our seeds and, with `asks_again`, those declared now."""

@@ -25,20 +25,7 @@ class CallGuard(dict[str, tuple[str, int]]):
     """The call in progress under the key `CALL`: its method and its thread; empty if there is none.
 
     Without it, two threads that step the same environments would read each other's results. A method on the hot path
-    does this in its own body, others have the decorator `exclusive`::
-
-        entry = ("step", get_ident())
-        try:
-            if (first := guard.setdefault(CALL, entry)) is not entry:
-                guard.refuse(entry, first)
-            ...
-        finally:
-            if guard[CALL] is entry:
-                del guard[CALL]
-
-    `setdefault` is atomic, and each entry is a new object. The `finally` calls nothing, so Python handles no signal in
-    it: Ctrl-C at any moment leaves the guard empty. Ctrl-C between `acquire` and `try` would leave a lock locked.
-    `check_open` raises if everything has been closed; a refused call raises that error first.
+    does in its own body what `exclusive` does. `check_open` raises if everything has been closed.
     """
 
     def __init__(self, check_open: Callable[[], None]) -> None:
@@ -71,6 +58,9 @@ def exclusive(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorator(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            # `setdefault` is atomic, and each entry is a new object. The `finally` calls nothing, so Python handles no
+            # signal in it: Ctrl-C at any moment leaves the guard empty. Between `acquire` and `try` of a lock, it would
+            # leave the lock locked.
             owner: Any = args[0]
             guard, entry = owner._guard, (name, get_ident())
             try:
@@ -89,8 +79,7 @@ def exclusive(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def end_forked_copy(error: BaseException | None) -> NoReturn:
     """End this process, which a simulator's method forked and then left with this error, or by returning.
 
-    If a simulator forks to execute a program and fails, the child returns from its method as the parent does. Two
-    processes would read one queue and write to one block. So the child writes why to stderr, and ends without cleanup.
+    Else two processes would read one queue and write to one block. It writes why to stderr, and cleans nothing up.
     """
     code, text = 1, ""
     if isinstance(error, SystemExit):

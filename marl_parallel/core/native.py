@@ -1,16 +1,9 @@
-r"""Native simulators: one simulator that steps many environments itself, such as EnvPool, behind `ParallelEnv`.
+"""Native simulators: one simulator that steps many environments itself, such as EnvPool, behind `ParallelEnv`.
 
-A module for such a simulator implements `NativeSimulator`, which returns `Received`; see `backends/envpool.py`.
-`NativePool` has the interface of both `Pool` and `Batch`. There are no workers and no shared memory: a step is one
-`send` with the actions of all environments, and one `receive` with arrays of all results::
+There are no workers and no shared memory: a step is one `send` with the actions of all environments, and one `receive`
+with arrays of all results::
 
-    ParallelEnv (dicts)     vector.ArrayStepper (arrays)
-               \               /
-                  BatchRunner                                    runner.py
-                       |
-                  NativePool (dicts)  <--  NativeArrays (arrays)
-                       |
-                  NativeSimulator: reset, send, receive
+    BatchRunner  -->  NativePool (dicts), NativeArrays (arrays)  -->  NativeSimulator: reset, send, receive
 """
 
 from __future__ import annotations
@@ -50,22 +43,20 @@ EnvIds = NDArray[np.int32]
 class Received(NamedTuple):
     """Transitions of `n` environments with `k` possible agents, one row for each environment.
 
-    The arrays belong to the receiver. Absent agents have zeros, and flags that are False. The flags of a single agent
-    may be the same arrays as those of its environment.
+    The arrays belong to the receiver; the flags of a single agent may be those of its environment. Absent agents have
+    zeros, and flags that are False.
 
     Attributes:
         env_ids: int32 `(n,)`: the environments.
         observations: For each group of agents with equal observation spaces, in the order of their first agents: arrays
             `(n, agents of the group, ...)` in the form of the space.
         rewards: `(n, k)`, of any dtype; zeros for the first observation of an episode.
-        terminations: bool `(n, k)`.
-        truncations: bool `(n, k)`.
-        terminated: bool `(n,)`: whether the episode ended.
-        truncated: bool `(n,)`: whether the episode was cut off.
+        terminations, truncations: bool `(n, k)`.
+        terminated, truncated: bool `(n,)`: whether the episode ended, or was cut off.
         elapsed: Integers `(n,)`: steps since the episode began; zero for its first observation only.
         present: bool `(n, k)`: which agents were observed and rewarded; always None if all are.
         infos: Of agents: arrays `(n, k, ...)` by key, or dicts of such arrays. The keys are always the same.
-        common: Of environments with several agents: arrays `(n, ...)` by key, or dicts of such arrays; likewise.
+        common: Likewise of environments with several agents: `(n, ...)`.
     """
 
     env_ids: EnvIds
@@ -81,7 +72,6 @@ class Received(NamedTuple):
     common: dict[str, Any]
 
     def at(self, rows: NDArray[Any]) -> Received:
-        """Some of the rows, in the given order."""
         return Received(*tree_map(lambda array: array[rows], tuple(self)))
 
 
@@ -89,21 +79,18 @@ class NativeSimulator(ABC):
     """A simulator that steps many environments itself; `ParallelEnv.from_native` takes it.
 
     PettingZoo's rules apply: agents that are alive and were observed last act. An environment whose episode is over
-    starts the next one with the next `send`, whatever its actions. A `reset` in between cancels that.
-
-    A simulator that steps all environments in one call, such as VMAS, has `batch_size == num_envs`. Its `send` steps
-    the environments in `env_ids`, resets those whose episode is over, and leaves the others unchanged.
+    starts the next one with the next `send`, whatever its actions. A `reset` in between cancels that. Environments that
+    are not in the `env_ids` of a `send` stay unchanged.
 
     Attributes:
         name: The simulator's name in error messages.
         schema: The agents, with two spaces of fixed size for each.
         num_envs: The number of environments.
-        batch_size: The number of rows that one `receive` returns.
+        batch_size: The number of rows that one `receive` returns; `num_envs` if one call steps all, as in VMAS.
         partial: Where `batch_size` is `num_envs`: whether `send` and `reset` also take some environments alone.
             `receive` then returns all that were sent to, and is called before the next `send`.
         seeds: The seed of each environment.
-        metadata: As of a Gymnasium environment.
-        render_mode: As of a Gymnasium environment.
+        metadata, render_mode: As of a Gymnasium environment.
     """
 
     name: str
@@ -152,7 +139,7 @@ class NativeSimulator(ABC):
 
 
 class InfoColumns(Mapping[int, dict[Any, Any]]):
-    """The infos in `received` by env id, for all possible agents; dicts are made of the arrays on first access."""
+    """The infos in `received` by env id; their dicts are made on first access."""
 
     def __init__(self, received: Received, agents: Sequence[AgentID]) -> None:
         self.received, self.agents = received, agents
@@ -171,11 +158,11 @@ class InfoColumns(Mapping[int, dict[Any, Any]]):
 
     def rows(self) -> list[dict[Any, Any]]:
         """One new dict by agent for each row."""
-        infos, common = self.received.infos, self.received.common
-        columns = [stacking.column(infos, position) for position in range(len(self.agents))]
-        rows = _by_agent(self.agents, self.received, columns)
-        if common:
-            for row, env_info in zip(rows, stacking.one_by_one(common, len(rows))):
+        received = self.received
+        columns = [stacking.column(received.infos, position) for position in range(len(self.agents))]
+        rows = _by_agent(self.agents, received, columns)
+        if received.common:
+            for row, env_info in zip(rows, stacking.one_by_one(received.common, len(rows))):
                 row[COMMON] = env_info
         return rows
 
@@ -191,20 +178,11 @@ def _by_agent(agents: Sequence[AgentID], received: Received, columns: Iterable[A
     return [dict(zip(agents, row)) for row in zip(*values)]
 
 
-def _placed(whole: Any, env_ids: EnvIds, values: Any) -> Any:
-    """Copies of the arrays in a tree, with other values in the rows of some environments."""
-    return tree_map(lambda array, rows: stacking.placed(array, env_ids, rows), whole, values)
-
-
 class NativePool:
     """A native simulator as both `pool` and `batch` of a `BatchRunner`; it counts as one worker.
 
     The payload of a step is what `NativeSimulator.send` takes, and the extras of results are a `Received`. A simulator
     that raises closes everything.
-
-    Attributes:
-        marks: Where each environment stands: bool arrays `"acting"`, `"alive"` and `"flagged"`, `(num_envs, agents)`,
-            and `"over"`, `(num_envs,)`. They are replaced by new arrays, and never written into.
     """
 
     seeds_stale = False
@@ -223,13 +201,12 @@ class NativePool:
         self._pending: dict[int, Message] = {}
         self._steps = self._resets = 0
         self._simulator_s = 0.0
-        self._agents = agents = self.schema.possible_agents
-        groups = alike(self.schema.action_spaces, agents)
-        self._action_groups = [(space, [agents[at] for at in positions]) for space, positions in groups]
-        observed = alike(self.schema.observation_spaces, agents)
-        rows = {at: (group, row) for group, (_, of) in enumerate(observed) for row, at in enumerate(of)}
-        self._group_of = {agent: rows[position] for position, agent in enumerate(agents)}
-        none = np.zeros((simulator.num_envs, len(agents)), np.bool_)
+        view = ArrayView(self.schema)
+        self._agents, self._group_of = view.agents, view.places
+        groups = alike(self.schema.action_spaces, view.agents)
+        self._action_groups = [(space, [view.agents[at] for at in positions]) for space, positions in groups]
+        # Where each environment stands: (num_envs, agents), "over" (num_envs,). The arrays are never written into.
+        none = np.zeros((simulator.num_envs, len(view.agents)), np.bool_)
         self.marks = {"acting": none, "alive": none, "flagged": none, "over": np.zeros(len(none), np.bool_)}
         self._agent_lists: dict[str, list[list[AgentID]]] = {}  # of `marks`
         self._masks: dict[AgentID, Any] = {}  # action masks: arrays (num_envs, ...)
@@ -245,7 +222,6 @@ class NativePool:
         return tuple(sorted(self._pending))
 
     def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Received:
-        """Step or reset some environments, and wait; returns their rows in the order of `env_ids`."""
         self.check_open()
         if not self.partial:
             self._check_whole_batches(len(env_ids), f"{message.name.lower()} of {len(env_ids)} environments")
@@ -326,15 +302,12 @@ class NativePool:
             if not isinstance(error, Exception):
                 raise
             method = message.name.lower()
-            raise EnvError(
-                f"{self.name} raised in {method}: {type(error).__name__}: {error}",
-                env_ids=env_ids,
-                worker=0,
-                method=method,
-                remote_traceback="".join(traceback.format_exception(error)),
-            ) from error
+            text = f"{self.name} raised in {method}: {type(error).__name__}: {error}"
+            stack = "".join(traceback.format_exception(error))
+            raise EnvError(text, env_ids=env_ids, worker=0, method=method, remote_traceback=stack) from error
         self._simulator_s += time.perf_counter() - started
-        self.check_open("the environments were closed by another thread")
+        if self.closed:
+            self.check_open("the environments were closed by another thread")
 
     def _check_whole_batches(self, count: int, what: str) -> None:
         if count % self.batch_size:
@@ -404,7 +377,7 @@ class NativePool:
             acting = alive & present & ~over[:, None]
         new = {"acting": acting, "alive": alive, "flagged": flagged, "over": over}
         in_order = ids.tobytes() == self._all.tobytes()
-        self.marks = new if in_order else _placed(old, ids, new)
+        self.marks = new if in_order else stacking.placed(old, ids, new)
         self._agent_lists.clear()
         return in_order
 
@@ -418,11 +391,10 @@ class NativePool:
                 masks = stacking.column(observed[ACTION_MASK], row)
             else:
                 continue
-            if agent not in self._masks:
-                self._masks[agent] = tree_map(
-                    lambda array: np.zeros((len(self._all), *array.shape[1:]), array.dtype), masks
-                )
-            self._masks[agent] = _placed(self._masks[agent], received.env_ids, masks)
+            whole = self._masks.get(agent)
+            if whole is None:
+                whole = tree_map(lambda array: np.zeros((len(self._all), *array.shape[1:]), array.dtype), masks)
+            self._masks[agent] = stacking.placed(whole, received.env_ids, masks)
 
     def masks(self, env_id: int) -> dict[AgentID, Any]:
         agents = () if env_id in self._pending else self.acting[env_id]
@@ -455,24 +427,21 @@ class NativePool:
 
     def grouped(self, column: Callable[[AgentID, Space[Any]], Any]) -> list[Any]:
         """What `NativeSimulator.send` takes, from the stacked actions of each agent."""
-        groups = []
-        for space, agents in self._action_groups:
-            if len(agents) == 1:
-                groups.append(tree_map(lambda array: array[:, None], column(agents[0], space)))
-            else:
-                columns = [column(agent, space) for agent in agents]
-                groups.append(tree_map(lambda *arrays: np.stack(arrays, axis=1), *columns))
-        return groups
+
+        def together(*arrays: NDArray[Any]) -> NDArray[Any]:
+            return arrays[0][:, None] if len(arrays) == 1 else np.stack(arrays, axis=1)
+
+        return [tree_map(together, *[column(agent, of) for agent in agents]) for of, agents in self._action_groups]
 
     def read(self, env_ids: Sequence[int], received: Received) -> Columns:
         self.note_received(received)
         observations = [stacking.column(received.observations[group], row) for group, row in self._group_of.values()]
         columns = observations, received.rewards.T, received.terminations.T, received.truncations.T
-        seen, rewards, terminateds, truncateds = (_by_agent(self._agents, received, column) for column in columns)
+        seen, rewards, terminateds, truncateds = (tuple(_by_agent(self._agents, received, each)) for each in columns)
         for flags, of_envs in ((terminateds, received.terminated), (truncateds, received.truncated)):
             for row, flag in zip(flags, of_envs.tolist()):
                 row[ALL] = flag
-        return (*seen,), (*rewards,), (*terminateds,), (*truncateds,), (*InfoColumns(received, self._agents).rows(),)
+        return seen, rewards, terminateds, truncateds, (*InfoColumns(received, self._agents).rows(),)
 
     def arrays(self, *, copy: bool) -> NativeArrays:
         return NativeArrays(self)
@@ -508,27 +477,17 @@ def _one_by_one(env_ids: Sequence[int], agent: AgentID, space: Space[Any], value
 
 
 class NativeArrays(ArrayView):
-    """What a `NativePool` receives, as arrays over all environments.
-
-    If all environments were stepped, nothing that belongs to the receiver is copied. Infos stay in arrays.
-    """
+    """What a `NativePool` receives, with the methods of `ArrayBatch`; not copied if all environments were stepped."""
 
     def __init__(self, pool: NativePool) -> None:
         super().__init__(pool.schema)
         self._pool, self._num_envs = pool, len(pool.env_ids)
         # Groups with `Discrete` values, which are int64 in `Arrays`.
-        self._to_cast = [
-            any(isinstance(leaf, spaces.Discrete) for _, leaf in leaves(space)) for space, _ in self.groups
-        ]
+        self._to_cast = [any(isinstance(leaf, spaces.Discrete) for _, leaf in leaves(of)) for of, _ in self.groups]
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> list[Any]:
         ids = self._pool.env_ids if env_ids is None else env_ids
-        if isinstance(actions, list):
-            actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
-        by_agent = actions
-        if by_agent.keys() != self._column.keys():
-            self._check_known(by_agent)
-            self._check_all_there(by_agent, self._pool.acting, ids)
+        by_agent = self._checked(actions, self._pool.acting, ids)
 
         def column(agent: AgentID, space: Space[Any]) -> Any:
             values = by_agent[agent] if agent in by_agent else stacking.zeros(space, (self._num_envs,))
@@ -547,23 +506,22 @@ class NativeArrays(ArrayView):
         return self._latest
 
     def last(self) -> Arrays:
-        """The arrays returned last, with what the caller has written into them since: a copy would cost each step."""
-        return self._latest
+        return self._latest  # with what the caller has written into it since: a copy would cost each step
 
     def read_some(self, env_ids: Sequence[int], received: Received, last: Arrays) -> Arrays:
         self._pool.note_received(received)
         new = self._arrays(received)
-        fields = {name: getattr(last, name) for name in _KEPT}
-        fields |= {name: np.zeros_like(getattr(last, name)) for name in _OF_THE_STEP}
-        placed = {name: _placed(whole, received.env_ids, getattr(new, name)) for name, whole in fields.items()}
+        fields: dict[str, Any] = {name: getattr(last, name) for name in ("observations", "present", "observed")}
+        for name in ("rewards", "terminations", "truncations", "terminated", "truncated", "rewarded", "flagged"):
+            fields[name] = np.zeros_like(getattr(last, name))
+        placed = {name: stacking.placed(whole, received.env_ids, getattr(new, name)) for name, whole in fields.items()}
         self._latest = new._replace(**placed, shared_flags=False)
         return self._latest
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
-        """Do nothing: environments that reset by themselves are never stepped one at a time."""
+        pass  # environments that reset by themselves are never stepped one at a time
 
     def _arrays(self, received: Received) -> Arrays:
-        """The received rows alone, but `acting` of all environments."""
         rows = len(received.env_ids)
         present = np.ones((rows, len(self.agents)), np.bool_) if received.present is None else received.present.copy()
         observations = [
@@ -576,8 +534,3 @@ class NativeArrays(ArrayView):
             InfoColumns(received, self.agents), present,
             present, present, shared_flags=len(self.agents) == 1 and received.present is None,
         )  # fmt: skip
-
-
-_KEPT = ("observations", "present", "observed")
-_OF_THE_STEP = ("rewards", "terminations", "truncations", "terminated", "truncated", "rewarded", "flagged")
-"""Fields of `Arrays`: those that environments keep which are not stepped, and those that are zeros for them."""

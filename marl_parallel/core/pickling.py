@@ -2,10 +2,7 @@
 
 Some modules exist in the caller's process only: a script, a notebook, a test that was loaded from its file. Their
 definitions travel by value. A worker that cannot import a module names it in a `Refusal`, and the caller sends it by
-value too. A class that travels by value is created in a process that does not know it, and unchanged in one that does.
-
-A constructor may call `gymnasium.make` or `pettingzoo.make` with an id that only the caller's script registers. So the
-registries travel as well.
+value too. Constructors may use ids that only the caller's script registers, so the registries travel as well.
 """
 
 from __future__ import annotations
@@ -43,10 +40,10 @@ def dumps(value: Any) -> bytes:
         return dumps_by_value(value)
 
 
-def dumps_by_value(value: Any) -> bytes:
+def dumps_by_value(value: Any, pickler: type[pickle.Pickler] | None = None) -> bytes:
     """Pickle with cloudpickle: by value, where no other process can import a definition."""
     with io.BytesIO() as file:
-        ByValuePickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+        (pickler or ByValuePickler)(file, pickle.HIGHEST_PROTOCOL).dump(value)
         return file.getvalue()
 
 
@@ -64,20 +61,15 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduced
         # A class by value: how to create it, its attributes, and how to set these (see `object.__reduce__`).
         create, arguments, state, items, pairs, set_state = reduced
-        return _known_or_new, (_id_of(obj), create, arguments), (set_state, state), items, pairs, _set_state_of_new
+        class_id = _ids.setdefault(obj, uuid.uuid4().hex)
+        _classes[class_id] = obj
+        return _known_or_new, (class_id, create, arguments), (set_state, state), items, pairs, _set_state_of_new
 
 
 # Classes that have travelled by value, from here or to here.
 _classes: WeakValueDictionary[str, type] = WeakValueDictionary()
 _ids: WeakKeyDictionary[type, str] = WeakKeyDictionary()
 _incomplete: WeakSet[type] = WeakSet()  # created, but without attributes so far
-
-
-def _id_of(kind: type) -> str:
-    if kind not in _ids:
-        _ids[kind] = uuid.uuid4().hex
-        _classes[_ids[kind]] = kind
-    return _ids[kind]
 
 
 def _known_or_new(class_id: str, create: Callable[..., type], arguments: tuple[Any, ...]) -> type:
@@ -130,13 +122,11 @@ def add_missing_modules(local_modules: list[ModuleType], results: Mapping[int, A
     tried, again = [*local_modules], []
     for env_id, result in results.items():
         if isinstance(result, Refusal) and result.kind is ModuleNotFoundError:
-            module = sys.modules.get(result.text)
+            name = result.text
+            module = sys.modules.get(name)
             if module is None or module in tried:
-                raise ModuleNotFoundError(
-                    f"{what} environment {env_id} needs the module {result.text!r}, which cannot be imported in the "
-                    "worker",
-                    name=result.text,
-                )
+                text = f"{what} environment {env_id} needs the module {name!r}, which cannot be imported in the worker"
+                raise ModuleNotFoundError(text, name=name)
             if module not in local_modules:
                 local_modules.append(module)
             again.append(env_id)
@@ -167,19 +157,13 @@ def in_order(values: dict[Any, Any], possible_agents: Sequence[AgentID]) -> dict
     return first | {key: value for key, value in values.items() if key not in first}
 
 
-# -- registered environments -------------------------------------------------------------------------------------------
-
-
 def dump_registrations() -> bytes:
     """Pickle the registries of Gymnasium and PettingZoo, without specs that cannot be pickled."""
     return pickle.dumps({name: dict(_pickled(specs)) for name, specs in _registries()}, pickle.HIGHEST_PROTOCOL)
 
 
 def install_registrations(pickled: bytes) -> None:
-    """Register in this process the specs that `dump_registrations` pickled in another.
-
-    A spec of Gymnasium is unpickled when it is first used, as that may import its simulator.
-    """
+    """Register in this process the specs that `dump_registrations` pickled in another."""
     # A simulator that is imported later registers its environments again, with a warning for each.
     warnings.filterwarnings("ignore", r".*Overriding environment .* in (the \w+ )?registry", UserWarning)
     received: Mapping[str, Mapping[str, bytes]] = pickle.loads(pickled)
@@ -233,7 +217,7 @@ def _is_importable(module: str) -> bool:
 
 
 class _PickledSpec(EnvSpec):
-    """A spec that becomes a plain `EnvSpec` when more than its id is read."""
+    """A spec that becomes a plain `EnvSpec` when more than its id is read: that may import its simulator."""
 
     pickled: bytes
 

@@ -30,7 +30,7 @@ from marl_parallel.types import ParallelEnvError, RestartLimitExceeded, RestartP
 
 @dataclass(slots=True, eq=False)
 class Recovery:
-    """What `on_error="restart"` adds to a pool; its functions work on slots."""
+    """What `on_error="restart"` adds to a pool."""
 
     slots: Sequence[Slot]
     policy: RestartPolicy
@@ -55,27 +55,26 @@ class Recovery:
             recent = slot.recent_faults
             while recent and now - recent[0] > policy.rate_period_s:
                 recent.popleft()
-            limit = None
+            limit = ""
             if policy.max_restarts is not None and slot.counted_faults >= policy.max_restarts:
                 limit = f"max_restarts={policy.max_restarts}"
             elif policy.rate_limit is not None and len(recent) >= policy.rate_limit:
                 limit = f"rate_limit={policy.rate_limit} within {policy.rate_period_s:g} s"
-            if limit is not None:
-                raise RestartLimitExceeded(
+            if limit:
+                text = (
                     f"environment {slot.env_id} has failed once more than its RestartPolicy allows ({limit}): "
                     f"{first_line(error)}\n\nWhat to do: fix the simulator, or pass a RestartPolicy with higher "
-                    "limits. The error of the last failure is the cause of this one.",
-                    env_ids=(slot.env_id,),
-                    worker=error.worker,
-                ) from error
+                    "limits. The error of the last failure is the cause of this one."
+                )
+                raise RestartLimitExceeded(text, env_ids=(slot.env_id,), worker=error.worker) from error
             slot.counted_faults += 1
             recent.append(now)
 
     def cut_off(self, slot: Slot, running: Running | None) -> Fault:
         """What a fault interrupts, and the dicts that the caller receives, without the report.
 
-        `running` is what the worker is doing, or was doing when it died. The environment's record, which is not
-        overwritten yet, is partially written if its simulator has returned; then its observations are zeros.
+        `running` is what the worker is doing, or was doing when it died. The record, which is not overwritten yet, is
+        partially written if the simulator has returned; then its observations are zeros.
         """
         idle = slot.request is None or slot.done
         if slot.fault is not None and (slot.rebuilding or idle):
@@ -84,11 +83,12 @@ class Recovery:
         if running is not None and running.env_id == slot.env_id:
             activity, partially_written = running.activity, not running.inside
         auto_reset = not idle and activity is Activity.RESET and slot.request is Message.STEP
-        if not idle and (slot.request is Message.RESET or (auto_reset and not self._same_step)):
+        same_step = self.plan.mode is AutoresetMode.SAME_STEP
+        if not idle and (slot.request is Message.RESET or (auto_reset and not same_step)):
             return Fault(Message.RESET, ({}, {}, {}, {}, {}))
         if auto_reset:
             slot.latest = slot.saved
-        extras = _unpickled(slot.latest)
+        extras = None if slot.latest is None else loads(slot.latest)
         observations, alive = self.batch.last_known(slot, extras, partially_written=partially_written)
         if auto_reset:  # the step had ended
             dicts = self.batch.snapshot(slot.env_id, extras).dicts
@@ -99,13 +99,11 @@ class Recovery:
 
     def begin(self, slot: Slot, fault: Fault, error: ParallelEnvError) -> None:
         """Mark an environment as failed: the result of `cut_off`, and the error."""
-        if fault is slot.fault:
-            slot.fault = fault._replace(next_result=None)
-            return
-        report = str(error)
-        if fault.interrupted is not Message.RESET:
-            fault = fault._replace(dicts=with_report(fault.dicts, report))
-        slot.fault = fault._replace(report=report)
+        if fault is not slot.fault:
+            report = str(error)
+            dicts = fault.dicts if fault.interrupted is Message.RESET else with_report(fault.dicts, report)
+            fault = fault._replace(dicts=dicts, report=report)
+        slot.fault = fault._replace(next_result=None)
 
     def rebuild_request(self, slot: Slot) -> Rebuild:
         """The request to rebuild an environment; counts the restart."""
@@ -123,15 +121,15 @@ class Recovery:
         return Rebuild(plan, self.block, reset=self._resets_at_once(slot), keywords=keywords)
 
     def finish(self, slot: Slot, extras: bytes | None) -> Snapshot | None:
-        """Note that an environment has been rebuilt; `extras` came with its reset.
+        """The result of the request that was interrupted; None for an idle environment, whose next result reports it.
 
-        Returns the result of the interrupted request; None if the environment was idle: its next result reports it.
+        `extras` came with the reset of the environment that has been rebuilt.
         """
         fault = slot.fault
         assert fault is not None
         if self._resets_at_once(slot):
             self.note_result(slot, extras)
-            fresh = self.batch.snapshot(slot.env_id, _unpickled(extras))
+            fresh = self.batch.snapshot(slot.env_id, None if extras is None else loads(extras))
             if fault.interrupted is Message.RESET:
                 result = fresh._replace(dicts=with_report(fresh.dicts, fault.report))
             else:
@@ -165,17 +163,9 @@ class Recovery:
         if type(slot.result) is not Snapshot:
             slot.result = self.batch.snapshot(slot.env_id, slot.result)
 
-    @property
-    def _same_step(self) -> bool:
-        return self.plan.mode is AutoresetMode.SAME_STEP
-
     def _resets_at_once(self, slot: Slot) -> bool:
         """Whether the fresh environment's first observation is part of the result."""
         assert slot.fault is not None
         if slot.fault.interrupted is None and not slot.has_reset:
             return False
-        return slot.fault.interrupted is Message.RESET or self._same_step
-
-
-def _unpickled(extras: bytes | None) -> Any:
-    return None if extras is None else loads(extras)
+        return slot.fault.interrupted is Message.RESET or self.plan.mode is AutoresetMode.SAME_STEP

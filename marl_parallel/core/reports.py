@@ -1,7 +1,7 @@
 """Error messages of failed workers and environments.
 
 The first line, which is in the log too, has the environment, the worker, the method and the line of the simulator's
-code. What to do next follows, then the stack. `pool.py` decides whether the error is raised.
+code. What to do next follows, then the stack.
 """
 
 from __future__ import annotations
@@ -30,14 +30,11 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
     """The error of an environment that raised; its cause is the original exception if that pickles."""
     method, stack = failure.method, failure.traceback
     to_do = failure.to_do or f"fix the simulator, or its arguments{_restart(method, advice)}"
-    error = EnvError(
+    text = (
         f"environment {env_id} (worker {worker}) raised in {method}{_at(stack)}: {failure.summary}"
-        f"\n\nWhat to do: {to_do}.\n\nWhere it happened:\n{stack}",
-        env_ids=(env_id,),
-        worker=worker,
-        method=method,
-        remote_traceback=stack,
+        f"\n\nWhat to do: {to_do}.\n\nWhere it happened:\n{stack}"
     )
+    error = EnvError(text, env_ids=(env_id,), worker=worker, method=method, remote_traceback=stack)
     if failure.exception is not None:
         try:
             error.__cause__ = loads(failure.exception)
@@ -49,13 +46,11 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
 
 def unreadable(env_id: int, worker: int, error: Exception) -> EnvError:
     """The error of an environment whose results cannot be unpickled here."""
-    return EnvError(
+    text = (
         f"environment {env_id} (worker {worker}) sent something that pickles in the worker, but cannot be unpickled "
-        f"here: {type(error).__name__}: {error}. Its infos, observations or results must do both.",
-        env_ids=(env_id,),
-        worker=worker,
-        method="unpickle",
+        f"here: {type(error).__name__}: {error}. Its infos, observations or results must do both."
     )
+    return EnvError(text, env_ids=(env_id,), worker=worker, method="unpickle")
 
 
 def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | None, advice: str = "") -> WorkerCrashed:
@@ -65,24 +60,15 @@ def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | No
         env_ids, during = (running.env_id,), f" in {running.activity.method} of environment {running.env_id}"
         advice = _restart(running.activity.method, advice)
     manner, to_do = manner_of_death(lost)
-    return WorkerCrashed(
+    text = (
         f"worker {worker} ({environments(share)}) died{during}{_at(lost.stack)}: {manner}\n\n"
-        f"What to do: {to_do}{advice}.{_section('Its stack', lost.stack)}",
-        env_ids=env_ids,
-        worker=worker,
-        exitcode=lost.exitcode,
-        stack=lost.stack,
+        f"What to do: {to_do}{advice}.{_section('Its stack', lost.stack)}"
     )
+    return WorkerCrashed(text, env_ids=env_ids, worker=worker, exitcode=lost.exitcode, stack=lost.stack)
 
 
 def timed_out(
-    worker: int,
-    share: Sequence[int],
-    running: Running | None,
-    doing: Activity,
-    limit: float,
-    stack: str,
-    advice: str = "",
+    worker: int, share: Sequence[int], running: Running | None, doing: Activity, limit: float, stack: str, advice: str
 ) -> WorkerTimeout:
     """The error of an environment, or of the environments of a worker, past the timeout of `limit` seconds."""
     env_ids, who = tuple(share), f"worker {worker} ({environments(share)})"
@@ -90,15 +76,12 @@ def timed_out(
         env_ids, who = (running.env_id,), f"environment {running.env_id} (worker {worker})"
     where = place(stack)
     at, hangs = (f"; it is at {where}", "fix what hangs there") if where else ("", "see where it hangs")
-    return WorkerTimeout(
+    text = (
         f"{who} has not finished its {doing.method} within {limit:g} s{at}\n\n"
         f"What to do: if it needs longer, raise {doing.timeout}_timeout; else {hangs}"
-        f"{_restart(doing.method, advice)}.{_section('It was here', stack)}",
-        env_ids=env_ids,
-        worker=worker,
-        method=doing.method,
-        stack=stack,
+        f"{_restart(doing.method, advice)}.{_section('It was here', stack)}"
     )
+    return WorkerTimeout(text, env_ids=env_ids, worker=worker, method=doing.method, stack=stack)
 
 
 def still_running(worker: int, share: Sequence[int], seconds: float, stack: str) -> str:
@@ -136,27 +119,24 @@ def _section(heading: str, stack: str) -> str:
     return f"\n\n{heading}:\n{stack}" if stack else ""
 
 
-_ALONE = 'run that environment alone, with backend="serial"'
-_NATIVE = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"})
-
-
 def manner_of_death(lost: Lost) -> tuple[str, str]:
     """How a process died, and what to do about it."""
+    alone = 'run that environment alone, with backend="serial"'
     if lost.reason:
         return lost.reason, "see why, and whether it will happen again"
     if lost.exitcode is None:
-        return "how is not known", _ALONE
+        return "how is not known", alone
     if lost.exitcode >= 0:
-        return f"exit code {lost.exitcode}", f"see what in the simulator ends its process, as os._exit does; {_ALONE}"
+        return f"exit code {lost.exitcode}", f"see what in the simulator ends its process, as os._exit does; {alone}"
     number = -lost.exitcode
     name = signal.Signals(number).name if number in [*signal.Signals] else "a signal"
     manner = f"{name} (signal {number})"
     if name == "SIGKILL":
         to_do = "see whether memory ran out (`dmesg` shows it), and run fewer environments, or who else killed it"
         return f"{manner}, as when memory runs out", to_do
-    if name in _NATIVE:
-        return manner, f"fix the native code that broke, or report it to its authors; to find it, {_ALONE}"
-    return manner, f"see who sent that signal; {_ALONE}"
+    if name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"):
+        return manner, f"fix the native code that broke, or report it to its authors; to find it, {alone}"
+    return manner, f"see who sent that signal; {alone}"
 
 
 _FRAME = re.compile(r'^ *File "(?P<path>.+)", line (?P<line>\d+)(?P<traceback>,?) in ', re.MULTILINE)
@@ -167,28 +147,18 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
 def place(stack: str) -> str:
-    r"""The line of the simulator that a stack comes from, in words; empty if there is none.
+    """The line of the simulator that a stack comes from, in words; empty if there is none.
 
-    Args:
-        stack: A traceback, or the output of `faulthandler` for all threads.
-
-    Example:
-        >>> place('  File "track.py", line 7, in reset\n  File "track.py", line 12, in _load')
-        'line 12 of track.py'
-        >>> place('Current thread 0x7f (most recent call first):\n  File "track.py", line 12 in _load')
-        'line 12 of track.py'
+    The stack is a traceback, or the output of `faulthandler` for all threads.
     """
     latest = stack.rpartition("Traceback (most recent call last):")[2]
     threads = [list(_FRAME.finditer(part)) for part in _THREAD.split(latest)]
-    frames = max(threads, key=lambda frames: (any(map(_is_ours, frames)), bool(frames)))  # the worker's, else the first
+    # The worker's thread, else the first one.
+    frames = max(threads, key=lambda frames: (any(f["path"].startswith(_OURS) for f in frames), bool(frames)))
     if frames and frames[0]["traceback"]:
         frames.reverse()
-    inside = [*itertools.takewhile(lambda frame: not _is_ours(frame), frames)]  # innermost first
+    inside = [*itertools.takewhile(lambda frame: not frame["path"].startswith(_OURS), frames)]  # innermost first
     outside = [frame for frame in inside if not frame["path"].startswith(_STDLIB) or _INSTALLED.search(frame["path"])]
     own = [frame for frame in outside if not _INSTALLED.search(frame["path"])]
     chosen = next(iter(own or outside or inside), None)
     return f"line {chosen['line']} of {chosen['path']}" if chosen else ""
-
-
-def _is_ours(frame: re.Match[str]) -> bool:
-    return frame["path"].startswith(_OURS)

@@ -1,14 +1,11 @@
 """What the environments of a batch have in common: agents and spaces, compared and pickled.
 
-A `Box` keeps four arrays of its shape. In most boxes each of them is one constant and travels as that constant. Boxes
-whose bounds are bit for bit the same are equal without Gymnasium's comparison, which takes several passes over them.
+A `Box` keeps four arrays of its shape. In most boxes each of them is one constant, and travels as that constant.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +14,7 @@ from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID, Schema
-from marl_parallel.core.pickling import ByValuePickler
+from marl_parallel.core.pickling import ByValuePickler, dumps_by_value
 
 
 def common_schema(described: Sequence[Schema]) -> Schema:
@@ -48,9 +45,6 @@ def _difference(env_id: int, what: str, theirs: Any, ours: Any) -> ValueError:
         f"all environments must have the same agents and spaces, but environment {env_id} differs from "
         f"environment 0 in {what}: {theirs} against {ours}"
     )
-
-
-# -- equality of spaces ------------------------------------------------------------------------------------------------
 
 
 def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> list[tuple[Space[Any], list[int]]]:
@@ -112,45 +106,30 @@ def _same_elements(ours: NDArray[Any], theirs: NDArray[Any]) -> bool:
     return not any((ours[start : start + _CHUNK] != theirs[start : start + _CHUNK]).any() for start in chunks)
 
 
-# -- pickling ----------------------------------------------------------------------------------------------------------
-
-
 def dumps_compactly(value: Any) -> bytes:
     """Pickle something with cloudpickle, each large array of one constant as that constant.
 
     `pickle.loads` makes all arrays again in full: writable, contiguous and with memory of their own.
-
-    Example:
-        >>> space = spaces.Box(0, 255, (1080, 1920, 3), np.uint8)
-        >>> pickled = dumps_compactly(space)
-        >>> len(pickled) < 1000, pickle.loads(pickled) == space
-        (True, True)
     """
-    with io.BytesIO() as file:
-        _CompactPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-        return file.getvalue()
+    return dumps_by_value(value, _CompactPickler)
 
 
 class _CompactPickler(ByValuePickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is np.ndarray and (constant := _constant(obj)) is not None:
-            return _filled, (obj.shape, obj.dtype, constant)
-        return super().reducer_override(obj)
+        if type(obj) is not np.ndarray or obj.nbytes < _LARGE:
+            return super().reducer_override(obj)
+        if obj.dtype.kind not in "biuf" or obj.dtype.itemsize not in (1, 2, 4, 8):
+            return NotImplemented
+        first = obj[(slice(0, 1),) * obj.ndim].tobytes()
+        if any(obj.strides):  # else it is one element, broadcast
+            # As integers: zeros of both signs differ in their bits only, and so does one NaN from another.
+            bits = obj.ravel("K").view(f"u{obj.dtype.itemsize}")
+            if not _same_elements(bits, np.broadcast_to(np.frombuffer(first, bits.dtype), bits.shape)):
+                return NotImplemented
+        return _filled, (obj.shape, obj.dtype, first)
 
 
 def _filled(shape: tuple[int, ...], dtype: np.dtype[Any], constant: bytes) -> NDArray[Any]:
     if not any(constant):
         return np.zeros(shape, dtype)  # takes no time, and memory only once it is written to
     return np.full(shape, np.frombuffer(constant, dtype)[0], dtype)
-
-
-def _constant(array: NDArray[Any]) -> bytes | None:
-    """The bytes of the value that all elements of a large array have; None for other arrays."""
-    if array.nbytes < _LARGE or array.dtype.kind not in "biuf" or array.dtype.itemsize not in (1, 2, 4, 8):
-        return None
-    first = array[(slice(0, 1),) * array.ndim].tobytes()
-    if not any(array.strides):  # one element, broadcast
-        return first
-    # As integers: zeros of both signs differ in their bits only, and so does one NaN from another.
-    bits = array.ravel("K").view(f"u{array.dtype.itemsize}")
-    return first if _same_elements(bits, np.broadcast_to(np.frombuffer(first, bits.dtype), bits.shape)) else None

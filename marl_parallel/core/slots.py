@@ -1,8 +1,7 @@
 """The parent's view: one `Slot` per environment, one `WorkerQueue` per worker, and which workers are late.
 
 A timeout runs from the moment at which an environment begins something, as the worker's status shows. While a worker
-has not begun a request, the request's own timeout runs from when the worker was free. `pool.py` decides what happens
-to a worker that is late.
+has not begun a request, the request's own timeout runs from when the worker was free.
 """
 
 from __future__ import annotations
@@ -107,8 +106,6 @@ class WorkerQueue:
         return next((request.message for request, _, limit in self.requests if limit is not None), None)
 
 
-# -- timeouts ----------------------------------------------------------------------------------------------------------
-
 _POLL_S = 0.05
 _UNCHANGED_S = 0.02
 _FROZEN_S = 0.25
@@ -126,28 +123,26 @@ _LIMITED_BY = dict.fromkeys(Message, (Activity.STEP,)) | {
 
 
 class Limits(NamedTuple):
-    """Timeouts in seconds; None for no limit."""
+    """Timeouts in seconds, see `Activity.timeout`; None for no limit."""
 
-    step: float | None = None  # for steps, calls, attributes, frames and states
-    reset: float | None = None  # for resets, automatic ones too
-    start: float | None = None  # for constructors
-
-    def of(self, activity: Activity) -> float | None:
-        return {"step": self.step, "reset": self.reset, "start": self.start}[activity.timeout]
+    step: float | None = None
+    reset: float | None = None
+    start: float | None = None
 
 
 class Deadlines:
     """The timeouts of the requests before all workers.
 
-    Time in which this process did not run while it waited, as when a virtual machine or a container is paused, does not
-    count: the workers did not run either. Time between two waits, in which the caller does something else, counts.
+    Time in which this process waited but did not run, as when a virtual machine is paused, does not count: the workers
+    did not run either. Time between two waits, in which the caller does something else, counts.
     """
 
     def __init__(self, backend: Backend, limits: Limits, queues: Sequence[WorkerQueue]) -> None:
         self._backend, self._queues = backend, queues
-        self._limits = limits if backend.enforces_timeouts else Limits()
+        enforced = limits if backend.enforces_timeouts else Limits()
+        self._limits: dict[Activity, float | None] = {one: getattr(enforced, one.timeout) for one in Activity}
         self.shortest = {  # by kind of request, the shortest timeout that may apply while it is carried out
-            message: min((limit for one in activities if (limit := self._limits.of(one)) is not None), default=None)
+            message: min((limit for one in activities if (limit := self._limits[one]) is not None), default=None)
             for message, activities in _LIMITED_BY.items()
         }
         self.looked: float | None = None  # when `late` was last called, in the present call of the pool
@@ -169,11 +164,7 @@ class Deadlines:
         return seconds
 
     def late(self) -> list[int]:
-        """Workers past their timeout.
-
-        A worker counts as late only if its status did not change between two polls, so that one that was just
-        finishing is not killed.
-        """
+        """Workers past their timeout whose status did not change between two polls: none that was just finishing."""
         wait_ends, self._wait_ends = self._wait_ends, None
         if wait_ends is None:
             return []
@@ -208,9 +199,6 @@ class Deadlines:
 
     def overrun(self, worker: int) -> tuple[Running | None, Activity, float | None]:
         """What a worker is doing, if its status shows it; the activity that has a limit, and the limit."""
-        running = self._backend.statuses[worker].running
-        if running is not None:
-            activity = running.activity
-        else:
-            activity = _LIMITED_BY[self._queues[worker].limited or Message.STEP][0]
-        return running, activity, self._limits.of(activity)
+        running, request = self._backend.statuses[worker].running, self._queues[worker].limited or Message.STEP
+        activity = _LIMITED_BY[request][0] if running is None else running.activity
+        return running, activity, self._limits[activity]

@@ -28,11 +28,7 @@ def zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
 
 
 def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
-    """Stacked values of these leading axes, cast to the dtype of their space; int64 for `Discrete`.
-
-    Raises:
-        Mismatch: They are of another form, shape or dtype.
-    """
+    """Stacked values of these leading axes, cast to the dtype of their space (int64 for `Discrete`), or `Mismatch`."""
 
     def of_leaf(leaf: Space[Any], array: Any) -> NDArray[Any]:
         return as_array(array, _dtype(leaf), (*shape, *(leaf.shape or ())))
@@ -43,8 +39,7 @@ def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
 def picked(space: Space[Any], values: Any, rows: Sequence[int], count: int) -> Sequence[Any]:
     """Some of `count` stacked values, one by one, in the dtypes of their space; the other values may be anything.
 
-    Raises:
-        Mismatch: There is another number of values, or those of `rows` are of another form, shape or dtype.
+    Raises `Mismatch` if there is another number of values, or those of `rows` are of another form, shape or dtype.
     """
 
     def of_leaf(leaf: Space[Any], stack: Any) -> Any:
@@ -88,11 +83,7 @@ def one_by_one(stacked: Any, count: int) -> Sequence[Any]:
 
 
 def put(stacked: Any, place: tuple[int, int], value: Any, whose: str) -> None:
-    """Put one value into its place, the environment and the row.
-
-    Raises:
-        ValueError: It is of another form, shape or dtype; the text begins with `whose` and the keys of the part.
-    """
+    """Put one value into its place, the environment and the row; `ValueError` if it does not fit there."""
 
     def put_leaf(array: NDArray[Any], part: Any) -> None:
         array[place] = part if array.dtype == object else as_array(part, array.dtype, array.shape[2:])
@@ -104,11 +95,15 @@ def put(stacked: Any, place: tuple[int, int], value: Any, whose: str) -> None:
         raise ValueError(f"{where}: {error}") from None
 
 
-def placed(whole: NDArray[Any], rows: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
-    """A copy of an array with other values in some rows."""
-    whole = whole.copy()
-    whole[rows] = values
-    return whole
+def placed(whole: Any, rows: NDArray[Any], values: Any) -> Any:
+    """A copy of stacked values with others in some rows."""
+
+    def place(array: NDArray[Any], part: NDArray[Any]) -> NDArray[Any]:
+        array = array.copy()
+        array[rows] = part
+        return array
+
+    return tree_map(place, whole, values)
 
 
 def clear(stacked: Any, place: Any) -> None:
@@ -128,5 +123,4 @@ def column(stacked: Any, row: int) -> Any:
 def flat(stacked: NDArray[Any]) -> NDArray[Any]:
     """The first two axes as one; a view if possible."""
     rows, several, *shape = stacked.shape
-    merged: NDArray[Any] = stacked[:, 0] if several == 1 else stacked.reshape(rows * several, *shape)
-    return merged
+    return stacked[:, 0] if several == 1 else stacked.reshape(rows * several, *shape)

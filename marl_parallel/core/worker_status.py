@@ -1,11 +1,8 @@
 """What a worker is doing now and has done so far, as numbers in shared memory; and the timeline of a trace.
 
-The worker writes its `WorkerStatus`, and the parent reads it at any time without a request: which environment was
-running when a process died, how long one has been running, and what `stats()` returns. Each number is written whole.
-There is no lock, so two numbers may be read a moment apart. The parent writes one number: that no more work may begin.
-
-During a trace, a status also stores slices of time. The parent's `Tracer` collects them, stores slices of its own, and
-writes the file that Perfetto and Chrome's `chrome://tracing` read. Without a trace, none of this runs.
+The worker writes its `WorkerStatus`, and the parent reads it at any time without a request. Each number is written
+whole. There is no lock, so two numbers may be read a moment apart. During a trace, a status also stores slices of time,
+which the parent's `Tracer` collects.
 """
 
 from __future__ import annotations
@@ -30,16 +27,9 @@ from marl_parallel.types import WorkerStats
 
 
 class Activity(IntEnum):
-    """What an environment can be doing; the name in lower case is the `method` of an error."""
+    """What an environment can be doing; `method` and `timeout` (without `_timeout`) are the names in errors."""
 
-    START = 0
-    CONSTRUCTOR = 1
-    RESET = 2
-    STEP = 3
-    STATE = 4
-    RENDER = 5
-    CALL = 6
-    CLOSE = 7
+    START, CONSTRUCTOR, RESET, STEP, STATE, RENDER, CALL, CLOSE = range(8)
 
     @property
     def method(self) -> str:
@@ -47,7 +37,6 @@ class Activity(IntEnum):
 
     @property
     def timeout(self) -> str:
-        """Which timeout applies; the argument of `ParallelEnv` is this name with `_timeout`."""
         if self is Activity.RESET:
             return "reset"
         return "start" if self in (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE) else "step"
@@ -73,7 +62,7 @@ _SETTLED = 1 << 40
 
 
 class WorkerStatus:
-    """A worker's status, over a buffer of `NBYTES` zeroed bytes aligned to 8 that worker and parent share."""
+    """A worker's status, over a buffer of `NBYTES` zeroed bytes, aligned to 8, that worker and parent share."""
 
     NBYTES = 128
 
@@ -91,7 +80,6 @@ class WorkerStatus:
     # -- written by the worker ---------------------------------------------------------------------------------------
 
     def enter(self, env_id: int, activity: int) -> None:
-        """Note that an environment begins something, now."""
         now = self._entered = time.monotonic()
         _RUNNING.pack_into(self._view, 0, env_id + 1, activity, now)
 
@@ -117,7 +105,6 @@ class WorkerStatus:
             self.leave()
 
     def begin_request(self) -> None:
-        """Note that the worker begins a request, or a part of one, now."""
         now = time.monotonic()
         ints = self._ints
         ints[0] = ints[1] = 0
@@ -128,7 +115,7 @@ class WorkerStatus:
         self._changed = now
 
     def end_request(self) -> float:
-        """Note that the worker has carried it out; returns the time."""
+        """Note that the worker has carried out the request, or the part of it; returns the time."""
         now = time.monotonic()
         ints = self._ints
         if (env := ints[0]) < 0:
@@ -142,14 +129,11 @@ class WorkerStatus:
     # -- written by the parent ---------------------------------------------------------------------------------------
 
     def discard(self) -> None:
-        """From now on the worker begins nothing but a CLOSE: no caller receives other results."""
+        """Let the worker begin nothing but a CLOSE from now on: no caller receives other results."""
         self._ints[_DISCARDED] = 1
 
     def copy_from(self, others: bytes, ahead: float) -> None:
-        """Copy the bytes of another machine's status, except for the number that the parent writes.
-
-        This machine's clock is `ahead` of that one's by so many seconds.
-        """
+        """Copy another machine's status, but what the parent writes; this clock is `ahead` by so many seconds."""
         discarded = self._ints[_DISCARDED]
         self._view[:] = others
         self._floats[_SINCE] += ahead
@@ -168,7 +152,6 @@ class WorkerStatus:
 
     @property
     def running(self) -> Running | None:
-        """The environment that is running; None if none is."""
         env = self._ints[_ENV]
         if env == 0 or env >= _SETTLED:
             return None
@@ -182,24 +165,18 @@ class WorkerStatus:
 
     @property
     def state(self) -> tuple[int, float]:
-        """A value that changes whenever anything begins or ends."""
+        """It changes whenever anything begins or ends."""
         return self._ints[_ENV], self._floats[_SINCE]
 
     @property
     def parts(self) -> int:
-        """How many parts of requests the worker has started; each reply is for one part."""
         return int(self._ints[_PARTS])
 
     @property
     def stats(self) -> WorkerStats:
         ints, (inside, busy, waited) = self._ints, self._floats[_SIMULATOR:_PARTS]
-        return WorkerStats(
-            steps=ints[_ENDED + Activity.STEP],
-            resets=ints[_ENDED + Activity.RESET],
-            simulator_s=inside,
-            transport_s=max(busy - inside, 0.0),
-            waiting_s=waited,
-        )
+        steps, resets = ints[_ENDED + Activity.STEP], ints[_ENDED + Activity.RESET]
+        return WorkerStats(steps, resets, simulator_s=inside, transport_s=max(busy - inside, 0.0), waiting_s=waited)
 
 
 _of_this_process: WeakSet[WorkerStatus] = WeakSet()
@@ -208,8 +185,7 @@ _of_this_process: WeakSet[WorkerStatus] = WeakSet()
 def _guard_in_forked_child() -> None:
     """End this forked child as soon as it returns from a simulator to a worker of its parent.
 
-    Only a worker writes to its status, whenever a method of a simulator is entered or left. Replacing these methods
-    here costs nothing in a step.
+    Only workers call these methods, around each method of a simulator. Replacing them costs nothing in a step.
     """
     for status in list(_of_this_process):
         vars(status).update(dict.fromkeys(("enter", "leave", "begin_request", "end_request"), end_returning_copy))
@@ -260,24 +236,25 @@ def is_traced(status: WorkerStatus) -> bool:
 
 def trace(status: WorkerStatus, on: bool) -> array[float] | None:
     """Let a status store slices from now on, or no more; returns the slices when it ends."""
-    slices = None
-    if on and not isinstance(status, TracedStatus):
-        status.__class__ = TracedStatus
-        status.slices = array("d")  # type: ignore[attr-defined]
-    elif not on and isinstance(status, TracedStatus):
-        slices, status.slices = status.slices, array("d")
-        status.__class__ = WorkerStatus  # type: ignore[assignment]
+    slices: array[float] | None = vars(status).pop("slices", None)
+    status.__class__ = TracedStatus if on else WorkerStatus
+    if isinstance(status, TracedStatus):
+        status.slices = array("d") if slices is None else slices
+        return None
     return slices
 
 
 class Tracer:
-    """The parent's side of a trace; lane 0 of the file is the parent's, lane `worker + 1` a worker's."""
+    """Stores slices of a pool's calls and collects those of its workers, for the file that Perfetto reads.
+
+    Lane 0 of the file is the parent's, lane `worker + 1` a worker's.
+    """
 
     def __init__(self, path: Path, shares: Sequence[range]) -> None:
         self.path = path
         self._started = time.monotonic()
-        names = ["parent", *(f"worker {worker} (environments {[*share]})" for worker, share in enumerate(shares))]
         self._events: list[dict[str, Any]] = []
+        names = ["parent", *(f"worker {worker} (environments {[*share]})" for worker, share in enumerate(shares))]
         for lane, name in enumerate(names):
             self._add(lane, "thread_name", ph="M", args={"name": name})
             self._add(lane, "thread_sort_index", ph="M", args={"sort_index": lane})
@@ -285,11 +262,32 @@ class Tracer:
         self._replaced: list[tuple[Any, str]] = []  # methods: their objects and names
         self._open: set[str] = set()
 
-    def watch(self, owner: Any, method: str, name: Callable[..., str]) -> None:
-        """Store a slice for each call of an object's method, under a name computed from its arguments.
+    def watch(self, pool: Any, batch: Any) -> None:
+        """Store a slice for each call that sends, waits, or crosses the block, also by array views of the batch."""
+        self._replace(pool, "run", lambda message, *_: f"wait for {message.name.lower()}")
+        self._replace(pool, "execute", lambda sent: f"wait for {next(iter(sent.values())).message.name.lower()}")
+        self._replace(pool, "send", lambda message, *_: f"send {message.name.lower()}")
+        self._replace(pool, "recv", lambda *_: "wait")
+        create_view = batch.arrays
 
-        There is none for a call inside another of the same name.
-        """
+        def arrays(**keywords: Any) -> Any:
+            view = create_view(**keywords)
+            self._watch_transport(view)
+            return view
+
+        batch.arrays = arrays
+        self._replaced.append((batch, "arrays"))
+        for owner in (batch, *batch.views):
+            self._watch_transport(owner)
+
+    def _watch_transport(self, owner: Any) -> None:
+        for method in ("write_actions", "write", "read", "read_some"):
+            if hasattr(owner, method):
+                name = "read results" if method.startswith("read") else "write actions"
+                self._replace(owner, method, lambda *_, name=name: name)
+
+    def _replace(self, owner: Any, method: str, name: Callable[..., str]) -> None:
+        """Store a slice for each call of a method that is in no call of the same name; `name` takes its arguments."""
         inner = getattr(owner, method)
 
         @functools.wraps(inner)
@@ -306,29 +304,7 @@ class Tracer:
                 if len(self._parent_slices) < MOST_SLICES:
                     self._parent_slices.append((slice_, began, time.monotonic()))
 
-        self._replace(owner, method, watched)
-
-    def watch_batch(self, batch: Any) -> None:
-        """Store a slice whenever actions are written to a batch or results read from it, also by its array views."""
-        create_view = batch.arrays
-
-        def arrays(**keywords: Any) -> Any:
-            view = create_view(**keywords)
-            self._watch_transport(view)
-            return view
-
-        self._replace(batch, "arrays", arrays)
-        for owner in (batch, *batch.views):
-            self._watch_transport(owner)
-
-    def _watch_transport(self, owner: Any) -> None:
-        for method in ("write_actions", "write", "read", "read_some"):
-            if hasattr(owner, method):
-                name = "read results" if method.startswith("read") else "write actions"
-                self.watch(owner, method, lambda *_, name=name: name)
-
-    def _replace(self, owner: Any, method: str, by: Callable[..., Any]) -> None:
-        setattr(owner, method, by)
+        setattr(owner, method, watched)
         self._replaced.append((owner, method))
 
     def add(self, worker: int, slices: array[float], ahead: float) -> None:
