@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.action_masks import for_sample
 from marl_parallel.adapters import AgentID
-from marl_parallel.arguments import at_least_one
+from marl_parallel.arguments import checked_integer
 from marl_parallel.core.batch import Dicts
 from marl_parallel.parallel_env import ParallelEnv, tiled
 
@@ -83,9 +83,9 @@ def record_video(
     if policy is not None and not callable(policy):
         raise TypeError(f"policy must take observations and return actions, or be None; got {policy!r}")
     path = _checked_path(path)
-    at_least_one(steps, "steps")
+    checked_integer(steps, "steps")
     if tile_width is not None:
-        at_least_one(tile_width, "tile_width")
+        checked_integer(tile_width, "tile_width")
     most = _MOST_FPS[path.suffix.lower()]
     if fps is None:
         fps = min(float(env.metadata.get("render_fps") or _DEFAULT_FPS), most)
