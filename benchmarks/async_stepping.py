@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import typer
 from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds, Workers, counts, folder_for
+from pictures import finish, framed
 from policies import Clocked, Drawn, Network
 from rich.console import Console
 from rich.table import Table
@@ -41,8 +42,6 @@ from marl_parallel.cli.report import (
     COLOURS,
     GREY,
     PATCH,
-    finish,
-    framed,
     in_one_line,
     machine,
     progress,

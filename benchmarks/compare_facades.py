@@ -22,13 +22,14 @@ from matplotlib.axes import Axes
 from merged import Pair, Report, Result, read_json, run
 from mpe2 import simple_spread_v3
 from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds
+from pictures import framed
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from synthetic import Synthetic
 
-from marl_parallel.cli.report import COLOURS, GREY, PATCH, framed, write_json, write_rows
+from marl_parallel.cli.report import COLOURS, GREY, PATCH, write_json, write_rows
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "compare_facades"

@@ -20,12 +20,13 @@ from contest import Case, Contender, one_thread_each
 from merged import Pair, Report, Result, read_json, run
 from mpe2 import simple_spread_v3
 from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds
+from pictures import framed
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from synthetic import Synthetic, rounds_per_microsecond
 
-from marl_parallel.cli.report import COLOURS, GREY, framed, write_json, write_rows
+from marl_parallel.cli.report import COLOURS, GREY, write_json, write_rows
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "compare_peers"

@@ -32,6 +32,7 @@ from options import (
 )
 from pettingzoo.butterfly import pistonball_v6
 from pettingzoo.sisl import multiwalker_v9
+from pictures import save_plot
 from synthetic import Synthetic, rounds_per_microsecond
 
 from marl_parallel.cli.measure import LOOP, contenders, measure, num_turns
@@ -42,7 +43,6 @@ from marl_parallel.cli.report import (
     machine,
     progress,
     read_json,
-    save_plot,
     show,
     write_csv,
     write_json,

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 from matplotlib.patches import Patch
+from pictures import OTHER_COLOURS, framed
 
-from marl_parallel.cli.report import COLOURS, OTHER_COLOURS, framed
+from marl_parallel.cli.report import COLOURS
 
 KINDS = {
     "step": COLOURS["process"],

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import typer
 from options import AsMarkdown, Output, Quick, Repeats, Seconds
+from pictures import OTHER_COLOURS, framed
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -37,8 +38,6 @@ from marl_parallel.cli.measure import draw_actions, spread
 from marl_parallel.cli.report import (
     COLOURS,
     GREY,
-    OTHER_COLOURS,
-    framed,
     in_one_line,
     machine,
     progress,

@@ -24,14 +24,13 @@ from typing import Annotated, Any
 
 import typer
 from options import AsMarkdown, Output, Quick, Repeats, counts, folder_for
+from pictures import finish, framed
 from rich.console import Console
 from rich.table import Table
 
 from marl_parallel.cli.report import (
     COLOURS,
     GREY,
-    finish,
-    framed,
     in_one_line,
     machine,
     progress,

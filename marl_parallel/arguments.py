@@ -51,10 +51,7 @@ def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
 def check_signature(
     constructor: Callable[..., Any], name: str, bind: str = "functools.partial(constructor, {})"
 ) -> None:
-    """Raise `TypeError` for a constructor that requires more arguments than it gets.
-
-    In the error, `name` is the constructor's, and `bind` shows how to bind a value to a parameter.
-    """
+    """Raise `TypeError` for a constructor that requires more arguments than it gets; `bind` shows how to bind them."""
     missing = missing_arguments(constructor)
     if not missing:
         return
@@ -121,12 +118,8 @@ def autoreset_mode(auto_reset: bool | AutoresetMode | str) -> AutoresetMode:
     raise ValueError(f"auto_reset must be True, False, an AutoresetMode or one of {names}; got {auto_reset!r}")
 
 
-def at_least_one(number: Any, name: str) -> int:
-    """A positive integer; `name` is the argument's, for the error."""
-    return _integer(number, name, 1)
-
-
-def _integer(number: Any, name: str, least: int, or_none: str = "") -> int:
+def checked_integer(number: Any, name: str, least: int = 1, or_none: str = "") -> int:
+    """An integer of at least 0 or 1; `name` is the argument's, for the error."""
     try:
         value = operator.index(number)
     except TypeError:
@@ -134,14 +127,6 @@ def _integer(number: Any, name: str, least: int, or_none: str = "") -> int:
     if value < least:
         raise ValueError(f"{name} must {'be at least 1' if least else 'not be negative'}, got {value}")
     return value
-
-
-def checked_minimum(min_envs: Any, in_flight: int) -> int:
-    """How many environments `recv` waits for; None for all in flight."""
-    number = in_flight if min_envs is None else _integer(min_envs, "min_envs", 0, " or None")
-    if number > in_flight:
-        raise ValueError(f"min_envs={number}, but only {in_flight} environments are in flight")
-    return number
 
 
 def checked_timeout(seconds: Any, name: str, *, zero: bool = False) -> float | None:
@@ -182,14 +167,10 @@ def restarts(on_error: Any, restart_policy: Any) -> bool:
 
 
 def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | None, backend: Backend) -> int:
-    """The number of workers: at most one for each environment, and by default one for each CPU.
-
-    Warns:
-        ResourceWarning: There are more workers than CPUs.
-    """
-    workers = None if num_workers is None else min(at_least_one(num_workers, "num_workers"), num_envs)
+    """The number of workers: at most one for each environment, and by default one for each CPU."""
+    workers = None if num_workers is None else min(checked_integer(num_workers, "num_workers"), num_envs)
     if envs_per_worker is not None:
-        needed = -(-num_envs // at_least_one(envs_per_worker, "envs_per_worker"))
+        needed = -(-num_envs // checked_integer(envs_per_worker, "envs_per_worker"))
         if workers not in (None, needed):
             raise ValueError(
                 f"num_workers={num_workers} and envs_per_worker={envs_per_worker} do not agree: {num_envs} environments"
@@ -220,7 +201,7 @@ def base_seed(seed: Any) -> int:
     """The seed of environment 0; None draws one of 31 bits."""
     if seed is None:
         return int(np.random.SeedSequence().generate_state(1)[0] >> 1)
-    return _integer(seed, "seed", 0, " or None")
+    return checked_integer(seed, "seed", 0, " or None")
 
 
 def seeds_of(seeds: Sequence[Any], env_ids: Sequence[int]) -> list[int | None]:
@@ -231,15 +212,10 @@ def seeds_of(seeds: Sequence[Any], env_ids: Sequence[int]) -> list[int | None]:
 def pool_arguments(
     num_envs: Any, batch_size: Any, num_threads: Any, seed: int | Sequence[int] | None
 ) -> tuple[dict[str, int], list[int]]:
-    """The numbers for EnvPool by argument, and the seed of each of its environments.
-
-    Example:
-        >>> pool_arguments(2, None, None, seed=3)
-        ({'num_envs': 2, 'batch_size': 2}, [3, 4])
-    """
+    """The numbers for EnvPool by argument, and the seed of each of its environments."""
     batch_size = num_envs if batch_size is None else batch_size
     passed = {"num_envs": num_envs, "batch_size": batch_size, "num_threads": num_threads}
-    numbers = {name: at_least_one(number, name) for name, number in passed.items() if number is not None}
+    numbers = {name: checked_integer(number, name) for name, number in passed.items() if number is not None}
     if batch_size > num_envs:
         raise ValueError(f"batch_size={batch_size} is more than num_envs={num_envs}")
     if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes):

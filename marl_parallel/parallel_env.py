@@ -170,7 +170,7 @@ class ParallelEnv:
         limits = Limits(*(arguments.checked_timeout(seconds, name) for name, seconds in timeouts.items()))
         restarts = arguments.restarts(on_error, restart_policy)
         if worker_threads is not None:
-            worker_threads = arguments.at_least_one(worker_threads, "worker_threads")
+            worker_threads = arguments.checked_integer(worker_threads, "worker_threads")
         if trace is not None:
             arguments.checked_trace(trace)
         adapter_function(adapter)
@@ -217,14 +217,12 @@ class ParallelEnv:
 
     @classmethod
     def from_native(cls, simulator: NativeSimulator) -> ParallelEnv:
-        """Wrap a simulator that steps many environments by itself, without workers.
+        """Wrap a simulator that steps many environments by itself, without workers; `close` closes it.
 
         Episodes begin again with the next step (`NEXT_STEP`). It is an error to pass a seed or options to `reset`, or a
         timeout or another `min_envs` than `batch_size` or all in flight to `recv`, or to start a trace. After a partial
-        reset, facades return the other environments' observations from the arrays returned last.
-
-        Args:
-            simulator: Nothing else may use it; `close` closes it.
+        reset, facades return the other environments' observations from the arrays returned last. Nothing else may use
+        the simulator.
         """
         check_agents(simulator.schema.possible_agents, simulator.name)
         env = cls.__new__(cls)
@@ -302,9 +300,7 @@ class ParallelEnv:
     def action_masks(self) -> tuple[dict[AgentID, Any], ...]:
         """For each environment, the action masks by agent, of the agents that act next and have one.
 
-        A mask is `"action_mask"` of the agent's info, else of its observation, in the running episode. Arrays of zeros
-        and ones become bool, True for an allowed action; dicts and tuples stay as they are. All arrays are copies. The
-        dict is empty for an environment whose next action is ignored. See `docs/values.md`.
+        Arrays are copies; those of zeros and ones become bool, True for an allowed action. See `docs/values.md`.
         """
         return tuple(map(self.runner.batch.masks, self.runner.env_ids))
 
@@ -323,10 +319,7 @@ class ParallelEnv:
 
     @property
     def reward_space(self) -> spaces.Dict | None:
-        """Spaces of the agents whose rewards are vectors, which arrive as arrays; None if there are none.
-
-        See `docs/values.md`.
-        """
+        """Spaces of the agents whose rewards are vectors (`docs/values.md`); None if there are none."""
         return _space_of(self.runner.schema.reward_spaces)
 
     @property
@@ -467,7 +460,7 @@ class ParallelEnv:
 
     @exclusive("state")
     def state(self, *, env_ids: Sequence[int] | None = None) -> NDArray[Any]:
-        """The current global states: a new array of shape `(num_envs, *state_space.shape)`; `step_timeout` applies.
+        """The current global states, in a new array of shape `(num_envs, *state_space.shape)`; `step_timeout` applies.
 
         Raises `NotImplementedError` if the environments have none.
         """
@@ -612,11 +605,8 @@ class ParallelEnv:
     def start_trace(self, path: str | os.PathLike[str]) -> None:
         """Record a timeline of what workers and this process do, until `stop_trace` or `close`.
 
-        A step takes about a microsecond longer. At most a million time slices are recorded for each worker, and those
-        of a worker that dies are lost.
-
-        Args:
-            path: The file: JSON that https://ui.perfetto.dev and `chrome://tracing` show.
+        The file is JSON that https://ui.perfetto.dev and `chrome://tracing` show. A step takes about a microsecond
+        longer. At most a million time slices are recorded for each worker, and those of a worker that dies are lost.
 
         Raises:
             ValueError: No file can be written there.
@@ -769,7 +759,7 @@ def make(
         ...     env.num_envs, env.possible_agents
         (2, ['agent_0', 'agent_1', 'agent_2', 'agent_3'])
     """
-    arguments.at_least_one(num_envs, "num_envs")
+    arguments.checked_integer(num_envs, "num_envs")
     if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
         raise TypeError(f"env_kwargs must be a dict of keywords for each environment's constructor, got {env_kwargs!r}")
     unknown = [key for key in parallel_env_arguments if key not in inspect.signature(ParallelEnv).parameters]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.action_masks import for_sample
 from marl_parallel.adapters import AgentID
-from marl_parallel.arguments import at_least_one
+from marl_parallel.arguments import checked_integer
 from marl_parallel.core.batch import Dicts
 from marl_parallel.parallel_env import ParallelEnv, tiled
 
@@ -86,9 +86,9 @@ def record_video(
         raise ValueError(f"{str(path)!r} is a folder: pass the path of a file in it")
     if not path.parent.is_dir():
         raise ValueError(f"no folder {str(path.parent)!r} to write {path.name!r} into")
-    at_least_one(steps, "steps")
+    checked_integer(steps, "steps")
     if tile_width is not None:
-        at_least_one(tile_width, "tile_width")
+        checked_integer(tile_width, "tile_width")
     most = _MOST_FPS[path.suffix.lower()]
     if fps is None:
         fps = min(float(env.metadata.get("render_fps") or _DEFAULT_FPS), most)

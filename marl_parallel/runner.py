@@ -23,7 +23,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeed
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import Schema
-from marl_parallel.arguments import base_seed, checked_ids, checked_minimum, checked_options, checked_timeout, seeds_of
+from marl_parallel.arguments import base_seed, checked_ids, checked_integer, checked_options, checked_timeout, seeds_of
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.construction import SeedCheck
 from marl_parallel.core.exclusive import CallGuard
@@ -43,13 +43,11 @@ _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False",
 
 
 class BatchRunner:
-    """Resets and steps a batch of environments.
+    """Resets and steps a batch of environments; `docs/facades.md` lists its attributes for facades.
 
     A step is three calls: the batch writes actions (dicts, or arrays with `batch.arrays()`), `step` carries them out,
     and the batch reads the results. All three belong under one entry of `guard`; `vector.ArrayStepper` does this for
     facades. All methods raise `ClosedEnvironmentError` after `close`, and `ParallelEnvError` for a fault.
-
-    `docs/facades.md` lists its attributes for facades.
     """
 
     def __init__(
@@ -84,8 +82,7 @@ class BatchRunner:
     ) -> tuple[tuple[int, ...], Any]:
         """Begin new episodes, and wait; arguments and errors as of `ParallelEnv.reset`, `options` also one for each.
 
-        Returns:
-            The env ids, and the extras of the results, which the batch needs to read them.
+        Returns the env ids, and the extras of the results, which the batch needs to read them.
         """
         self.check_idle("reset")
         ids = self.checked_ids(env_ids)
@@ -109,11 +106,9 @@ class BatchRunner:
         return ids
 
     def step(self, env_ids: tuple[int, ...], written: Any) -> Any:
-        """Carry out actions, and wait; returns the extras of the results, which the batch needs to read them.
+        """Carry out the actions that the batch has `written` for the env ids of `ids_to_step`, and wait.
 
-        Args:
-            env_ids: As `ids_to_step` returned them.
-            written: What the batch returned when the actions were written.
+        Returns the extras of the results, which the batch needs to read them.
         """
         return self.pool.run(Message.STEP, env_ids, written or None)
 
@@ -130,7 +125,10 @@ class BatchRunner:
         in_flight = self.pool.in_flight
         if not in_flight:
             raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
-        results = self.pool.recv(checked_minimum(min_envs, in_flight), checked_timeout(timeout, "timeout", zero=True))
+        number = in_flight if min_envs is None else checked_integer(min_envs, "min_envs", 0, " or None")
+        if number > in_flight:
+            raise ValueError(f"min_envs={number}, but only {in_flight} environments are in flight")
+        results = self.pool.recv(number, checked_timeout(timeout, "timeout", zero=True))
         self._note_resets(results.resets, results.extras)
         return results
 
@@ -244,7 +242,14 @@ class BatchRunner:
                 stacklevel=5,
             )
             seed = None
-        base, seeds = self._seeds_for(seed, env_ids)
+        base = self._base_seed
+        seeds: list[int | None] = [None] * len(env_ids)
+        is_one = isinstance(seed, str | bytes) or (isinstance(seed, np.ndarray) and seed.ndim == 0)
+        if isinstance(seed, Sequence | np.ndarray) and not is_one:
+            seeds = seeds_of(seed, env_ids)
+        elif seed is not None:
+            base = base_seed(seed)
+            seeds = [base + env_id for env_id in env_ids]
         recovery = pool.recovery
         options_of = checked_options(options, env_ids)
         for env_options in options_of:
@@ -267,13 +272,3 @@ class BatchRunner:
         if recovery is not None:
             recovery.base_seed = base
         return keywords
-
-    def _seeds_for(self, seed: Seeds, env_ids: Sequence[int]) -> tuple[int, Sequence[int | None]]:
-        """The base of seeds from now on, and the seed that each of these environments gets by name."""
-        if seed is None:
-            return self._base_seed, [None] * len(env_ids)
-        is_one = isinstance(seed, str | bytes) or (isinstance(seed, np.ndarray) and seed.ndim == 0)
-        if isinstance(seed, Sequence | np.ndarray) and not is_one:
-            return self._base_seed, seeds_of(seed, env_ids)
-        base = base_seed(seed)
-        return base, [base + env_id for env_id in env_ids]

@@ -15,12 +15,7 @@ import numpy as np
 
 
 def installed(library: str) -> bool:
-    """Whether a library can be imported; a mere folder with its name, such as Ray's `/tmp/ray`, does not count.
-
-    Example:
-        >>> installed("numpy"), installed("no_such_library")
-        (True, False)
-    """
+    """Whether a library can be imported; a mere folder with its name, such as Ray's `/tmp/ray`, does not count."""
     spec = find_spec(library)
     return spec is not None and spec.origin is not None
 
@@ -161,12 +156,7 @@ class Stats(WorkerStats):
 
     @classmethod
     def of(cls, workers: Iterable[WorkerStats]) -> Stats:
-        """The sums of workers' statistics.
-
-        Example:
-            >>> Stats.of([WorkerStats(steps=3), WorkerStats(steps=4)]).steps
-            7
-        """
+        """The sums of workers' statistics."""
         workers = tuple(workers)
         sums = {f.name: sum(getattr(worker, f.name) for worker in workers) for f in fields(WorkerStats)}
         return cls(**sums, workers=workers)

@@ -22,6 +22,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import importlib
 import itertools
 import math
 import os
@@ -33,19 +34,17 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias, cast
 
-import gymnasium
 import numpy as np
 import pettingzoo  # type: ignore[import-untyped]
 import psutil
 from gymnasium import Space, spaces
-from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 from rich.console import Console
 from rich.markup import escape
@@ -63,7 +62,7 @@ from marl_parallel.core.exclusive import end_forked_copy
 from marl_parallel.core.messages import Lost
 from marl_parallel.core.pickling import dumps
 from marl_parallel.core.reports import first_line, manner_of_death, place
-from marl_parallel.core.spaces import ARRAY_SPACES, is_vector
+from marl_parallel.core.spaces import ARRAY_SPACES, Mismatch, as_array, is_vector
 from marl_parallel.core.transition import ALL, Transition, is_empty_info
 from marl_parallel.core.worker_status import WorkerStatus
 from marl_parallel.parallel_env import START_TIMEOUT_S, ParallelEnv
@@ -74,6 +73,12 @@ AFTER = -1  # the key, in place of an environment's number, of the trace of a se
 BACKENDS = ("serial", "thread", "process")
 SEED_TESTS = ("pettingzoo.test.seed_test", "pettingzoo.test.parallel_seed_test")  # need two environments in a process
 _GYMNASIUM_TEST = "gymnasium.utils.env_checker.check_env"
+# The tests of other projects, by the class of the simulator or of its adapter; there are none for dict environments.
+_TESTS: dict[type, tuple[str, ...]] = {
+    pettingzoo.AECEnv: ("pettingzoo.test.api_test", SEED_TESTS[0]),
+    pettingzoo.ParallelEnv: ("pettingzoo.test.parallel_api_test", SEED_TESTS[1]),
+    GymnasiumEnv: (_GYMNASIUM_TEST,),
+}
 _NUM_ENVS, _RESETS = 3, 8
 _STRETCH_S = 0.1  # of steps that are timed in one call of the worker: after each call, the next steps are slower
 _STARTUP_S, _GONE_WITHIN_S = 10.0, 2.0
@@ -208,7 +213,7 @@ Trace: TypeAlias = list[tuple[bool, dict[str, str]]]
 
 @dataclass
 class Examination:
-    """The results of one probe, or of all probes of an environment."""
+    """The results of one probe or of several."""
 
     environment: str
     facts: dict[str, Any] = field(default_factory=dict)
@@ -221,12 +226,10 @@ class Examination:
         return all(finding.severity is not PROBLEM for finding in self.findings)
 
     def add(self, findings: Iterable[Finding]) -> None:
-        """Add findings, each once, and sort all."""
         unique, order = dict.fromkeys([*self.findings, *findings]), [*Question]
         self.findings = sorted(unique, key=lambda one: (one.severity is not PROBLEM, order.index(one.question)))
 
     def merge(self, other: Examination) -> None:
-        """Add all results of another examination."""
         self.facts |= other.facts
         self.checked |= other.checked
         self.traces |= other.traces
@@ -292,9 +295,9 @@ class Job:
     @property
     def question(self) -> Question:
         """The question that a crash or a hang answers, unless the probe has another one."""
-        backend = Question.of_backend(self.backend)
-        of_probe = {"official": Question.API, "again": Question.DETERMINISM, "parallel": backend}
-        return of_probe.get(self.probe, Question.RUNS)
+        if self.probe == "parallel":
+            return Question.of_backend(self.backend)
+        return {"official": Question.API, "again": Question.DETERMINISM}.get(self.probe, Question.RUNS)
 
     def doing(self, what: str) -> Finding:
         """The start of a finding: the next call of the simulator; in a test of another project, it is a remark."""
@@ -306,13 +309,7 @@ def run_probes(
 ) -> Iterator[tuple[Job, Examination]]:
     """Run probes, at most `at_once` at the same time, and yield their results as they end.
 
-    Args:
-        jobs: The probes.
-        at_once: The number of threads that run them.
-        on_start: Gets the name of each probe that starts.
-
-    Raises:
-        CommandError: There is no such environment, or it cannot be imported.
+    Raises `CommandError` if there is no such environment, or it cannot be imported.
     """
     running: set[ParallelEnv] = set()
     stopping = threading.Event()
@@ -362,16 +359,16 @@ def _fault(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job) -> Fi
     """The finding that a worker has crashed or hung in a call of the simulator."""
     where = place(error.stack)
     if isinstance(error, WorkerTimeout):
-        what = f"{doing.what} has not come to its end within {job.limit_s:g} s" + (f"; it is at {where}" * bool(where))
+        what = f"has not come to its end within {job.limit_s:g} s{f'; it is at {where}' if where else ''}"
         advice = "if it needs longer, raise --timeout; else fix what hangs there"
     else:
         manner, _ = manner_of_death(Lost(error.exitcode, ""))
-        what = f"{doing.what} ends the process{f', at {where}' if where else ''}: {manner}"
+        what = f"ends the process{f', at {where}' if where else ''}: {manner}"
         advice = (
             "find what ends it, native code or os._exit, and fix it; until then, workers in processes with "
             'on_error="restart" survive it'
         )
-    return doing._replace(what=what, advice=doing.advice or advice)
+    return doing._replace(what=f"{doing.what} {what}", advice=doing.advice or advice)
 
 
 # -- probes in a worker ------------------------------------------------------------------------------------------------
@@ -425,8 +422,9 @@ class Probe:
         """Run the probe to its next `yield`; returns the new results, and the value of `yield` (None at the end)."""
         doing = None
         try:
-            with contextlib.suppress(Stopped):  # a finding has the reason
-                doing = next(self._steps, None)
+            doing = next(self._steps, None)
+        except Stopped:
+            pass  # a finding has the reason
         except CommandError:
             raise
         except (Exception, SystemExit) as error:
@@ -435,7 +433,6 @@ class Probe:
         return result, doing
 
     def find(self, name: str, /, **fields: Any) -> None:
-        """Add a finding of the table."""
         self.add(_finding(name, **fields))
 
     def add(self, finding: Finding, kind: str = "") -> None:
@@ -450,7 +447,16 @@ class Probe:
         try:
             return self.call(function)
         except (Exception, SystemExit, GeneratorExit) as error:
-            self._add_raised(doing, error)
+            question, what, to_do = self.job.question, _raises(doing, error), "fix that line"
+            if isinstance(error, TypeError) and not _place_of(error):
+                # The adapter raises it because of what the simulator returned; or Python, because of how it was called.
+                last = traceback.extract_tb(error.__traceback__)[-1].line or ""
+                returned = last.startswith("raise ") and not isinstance(error.__cause__, TypeError)
+                to_do = f"let {doing} return that" if returned else f"let {doing} take what its API says"
+                question, what = Question.API, str(error)
+            else:
+                self.check_exception(error)
+            self.add(Finding(question, PROBLEM, what, f"{to_do}; not everything can be checked before"))
             raise Stopped from error
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -466,20 +472,7 @@ class Probe:
             if os.getpid() != self._pid:
                 end_forked_copy(raised)
 
-    def _add_raised(self, doing: str, error: BaseException) -> None:
-        question, what, to_do = self.job.question, _raises(doing, error), "fix that line"
-        if isinstance(error, TypeError) and not _place_of(error):
-            # The adapter raises it because of what the simulator returned; or Python, because of how it was called.
-            last = traceback.extract_tb(error.__traceback__)[-1].line or ""
-            returned = last.startswith("raise ") and not isinstance(error.__cause__, TypeError)
-            to_do = f"let {doing} return that" if returned else f"let {doing} take what its API says"
-            question, what = Question.API, str(error)
-        else:
-            self.check_exception(error)
-        self.add(Finding(question, PROBLEM, what, f"{to_do}; not everything can be checked before"))
-
     def check_exception(self, error: BaseException) -> None:
-        """Find out whether an exception of the simulator's pickles."""
         if (reason := pickling_error(error)) is not None:
             self.find("unpicklable exception", name=type(error).__name__, reason=reason)
 
@@ -514,9 +507,6 @@ class Actor:
                 actions[agent] = space.sample(for_sample(space, mask))
         return actions
 
-    def act(self, now: Transition) -> Any:
-        return self(now.acting, now.observations, now.infos)
-
 
 class Solo:
     """One environment by itself: an adapted simulator and its `Episode`, as in a worker, without the transport.
@@ -535,12 +525,6 @@ class Solo:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)
 
-    def reset(self, **keywords: Any) -> Any:
-        return self._timed("reset", **keywords)
-
-    def step(self, actions: Any) -> Any:
-        return self._timed("step", actions)
-
     def _timed(self, method: str, *args: Any, **keywords: Any) -> Any:
         started = time.perf_counter()
         dicts = getattr(self.env, method)(*args, **keywords)
@@ -548,6 +532,8 @@ class Solo:
         if self.inspect is not None:
             self.inspect(dicts)
         return dicts
+
+    reset, step = functools.partialmethod(_timed, "reset"), functools.partialmethod(_timed, "step")
 
     def begin(self, seed: int | None = None) -> Transition:
         """Begin an episode, with the seed if the simulator takes one."""
@@ -597,7 +583,7 @@ def _run(
                 record(env_id, now, False)
         if count == steps or (count and time.monotonic() > deadline):
             return traces
-        actions = [actor.act(latest[env_id]) for env_id, actor in enumerate(actors)]
+        actions = [actor(now.acting, now.observations, now.infos) for actor, now in zip(actors, latest.values())]
         for env_id, now in enumerate((yield from calling("step", functools.partial(act, actions)))):
             record(env_id, now, True)
         over = [env_id for env_id, now in latest.items() if _is_over(now)]
@@ -608,12 +594,7 @@ def _is_over(now: Transition) -> bool:
 
 
 def first_difference(one: Trace, other: Trace) -> tuple[int, str] | None:
-    """The first difference of two runs with the same actions: its index and text; the rest of a longer run is ignored.
-
-    Example:
-        >>> first_difference([(True, {"reward of a": "0f"})], [(True, {"reward of a": "1e"}), (False, {})])
-        (0, 'the reward of a, in step 1')
-    """
+    """The index and text of the first difference of two runs with the same actions, as far as the shorter one goes."""
     for index, ((is_step, mine), (_, theirs)) in enumerate(zip(one, other)):
         for what in {**mine, **theirs}:
             if mine.get(what) != theirs.get(what):
@@ -639,7 +620,9 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
         "rules": env.rules.value,
         "agents": [str(agent) for agent in env.possible_agents],
         "takes_seed": takes_seed,
-        "official": _names_of_tests(env),
+        "official": next(
+            (tests for kind, tests in _TESTS.items() if isinstance(env.source, kind) or isinstance(env, kind)), ()
+        ),
         "construct_s": probe.elapsed_s,
     }
     unknown = [agent for agent in env.possible_agents if agent not in env.action_spaces]
@@ -711,7 +694,7 @@ def _measure_cost(probe: Probe, solo: Solo) -> Steps:
         nonlocal now
         pause = min(time.perf_counter() + _STRETCH_S, deadline)
         while True:
-            now = solo.begin() if _is_over(now) else solo.episode.step(actor.act(now))
+            now = solo.begin() if _is_over(now) else solo.episode.step(actor(now.acting, now.observations, now.infos))
             if time.perf_counter() > pause:
                 return
 
@@ -741,7 +724,7 @@ def _check_two_in_one_process(probe: Probe, first: Solo, constructor: Constructo
         for solo in both:
             started.append((yield from calling("reset", functools.partial(solo.begin, SEED))))
         for solo, now in zip(both, started):
-            actions = Actor(solo.env.action_spaces, SEED).act(now)
+            actions = Actor(solo.env.action_spaces, SEED)(now.acting, now.observations, now.infos)
             yield from calling("step", functools.partial(solo.episode.step, actions))
         yield from calling("close", both[1].env.close)
     except (Exception, SystemExit) as error:
@@ -767,29 +750,27 @@ def _provoke_exceptions(probe: Probe, constructor: Constructor) -> Steps:
             probe.call(solo.env.close)
 
 
-def _started() -> set[psutil.Process]:
-    """The processes that this one has started, and that these have started."""
-    return {*psutil.Process().children(recursive=True)}
+def _started() -> dict[psutil.Process, str]:
+    """The live processes below this one, with their command lines; those of `multiprocessing` end by themselves."""
+    lines = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            line = " ".join(process.cmdline()).strip()[:80]
+            helper = re.search(r"multiprocessing\.(resource_tracker|forkserver)", line)
+            if not helper and process.status() != psutil.STATUS_ZOMBIE:
+                lines[process] = line
+    return lines
 
 
-def _check_nothing_left(probe: Probe, before: set[psutil.Process], after: str) -> None:
-    new, deadline = _started() - before, time.monotonic() + _GONE_WITHIN_S
-    while (left := [*_command_lines(new & _started())]) and time.monotonic() < deadline:
+def _check_nothing_left(probe: Probe, before: Collection[psutil.Process], after: str) -> None:
+    deadline = time.monotonic() + _GONE_WITHIN_S
+    new = _started().keys() - before
+    while (left := [line for process, line in _started().items() if process in new]) and time.monotonic() < deadline:
         time.sleep(0.02)
     if left:
         count = f"{len(left)} process{'es' * (len(left) > 1)}"
         probe.find("processes left", after=after, count=count, first=left[0])
     probe.result.checked.add(Question.PROCESSES)
-
-
-def _command_lines(processes: Iterable[psutil.Process]) -> Iterator[str]:
-    """The command lines of live processes, without those of `multiprocessing`, which end with their parent."""
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            line = " ".join(process.cmdline()).strip()[:80]
-            helper = re.search(r"multiprocessing\.(resource_tracker|forkserver)", line)
-            if not helper and process.status() != psutil.STATUS_ZOMBIE:
-                yield line
 
 
 # -- the other probes --------------------------------------------------------------------------------------------------
@@ -846,66 +827,44 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
         _check_nothing_left(probe, before, "ParallelEnv.close")
 
 
-_TESTS: dict[type, tuple[str, ...]] = {
-    pettingzoo.AECEnv: ("pettingzoo.test.api_test", SEED_TESTS[0]),
-    pettingzoo.ParallelEnv: ("pettingzoo.test.parallel_api_test", SEED_TESTS[1]),
-    gymnasium.Env: (_GYMNASIUM_TEST,),
-}
-
-
-def _names_of_tests(env: MultiAgentEnv) -> list[str]:
-    """The tests of other projects for this kind of environment; there are none for dict environments."""
-    names = next((names for kind, names in _TESTS.items() if isinstance(env.source, kind)), ())
-    return [name for name in names if name != _GYMNASIUM_TEST or isinstance(env, GymnasiumEnv)]
-
-
 def official(probe: Probe, constructor: Constructor) -> Steps:
-    """A test that the environment's own project has for it."""
+    """A test that the environment's own project has for it: how it fails, and its warnings."""
     solo: Solo = yield from _construct(probe, constructor)
-    name = probe.job.test
-    yield probe.job.doing(f"the import of {name}")
+    path, source = probe.job.test, solo.env.source
+    module, _, name = path.rpartition(".")
+    yield probe.job.doing(f"the import of {path}")
     try:
-        test = _test_of(name, solo.env, constructor, probe.job)
+        test = getattr(importlib.import_module(module), name)
     except ImportError as error:
-        probe.find("no test", name=name, error=error)
+        probe.find("no test", name=path, error=error)
+        probe.result.checked.add(Question.API)
+        return
+    if path == _GYMNASIUM_TEST:
+        test = functools.partial(test, source.unwrapped, skip_render_check=True)
     else:
-        question = Question.DETERMINISM if name in SEED_TESTS else Question.API
-        breaks = f"nothing breaks here; other libraries may rely on what {name} asks for"
-        doing = Finding(question, REMARK, name, f"{breaks}: run it by itself, with a debugger")
-        yield doing
-        for outcome in probe.call(functools.partial(_outcome_of, test)):
-            probe.add(doing._replace(what=f"{name.rpartition('.')[2]} {outcome}"))
-    probe.result.checked.add(Question.API)
-
-
-def _test_of(name: str, env: MultiAgentEnv, constructor: Constructor, job: Job) -> Callable[[], object]:
-    if name == _GYMNASIUM_TEST:
-        return lambda: check_env(env.source.unwrapped, skip_render_check=True)
-    from pettingzoo import test  # here: it imports pygame, which catches signals
-
-    run = getattr(test, name.rpartition(".")[2])
-    if name in SEED_TESTS:
-        return lambda: run(lambda: construct_one(constructor, seed=SEED, env_id=0), job.cycles)
-    return lambda: run(env.source, job.cycles)
-
-
-def _outcome_of(test: Callable[[], object]) -> list[str]:
-    """Run a test; returns how it fails, and its warnings."""
-    outcome = []
+        tested = functools.partial(construct_one, constructor, seed=SEED, env_id=0) if path in SEED_TESTS else source
+        test = functools.partial(test, tested, probe.job.cycles)
+    question = Question.DETERMINISM if path in SEED_TESTS else Question.API
+    breaks = f"nothing breaks here; other libraries may rely on what {path} asks for"
+    doing = Finding(question, REMARK, path, f"{breaks}: run it by itself, with a debugger")
+    yield doing
+    outcomes = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            test()
+            probe.call(test)
         except AssertionError as error:
             asserted = str(traceback.extract_tb(error.__traceback__)[-1].line)
-            outcome = [f"fails: {in_brief(error) if str(error) else asserted}"]
+            outcomes = [f"fails: {in_brief(error) if str(error) else asserted}"]
         except (Exception, SystemExit) as error:
-            outcome = [_raises("", error).replace(" raises", "fails", 1)]
+            outcomes = [_raises("", error).replace(" raises", "fails", 1)]
     texts = dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, UserWarning))
     if texts:  # without Gymnasium's colours
         plain = [re.sub(r"^(\x1b\[33m)?(WARN: )?|\x1b\[0m$", "", text) for text in texts]
-        outcome.append(f"warns: {'; '.join(plain)}")
-    return outcome
+        outcomes.append(f"warns: {'; '.join(plain)}")
+    for outcome in outcomes:
+        probe.add(doing._replace(what=f"{name} {outcome}"))
+    probe.result.checked.add(Question.API)
 
 
 PROBES: dict[str, Callable[[Probe, Constructor], Steps]] = {
@@ -959,16 +918,7 @@ _KNOWN = (spaces.Dict, spaces.Tuple, spaces.Discrete, *ARRAY_SPACES)
 
 
 def mismatch(value: Any, space: Space[Any], name: str = "") -> Finding | None:
-    """The finding that a value, which it calls `name`, does not fit a space; None if it fits.
-
-    It is a problem if the value stops a `ParallelEnv` or ruins training, else a remark.
-
-    Example:
-        >>> mismatch(np.zeros(3, np.float32), spaces.Box(0, 1, (4,), np.float32)).what
-        'has shape (3,), but its space says (4,)'
-        >>> mismatch({"ammo": 7}, spaces.Dict(ammo=spaces.Discrete(5))).what
-        "['ammo'] is 7 (int), which is not in Discrete(5)"
-    """
+    """The finding that a value does not fit a space: a problem if it stops a `ParallelEnv` or ruins training."""
 
     def finding(what: str, advice: str, severity: Severity = PROBLEM) -> Finding:
         return Finding(Question.SPACES, severity, f"{name} {what}".lstrip(), advice)
@@ -1008,12 +958,14 @@ def _array_mismatch(value: Any, space: Any) -> tuple[str, str, Severity] | None:
     if array.shape != space.shape:
         advice = f"return arrays of shape {space.shape}, or declare a space of shape {array.shape}"
         return f"has shape {array.shape}, but its space says {space.shape}", advice, PROBLEM
-    if isinstance(value, np.ndarray | np.generic) and not np.can_cast(array.dtype, space.dtype):
+    is_array, severity = isinstance(value, np.ndarray | np.generic), REMARK
+    try:
+        as_array(value, space.dtype, space.shape)
+    except Mismatch:
+        is_array, severity = True, PROBLEM
+    if is_array and not np.can_cast(array.dtype, space.dtype):
         advice = f"return arrays of this dtype, as with .astype(np.{space.dtype}), or declare dtype=np.{array.dtype}"
-        severity = REMARK if np.can_cast(array.dtype, space.dtype, "same_kind") else PROBLEM
         return f"has dtype {array.dtype}, but its space says {space.dtype}", advice, severity
-    if array.dtype.kind not in "biufc":
-        return f"is {_brief(value)}, which is not of numbers", f"return arrays of dtype {space.dtype}", PROBLEM
     if array.dtype.kind == "f" and np.isnan(array).any():
         return "contains NaN", "find where it comes from, such as a division by zero", PROBLEM
     if isinstance(space, spaces.Box):
@@ -1108,13 +1060,19 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
     if Question.RUNS not in result.checked:
         return result
     facts, first = result.facts, {**result.traces}
-    job = replace(job, shares_process=facts.get("shares_process", True))
+    step_s, p99_s, reset_s = facts["step"]["median_s"], facts["step"]["p99_s"], facts["reset"]["median_s"]
+    shares_process = facts.get("shares_process", True)
+    job = replace(job, shares_process=shares_process)
     again = replace(job, probe="again", steps=facts["steps"])
-    others = [replace(again, generators=1), *_official(job, facts)]
+    # Each test of another project runs by itself, so that the others run if one hangs or crashes, with as many steps as
+    # take about as long as the other probes. Its timeout is for all of its calls together.
+    cycles = int(min(max(job.seconds / step_s, 10), 500))
+    seconds = max(job.seconds, cycles * step_s + 10 * reset_s + facts["construct_s"])
+    test = replace(job, probe="official", cycles=cycles, seconds=seconds)
+    others = [replace(again, generators=1)]
+    others += [replace(test, test=name) for name in facts.pop("official") if shares_process or name not in SEED_TESTS]
     # Environments that need a process each can only live in workers that are processes.
-    others += [
-        replace(job, probe="parallel", backend=one) for one in backends if job.shares_process or one == "process"
-    ]
+    others += [replace(job, probe="parallel", backend=one) for one in backends if shares_process or one == "process"]
     result.checked.add(Question.API)
     traces: dict[str, dict[int, Trace]] = {}
     for done, outcome in run_probes(others, usable_cpus(), on_start):
@@ -1127,7 +1085,10 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
         result.checked.add(Question.DETERMINISM)
         if (difference := _difference(first, repeated)) is not None:
             index, where = difference
-            first_episodes = {env_id: _first_episode(trace) for env_id, trace in first.items()}
+            first_episodes = {}
+            for env_id, trace in first.items():
+                resets = [index for index, (is_step, _) in enumerate(trace) if not is_step]
+                first_episodes[env_id] = trace[: resets[1]] if len(resets) > 1 else trace
             unseeded = index >= len(first_episodes[0]) and facts["takes_seed"]
             # Then remarks on determinism say nothing new, nor does a comparison beyond what can be repeated.
             result.findings = [one for one in result.findings if one[:2] != (Question.DETERMINISM, REMARK)]
@@ -1147,40 +1108,18 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
                 finding = _finding("shared", env_id=env_id, where=difference[1])
                 result.add([finding._replace(question=question)])
                 break
-    result.add(_cost_findings(facts))
+    if p99_s > max(5 * step_s, 1e-3):
+        result.add([_finding("uneven steps", ratio=p99_s / step_s)])
+    if reset_s > max(20 * step_s, 1e-2):
+        result.add([_finding("long resets", ratio=reset_s / step_s)])
+    if step_s < 20e-6:
+        result.add([_finding("short steps", us=1e6 * step_s)])
     return result
-
-
-def _official(job: Job, facts: dict[str, Any]) -> list[Job]:
-    """The tests of other projects, each by itself, so that the others run if one hangs or crashes.
-
-    Each has as many steps as take about as long as the other probes. Its timeout is for all of its calls together.
-    """
-    step_s, reset_s = (facts[method]["median_s"] for method in ("step", "reset"))
-    cycles = int(min(max(job.seconds / step_s, 10), 500))
-    seconds = max(job.seconds, cycles * step_s + 10 * reset_s + facts["construct_s"])
-    names = [name for name in facts.pop("official") if job.shares_process or name not in SEED_TESTS]
-    return [replace(job, probe="official", cycles=cycles, seconds=seconds, test=name) for name in names]
 
 
 def _difference(first: dict[int, Trace], again: dict[int, Trace]) -> tuple[int, str] | None:
     """The first difference of two runs with the same number of steps, and of what follows them."""
     return first_difference(first[0] + first[AFTER], again[0] + again.get(AFTER, []))
-
-
-def _first_episode(trace: Trace) -> Trace:
-    resets = [index for index, (is_step, _) in enumerate(trace) if not is_step]
-    return trace[: resets[1]] if len(resets) > 1 else trace
-
-
-def _cost_findings(facts: dict[str, Any]) -> Iterator[Finding]:
-    step_s, p99_s, reset_s = facts["step"]["median_s"], facts["step"]["p99_s"], facts["reset"]["median_s"]
-    if p99_s > max(5 * step_s, 1e-3):
-        yield _finding("uneven steps", ratio=p99_s / step_s)
-    if reset_s > max(20 * step_s, 1e-2):
-        yield _finding("long resets", ratio=reset_s / step_s)
-    if step_s < 20e-6:
-        yield _finding("short steps", us=1e6 * step_s)
 
 
 # -- the report in the terminal ----------------------------------------------------------------------------------------
@@ -1224,12 +1163,7 @@ def show(result: Examination) -> None:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds in a unit that fits.
-
-    Example:
-        >>> _duration(0.0002134), _duration(0.0213), _duration(3.21)
-        ('213 µs', '21.3 ms', '3.21 s')
-    """
+    """Seconds in a unit that fits: 0.0213 is 21.3 ms."""
     for unit, factor in (("µs", 1e6), ("ms", 1e3)):
         if seconds * factor < 1000:
             return f"{seconds * factor:.3g} {unit}"

@@ -84,26 +84,22 @@ def adapted_for_loop(env: Any) -> MultiAgentEnv:
     if isinstance(env, MultiAgentEnv):
         raise CommandError("the plain loop cannot step a MultiAgentEnv", "name the simulator it adapts")
     adapted = adapt(env)
-    masked = [agent for agent in adapted.observation_spaces if _is_masked(adapted, agent)]
-    if masked:
-        raise CommandError(
-            f"agent {masked[0]!r} has an action mask, and actions are drawn before observations are known",
-            "measure an environment whose actions are all legal at any time",
-        )
+    for agent, space in adapted.observation_spaces.items():
+        acts = adapted.action_spaces.get(agent)
+        if acts is None or not isinstance(space, Dict) or KEY not in space.spaces:
+            continue
+        # A mask that does not have the form of the action space does not restrict actions.
+        if for_sample(acts, tree_map(np.ones_like, zeros(space.spaces[KEY]))) is not None:
+            raise CommandError(
+                f"agent {agent!r} has an action mask, and actions are drawn before observations are known",
+                "measure an environment whose actions are all legal at any time",
+            )
     if not adapted.possible_agents or set(adapted.possible_agents) - set(adapted.action_spaces):
         raise CommandError(
             "some agents are not known, or declare no action space, so no actions can be drawn for them beforehand",
             "let the environment have `possible_agents` and an action space for each of them",
         )
     return adapted
-
-
-def _is_masked(env: MultiAgentEnv, agent: Any) -> bool:
-    """Whether an agent observes a mask in the form of its action space; other masks do not restrict actions."""
-    space, acts = env.observation_spaces[agent], env.action_spaces.get(agent)
-    if acts is None or not isinstance(space, Dict) or KEY not in space.spaces:
-        return False
-    return for_sample(acts, tree_map(np.ones_like, zeros(space.spaces[KEY]))) is not None
 
 
 def draw_actions(action_spaces: Mapping[Any, Space[Any]], num_envs: int) -> list[list[Actions]]:
@@ -359,9 +355,6 @@ def measure(
     """Measure the plain loop, whose measurement comes first, and each contender in turns of so many seconds.
 
     `on_turn` gets the name of the contender before each of `num_turns(len(against), repeats)` turns.
-
-    Raises:
-        CommandError: Actions cannot be drawn for this kind of environment before its observations are known.
     """
     loop = Contender(LOOP)
     everyone = [loop, *against]
@@ -446,11 +439,7 @@ def grid(workers: Sequence[int], envs_per_worker: Sequence[int], max_envs: int) 
 
 
 def search(settings: Sequence[Setting], measure: MeasureAlike, limit: float = math.inf) -> tuple[Trial, list[Trial]]:
-    """The best trial of the settings whose workers use at most `limit` bytes of memory, and all trials.
-
-    Raises:
-        CommandError: No setting keeps within the limit, or there is none.
-    """
+    """The best trial of the settings whose workers use at most `limit` bytes of memory, and all trials."""
     if not settings:
         raise CommandError("there is nothing to try", "allow more with --max-envs")
     trials: dict[Setting, Trial] = {}
@@ -490,12 +479,7 @@ def _size_of_rung(share: float, settings: Sequence[Setting]) -> int:
 
 
 def in_size(nbytes: float) -> str:
-    """Bytes in a unit that fits.
-
-    Example:
-        >>> in_size(83_400_000), in_size(2.25e9)
-        ('83 MB', '2.2 GB')
-    """
+    """Bytes in a unit that fits: 83 MB or 2.2 GB."""
     return f"{nbytes / 1e6:,.0f} MB" if nbytes < 1e9 else f"{nbytes / 1e9:,.1f} GB"
 
 
@@ -513,18 +497,12 @@ def measure_alike(
     before = {*psutil.Process().children(recursive=True)}
     batches, options = draw_actions(adapted.action_spaces, num_envs), {"num_workers": settings[0].num_workers}
     with stepping([constructor] * num_envs, batches, adapted.rules, ways, **options) as runs:
-        rates = [rate(warm(run, seconds), seconds) for run in runs]
-        return rates, _memory_of({*psutil.Process().children(recursive=True)} - before)
-
-
-def _memory_of(processes: set[psutil.Process]) -> int:
-    """Bytes that processes use together; pages that they share count once where the system reports that."""
-    nbytes = 0
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            memory = process.memory_full_info()
-            nbytes += getattr(memory, "pss", memory.rss)
-    return nbytes
+        rates, nbytes = [rate(warm(run, seconds), seconds) for run in runs], 0
+        for process in {*psutil.Process().children(recursive=True)} - before:
+            with suppress(psutil.NoSuchProcess):
+                memory = process.memory_full_info()
+                nbytes += getattr(memory, "pss", memory.rss)  # shared pages count once where the system reports that
+    return rates, nbytes
 
 
 def compare(

@@ -9,7 +9,6 @@ import json
 import platform
 import re
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -24,23 +23,20 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from marl_parallel.cli.measure import ASYNC, LOOP, PLAIN_LOOP, SERIAL, WORKERS, Measurement, Trial, in_size, spread
+from marl_parallel.cli import measure
+from marl_parallel.cli.measure import ASYNC, LOOP, STEP, Measurement, Trial, in_size, spread
 from marl_parallel.core.backend import usable_cpus
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import, which only pictures need
-    from matplotlib.artist import Artist
+if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-COLOURS = {"process": "#2463a8", "thread": "#e08a1e", "serial": "#7a9a3a"}
-OTHER_COLOURS = ("#a23b72", "#5c5470", "#2a9d8f")
+COLOURS = {"process": "#2463a8", "thread": "#e08a1e", "serial": "#7a9a3a", "ray": "#a23b72"}
 GREY = "#555555"
 PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-COLUMNS = 4
 FORMATS = (".png", ".svg", ".pdf")
+PLOT_LABEL = "environment steps per second (small: µs per step)"
 _DISTRIBUTIONS = ("marl-parallel", "numpy", "gymnasium", "pettingzoo")
-_PATTERNS = ("", "////", "....", "xxxx")
-_LEGEND_ENTRY_IN = 1.5
+_PATTERNS = {STEP: "", ASYNC: "////", measure.PETTINGZOO: "....", measure.GYMNASIUM: "xxxx"}
 
 
 def machine(distributions: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -140,7 +136,7 @@ def show_tune(result: dict[str, Any]) -> None:
         counts = [str(trial[name]) for name in ("num_workers", "envs_per_worker", "num_envs")]
         way = "send, recv" if trial["way"] == ASYNC else "step"
         table.add_row(*counts, way, *_speed(trial["rounds"]), in_size(trial["memory"]), remark, style=style)
-    for name in (SERIAL, PLAIN_LOOP):
+    for name in (measure.SERIAL, measure.PLAIN_LOOP):
         table.add_row("", "", str(best["envs_per_worker"]), name, *_speed(result["in_turns"][name]), "", "")
     console.print(table)
     console.print(f"[dim]{escape(in_one_line(result['machine']))}", highlight=False)
@@ -157,7 +153,9 @@ def tune_result(
     environment: str, env_kwargs: dict[str, Any], best: Trial, trials: Sequence[Trial], in_turns: dict[str, list[float]]
 ) -> dict[str, Any]:
     """The measurements of `tune`, the fastest trials first, and its proposal, in values that JSON has."""
-    loop, serial, workers = (statistics.median(in_turns[name]) for name in (PLAIN_LOOP, SERIAL, WORKERS))
+    loop, serial, workers = (
+        statistics.median(in_turns[name]) for name in (measure.PLAIN_LOOP, measure.SERIAL, measure.WORKERS)
+    )
     pays_off, setting = workers > loop, best.setting
     path, colon, attribute = environment.partition(":")
     # The line to paste names a file by its module: it runs in the folder of the file.
@@ -224,38 +222,31 @@ def write_rows(results: Sequence[Any], path: Path) -> None:
 
 
 def save_plot(report: Report, path: Path) -> None:
-    """Draw throughput over the number of workers, one panel for each environment, into a file of one of `FORMATS`."""
-    panels = report.tables()
-    columns = min(len(panels), COLUMNS)
-    rows = -(-len(panels) // columns)
-    others, patterns = itertools.cycle(OTHER_COLOURS), itertools.cycle(_PATTERNS)
-    colours, hatches = defaultdict(others.__next__, COLOURS), defaultdict[str, str](patterns.__next__)
-    styles = {
-        m.kind: {"color": colours[m.backend], "hatch": hatches[m.way], "edgecolor": "white"}
-        for m in report.measurements
-        if m.backend != LOOP
-    }
-    width = max(3.2 * columns, 6.0)
-    figure = framed(width, 2.9 * rows + 0.8 + 0.2 * (-(-(len(styles) + 2) // _legend_columns(width))))
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for panel, measurements in zip(axes, panels, strict=False):
-        _draw(panel, measurements, report.machine["cpus"], styles)
-    for unused in axes[len(panels) :]:
-        unused.set_visible(False)
-    figure.supylabel("environment steps per second (small: µs per step)", fontsize=9)
-    finish(figure, report.machine, path)
+    """Draw the first of the report's tables into a file of one of `FORMATS`."""
+    from matplotlib.figure import Figure  # here: it takes half a second to import
+
+    figure = Figure(figsize=(6.0, 4.2), layout="constrained")
+    panel = figure.subplots()
+    draw(panel, report.tables()[0], report.machine["cpus"])
+    legend = dict(zip(*reversed(panel.get_legend_handles_labels())))  # each label once
+    columns = min(len(legend), 4)
+    figure.legend([*legend.values()], [*legend], loc="outside upper center", ncols=columns, fontsize=8, frameon=False)
+    figure.supylabel(PLOT_LABEL, fontsize=9)
+    figure.supxlabel(in_one_line(report.machine), x=0.995, ha="right", fontsize=5, color=GREY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
 
 
-def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, styles: dict[str, dict[str, Any]]) -> None:
-    """Bars in groups, one group for each number of workers; the ideal is a dashed line over each group."""
+def draw(panel: Axes, measurements: Sequence[Measurement], cpus: int) -> None:
+    """Draw throughput in bars, one group for each number of workers, with a dashed line over each group: the ideal."""
     from matplotlib.ticker import EngFormatter
 
     loop, *others = measurements
     counts = sorted({m.workers for m in others})
     panel.axhline(loop.steps_per_second, color=GREY, linewidth=1, label="plain loop")
+    width = 0.8 / max(len({m.kind for m in others}), 2)
     for position, count in enumerate(counts):
         group = [m for m in others if m.workers == count]
-        width = 0.8 / max(len(styles), 2)
         for place, one in enumerate(group):
             bar = panel.bar(
                 position + (place - (len(group) - 1) / 2) * width,
@@ -264,7 +255,9 @@ def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, styles: d
                 yerr=one.spread * one.steps_per_second,
                 error_kw={"elinewidth": 0.8, "ecolor": GREY},
                 label=one.kind,
-                **styles[one.kind],
+                color=COLOURS[one.backend],
+                hatch=_PATTERNS[one.way],
+                edgecolor="white",
             )
             panel.bar_label(bar, [in_microseconds(one)], fontsize=6, padding=2, color=GREY, bbox=PATCH)
         ideal, ends = loop.steps_per_second * min(count, cpus), (position - 0.46, position + 0.46)
@@ -276,14 +269,6 @@ def _draw(panel: Axes, measurements: Sequence[Measurement], cpus: int, styles: d
     tidy(panel)
 
 
-def framed(width: float, height: float) -> Figure:
-    """An empty picture of so many inches, with room for the machine that `finish` adds."""
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(rect=(0, 0.2 / height, 1, 1 - 0.2 / height)))
-
-
 def tidy(panel: Axes) -> None:
     """Start bars at zero and draw few lines."""
     panel.set_ylim(bottom=0)
@@ -291,29 +276,3 @@ def tidy(panel: Axes) -> None:
     panel.grid(axis="y", linewidth=0.4, alpha=0.6)
     panel.set_axisbelow(True)
     panel.spines[["top", "right", "left"]].set_visible(False)
-
-
-def finish(figure: Figure, machine: dict[str, Any], path: Path) -> None:
-    """Add the legend, one for all panels, and the machine at the foot; save the picture."""
-    entries: dict[str, Artist] = {}
-    for panel in figure.axes:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
-    figure.legend(
-        list(entries.values()),
-        list(entries),
-        loc="outside upper center",
-        ncols=min(len(entries), _legend_columns(figure.get_figwidth())),
-        fontsize=8,
-        frameon=False,
-        handlelength=1.6,
-        columnspacing=1.2,
-    )
-    footer = {"ha": "right", "va": "bottom", "fontsize": 5, "color": GREY}
-    figure.text(0.995, 0.05 / figure.get_figheight(), in_one_line(machine), footer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def _legend_columns(width: float) -> int:
-    return max(int(width / _LEGEND_ENTRY_IN), 1)

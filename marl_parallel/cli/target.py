@@ -114,15 +114,7 @@ def parsed_size(text: str) -> int:
 
 
 def constructor_of(target: str, env_kwargs: str = "{}") -> Callable[..., Any]:
-    """The constructor of an environment that is named as `ENV`, with keywords from a JSON object.
-
-    Raises:
-        CommandError: There is no such module, file or attribute, or the keywords are no JSON object.
-
-    Example:
-        >>> constructor_of("mpe2.simple_spread_v3", '{"N": 5}')().possible_agents
-        ['agent_0', 'agent_1', 'agent_2', 'agent_3', 'agent_4']
-    """
+    """The constructor of an environment that is named as `ENV`, with keywords from a JSON object."""
     try:
         keywords = json.loads(env_kwargs)
     except json.JSONDecodeError as error:

@@ -32,6 +32,7 @@ from marl_parallel.cli.check import (
     Severity,
     examine,
     fingerprint,
+    first_difference,
     is_flag,
     mismatch,
     pickling_error,
@@ -238,7 +239,10 @@ def test_tests_of_other_projects_match_the_kind():
     single = examine(job("Single"), [])
     turns = examine(Job("alone", "pettingzoo.classic.tictactoe_v3", "{}", **BRIEF), [])
     assert single.facts["tests"] == ["gymnasium.utils.env_checker.check_env"]
-    assert any("not within the observation space" in one.what for one in single.findings)
+    (remark,) = (one for one in single.findings if one.question is Question.API)
+    assert remark.severity is REMARK
+    assert remark.what.startswith("check_env ")
+    assert "not within the observation space" in remark.what
     assert turns.facts["tests"] == ["pettingzoo.test.api_test", "pettingzoo.test.seed_test"]
     assert all(one.severity is REMARK for one in turns.findings)
 
@@ -334,7 +338,7 @@ BOX = spaces.Box(0.0, 1.0, (2,), np.float32)
         (np.zeros(2), BOX, "has dtype float64, but its space says float32"),
         (np.array([0.0, 1.5], np.float32), BOX, "is 1.5 at [1], but its space says 0.0 to 1.0"),
         (np.array(["a", "b"]), BOX, "has dtype <U1, but its space says float32"),
-        (["a", "b"], BOX, "is ['a', 'b'] (list), which is not of numbers"),
+        (["a", "b"], BOX, "has dtype <U1, but its space says float32"),
         (None, BOX, "has shape (), but its space says (2,)"),
         (np.array([0, 7]), spaces.MultiDiscrete([3, 3]), "is 7 at [1], but its space says 0 to 2"),
         (np.array([0, 2], np.int8), spaces.MultiBinary(2), "is 2 at [1], but its space says 0 to 1"),
@@ -366,6 +370,20 @@ def test_samples_fit_their_space(seed):
     )
     space.seed(seed)
     assert mismatch(space.sample(), space) is None
+
+
+def test_integers_that_their_dtype_can_hold_are_a_remark():
+    """`ParallelEnv` takes 200 as an int64, but not 300."""
+    space = spaces.Box(0, 255, (1,), np.uint8)
+    found = [mismatch(np.array([number]), space) for number in (200, 300)]
+    assert [one.what for one in found] == ["has dtype int64, but its space says uint8"] * 2
+    assert [one.severity for one in found] == [REMARK, PROBLEM]
+
+
+def test_first_difference_of_two_runs():
+    one, other = [(True, {"reward of a": "0f"})], [(True, {"reward of a": "1e"}), (False, {})]
+    assert first_difference(one, other) == (0, "the reward of a, in step 1")
+    assert first_difference(one, one + other) is None
 
 
 def test_rewards_and_flags():
