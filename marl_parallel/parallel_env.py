@@ -8,8 +8,9 @@ A step::
       |    Pool.run               one slot per environment, one wait loop                       core/pool.py
       |      Backend.post         wakes the workers                                             backends/
       |        Worker.execute     in each process or thread                                     core/worker.py
-      |          Episode.step     steps the simulator, resets it if the episode is over         core/episode.py
-      |          TransitionRecords.write    the transition into shared memory                   core/records.py
+      |          Codec.run        steps simulators, plain transitions into shared memory        core/codec.py
+      |          Episode.interpret    what any other step means, and the next episode           core/episode.py
+      |          TransitionRecords.write    its transition into shared memory                   core/records.py
       |      Backend.wait         until the last worker is done
       |  Batch.read               dicts from shared memory
       v
