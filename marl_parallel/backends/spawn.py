@@ -141,8 +141,11 @@ class PortableProcessBackend(Backend):
             patience = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
             if patience <= 0 or not self._open:  # a signal handler may have closed meanwhile
                 return replies
-            with contextlib.suppress(Empty):
+            # In the methods of `contextlib.suppress`, Ctrl-C would have the traceback of `Empty` before its own.
+            try:  # noqa: SIM105
                 interrupted = self._events.get(timeout=patience)
+            except Empty:
+                pass
 
     def interrupt(self) -> None:
         self._events.put(True)
