@@ -29,7 +29,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +148,9 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self.unsent: deque[tuple[bytes, list[int]]] = deque()  # packets, with the descriptors to send along
+        self.unsent: deque[bytes] = deque()  # pickled messages; a part of the first one may have been sent
+        self._packets = _packets_of(b"")  # of the first one
+        self._packet: tuple[bytes, list[int]] | None = None  # the next one to be sent
         self._parts = bytearray()  # the received part of a message
 
     def fileno(self) -> int:
@@ -156,19 +158,16 @@ class Channel:
 
     def put(self, message: Any) -> None:
         """Send as much of an object as can be sent without waiting; `flush` sends the rest."""
-        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
-            self.unsent.append((bytes([_IN_FILE]), [fd]))
-        else:
-            for start in range(0, len(body), _PACKET_NBYTES):
-                stop = start + _PACKET_NBYTES
-                self.unsent.append((bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop], []))
+        self.unsent.append(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         self.flush()
 
     def flush(self) -> bool:
         """Send what can be sent without waiting; returns whether that was all."""
         while self.unsent:
-            packet, fds = self.unsent[0]
+            if self._packet is None:
+                self._packets = _packets_of(self.unsent[0])
+                self._packet = next(self._packets)
+            packet, fds = self._packet
             try:
                 socket.send_fds(self._socket, [packet], fds)
             except (BrokenPipeError, ConnectionResetError) as error:
@@ -178,12 +177,10 @@ class Channel:
                 if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
                     return False
                 raise
-            self._drop_packet()
+            self._packet = next(self._packets, None)
+            if self._packet is None:
+                self.unsent.popleft()
         return True
-
-    def _drop_packet(self) -> None:
-        for fd in self.unsent.popleft()[1]:
-            os.close(fd)
 
     def finish(self) -> None:
         while not self.flush():
@@ -226,8 +223,22 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-        while self.unsent:
-            self._drop_packet()
+        self._packets.close()
+        self._packet = None
+        self.unsent.clear()
+
+
+def _packets_of(body: bytes) -> Generator[tuple[bytes, list[int]], None, None]:
+    """The packets of a message, with the descriptors to send along, which are open until the next packet."""
+    if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
+        try:
+            yield bytes([_IN_FILE]), [fd]
+        finally:
+            os.close(fd)
+        return
+    for start in range(0, len(body), _PACKET_NBYTES):
+        stop = start + _PACKET_NBYTES
+        yield bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop], []
 
 
 def _file_of(body: bytes) -> int:
