@@ -7,7 +7,8 @@ pytest --setups=ray    the tests that are repeated on setups, on Ray, which must
 pytest -n 0            all tests in this process, one at a time; the default is two processes (pytest-xdist)
 CI=true pytest         a skipped test makes the run fail
 
-Markers: `needs("ray", ...)` names the libraries that a file imports: it is collected only if they are installed.
+Markers: `needs("ray", ...)` names the libraries that a file imports: it is collected only if they are installed;
+`needs("_codec")` is for tests of compiled code.
 `release_independent` marks tests whose result is the same with every release of every library. `whole_machine` marks
 tests that look at shared memory, processes or temporary files of all programs: while one of them runs, the other
 process of pytest-xdist waits (`MachineLock`).
@@ -61,7 +62,14 @@ class OptionalLibraries:
         # Read from the text: a file whose library is missing cannot be imported to look at its markers.
         marked = re.search(r"(?:mark\.needs\(|__doctest_requires__ = \[)([^)\]]*)", collection_path.read_text())
         libraries = re.findall(r'"(\w+)"', marked[1]) if marked else []
-        return True if any(importlib.util.find_spec(library) is None for library in libraries) else None
+        return True if any(map(self.is_missing, libraries)) else None
+
+    @staticmethod
+    def is_missing(library: str) -> bool:
+        if library == "_codec":
+            pure = os.environ.get("MARL_PARALLEL_PURE") == "1"
+            return pure or importlib.util.find_spec("marl_parallel.core._codec") is None
+        return importlib.util.find_spec(library) is None
 
 
 class MachineLock:

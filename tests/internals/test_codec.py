@@ -17,8 +17,12 @@ from hypothesis import strategies as st
 
 import marl_parallel
 from marl_parallel import ParallelEnv
+from marl_parallel.adapters.protocol import Schema
 from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import codec
+from marl_parallel.core.columns import Layout
+from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import WorkerStatus
 
 AGENTS = ["a", "b", 3]
@@ -34,7 +38,7 @@ OBSERVATIONS = {
     ],
     "text": [BOX, spaces.Text(5), BOX],
 }
-needs_compiled = pytest.mark.skipif(codec.Codec is None, reason="the package was built without a compiler")
+pytestmark = pytest.mark.needs("_codec")
 
 
 class Scripted:
@@ -193,7 +197,6 @@ thorough = settings(
 )
 
 
-@needs_compiled
 @pytest.mark.parametrize("auto_reset", [True, False, "NEXT_STEP"])
 @pytest.mark.parametrize("name", OBSERVATIONS)
 @pytest.mark.filterwarnings("ignore")
@@ -210,7 +213,6 @@ def test_any_transitions(name, auto_reset, data):
     assert_equal_with_both(with_infos, **arguments, auto_reset=auto_reset, copy=copies)
 
 
-@needs_compiled
 @pytest.mark.parametrize("name", OBSERVATIONS)
 @pytest.mark.filterwarnings("ignore")
 @thorough
@@ -238,7 +240,6 @@ def test_any_actions(name, data):
     assert_equal_with_both(False, scripts=[[plain] * 2] * 3, declared=[BOX] * 3, action_spaces=declared, actions=steps)
 
 
-@needs_compiled
 @pytest.mark.parametrize("kind", [float, np.float64, np.float32, int, np.int64, bool, np.bool_])
 def test_plain_steps_stay_in_compiled_code(kind, monkeypatch):
     """Otherwise the comparisons above would compare Python with itself."""
@@ -260,7 +261,6 @@ def looped() -> dict[str, Any]:
     return info
 
 
-@needs_compiled
 @pytest.mark.parametrize("info", [*INFOS[:7], {"x": [["deep"] * 2] * 3}], ids=str)
 def test_infos_in_the_block(info, monkeypatch):
     """Infos of simple values are not pickled, whatever agents have them."""
@@ -274,7 +274,6 @@ def test_infos_in_the_block(info, monkeypatch):
             assert_same(env.step([dict.fromkeys(AGENTS, 1)] * 3)[4], (infos,) * 3)
 
 
-@needs_compiled
 def test_infos_that_refer_to_themselves_are_pickled():
     flags, infos = {**dict.fromkeys(AGENTS, False), "__all__": False}, {a: looped() for a in AGENTS}
     plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), flags, flags, infos
@@ -285,7 +284,6 @@ def test_infos_that_refer_to_themselves_are_pickled():
         assert info["loop"][0] is info
 
 
-@needs_compiled
 def test_references_are_returned():
     """Counts of shared objects and the number of blocks stay the same over many steps of every kind."""
     tree = OBSERVATIONS["trees"]
@@ -326,5 +324,19 @@ def test_references_are_returned():
     assert status.running is None
 
 
+@pytest.mark.parametrize("extras", ["a snapshot", {"infos": {}, "rewards": {}}, {"rewards": {}}])
+def test_records_with_other_extras_are_left_to_python(extras):
+    declared: Any = dict.fromkeys(AGENTS, BOX)
+    layout = Layout(Schema(AGENTS, declared, {}, None), 5)
+    block = bytearray(layout.nbytes)
+    layout.bind(block)
+    no = {**dict.fromkeys(AGENTS, False), "__all__": False}
+    plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), no, no, {a: {} for a in AGENTS}
+    for record in range(5):
+        TransitionRecords(layout, block).write(record, Transition(*plain, AGENTS, AGENTS))
+    *_, left, _ = codec.open_codec(layout, block, infos_in_block=False).read((4, 2, 0), {2: extras}, True)
+    assert left == [1]
+
+
 def test_which_codec_runs():
-    assert marl_parallel.codec == ("python" if codec.Codec is None else "c")
+    assert marl_parallel.codec == "c"

@@ -13,7 +13,7 @@ from mpe2 import simple_spread_v3
 import marl_parallel
 from marl_parallel import ParallelEnv
 
-pytestmark = pytest.mark.release_independent
+pytestmark = [pytest.mark.needs("_codec"), pytest.mark.release_independent]
 
 PACKAGE = str(Path(marl_parallel.__file__).parent)
 
