@@ -126,7 +126,7 @@ static Outcome write_array(const Codec *codec, const Node *node, char *target, P
     for (int axis = 0; axis < node->ndim; axis++)
         if (PyArray_DIM(array, axis) != node->dims[axis]) return LEFT;
     int type = PyArray_TYPE(array), own_type = node->dtype->type_num;
-    if (type == own_type && PyArray_ISCARRAY_RO(array)) {
+    if (type == own_type && PyArray_ISCARRAY_RO(array) && PyArray_ISNBO(node->dtype->byteorder)) {
         memmove(target, PyArray_DATA(array), (size_t)node->nbytes); /* it may be a view of the block */
         return DONE;
     }
@@ -417,6 +417,10 @@ static PyObject *get_value(Area *area, int depth) {
     char kind, bytes[16];
     int64_t number = 0;
     double real;
+    if (depth > DEEPEST + 1) {
+        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
+        return NULL;
+    }
     if (get(area, &kind, 1) < 0) return NULL;
     switch (kind) {
     case 'N': Py_RETURN_NONE;
@@ -450,7 +454,7 @@ static PyObject *get_value(Area *area, int depth) {
             PyObject *key = get_value(area, depth + 1);
             PyObject *part = key == NULL ? NULL : get_value(area, depth + 1);
             if (part == NULL || PyDict_SetItem(dict, key, part) < 0) Py_CLEAR(dict);
-            if (depth == 1 && *text == 's' && area->at - text > 9 + (Py_ssize_t)sizeof action_mask - 1 &&
+            if (depth == 1 && area->at - text > 9 + (Py_ssize_t)sizeof action_mask - 1 && *text == 's' &&
                 memcmp(text + 9, action_mask, sizeof action_mask - 1) == 0)
                 area->has_mask = 1;
             Py_XDECREF(key);
@@ -673,7 +677,10 @@ static PyObject *codec_write(PyObject *self, PyObject *args) {
         if (of_env == NULL) return NULL;
         Outcome outcome = write_values(codec, &codec->actions, record, of_env);
         Py_DECREF(of_env);
-        if (outcome == FAILED) PyErr_Clear(); /* Python raises it again */
+        if (outcome == FAILED) {
+            if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL; /* Ctrl-C */
+            PyErr_Clear(); /* Python raises it again */
+        }
         if (outcome != DONE) break;
         record[codec->action_header] = ALL_IN_ORDER;
     }
@@ -803,12 +810,19 @@ static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t 
         PyObject *agents = PyObject_CallNoArgs(agents_left);
         int some = agents == NULL ? -1 : agents == Py_None ? 1 : PyObject_IsTrue(agents);
         Py_XDECREF(agents);
-        if (some < 0) PyErr_Clear(); /* Python raises it again */
-        if (some != 1) return LEFT;
+        if (some < 0) {
+            Py_CLEAR(*result);
+            return FAILED;
+        }
+        if (some == 0 || *PyByteArray_AsString(is_forked)) return LEFT;
     }
     Outcome outcome = write_transition(codec, record, *result);
     if (outcome == FAILED) {
-        PyErr_Clear(); /* likewise */
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) { /* Ctrl-C */
+            Py_CLEAR(*result);
+            return FAILED;
+        }
+        PyErr_Clear(); /* Python raises it again */
         return LEFT;
     }
     if (outcome == DONE_BUT_INFOS) {
@@ -816,21 +830,21 @@ static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t 
         Py_INCREF(infos);
         Py_DECREF(*result);
         *result = infos;
-        return LEFT;
     }
     if (outcome == DONE) Py_CLEAR(*result);
     return outcome;
 }
 
 PyDoc_STRVAR(run_doc,
-    "run(env_ids, first, episodes, status, is_forked) -> None | (place, result)\n--\n\n"
+    "run(env_ids, first, episodes, status, is_forked) -> None | (place, letter, value)\n--\n\n"
     "Step environments with the actions in their records, from the place `first` on, and write their transitions.\n"
     "`episodes` is a dict by environment; the attribute `fast` of an episode is None or a pair: the simulator's\n"
     "`step`, and None or a function that returns the agents left. `status` is the array of the worker's status.\n"
     "If a simulator forks, the child has a 1 in the bytearray `is_forked`; there, `run` returns as soon as its step\n"
     "does, and writes nothing.\n\n"
-    "Returns None when all are done; else where it stopped, and what the step returned, None if it was not called.\n"
-    "A dict stands for the infos of a transition that has been written. After an exception, `place` tells where.");
+    "Returns None when all are done; else where it stopped, a letter, and a value: \"c\" if the step has to be called,\n"
+    "\"r\" with what it returned, \"i\" with the infos of a transition that has been written. After an exception,\n"
+    "`place` tells where.");
 
 static PyObject *codec_run(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
@@ -855,10 +869,9 @@ static PyObject *codec_run(PyObject *self, PyObject *args) {
             outcome = step_one(codec, env_id, fast, numbers, is_forked, &result);
         Py_DECREF(fast);
         if (outcome == FAILED) return NULL;
-        if (outcome == LEFT) {
-            if (result == NULL) return Py_BuildValue("(nO)", codec->place, Py_None);
-            return Py_BuildValue("(nN)", codec->place, result);
-        }
+        if (outcome == LEFT && result == NULL) return Py_BuildValue("(nsO)", codec->place, "c", Py_None);
+        if (outcome == LEFT) return Py_BuildValue("(nsN)", codec->place, "r", result);
+        if (outcome == DONE_BUT_INFOS) return Py_BuildValue("(nsN)", codec->place, "i", result);
     }
     Py_RETURN_NONE;
 }

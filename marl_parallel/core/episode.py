@@ -43,8 +43,9 @@ class Episode:
 
     Attributes:
         ended_for_now: Whether the last step ended an episode and `begin_next` is due.
-        fast: The simulator's `step`, and its `agents_left` if agents may leave, for compiled code that calls them while
-            all agents are alive and act. A step whose transition is plain changes nothing here. None in other states.
+        fast: For compiled code, while all agents are alive and act: the simulator's `step`, and a function whose result
+            is false if it has to be interpreted here, or None. If it need not be and the transition is plain, nothing
+            changes here. None in other states.
     """
 
     def __init__(self, env: MultiAgentEnv, env_id: int, mode: AutoresetMode, status: WorkerStatus) -> None:
@@ -54,6 +55,8 @@ class Episode:
         self._alive: list[AgentID] = []
         self._acting: list[AgentID] = []
         self._flagged: set[AgentID] = set()
+        # A simulator whose adapter tells who is alive or whose turn it is has to be asked after each step.
+        self._asked = type(env).turn is not MultiAgentEnv.turn or type(env).alive is not MultiAgentEnv.alive
         self.fast: tuple[Callable[..., Any], Callable[[], Any] | None] | None = None
         self._over: tuple[Any, Any] | None = None
         self._postponed: Mapping[str, Any] | None = None
@@ -160,7 +163,13 @@ class Episode:
         self._alive = [*alive]
         self._acting = self._who_acts(observations)
         all_act = self._acting == self._alive == self.env.possible_agents and not self._flagged
-        self.fast = (self.env.step, None if self._dict_rules else self.env.agents_left) if all_act else None
+        check = self._all_go_on if self._asked else None if self._dict_rules else self.env.agents_left
+        self.fast = (self.env.step, check) if all_act else None
+
+    def _all_go_on(self) -> bool:
+        """Whether the adapter tells after a step that all agents are still alive and act."""
+        alive, left = self.env.alive(), None if self._dict_rules else self.env.agents_left()
+        return self.env.turn() is None and (alive is None or [*alive] == self._alive) and (left is None or bool(left))
 
     def _who_acts(self, observations: dict[AgentID, Any]) -> list[AgentID]:
         turn = self.env.turn()

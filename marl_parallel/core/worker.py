@@ -100,8 +100,8 @@ class Worker:
                     if left is None:
                         break
                     self._check_not_forked()
-                    place, returned = left
-                    result = self._go_on(ids[place], returned)
+                    place, where, value = left
+                    result = self._go_on(ids[place], where, value)
                 if result is not None:
                     results[ids[place]] = result
             except Refusal as refusal:
@@ -109,6 +109,8 @@ class Worker:
             except BaseException as error:  # SystemExit is a simulator's failure too, not the worker's end
                 self._check_not_forked(error)
                 if self._in_line and isinstance(error, KeyboardInterrupt):
+                    if codec is not None:
+                        self._status.add_steps(*codec.sums())
                     raise
                 place = place if codec is None else codec.place
                 env_id, doing = ids[place], self._status.latest or message
@@ -225,14 +227,14 @@ class Worker:
         extras = loads(payload[env_id]) if payload and env_id in payload else None
         return self._advance(env_id, self._episodes[env_id].step(self._actions.read(env_id, extras)))
 
-    def _go_on(self, env_id: int, returned: Any) -> bytes | None:
-        """Complete a step where compiled code has stopped: with what the simulator returned; None before the step."""
-        if returned is None:
+    def _go_on(self, env_id: int, where: str, value: Any) -> bytes | None:
+        """Complete a step where compiled code has stopped, as `run` in `_codec.c` says."""
+        if where == "c":
             return self._step(env_id, None)
-        if type(returned) is not dict:
-            return self._advance(env_id, self._episodes[env_id].interpret(returned))
-        try:  # infos of a transition that has been written
-            return dump_extras({"infos": returned})
+        if where == "r":
+            return self._advance(env_id, self._episodes[env_id].interpret(value))
+        try:
+            return dump_extras({"infos": value})
         except BaseException:
             self._partially_written = env_id
             raise

@@ -6,7 +6,7 @@ import copy
 import gc
 import sys
 from collections import OrderedDict
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import marl_parallel
-from marl_parallel import ParallelEnv
+from marl_parallel import EnvError, MultiAgentEnv, ParallelEnv, Rules
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import codec
@@ -336,6 +336,110 @@ def test_records_with_other_extras_are_left_to_python(extras):
         TransitionRecords(layout, block).write(record, Transition(*plain, AGENTS, AGENTS))
     *_, left, _ = codec.open_codec(layout, block, infos_in_block=False).read((4, 2, 0), {2: extras}, True)
     assert left == [1]
+
+
+class Tracked(MultiAgentEnv):
+    """An adapter that tells whose turn it is, and who is alive."""
+
+    rules = Rules.DICT
+    steps: ClassVar[int] = 0
+    possible_agents = AGENTS
+    observation_spaces = action_spaces = dict.fromkeys(AGENTS, spaces.Discrete(9))
+    state_space = render_mode = None
+    metadata: ClassVar[dict[str, Any]] = {}
+    reset_keywords = frozenset()
+
+    def __init__(self) -> None:
+        self.source, self.count = self, 0
+
+    def reset(self, **keywords: Any) -> Any:
+        self.count = 0
+        return dict.fromkeys(AGENTS, 0), {a: {} for a in AGENTS}
+
+    def step(self, actions: Any) -> Any:
+        self.count += 1
+        no = {**dict.fromkeys(AGENTS, False), "__all__": False}
+        return dict.fromkeys(AGENTS, self.count), dict.fromkeys(AGENTS, 0.5), no, no, {a: {} for a in AGENTS}
+
+    def turn(self) -> Any:
+        return AGENTS[0] if self.count == 3 else None
+
+    def alive(self) -> Any:
+        return AGENTS[:2] if self.count in (5, 6) else AGENTS
+
+    def agents_left(self) -> Any:
+        if self.count == 8:
+            raise KeyError("once")
+        return None
+
+    def render(self) -> Any: ...
+
+    def state(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("returned", [None, {"oops": 1}, {}], ids=str)
+def test_steps_that_return_anything(returned, monkeypatch):
+    """A simulator is stepped once, and what is no transition is an error, with both codecs."""
+
+    class Custom(Tracked):
+        def step(self, actions: Any) -> Any:
+            Tracked.steps += 1
+            return returned
+
+    for compiled in (codec.Codec, None):
+        monkeypatch.setattr(codec, "Codec", compiled)
+        Tracked.steps = 0
+        with ParallelEnv([object] * 2, backend="serial", adapter=lambda _: Custom()) as env:
+            env.reset()
+            with pytest.raises(EnvError, match="raised in step"):
+                env.step([dict.fromkeys(AGENTS, 0)] * 2)
+        assert Tracked.steps == 2
+
+
+def test_adapters_that_tell_who_acts_are_asked(monkeypatch):
+    acting = []
+    for compiled in (codec.Codec, None):
+        monkeypatch.setattr(codec, "Codec", compiled)
+        with ParallelEnv([object] * 2, backend="serial", adapter=lambda _: Tracked()) as env:
+            env.reset()
+            acting.append([(env.step([dict.fromkeys(AGENTS, 0)] * 2)[0], env.acting) for _ in range(7)])
+    assert acting[0] == acting[1]
+    assert [of_envs[0] for _, of_envs in acting[0]] == [AGENTS, AGENTS, ["a"], AGENTS, ["a", "b"], ["a", "b"], AGENTS]
+
+
+@pytest.mark.parametrize("error", [KeyError("once"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_errors_of_the_list_of_agents_are_raised(error, monkeypatch):
+    """Also if they do not come a second time."""
+    errors = [error]
+
+    class Raises(Tracked):
+        rules = Rules.PETTINGZOO
+        turn, alive = MultiAgentEnv.turn, MultiAgentEnv.alive
+
+        def agents_left(self) -> Any:
+            if self.count == 2 and errors:
+                raise errors.pop()
+            return AGENTS
+
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else EnvError
+    with ParallelEnv([object], backend="serial", adapter=lambda _: Raises()) as env:
+        env.reset()
+        env.step([dict.fromkeys(AGENTS, 0)])
+        with pytest.raises(expected):
+            env.step([dict.fromkeys(AGENTS, 0)])
+        assert env.stats().steps == 2
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">f8"])
+def test_spaces_with_a_byte_order_of_their_own(dtype):
+    declared = [spaces.Box(-9, 9, (2,), np.dtype(dtype))] * 3
+    value = np.array([1, 2], np.dtype(dtype).newbyteorder("="))
+    no = {**dict.fromkeys(AGENTS, False), "__all__": False}
+    plain = dict.fromkeys(AGENTS, value), dict.fromkeys(AGENTS, 1.0), no, no, {a: {} for a in AGENTS}
+    actions = [[dict.fromkeys(AGENTS, value)] * 2]
+    assert_equal_with_both(False, scripts=[[plain]] * 2, declared=declared, action_spaces=declared, actions=actions)
 
 
 def test_which_codec_runs():
