@@ -720,12 +720,12 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
     }
     PyObject *no_flags = flag_code ? codec->no_np_flags : codec->no_flags;
     PyObject *dicts[5] = {
-        read_values(codec, &codec->observations, record, copy),
-        read_rewards(codec, (const double *)(header + 8), tag),
-        PyDict_Copy(no_flags),
-        PyDict_Copy(no_flags),
-        infos == NULL ? empty_infos(codec) : infos,
+        read_values(codec, &codec->observations, record, copy), NULL, NULL, NULL, infos,
     };
+    if (dicts[0] != NULL) dicts[1] = read_rewards(codec, (const double *)(header + 8), tag);
+    if (dicts[1] != NULL) dicts[2] = PyDict_Copy(no_flags);
+    if (dicts[2] != NULL) dicts[3] = PyDict_Copy(no_flags);
+    if (dicts[3] != NULL && infos == NULL) dicts[4] = empty_infos(codec);
     int failed = 0;
     for (int i = 0; i < 5; i++) {
         failed |= dicts[i] == NULL;

@@ -290,8 +290,11 @@ class TransitionRecords:
 
     def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
         """The last observations, and the agents that are alive."""
-        (observations, *_), _, alive, _ = self.read(record, extras or {})
-        return observations, alive
+        extras = extras or {}
+        *_, presence = self._struct.unpack_from(self._buffer, self._headers[record])
+        agents_in = self._agents_in(presence)
+        observations = self._layout.observations.read(record, agents_in["observations"], self._copy)
+        return self._merged("observations", observations, extras), agents_in["alive"] + extras.get("alive", [])
 
     def observed(self, record: int) -> dict[AgentID, Any]:
         """The observations in a record, without those that are pickled; arrays are views."""
