@@ -56,7 +56,8 @@ class Episode:
         self._acting: list[AgentID] = []
         self._flagged: set[AgentID] = set()
         # A simulator whose adapter tells who is alive or whose turn it is has to be asked after each step.
-        self._asked = type(env).turn is not MultiAgentEnv.turn or type(env).alive is not MultiAgentEnv.alive
+        methods = [getattr(method, "__func__", None) for method in (env.turn, env.alive)]
+        self._asked = methods != [MultiAgentEnv.turn, MultiAgentEnv.alive]
         self.fast: tuple[Callable[..., Any], Callable[[], Any] | None] | None = None
         self._over: tuple[Any, Any] | None = None
         self._postponed: Mapping[str, Any] | None = None
