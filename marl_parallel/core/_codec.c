@@ -6,8 +6,9 @@
        worker   run     actions out of records, the simulator's step, its plain transition into the record
 
    Each function stops at, or leaves out, what is not plain, and says where: Python takes over there. So this file never
-   decides what a transition means, and Python alone (`MARL_PARALLEL_PURE=1`) gives the same bytes and the same objects.
-   All offsets, codes and types come from Python (`codec.py`).
+   decides what a transition means, and Python alone (`MARL_PARALLEL_PURE=1`) gives equal objects. The bytes are the same
+   too, but for infos: Python pickles them, this file writes those of simple values into the block, where an info that
+   several agents share becomes one for each. All offsets, codes and types come from Python (`codec.py`).
 
    A transition is plain if every agent is in every dict, in order and with a value that fits its column; all rewards
    are numbers of one type, all flags False and of one type, and all infos dicts. Keys count as equal if they are the
@@ -381,11 +382,9 @@ static Outcome write_infos(const Codec *codec, char *record, PyObject *infos) {
     return outcome;
 }
 
+/* The functions below fail with or without an exception; `read_infos` sets one. */
 static int get(Area *area, void *bytes, Py_ssize_t size) {
-    if (size < 0 || size > area->end - area->at) {
-        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
-        return -1;
-    }
+    if (size < 0 || size > area->end - area->at) return -1;
     memcpy(bytes, area->at, (size_t)size);
     area->at += size;
     return 0;
@@ -396,10 +395,7 @@ static PyObject *get_array(Area *area, PyArray_Descr *dtype) {
     int64_t ndim, size;
     npy_intp dims[MOST_AXES];
     if (get(area, &kind, 1) < 0 || get(area, &ndim, sizeof ndim) < 0) goto failed;
-    if (ndim < 0 || ndim > MOST_AXES) {
-        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
-        goto failed;
-    }
+    if (ndim < 0 || ndim > MOST_AXES) goto failed;
     for (int axis = 0; axis < ndim; axis++) {
         if (get(area, &size, sizeof size) < 0) goto failed;
         dims[axis] = (npy_intp)size;
@@ -417,11 +413,7 @@ static PyObject *get_value(Area *area, int depth) {
     char kind, bytes[16];
     int64_t number = 0;
     double real;
-    if (depth > DEEPEST + 1) {
-        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
-        return NULL;
-    }
-    if (get(area, &kind, 1) < 0) return NULL;
+    if (depth > DEEPEST + 1 || get(area, &kind, 1) < 0) return NULL;
     switch (kind) {
     case 'N': Py_RETURN_NONE;
     case 'F': Py_RETURN_FALSE;
@@ -475,21 +467,22 @@ static PyObject *get_value(Area *area, int depth) {
         return parts;
     }
     }
-    PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
     return NULL;
 }
 
 /* The infos of a record as a new dict. */
 static PyObject *read_infos(const Codec *codec, char *record, int *has_mask) {
     char *start = record + codec->infos;
+    PyObject *infos = NULL;
+    Area area = {start + 8, start + 8, 0};
     int64_t used = -1;
     if (codec->infos_nbytes >= 8) memcpy(&used, start, sizeof used);
-    if (used < 0 || used > codec->infos_nbytes - 8) {
-        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
-        return NULL;
+    if (used >= 0 && used <= codec->infos_nbytes - 8) {
+        area.end += used;
+        infos = get_value(&area, 0);
     }
-    Area area = {start + 8, start + 8 + used, 0};
-    PyObject *infos = get_value(&area, 0);
+    if (infos == NULL && !(PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_MemoryError)))
+        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
     *has_mask = area.has_mask;
     return infos;
 }
@@ -791,6 +784,7 @@ static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t 
     Py_ssize_t number;
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return FAILED;
+    if (*PyByteArray_AsString(is_forked)) return LEFT;
     PyObject *actions = read_actions(codec, record);
     if (actions == NULL) return PyErr_Occurred() ? FAILED : LEFT;
     volatile int64_t *running = status;

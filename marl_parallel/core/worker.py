@@ -6,8 +6,9 @@ How a step goes::
                                   |
                                   | Codec.run: reads actions, steps, writes plain transitions
                                   v  for each environment where it stops, and for all if there is no compiled code:
-                                _advance      Episode.step, begin_next if the episode has ended,
-                                              TransitionRecords.write; returns what does not fit, pickled
+                                _step         Episode.step (after _go_on, which completes what is begun: interpret)
+                                _advance      begin_next if the episode has ended, TransitionRecords.write;
+                                              returns what does not fit, pickled
 
 `_carry_out` catches whatever a simulator raises and sends it as a `Failure`; the other environments go on. A crash
 ends the process: the parent sees in the `WorkerStatus`, which `Episode` writes, what was running. A worker does not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import struct
 import sys
 from collections import OrderedDict
 from typing import Any, ClassVar
@@ -430,6 +431,25 @@ def test_errors_of_the_list_of_agents_are_raised(error, monkeypatch):
         with pytest.raises(expected):
             env.step([dict.fromkeys(AGENTS, 0)])
         assert env.stats().steps == 2
+
+
+HEADS = st.tuples(st.sampled_from(b"isndlta Q"), st.sampled_from([0, 1, 2, 3, 9, 12, 2**40, -1]))
+TOKENS = st.one_of(
+    st.sampled_from([b"N", b"T", b"F"]), st.binary(max_size=9), HEADS.map(lambda head: struct.pack("=bq", *head))
+)
+
+
+@thorough
+@given(tokens=st.lists(TOKENS, max_size=12), excess=st.sampled_from([0, 0, 0, 1, -1, 10**6, -(10**6)]))
+def test_damaged_infos(tokens, excess):
+    layout = Layout(Schema(AGENTS, dict.fromkeys(AGENTS, BOX), {}, None), 1)
+    block, content = bytearray(layout.nbytes), b"".join(tokens)
+    layout.bind(block)
+    block[layout.infos : layout.infos + 8 + len(content)] = struct.pack("=q", len(content) + excess) + content
+    try:
+        codec.open_codec(layout, block, infos_in_block=True).infos(0)
+    except (ValueError, MemoryError) as error:
+        assert isinstance(error, MemoryError) or str(error) == "the infos in the block are damaged"
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">i8", ">f8"])
