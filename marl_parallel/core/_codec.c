@@ -82,7 +82,7 @@ typedef struct {
 
 /* As in `records.py`. */
 enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, REWARD_SHIFT = 8, FLAG_SHIFT = 16, ALL_IN_ORDER = 1 };
-enum { NP_FALSE_CODE = 2 };
+enum { NP_FALSE_CODE = 2, TYPE_OF_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
 
 static PyObject *name_fast, *name_infos, *name_metadata, *time_monotonic;
@@ -140,12 +140,51 @@ static Outcome write_array(const Codec *codec, const Node *node, char *target, P
     return failed ? FAILED : DONE;
 }
 
-/* The place of an object's type among others; -1 if it is none of them. */
-static Py_ssize_t tag_of(PyObject *types, PyObject *value) {
+/* Whether the dtype of an array is more than its number; also after an error, which is cleared. */
+static int has_metadata(PyArrayObject *array) {
+    PyObject *metadata = PyObject_GetAttr((PyObject *)PyArray_DESCR(array), name_metadata);
+    if (metadata == NULL) PyErr_Clear();
+    Py_XDECREF(metadata);
+    return metadata != Py_None;
+}
+
+/* The tag of a number, or of an array of one: the place of its type among others; -1 if it is none of them. */
+static int tag_of(PyObject *types, PyObject *value) {
     PyObject *type = (PyObject *)Py_TYPE(value);
+    int of_array = 0;
+    if (PyArray_CheckExact(value)) {
+        PyArrayObject *array = (PyArrayObject *)value;
+        int ndim = PyArray_NDIM(array);
+        if (ndim > 1 || PyArray_SIZE(array) != 1 || !PyArray_ISNOTSWAPPED(array) || has_metadata(array)) return -1;
+        type = (PyObject *)PyArray_DESCR(array)->typeobj;
+        of_array = ndim == 0 ? NO_AXIS : ONE_AXIS;
+    }
     for (Py_ssize_t tag = 0, size = PyTuple_Size(types); tag < size; tag++)
-        if (PyTuple_GetItem(types, tag) == type) return tag;
+        if (PyTuple_GetItem(types, tag) == type) return (int)tag | of_array;
     return -1;
+}
+
+/* The number of an array of one as an array scalar; others as they are. */
+static PyObject *number_in(PyObject *value, int tag) {
+    if (tag > TYPE_OF_TAG) return PyArray_ToScalar(PyArray_DATA((PyArrayObject *)value), (PyArrayObject *)value);
+    Py_INCREF(value);
+    return value;
+}
+
+/* Turn a number of Python, which is stolen, into one of a type, or into an array of one. */
+static PyObject *with_tag(PyObject *types, int tag, PyObject *number) {
+    PyObject *type = PyTuple_GetItem(types, tag & TYPE_OF_TAG), *value = NULL;
+    if (number == NULL || type == (PyObject *)Py_TYPE(number)) return number;
+    if (type != NULL && tag <= TYPE_OF_TAG) value = PyObject_CallFunctionObjArgs(type, number, NULL);
+    if (type != NULL && tag > TYPE_OF_TAG) {
+        npy_intp one = 1;
+        PyArray_Descr *dtype = PyArray_DescrFromTypeObject(type);
+        if (dtype != NULL)
+            value = PyArray_NewFromDescr(&PyArray_Type, dtype, tag & ONE_AXIS ? 1 : 0, &one, NULL, NULL, 0, NULL);
+        if (value != NULL && PyArray_CopyObject((PyArrayObject *)value, number) < 0) Py_CLEAR(value);
+    }
+    Py_DECREF(number);
+    return value;
 }
 
 /* The value of a number of Python or NumPy that has no fraction. */
@@ -174,10 +213,13 @@ static Outcome write_value(const Codec *codec, const Node *node, char *record, P
     case ARRAY:
         return write_array(codec, node, record + node->offset + row * node->nbytes, value);
     case NUMBER: {
-        Py_ssize_t tag = tag_of(codec->number_types, value);
+        int tag = tag_of(codec->number_types, value);
         long long number;
         if (tag < 0) return LEFT;
-        if ((outcome = integer_of(value, &number)) != DONE) return outcome;
+        PyObject *scalar = number_in(value, tag);
+        outcome = scalar == NULL ? FAILED : integer_of(scalar, &number);
+        Py_XDECREF(scalar);
+        if (outcome != DONE) return outcome;
         ((int64_t *)(record + node->offset))[row] = number;
         record[node->offset + 8 * node->rows + row] = (char)tag;
         return DONE;
@@ -202,26 +244,17 @@ static Outcome write_value(const Codec *codec, const Node *node, char *record, P
 }
 
 static PyObject *read_number(const Codec *codec, int64_t number, unsigned char tag) {
-    PyObject *type = PyTuple_GetItem(codec->number_types, tag);
-    if (type == NULL) return NULL;
-    if (type == (PyObject *)&PyLong_Type) return PyLong_FromLongLong(number);
-    if (type == (PyObject *)int64_dtype->typeobj) return PyArray_Scalar(&number, int64_dtype, NULL);
-    PyObject *integer = PyLong_FromLongLong(number);
-    if (integer == NULL) return NULL;
-    PyObject *value = PyObject_CallFunctionObjArgs(type, integer, NULL);
-    Py_DECREF(integer);
-    return value;
+    if (tag < PyTuple_Size(codec->number_types) &&
+        PyTuple_GetItem(codec->number_types, tag) == (PyObject *)int64_dtype->typeobj)
+        return PyArray_Scalar(&number, int64_dtype, NULL);
+    return with_tag(codec->number_types, tag, PyLong_FromLongLong(number));
 }
 
 static PyObject *read_reward(const Codec *codec, double number, int tag) {
-    PyObject *type = PyTuple_GetItem(codec->reward_types, tag);
-    if (type == NULL) return NULL;
-    if (type == (PyObject *)double_dtype->typeobj) return PyArray_Scalar(&number, double_dtype, NULL);
-    PyObject *value = PyFloat_FromDouble(number);
-    if (value == NULL || type == (PyObject *)&PyFloat_Type) return value;
-    PyObject *converted = PyObject_CallFunctionObjArgs(type, value, NULL);
-    Py_DECREF(value);
-    return converted;
+    if (tag < PyTuple_Size(codec->reward_types) &&
+        PyTuple_GetItem(codec->reward_types, tag) == (PyObject *)double_dtype->typeobj)
+        return PyArray_Scalar(&number, double_dtype, NULL);
+    return with_tag(codec->reward_types, tag, PyFloat_FromDouble(number));
 }
 
 /* One value as a new object: arrays in memory of their own, or views of the block. */
@@ -309,11 +342,8 @@ static Outcome put_number(Area *area, PyObject *number) {
 
 static Outcome put_array(Area *area, PyArrayObject *array) {
     int type = PyArray_TYPE(array), ndim = PyArray_NDIM(array);
-    if (!is_plain_number(type) || ndim > MOST_AXES || !PyArray_ISCARRAY_RO(array)) return LEFT;
-    PyObject *metadata = PyObject_GetAttr((PyObject *)PyArray_DESCR(array), name_metadata);
-    if (metadata == NULL) return FAILED;
-    Py_DECREF(metadata);
-    if (metadata != Py_None || put_head(area, 'a', type) != DONE || put_head(area, ' ', ndim) != DONE) return LEFT;
+    if (!is_plain_number(type) || ndim > MOST_AXES || !PyArray_ISCARRAY_RO(array) || has_metadata(array)) return LEFT;
+    if (put_head(area, 'a', type) != DONE || put_head(area, ' ', ndim) != DONE) return LEFT;
     for (int axis = 0; axis < ndim; axis++) {
         int64_t size = PyArray_DIM(array, axis);
         if (put(area, &size, sizeof size) != DONE) return LEFT;
@@ -509,6 +539,13 @@ static Outcome values_in_order(const Codec *codec, PyObject *dict, PyObject **va
     return DONE;
 }
 
+/* Whether a flag is an array of one False, which counts as the one it holds. */
+static int is_false_array(PyObject *flag) {
+    PyArrayObject *array = (PyArrayObject *)flag;
+    return PyArray_CheckExact(flag) && PyArray_SIZE(array) == 1 && PyArray_TYPE(array) == NPY_BOOL &&
+           *(npy_bool *)PyArray_DATA(array) == 0;
+}
+
 /* Check that all flags are False and of one type; `__all__` may come last. `code` is that of flags before, or -1. */
 static Outcome check_flags(const Codec *codec, PyObject *flags, int *code) {
     if (!PyDict_CheckExact(flags)) return LEFT;
@@ -518,7 +555,7 @@ static Outcome check_flags(const Codec *codec, PyObject *flags, int *code) {
     for (Py_ssize_t i = 0; i < size && PyDict_Next(flags, &position, &key, &value); i++) {
         int same = same_key(key, i < codec->n ? PyTuple_GetItem(codec->agents, i) : codec->all);
         if (same != 1) return same < 0 ? FAILED : LEFT;
-        int own = value == Py_False ? 0 : value == codec->np_false ? NP_FALSE_CODE : -1;
+        int own = value == Py_False ? 0 : value == codec->np_false || is_false_array(value) ? NP_FALSE_CODE : -1;
         if (own < 0 || (i == codec->n && own != 0)) return LEFT;
         if (i < codec->n && *code >= 0 && own != *code) return LEFT;
         if (i < codec->n) *code = own;
@@ -527,25 +564,27 @@ static Outcome check_flags(const Codec *codec, PyObject *flags, int *code) {
 }
 
 /* Convert rewards, all of one type, to doubles that hold them exactly. */
-static Outcome convert_rewards(const Codec *codec, PyObject *rewards, Py_ssize_t *tag) {
+static Outcome convert_rewards(const Codec *codec, PyObject *rewards, int *tag) {
     Outcome outcome = values_in_order(codec, rewards, codec->values);
     if (outcome != DONE) return outcome;
     *tag = tag_of(codec->reward_types, codec->values[0]);
     if (*tag < 0) return LEFT;
-    for (Py_ssize_t i = 0; i < codec->n; i++) {
+    for (Py_ssize_t i = 0; i < codec->n && outcome == DONE; i++) {
         PyObject *reward = codec->values[i];
         long long number;
         if (Py_TYPE(reward) != Py_TYPE(codec->values[0])) return LEFT;
-        if (*tag < codec->floats) {
+        if (*tag > TYPE_OF_TAG && tag_of(codec->reward_types, reward) != *tag) return LEFT;
+        if ((reward = number_in(reward, *tag)) == NULL) return FAILED;
+        if ((*tag & TYPE_OF_TAG) < codec->floats) {
             codec->rewards[i] = PyFloat_AsDouble(reward);
-            if (codec->rewards[i] == -1.0 && PyErr_Occurred()) return FAILED;
-        } else {
-            if ((outcome = integer_of(reward, &number)) != DONE) return outcome;
-            if (number > LARGEST_EXACT || number < -LARGEST_EXACT) return LEFT;
+            if (codec->rewards[i] == -1.0 && PyErr_Occurred()) outcome = FAILED;
+        } else if ((outcome = integer_of(reward, &number)) == DONE) {
+            if (number > LARGEST_EXACT || number < -LARGEST_EXACT) outcome = LEFT;
             codec->rewards[i] = (double)number;
         }
+        Py_DECREF(reward);
     }
-    return DONE;
+    return outcome;
 }
 
 /* Write the values of a dict of all agents into their columns. After LEFT, some may have been written. */
@@ -562,8 +601,7 @@ static Outcome write_values(const Codec *codec, const Columns *columns, char *re
 /* Write a plain transition; DONE_BUT_INFOS if its infos have to be pickled. */
 static Outcome write_transition(const Codec *codec, char *record, PyObject *dicts) {
     Outcome outcome;
-    int flag_code = -1;
-    Py_ssize_t tag;
+    int flag_code = -1, tag;
     if (!PyTuple_CheckExact(dicts) || PyTuple_Size(dicts) != 5 || codec->observations.node == NULL) return LEFT;
     PyObject *terminateds = PyTuple_GetItem(dicts, 2), *truncateds = PyTuple_GetItem(dicts, 3);
     PyObject *infos = PyTuple_GetItem(dicts, 4);
@@ -594,7 +632,7 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
     if (*word != code) { /* else the rest of the header is already right */
         char *next = header + 8 + 8 * n;
         *word = 0;
-        memset(next, (int)tag, n);
+        memset(next, tag, n);
         next += n;
         for (int i = 0; i < 2; i++, next += n + 1) {
             memset(next, flag_code, n);
@@ -696,7 +734,7 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
     char *header = record + codec->header;
     uint64_t code = *(uint64_t *)header;
     int tag = (int)(code >> REWARD_SHIFT & 0xFF), flag_code = (int)(code >> FLAG_SHIFT);
-    if (!(code & PLAIN) || code & 0xF4 || tag >= PyTuple_Size(codec->reward_types)) return LEFT;
+    if (!(code & PLAIN) || code & 0xF4 || (tag & TYPE_OF_TAG) >= PyTuple_Size(codec->reward_types)) return LEFT;
     PyObject *infos = pickled_infos(extras, env_id);
     if (infos == NULL && PyErr_Occurred()) return FAILED;
     if ((infos != NULL) != ((code & INFOS) != 0)) return LEFT;

@@ -96,10 +96,28 @@ NUMBER_TYPES: tuple[type, ...] = (
     int, bool, np.int64, np.int32, np.int16, np.int8, np.uint8, np.uint16, np.uint32, np.uint64,
 )  # fmt: skip
 _NUMBER_TAGS = {t: tag for tag, t in enumerate(NUMBER_TYPES)}
+TYPE_OF_TAG, _ARRAY_TAGS = 15, {(): 16, (1,): 32}
+"""The part of a tag that is the type's; what is added for an array of one number, by its shape."""
+
+
+def tag_of(tags: Mapping[type, int], value: Any) -> int | None:
+    """The tag of a number, or of an array of one; None if its type has none."""
+    if type(value) is not np.ndarray:
+        return tags.get(type(value))
+    if value.shape not in _ARRAY_TAGS or not value.dtype.isnative or value.dtype.metadata is not None:
+        return None
+    tag = tags.get(value.dtype.type)
+    return None if tag is None else tag | _ARRAY_TAGS[value.shape]
+
+
+def number_of(types: Sequence[type], tag: int, number: Any) -> Any:
+    """The number or array with a tag."""
+    value = types[tag & TYPE_OF_TAG](number)
+    return value if tag <= TYPE_OF_TAG else np.array([value] if tag & _ARRAY_TAGS[1,] else value)
 
 
 class NumberColumn:
-    """Discrete values: 64-bit integers, `array`, then one tag each for the type of the number."""
+    """Discrete values: 64-bit integers, `array`, then one tag each; see `tag_of`."""
 
     def __init__(self, rows: int, place: Place) -> None:
         self.rows = rows
@@ -112,10 +130,12 @@ class NumberColumn:
 
     def write(self, record: int, row: int, value: Any) -> None:
         """Write one value; raises `DoesNotFit` if it has another type or more than 64 bits."""
+        tag = tag_of(_NUMBER_TAGS, value)
+        if tag is None:
+            raise DoesNotFit
         try:
-            tag = _NUMBER_TAGS[type(value)]
-            self.array[record, row] = value
-        except (KeyError, OverflowError) as error:
+            self.array[record, row] = value.item() if tag > TYPE_OF_TAG else value
+        except OverflowError as error:
             raise DoesNotFit from error
         self._tags[record, row] = tag
 
@@ -130,7 +150,7 @@ class NumberColumn:
         self._tags[:, row] = _NUMBER_TAGS[np.int64]
 
     def read(self, record: int, row: int, copy: bool) -> Any:
-        return NUMBER_TYPES[self._tags[record, row]](self.array[record, row].item())
+        return number_of(NUMBER_TYPES, int(self._tags[record, row]), self.array[record, row].item())
 
 
 class TreeColumn:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
-from marl_parallel.core.columns import Layout, over_records, span_of
+from marl_parallel.core.columns import TYPE_OF_TAG, Layout, number_of, over_records, span_of, tag_of
 from marl_parallel.core.episode import with_final
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import Extras, in_order
@@ -113,8 +113,9 @@ FALSE_CODES: dict[type, int] = {bool: 0, np.bool_: 2}
 def reward_tag(rewards: Collection[Any]) -> int | None:
     """The tag of the one type that all these numbers have; None if a double would not hold them exactly."""
     kinds = {*map(type, rewards)}
-    tag = _REWARD_TAGS.get(kinds.pop()) if len(kinds) == 1 else None
-    if tag is None or tag < len(FLOATS):
+    tags = {tag_of(_REWARD_TAGS, one) for one in (rewards if kinds == {np.ndarray} else [*rewards][:1])}
+    tag = tags.pop() if len(kinds) == len(tags) == 1 else None
+    if tag is None or tag & TYPE_OF_TAG < len(FLOATS):
         return tag
     return tag if min(rewards) >= -_LARGEST_EXACT and max(rewards) <= _LARGEST_EXACT else None
 
@@ -193,13 +194,16 @@ class TransitionRecords:
                 tags[places[agent]] = VECTOR_TAG
         tag = reward_tag(rewards.values())
         if tag is not None and [*rewards] == everybody:
-            numbers, tags, written, rewards = [*rewards.values()], bytearray((tag,)) * n, everybody, {}
+            numbers, tags, written = [*rewards.values()], bytearray((tag,)) * n, everybody
+            if tag > TYPE_OF_TAG:
+                numbers = [reward.item() for reward in rewards.values()]
+            rewards = {}
         for agent, reward in rewards.items():
             place, own = places.get(agent, n), reward_tag((reward,)) if tag is None else tag
             if own is None or place == n:
                 left[agent] = reward
             else:
-                numbers[place], tags[place] = reward, own
+                numbers[place], tags[place] = reward.item() if own > TYPE_OF_TAG else reward, own
                 written.append(agent)
         add("rewards", written, left)
         codes = []
@@ -257,7 +261,7 @@ class TransitionRecords:
         agents_in = self._agents_in(presence)
         observations = self._layout.observations.read(record, agents_in["observations"], self._copy)
         rewards = {
-            agent: None if tag == VECTOR_TAG else REWARD_TYPES[tag](number)
+            agent: None if tag == VECTOR_TAG else number_of(REWARD_TYPES, tag, number)
             for agent, tag, number, bits in zip(self.agents, tags, numbers, presence)
             if bits & BITS["rewards"]
         }
