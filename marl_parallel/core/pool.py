@@ -131,7 +131,7 @@ class Pool:
         with self._lock:
             if self.closed:
                 self.check_open()
-            self._deadlines.looked = None  # the time of the caller counts
+            self._deadlines.looked = now = time.monotonic()  # the time of the caller counts
             try:
                 step_all = message is Message.STEP and payloads is None and len(env_ids) == len(self.slots)
                 if not step_all or not self._all_idle:
@@ -139,7 +139,6 @@ class Pool:
                 else:
                     self._all_idle = False
                     request, limit = self._step_all[0], self._deadlines.shortest[Message.STEP]
-                    now = time.monotonic()
                     for queue in self._queues:
                         queue.posted += 1
                         queue.requests.append((request, queue.posted, limit))
@@ -193,7 +192,7 @@ class Pool:
         """Call a method of this object alone; close everything if it raises."""
         with self._lock:
             self.check_open()
-            self._deadlines.looked = None  # the time of the caller counts
+            self._deadlines.looked = time.monotonic()  # the time of the caller counts
             try:
                 return function(*arguments)
             except BaseException as error:
@@ -307,7 +306,7 @@ class Pool:
     def _look_for_late(self) -> None:
         for worker in self._deadlines.late():
             self._handle_late(worker)
-        self._deadlines.looked = time.monotonic()
+            self._deadlines.looked = time.monotonic()
 
     def _apply(self, replies: Sequence[tuple[int, Reply | Lost]]) -> None:
         """Apply replies to slots. Failures come after results, in the order of environments, deaths come last."""

@@ -145,7 +145,7 @@ class Deadlines:
             message: min((limit for one in activities if (limit := self._limits[one]) is not None), default=None)
             for message, activities in _LIMITED_BY.items()
         }
-        self.looked: float | None = None  # when `late` was last called, in the present call of the pool
+        self.looked = 0.0  # when the present call of the pool began, or `late` was last called in it
         self._wait_ends: float | None = None  # when the present wait ends at the latest
         self._frozen: list[tuple[float, float]] = []
 
@@ -156,7 +156,7 @@ class Deadlines:
             self._wait_ends = None
             return None
         now = time.monotonic()
-        if self.looked is not None and now - self.looked > _FROZEN_S:
+        if now - self.looked > _FROZEN_S:
             self._note_frozen(self.looked, now)
         suspected = any(queue.suspect is not None for queue in self._queues)
         seconds = min(_UNCHANGED_S if suspected else _POLL_S, *limits)
@@ -166,9 +166,9 @@ class Deadlines:
     def late(self) -> list[int]:
         """Workers past their timeout whose status did not change between two polls: none that was just finishing."""
         wait_ends, self._wait_ends = self._wait_ends, None
+        self.looked = now = time.monotonic()  # it may be frozen below, too
         if wait_ends is None:
             return []
-        now = time.monotonic()
         if now - wait_ends > _FROZEN_S:
             self._note_frozen(wait_ends, now)
         late = []

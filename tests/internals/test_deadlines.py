@@ -1,0 +1,49 @@
+"""Time in which the process that watches the deadlines is stopped counts at no moment."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from marl_parallel.core.messages import STEP_ALL, Message
+from marl_parallel.core.slots import Deadlines, Limits, WorkerQueue
+from marl_parallel.core.worker_status import Activity, Running
+
+LIMIT_S, STOPPED_S = 4.0, 6.0
+
+
+class Clock:
+    """A clock that a stop at the `stop`-th call of `monotonic` moves on; then it moves a little with each call."""
+
+    def __init__(self, stop: int) -> None:
+        self.now, self.calls, self.stop = 100.0, 0, stop
+
+    def monotonic(self) -> float:
+        before = self.now
+        self.calls += 1
+        self.now += 1e-4 + STOPPED_S * (self.calls == self.stop)
+        return before  # it was read right before the stop
+
+
+@pytest.mark.parametrize("stop", range(1, 12))
+def test_a_stop_at_any_moment_does_not_count(stop, monkeypatch):
+    clock = Clock(stop)
+    monkeypatch.setattr("marl_parallel.core.slots.time", clock)
+    status = SimpleNamespace(state=(1, clock.now), running=Running(0, Activity.STEP, clock.now, inside=True))
+    backend: Any = SimpleNamespace(enforces_timeouts=True, statuses=[status])
+    queue = WorkerQueue(range(1), since=clock.now)
+    deadlines = Deadlines(backend, Limits(step=LIMIT_S), [queue])
+    queue.requests.append((STEP_ALL, 1, deadlines.shortest[Message.STEP]))
+    deadlines.looked = clock.monotonic()
+    for _ in range(60):
+        patience = deadlines.patience()
+        assert patience is not None
+        clock.now += patience
+        assert deadlines.late() == []
+    late = []
+    for _ in range(200):
+        clock.now += deadlines.patience() or 0.0
+        late += deadlines.late()
+    assert late, "time that is not stopped counts"
