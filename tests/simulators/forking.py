@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -150,16 +151,24 @@ def _square(number: int, answer: Any) -> None:
     answer.put(number**2)
 
 
+_one_at_a_time = threading.Lock()
+
+
 class Helped(Walk):
-    """Computes a part of each step in a forked process of `multiprocessing`."""
+    """Computes a part of each step in a forked process of `multiprocessing`.
+
+    Of two threads of one process, one at a time: `Process.start` reaps the children that other threads wait for, whose
+    exit codes are then None for a moment.
+    """
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         context = multiprocessing.get_context("fork")
         answer = context.SimpleQueue()
         helper = context.Process(target=_square, args=(self.time, answer))
-        helper.start()
-        squared = answer.get()
-        helper.join()
+        with _one_at_a_time:
+            helper.start()
+            squared = answer.get()
+            helper.join()
         observations, rewards, terminations, truncations, infos = super().step(actions)
         infos["a"] = {"squared": squared, "exit code": helper.exitcode}
         return observations, rewards, terminations, truncations, infos
