@@ -114,6 +114,8 @@ class ParallelEnv:
             is frozen (a paused virtual machine or container) does not count.
         worker_threads: Threads of BLAS, OpenMP and torch in each worker process; None leaves them alone.
         trace: Path of a timeline that is written by `close` or `stop_trace`; see `start_trace`.
+        wait: How processes wait: `"block"` sleeps at once, `"spin"` tries for 2 ms before that, `"adaptive"` tries for
+            about as long as the last waits took, if there is a CPU for each worker and these waits were short.
 
     Raises:
         TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
@@ -164,6 +166,7 @@ class ParallelEnv:
         start_timeout: float | None = START_TIMEOUT_S,
         worker_threads: int | None = 1,
         trace: str | os.PathLike[str] | None = None,
+        wait: str = "adaptive",
     ) -> None:
         constructors = arguments.checked_constructors(env_constructors)
         mode = arguments.autoreset_mode(auto_reset)
@@ -177,7 +180,7 @@ class ParallelEnv:
         adapter_function(adapter)
         base = arguments.base_seed(seed)
         seeds = [base + env_id for env_id in range(len(constructors))]
-        opened = open_backend(backend, context=context, worker_threads=worker_threads)
+        opened = open_backend(backend, context=context, worker_threads=worker_threads, wait=wait)
         if start_timeout == START_TIMEOUT_S:
             del timeouts["start_timeout"]
         unenforced = [f"{name}={seconds}" for name, seconds in timeouts.items() if seconds is not None]

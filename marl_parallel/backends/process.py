@@ -45,8 +45,7 @@ from marl_parallel.core.worker_status import WorkerStatus
 _TICK_S = 0.02  # how often to look for deaths, for the case that the fork server is dead and reports none
 _REST_TICK_MS = 1.0
 _TERMINATED_WITHIN_S = 0.5
-_SPIN_S = 100e-6
-"""How long a worker tries before it sleeps: waking an idle virtual CPU costs 20 to 50 us, as much as a step."""
+_MOST_SPIN_S = 2e-3
 
 # -- queues in shared memory -------------------------------------------------------------------------------------------
 
@@ -122,6 +121,32 @@ class QueuePair:
 def control_nbytes(num_workers: int, capacity: int) -> int:
     """The size of the control block, which has the doorbell and a pair for each worker."""
     return _SEMAPHORES + num_workers * (_SEMAPHORES + WorkerStatus.NBYTES + 2 * _CODE_NBYTES * capacity)
+
+
+class Spin:
+    """How long a process tries before it sleeps: waking an idle virtual CPU costs 20 to 50 us, as much as a step.
+
+    With `wait="adaptive"`, twice the mean of its last waits, if these are short and it has a CPU of its own.
+    """
+
+    def __init__(self, wait: str, own_cpu: bool) -> None:
+        self._adapts = wait == "adaptive" and own_cpu
+        self._mean = 0.0
+        self.seconds = _MOST_SPIN_S if wait == "spin" else 0.0
+
+    def take(self, semaphore: Semaphore, patience: float | None = None) -> bool:
+        """As `Semaphore.take`, after trying for a while."""
+        if not self.seconds and not self._adapts:
+            return semaphore.take(patience)
+        began = time.monotonic()
+        until = began + (self.seconds if patience is None else min(self.seconds, patience))
+        while (missed := semaphore.try_wait()) and time.monotonic() < until:
+            os.sched_yield()  # another process may need this CPU
+        taken = not missed or semaphore.take(patience)
+        if self._adapts:
+            self._mean += (min(time.monotonic() - began, _MOST_SPIN_S) - self._mean) / 4
+            self.seconds = min(2 * self._mean, _MOST_SPIN_S) if self._mean < 0.75 * _MOST_SPIN_S else 0.0
+        return taken
 
 
 # -- the socket --------------------------------------------------------------------------------------------------------
@@ -277,8 +302,8 @@ class ProcessBackend(Backend):
 
     shares_memory = True
 
-    def __init__(self, *, context: str | None = None, threads: int | None = 1) -> None:
-        self._context, self._threads = context or "forkserver", threads
+    def __init__(self, *, context: str | None = None, threads: int | None = 1, wait: str = "adaptive") -> None:
+        self._context, self._threads, self._wait = context or "forkserver", threads, wait
         self._launcher: Launcher | None = None
         self._handles: list[_Handle] = []
         self._partial: dict[int, int] = {}  # by worker, the code of a partially received message
@@ -295,6 +320,7 @@ class ProcessBackend(Backend):
         self._countdown = Semaphore(self._control_buffer, _COUNTDOWN)
         self._wake.init(0)
         self._countdown.init(0)
+        self._spin = Spin(self._wait, len(shares) < usable_cpus())
         self._launcher = Launcher(self._context, entry=__name__, wake=self._control, threads=self._threads)
         self.statuses = []
         for worker in range(len(shares)):
@@ -308,7 +334,7 @@ class ProcessBackend(Backend):
         try:
             with theirs:
                 process = launcher.launch(worker, [theirs.fileno(), self._control.fd, self._records.fd])
-            channel.put((_SPIN_S if len(self._shares) <= usable_cpus() else 0.0, self._capacity))
+            channel.put((self._wait, len(self._shares) <= usable_cpus(), self._capacity))
         except BaseException:
             channel.close()
             raise
@@ -378,10 +404,8 @@ class ProcessBackend(Backend):
                 for worker in self._partial:
                     poller.register(self._handles[worker].channel.fileno(), select.POLLIN)
                 poller.poll(_REST_TICK_MS)
-            elif deadline is None:
-                self._wake.nap(_TICK_S)
-            elif (patience := min(_TICK_S, deadline - time.monotonic())) > 0:
-                self._wake.take(patience)
+            elif (patience := _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())) > 0:
+                self._spin.take(self._wake, patience)
             else:
                 break
             new = self._received()
@@ -529,7 +553,8 @@ def main(index: int, fds: Sequence[int]) -> None:
     connection, control_fd, records_fd = fds
     control = mapped(control_fd)
     channel = Channel(socket.socket(fileno=connection))
-    spin_s, capacity = channel.receive()
+    wait, own_cpu, capacity = channel.receive()
+    spin = Spin(wait, own_cpu)
     wake, countdown = Semaphore(control, _WAKE), Semaphore(control, _COUNTDOWN)
     queues = QueuePair(control, index, capacity)
     worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True)
@@ -553,12 +578,7 @@ def main(index: int, fds: Sequence[int]) -> None:
             channel.finish()
 
     while True:
-        spin_until = time.monotonic() + spin_s
-        while ready.try_wait():
-            if time.monotonic() >= spin_until:
-                ready.take()
-                break
-            os.sched_yield()  # the parent may need this CPU
+        spin.take(ready)
         code = queues.requests.take()
         if code == _STEP:
             request = STEP_ALL

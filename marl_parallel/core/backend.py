@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 from marl_parallel.core.columns import Layout
@@ -14,8 +18,34 @@ from marl_parallel.core.worker_status import WorkerStatus
 
 
 def usable_cpus() -> int:
-    """How many CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many CPUs this process may use, by its affinity mask and the quota of its control groups, rounded up."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(math.ceil(min(cpus, _quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))), 1)
+
+
+@functools.cache
+def _quota(own_groups: Path, mounted: Path) -> float:
+    """The CPUs that the control groups of this process (version 1 or 2), and those around them, leave it."""
+    quotas = [math.inf]
+    try:
+        entries = [line.split(":", 2) for line in own_groups.read_text().splitlines()]
+    except OSError:
+        return math.inf
+    for _, controllers, group in entries:
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = mounted / controllers if controllers else mounted
+        # In a container, the group's path is that of the host, and the files of the group itself lie at the root.
+        for folder in {root, *(root / group.strip("/")).parents, root / group.strip("/")}:
+            with contextlib.suppress(OSError, ValueError):
+                if controllers:
+                    names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+                    quota, period = [(folder / name).read_text() for name in names]
+                else:
+                    quota, period = (folder / "cpu.max").read_text().split()
+                if float(quota) > 0:
+                    quotas.append(float(quota) / float(period))
+    return min(quotas)
 
 
 def share_out(num_envs: int, num_workers: int) -> list[range]:
