@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,27 @@ def for_sample(space: Space[Any], mask: Any) -> Any:
     if isinstance(space, spaces.Tuple) and _is_sequence(mask, len(space.spaces)):
         return tuple(for_sample(child, part) for child, part in zip(space.spaces, mask))
     return None
+
+
+def random_policy(env: Any) -> Callable[[Any], list[dict[Any, Any]]]:
+    """Random actions for a `ParallelEnv`, from copies of its action spaces, whose own generators do not change.
+
+    Raises `ValueError` if an agent declares no action space.
+    """
+    action_space: Any = copy.deepcopy(env.action_space)  # agents need not be strings, as a Dict's keys are declared
+    if action_space is None:
+        raise ValueError("these simulators declare no action spaces to draw random actions from: pass a policy")
+    if missing := [agent for agent in env.possible_agents if agent not in action_space.spaces]:
+        raise ValueError(f"agent {missing[0]!r} declares no action space to draw random actions from: pass a policy")
+    action_space.seed(0)
+
+    def policy(_: Any) -> list[dict[Any, Any]]:
+        return [
+            {agent: action_space[agent].sample(for_sample(action_space[agent], masks.get(agent))) for agent in acting}
+            for acting, masks in zip(env.acting, env.action_masks)
+        ]
+
+    return policy
 
 
 def allows_nothing(mask: Any) -> bool:

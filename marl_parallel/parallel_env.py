@@ -42,7 +42,7 @@ from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from marl_parallel import arguments
+from marl_parallel import arguments, planning
 from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_function, check_agents
 from marl_parallel.backends import open_backend
 from marl_parallel.core.backend import Backend, share_out
@@ -96,7 +96,8 @@ class ParallelEnv:
             the number of CPUs that this process may use, or the cluster has.
         envs_per_worker: The most environments of one worker, instead of `num_workers`; see `docs/workers.md`.
         backend: Where the workers run: `"process"`, `"thread"`, `"serial"`, `"ray"` for actors of a Ray cluster, or
-            a `Backend`, such as a `RayBackend` with the cluster's address and resources.
+            a `Backend`, such as a `RayBackend` with the cluster's address and resources. `"auto"` steps the
+            environments for up to a second and chooses; see `docs/workers.md`.
         adapter: The kind of simulator, if it is not recognised correctly: a name from `docs/environments.md`, such as
             `"dict"` or `"tuple"`, or a function that makes a `MultiAgentEnv` of it.
         shared_memory: False sends all values pickled.
@@ -143,6 +144,8 @@ class ParallelEnv:
 
     Attributes:
         runner: The interface below dicts, on which facades are built; see `BatchRunner` and `docs/facades.md`.
+        plan: What `backend="auto"` has measured and chosen; None with other backends. Its `"arguments"` can be passed
+            instead.
     """
 
     def __init__(
@@ -170,6 +173,22 @@ class ParallelEnv:
     ) -> None:
         constructors = arguments.checked_constructors(env_constructors)
         mode = arguments.autoreset_mode(auto_reset)
+        self.plan: dict[str, Any] | None = None
+        if isinstance(backend, str) and backend == "auto":
+            needs_processes = on_error != "raise" or step_timeout or reset_timeout or context or wait != "adaptive"
+            options: dict[str, Any] = {
+                "seed": seed, "adapter": adapter, "shared_memory": shared_memory, "copy": copy, "context": context,
+                "check_actions": check_actions, "reset_timeout": reset_timeout, "start_timeout": start_timeout,
+                "worker_threads": worker_threads, "wait": wait, "step_timeout": min(step_timeout or math.inf, planning.STEP_TIMEOUT_S),
+            }  # fmt: skip
+
+            def open_env(backend: str, num_workers: int) -> ParallelEnv:
+                return ParallelEnv(constructors, mode, backend=backend, num_workers=num_workers, **options)
+
+            if num_workers is not None or envs_per_worker is not None:
+                raise ValueError('backend="auto" chooses the number of workers: pass backend="process" with yours')
+            self.plan = planning.plan(open_env, len(constructors), can_be_serial=not needs_processes)
+            backend, num_workers = self.plan["arguments"].values()
         timeouts = {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "start_timeout": start_timeout}
         limits = Limits(*(arguments.checked_timeout(seconds, name) for name, seconds in timeouts.items()))
         restarts = arguments.restarts(on_error, restart_policy)
@@ -188,7 +207,10 @@ class ParallelEnv:
             warnings.warn(
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
-        shares = share_out(len(seeds), arguments.workers_for(len(seeds), num_workers, envs_per_worker, opened))
+        workers = num_workers  # if it was chosen, with reason
+        if self.plan is None or workers is None:
+            workers = arguments.workers_for(len(seeds), num_workers, envs_per_worker, opened)
+        shares = share_out(len(seeds), workers)
         pool = Pool(opened, shares, limits)
         self._close_at_exit(pool)
         started = False
@@ -212,6 +234,8 @@ class ParallelEnv:
                 pool.restart_on_faults(Recovery(pool.slots, policy, plan, attach.payload, batch, base, options_last))
             seed_check = SeedCheck(built, "seed" in schema.reset_keywords)
             self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
+            if num_workers is None and envs_per_worker is None and len(shares) < len(seeds):
+                self.runner.remark = planning.WaitingRemark(opened)
             if trace is not None:
                 self.start_trace(trace)
         except BaseException:  # Ctrl-C included: nothing may be left behind
@@ -230,6 +254,7 @@ class ParallelEnv:
         """
         check_agents(simulator.schema.possible_agents, simulator.name)
         env = cls.__new__(cls)
+        env.plan = None
         pool = NativePool(simulator)
         env._close_at_exit(pool)
         schema = replace(simulator.schema, metadata=simulator.metadata, render_mode=simulator.render_mode)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -15,7 +14,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from marl_parallel.action_masks import for_sample
+from marl_parallel.action_masks import random_policy
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import checked_integer
 from marl_parallel.core.batch import Dicts
@@ -101,7 +100,7 @@ def record_video(
             f"a video needs simulators that render arrays; their render_mode is {env.render_mode!r}: "
             'construct them with render_mode="rgb_array"'
         )
-    policy = _random_policy(env) if policy is None else policy
+    policy = random_policy(env) if policy is None else policy
     size: tuple[int, ...] | None = None  # height and width of each environment's part of the first frame
     with _writer(path, float(fps)) as write:
         for frames, returns in _run(env, steps, policy):
@@ -138,24 +137,6 @@ def _run(env: ParallelEnv, steps: int, policy: Policy) -> Iterator[tuple[tuple[A
         if mode is AutoresetMode.SAME_STEP:  # the frame is the new episode's
             returns = [0.0 if is_over else value for is_over, value in zip(over, returns)]
         yield env.render(), returns
-
-
-def _random_policy(env: ParallelEnv) -> Policy:
-    """Random actions from copies of the action spaces, so that the generators of the env's own spaces do not change."""
-    action_space: Any = copy.deepcopy(env.action_space)  # agents need not be strings, as a Dict's keys are declared
-    if action_space is None:
-        raise ValueError("these simulators declare no action spaces to draw random actions from: pass a policy")
-    if missing := [agent for agent in env.possible_agents if agent not in action_space.spaces]:
-        raise ValueError(f"agent {missing[0]!r} declares no action space to draw random actions from: pass a policy")
-    action_space.seed(0)
-
-    def policy(_: Dicts) -> list[dict[AgentID, Any]]:
-        return [
-            {agent: action_space[agent].sample(for_sample(action_space[agent], masks.get(agent))) for agent in acting}
-            for acting, masks in zip(env.acting, env.action_masks)
-        ]
-
-    return policy
 
 
 def _picture(frame: Any, env_id: int, value: float, width: int | None, labels: bool) -> NDArray[np.uint8]:

@@ -32,6 +32,7 @@ from marl_parallel.core.native import NativePool
 from marl_parallel.core.pickling import dumps_for_workers
 from marl_parallel.core.pool import Pool, Results
 from marl_parallel.core.slots import Snapshot
+from marl_parallel.planning import WaitingRemark
 
 Seeds = int | Sequence[int | None] | None
 """For a reset: the seed of environment 0, one seed for each environment, or None."""
@@ -67,6 +68,7 @@ class BatchRunner:
         self.restarts = isinstance(pool, Pool) and pool.recovery is not None  # whether failed environments are rebuilt
         self.guard = CallGuard(pool.check_open)  # one call at a time
         self.local_modules = [] if local_modules is None else local_modules  # modules that workers cannot import
+        self.remark: WaitingRemark | None = None
         self._base_seed = self.seeds[0]
         self._all_have_reset = False  # whether every environment is known to have been reset
         self._stepped_by: Callable[[], object] = lambda: None
@@ -110,7 +112,10 @@ class BatchRunner:
 
         Returns the extras of the results, which the batch needs to read them.
         """
-        return self.pool.run(Message.STEP, env_ids, written or None)
+        extras = self.pool.run(Message.STEP, env_ids, written or None)
+        if self.remark is not None and not self.remark.after_batch():
+            self.remark = None
+        return extras
 
     def send(self, env_ids: Sequence[int], written: Any, *, together: bool = False) -> None:
         """Begin to carry out actions of environments that are not in flight, and return; arguments as of `step`.

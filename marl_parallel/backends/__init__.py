@@ -52,4 +52,4 @@ def open_backend(
         from marl_parallel.backends.ray_backend import RayBackend
 
         return RayBackend(num_threads=worker_threads)
-    raise ValueError(f"there is no backend {backend!r}; there are {', '.join(NAMES)}")
+    raise ValueError(f"there is no backend {backend!r}; there are {', '.join((*NAMES, 'auto'))}")

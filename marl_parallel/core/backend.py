@@ -83,6 +83,10 @@ class Backend(ABC):
         """How many workers can run side by side; called before `start`."""
         return usable_cpus()
 
+    def cpu_seconds(self, worker: int) -> float | None:
+        """The CPU time of a worker's process so far; None if it is not known, or the worker is gone."""
+        return None
+
     @abstractmethod
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         """Start a worker for each share of the environments; need not wait until they are up.

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "marl_parallel"
 LEVELS = [
     {"action_masks", "types", "adapters"},
     {"core"},
-    {"backends", "arguments"},
+    {"backends", "arguments", "planning"},
     {"runner"},
     {"parallel_env"},
     {"recording", "vector"},

@@ -100,3 +100,13 @@ class Heavy(Healthy):
     def step(self, actions):
         time.sleep(2e-3)
         return super().step(actions)
+
+
+class Computing(Healthy):
+    """Uses a CPU for 3 ms in each step."""
+
+    def step(self, actions):
+        until = time.process_time() + 3e-3
+        while time.process_time() < until:
+            pass
+        return super().step(actions)

@@ -1,0 +1,142 @@
+"""`backend="auto"`: measure simulators for a moment, and choose the backend and the number of workers.
+
+plan --- ParallelEnv with processes, random actions, 0.4 s ---> serial, if steps are quicker than messages
+                                                           ---> more workers than CPUs, if simulators wait:
+                                                                measured for another 0.4 s
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.action_masks import random_policy
+from marl_parallel.core.backend import Backend, usable_cpus
+from marl_parallel.core.reports import first_line, logger
+from marl_parallel.types import ParallelEnvError
+
+_MEASURED_S = 0.4
+_WARMED_UP_S = 0.05
+_BETTER = 0.9  # an alternative is chosen if it takes at most this share of the time
+_MOSTLY_WAITS = 0.5  # the share of a CPU that a worker uses at most while it is inside simulators that wait
+_BATCHES = 100
+STEP_TIMEOUT_S = 1.0
+"""Of a step while it is measured."""
+
+
+class _Measured:
+    """What a batch of steps costs, in seconds; `cpu_share` is that of workers inside simulators, None if unknown."""
+
+    def __init__(self, env: Any) -> None:
+        backend, workers = env.runner.pool.backend, range(env.num_workers)
+        policy = random_policy(env)
+        env.reset()
+
+        def totals() -> tuple[Any, list[float | None]]:
+            return env.stats(), [backend.cpu_seconds(worker) for worker in workers]
+
+        def timed() -> float:
+            over = [env_id for env_id, acting in enumerate(env.acting) if not acting]
+            if over and env.runner.mode is AutoresetMode.DISABLED:
+                env.reset(env_ids=over)
+            actions = policy(None)
+            began = time.monotonic()
+            env.step(actions)
+            return time.monotonic() - began
+
+        before = totals()
+        warm = time.monotonic() + _WARMED_UP_S
+        times = [timed()]
+        while times[0] < _WARMED_UP_S and time.monotonic() < warm:
+            timed()
+        if times[0] < _MEASURED_S:
+            before, times, until = totals(), [], time.monotonic() + _MEASURED_S
+            while not times or time.monotonic() < until:
+                times.append(timed())
+        self.batch_s = statistics.median(times)
+        (old, cpu_before), (new, cpu_after) = before, totals()
+        inside = new.simulator_s - old.simulator_s
+        busy = inside + new.transport_s - old.transport_s
+        self.serial_batch_s = busy / max(new.steps - old.steps, 1) * env.num_envs
+        used = [math.nan if a is None or b is None else b - a for a, b in zip(cpu_before, cpu_after)]
+        self.cpu_share = min(sum(used) / inside, 1.0) if inside > 0 and not math.isnan(sum(used)) else None
+
+
+def plan(open_env: Callable[[str, int], Any], num_envs: int, *, can_be_serial: bool) -> dict[str, Any]:
+    """The fastest arguments for a simulator, and what was measured.
+
+    Args:
+        open_env: Opens a `ParallelEnv` of the simulators, for a backend and a number of workers.
+        num_envs: The number of environments.
+        can_be_serial: Whether the caller can do without processes.
+
+    Returns:
+        `arguments` for `ParallelEnv`, `reason`, a sentence, and `batch_ms`: milliseconds of a batch by what was tried.
+    """
+    workers = min(num_envs, usable_cpus())
+    batch_ms: dict[str, float] = {}
+    arguments = {"backend": "process", "num_workers": workers}
+
+    def measured(number: int) -> _Measured:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # of more workers than CPUs
+            env = open_env("process", number)
+        with env:
+            found = _Measured(env)
+        batch_ms[f"process, {number} workers"] = round(1e3 * found.batch_s, 4)
+        return found
+
+    try:
+        first = measured(workers)
+        share = first.cpu_share
+        reason = "other settings are not faster"
+        if can_be_serial:
+            batch_ms["serial, estimated"] = round(1e3 * first.serial_batch_s, 4)
+        if can_be_serial and first.serial_batch_s < _BETTER * first.batch_s:
+            arguments, reason = {"backend": "serial", "num_workers": 1}, "steps are too short for messages between processes"
+        elif workers < num_envs and (share is None or share < _MOSTLY_WAITS):
+            more = num_envs if not share else min(math.ceil(usable_cpus() / share), num_envs)
+            if measured(more).batch_s < _BETTER * first.batch_s:
+                arguments["num_workers"], reason = more, "simulators mostly wait, and do not need a CPU each"
+    except (ParallelEnvError, ValueError) as error:  # such as a batch of more than a second, or no action space
+        reason = f"not measured to the end: {first_line(error)}"
+    logger.info('backend="auto" chooses %s: %s; milliseconds of a batch: %s', arguments, reason, batch_ms)
+    return {"arguments": arguments, "reason": reason, "batch_ms": batch_ms}
+
+
+class WaitingRemark:
+    """A line in the log after 100 batches, if more workers than CPUs may be faster."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._batches = backend, 0
+
+    def after_batch(self) -> bool:
+        """Count a batch; returns whether there is one more to count."""
+        self._batches += 1
+        if self._batches == 1:
+            self._before = self._totals()
+        if self._batches < _BATCHES:
+            return True
+        cpu, inside = (now - before for now, before in zip(self._totals(), self._before))
+        if cpu < _MOSTLY_WAITS * inside:
+            logger.info(
+                "workers use a CPU for %.0f %% of the time that they are inside simulators: if these wait for another "
+                'process or machine, more workers may be faster; pass num_workers=..., or backend="auto", which '
+                "measures it",
+                100 * cpu / inside,
+            )
+        return False
+
+    def _totals(self) -> tuple[float, float]:
+        """Seconds of CPU and inside simulators, of all workers."""
+        statuses = self._backend.statuses
+        cpu = [self._backend.cpu_seconds(worker) for worker in range(len(statuses))]
+        return sum(math.inf if one is None else one for one in cpu), sum(
+            status.stats.simulator_s for status in statuses
+        )

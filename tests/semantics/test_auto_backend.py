@@ -1,0 +1,165 @@
+"""`backend="auto"` chooses what fits the simulator, says so, and changes no results; the remark about waiting."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from typing import Any
+
+import pytest
+from helpers.comparison import assert_same
+from helpers.processes import gone
+from mpe2 import simple_spread_v3
+from simulators.failing import Fragile, SimulatorError, raising
+from simulators.waiting import Computing, Instant, Waiting
+
+from marl_parallel import EnvError, ParallelEnv
+
+CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+SEVERAL = CPUS + 2
+PROCESSES = {"backend": "process", "num_workers": CPUS}
+
+
+def chosen(constructor: Any, num_envs: int = SEVERAL, **arguments: Any) -> dict[str, Any]:
+    with ParallelEnv([constructor] * num_envs, backend="auto", **arguments) as env:
+        plan = env.plan
+        assert plan is not None
+        assert env.num_workers == plan["arguments"]["num_workers"]
+        return plan
+
+
+@pytest.mark.parametrize("auto_reset", [True, False, "NEXT_STEP"])
+def test_quick_simulators_are_stepped_in_line(auto_reset, caplog):
+    caplog.set_level(logging.INFO, "marl_parallel")
+    plan = chosen(Instant, auto_reset=auto_reset)
+    assert plan["arguments"] == {"backend": "serial", "num_workers": 1}
+    assert plan["batch_ms"]["serial, estimated"] < plan["batch_ms"][f"process, {CPUS} workers"]
+    (record,) = [record for record in caplog.records if "auto" in record.getMessage()]
+    assert "'backend': 'serial'" in record.getMessage()
+
+
+def test_simulators_that_compute_get_a_process_for_each_cpu():
+    plan = chosen(Computing)
+    assert plan["arguments"] == PROCESSES
+    assert plan["batch_ms"].keys() == {f"process, {CPUS} workers", "serial, estimated"}
+
+
+def test_simulators_that_wait_get_more_workers_than_cpus():
+    plan = chosen(Waiting)
+    assert plan["arguments"] == {"backend": "process", "num_workers": SEVERAL}
+    assert "wait" in plan["reason"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"on_error": "restart"}, {"step_timeout": 9.0}, {"reset_timeout": 9.0}, {"context": "spawn"}, {"wait": "block"}],
+    ids=str,
+)
+def test_what_needs_processes_gets_them(arguments):
+    plan = chosen(Instant, 2, **arguments)
+    assert plan["arguments"] == {"backend": "process", "num_workers": min(CPUS, 2)}
+    assert "serial, estimated" not in plan["batch_ms"]
+
+
+@pytest.mark.parametrize("constructor", [Instant, simple_spread_v3.parallel_env])
+def test_results_are_those_of_the_arguments_that_were_chosen(constructor):
+    def run(**arguments: Any) -> tuple[list[Any], Any]:
+        with ParallelEnv([constructor] * 3, seed=7, **arguments) as env:
+            results: list[Any] = [env.reset()]
+            for step in range(60):
+                results.append(env.step([dict.fromkeys(acting, step % 2) for acting in env.acting]))
+            return results, env.plan
+
+    results, plan = run(backend="auto")
+    again, no_plan = run(**plan["arguments"])
+    assert_same(again, results)
+    assert no_plan is None
+
+
+def test_faults_while_measuring_are_those_of_the_environment(tmp_path):
+    faults = {"step": raising(SimulatorError, "broken")}
+    with ParallelEnv([functools.partial(Fragile, faults, tmp_path)] * 2, backend="auto") as env:
+        assert env.plan is not None
+        assert env.plan["arguments"] == {"backend": "process", "num_workers": min(CPUS, 2)}
+        assert "broken" in env.plan["reason"]
+        env.reset()
+        with pytest.raises(EnvError, match="broken"):
+            env.step([{"a": 0, "b": 0}] * 2)
+
+
+def test_faults_of_constructors_are_raised(tmp_path):
+    faults = {"constructor": raising(SimulatorError, "broken")}
+    with pytest.raises(EnvError, match="broken"):
+        ParallelEnv([functools.partial(Fragile, faults, tmp_path)] * 2, backend="auto")
+
+
+def test_slow_steps_end_the_measurement(tmp_path):
+    faults = {"step": functools.partial(time.sleep, 20.0)}
+    began = time.monotonic()
+    with ParallelEnv([functools.partial(Fragile, faults, tmp_path)] * 2, backend="auto") as env:
+        assert time.monotonic() - began < 15.0
+        assert env.plan is not None
+        assert env.plan["arguments"]["backend"] == "process"
+        assert "has not finished its step within 1 s" in env.plan["reason"]
+
+
+def test_measuring_leaves_no_process_behind(tmp_path):
+    pids = set()
+
+    def constructor(env_id: int, seed: int) -> Any:
+        return Fragile({"step": functools.partial(note, tmp_path)}, tmp_path, env_id=env_id, seed=seed)
+
+    def note(folder: Any) -> None:
+        (folder / f"pid-{os.getpid()}").touch()
+
+    with ParallelEnv([constructor] * 2, backend="auto", on_error="restart") as env:
+        env.reset()
+        env.step([{"a": 0, "b": 0}] * 2)
+        own = set(env.call(lambda _: os.getpid()))
+        pids = {int(path.name[4:]) for path in tmp_path.glob("pid-*")}
+        assert own < pids
+        assert gone(pids - own)
+    assert gone(own)
+
+
+class Undeclared(Instant):
+    """Declares no action space."""
+
+    action_space = None  # type: ignore[assignment]
+
+
+def test_unknown_actions_cannot_be_measured():
+    plan = chosen(Undeclared, 2)
+    assert plan["arguments"]["backend"] == "process"
+    assert "action space" in plan["reason"]
+
+
+@pytest.mark.parametrize("arguments", [{"num_workers": 2}, {"envs_per_worker": 1}])
+def test_numbers_of_workers_are_refused(arguments):
+    with pytest.raises(ValueError, match='backend="auto" chooses the number of workers'):
+        ParallelEnv([Instant] * 2, backend="auto", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("constructor", "arguments", "expected"),
+    [
+        (Waiting, {}, True),
+        (Computing, {}, False),
+        (Waiting, {"num_workers": 1}, False),
+        (Waiting, {"backend": "thread"}, False),
+    ],
+)
+def test_remark_about_workers_that_wait(constructor, arguments, expected, caplog):
+    """After 100 batches, and only where the number of workers is the default and could be larger."""
+    caplog.set_level(logging.INFO, "marl_parallel")
+    with ParallelEnv([constructor] * (CPUS + 1), **arguments) as env:
+        env.reset()
+        actions = [{agent: env.action_space[agent].sample() for agent in acting} for acting in env.acting]
+        for _ in range(99):
+            env.step(actions)
+        assert not caplog.records
+        for _ in range(5):
+            env.step(actions)
+    assert ["more workers may be faster" in record.getMessage() for record in caplog.records] == [True] * expected
