@@ -179,7 +179,8 @@ class ParallelEnv:
             options: dict[str, Any] = {
                 "seed": seed, "adapter": adapter, "shared_memory": shared_memory, "copy": copy, "context": context,
                 "check_actions": check_actions, "reset_timeout": reset_timeout, "start_timeout": start_timeout,
-                "worker_threads": worker_threads, "wait": wait, "step_timeout": min(step_timeout or math.inf, planning.STEP_TIMEOUT_S),
+                "step_timeout": min(step_timeout or math.inf, planning.STEP_TIMEOUT_S),
+                "worker_threads": worker_threads, "wait": wait,
             }  # fmt: skip
 
             def open_env(backend: str, num_workers: int) -> ParallelEnv:

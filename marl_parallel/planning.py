@@ -99,7 +99,8 @@ def plan(open_env: Callable[[str, int], Any], num_envs: int, *, can_be_serial: b
         if can_be_serial:
             batch_ms["serial, estimated"] = round(1e3 * first.serial_batch_s, 4)
         if can_be_serial and first.serial_batch_s < _BETTER * first.batch_s:
-            arguments, reason = {"backend": "serial", "num_workers": 1}, "steps are too short for messages between processes"
+            arguments = {"backend": "serial", "num_workers": 1}
+            reason = "steps are too short for messages between processes"
         elif workers < num_envs and (share is None or share < _MOSTLY_WAITS):
             more = num_envs if not share else min(math.ceil(usable_cpus() / share), num_envs)
             if measured(more).batch_s < _BETTER * first.batch_s:

@@ -11,7 +11,8 @@
    several agents share becomes one for each. All offsets, codes and types come from Python (`codec.py`).
 
    A transition is plain if every agent is in every dict, in order and with a value that fits its column; all rewards
-   are numbers of one type, all flags False and of one type, and all infos dicts. Keys count as equal if they are the
+   are numbers of one type, all flags False and of one type, and all infos dicts. All agents act next, or one does whose
+   turn it is: a `turn` is 0 for all agents, and else the agent's place plus one. Keys count as equal if they are the
    same object, or strings or integers that are equal.
 
    Built for the limited API of Python 3.10: one file for all later releases. */
@@ -71,7 +72,7 @@ typedef struct {
     PyObject *np_bool;         /* the type */
     PyObject *np_false;
     PyObject *no_values, *no_flags, *no_np_flags; /* dicts of all agents, copied for each environment */
-    int everywhere, infos_bit; /* the presence of an agent in a plain transition; its bit for an info */
+    int everywhere, infos_bit, acting_bit; /* the presence of an agent in a plain transition; its bits */
     int64_t step_activity;
     PyObject **values;         /* of one dict, by agent */
     double *rewards;
@@ -81,7 +82,8 @@ typedef struct {
 } Codec;
 
 /* As in `records.py`. */
-enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, REWARD_SHIFT = 8, FLAG_SHIFT = 16, ALL_IN_ORDER = 1 };
+enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };
+enum { SOME = 0, ALL_IN_ORDER = 1 };
 enum { NP_FALSE_CODE = 2, TYPE_OF_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
 
@@ -599,7 +601,7 @@ static Outcome write_values(const Codec *codec, const Columns *columns, char *re
 }
 
 /* Write a plain transition; DONE_BUT_INFOS if its infos have to be pickled. */
-static Outcome write_transition(const Codec *codec, char *record, PyObject *dicts) {
+static Outcome write_transition(const Codec *codec, char *record, PyObject *dicts, Py_ssize_t turn) {
     Outcome outcome;
     int flag_code = -1, tag;
     if (!PyTuple_CheckExact(dicts) || PyTuple_Size(dicts) != 5 || codec->observations.node == NULL) return LEFT;
@@ -623,7 +625,7 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
     char *header = record + codec->header;
     volatile uint64_t *word = (volatile uint64_t *)header;
     size_t n = (size_t)codec->n;
-    uint64_t code = PLAIN | (uint64_t)tag << REWARD_SHIFT | (uint64_t)flag_code << FLAG_SHIFT;
+    uint64_t code = PLAIN | (uint64_t)tag << REWARD_SHIFT | (uint64_t)flag_code << FLAG_SHIFT | (uint64_t)turn << TURN_SHIFT;
     if (!are_empty) {
         *word = 0; /* a worker that dies here leaves no code that does not hold */
         code |= write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
@@ -638,7 +640,9 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
             memset(next, flag_code, n);
             next[n] = 0;
         }
-        memset(next, are_empty ? codec->everywhere : codec->everywhere & ~codec->infos_bit, n);
+        int presence = are_empty ? codec->everywhere : codec->everywhere & ~codec->infos_bit;
+        memset(next, turn ? presence & ~codec->acting_bit : presence, n);
+        if (turn) next[turn - 1] = (char)presence;
         *word = code;
     }
     return code & INFOS ? DONE_BUT_INFOS : DONE;
@@ -686,34 +690,59 @@ static char *record_of(const Codec *codec, PyObject *env_id, Py_ssize_t *number)
 
 PyDoc_STRVAR(write_doc,
     "write(env_ids, actions, first, ready) -> int\n--\n\n"
-    "Write dicts of actions of all agents, in order, from the place `first` on. `ready` has a byte for each\n"
-    "environment, 0 if it is to be left out; None if all count. Returns the place where it stopped: Python writes\n"
-    "that environment's actions.");
+    "Write dicts of actions from the place `first` on, of all agents in order, or of the one whose turn it is. `turns`\n"
+    "has an int32 for each environment, -1 if it is to be left out; None if all agents act in each. Returns the place\n"
+    "where it stopped: Python writes that environment's actions.");
+
+/* Write the action of the one agent whose turn it is; LEFT if the dict has another entry. */
+static Outcome write_turn(const Codec *codec, char *record, PyObject *dict, Py_ssize_t turn) {
+    Py_ssize_t position = 0, agent = turn - 1;
+    PyObject *key, *value;
+    char *header = record + codec->action_header;
+    if (!PyDict_CheckExact(dict) || PyDict_Size(dict) != 1 || !PyDict_Next(dict, &position, &key, &value)) return LEFT;
+    int same = same_key(key, PyTuple_GetItem(codec->agents, agent));
+    if (same != 1) return same < 0 ? FAILED : LEFT;
+    Py_INCREF(value);
+    Outcome outcome = write_value(codec, codec->actions.node[agent], record, codec->actions.row[agent], value);
+    Py_DECREF(value);
+    if (outcome != DONE) return outcome;
+    header[0] = SOME;
+    memset(header + 1, 0, (size_t)codec->n);
+    header[turn] = 1;
+    return DONE;
+}
 
 static PyObject *codec_write(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_ids, *actions, *ready_bytes;
-    Py_ssize_t place;
-    char *ready = NULL;
-    if (!PyArg_ParseTuple(args, "O!OnO:write", &PyTuple_Type, &env_ids, &actions, &place, &ready_bytes)) return NULL;
-    if (ready_bytes != Py_None && (ready = PyBytes_AsString(ready_bytes)) == NULL) return NULL;
+    PyObject *env_ids, *actions, *turn_bytes;
+    Py_ssize_t place, turns = 0;
+    char *all_turns = NULL;
+    if (!PyArg_ParseTuple(args, "O!OnO:write", &PyTuple_Type, &env_ids, &actions, &place, &turn_bytes)) return NULL;
+    if (turn_bytes != Py_None && PyBytes_AsStringAndSize(turn_bytes, &all_turns, &turns) < 0) return NULL;
+    turns /= (Py_ssize_t)sizeof(int32_t);
     Py_ssize_t size = PyTuple_Size(env_ids);
     if (codec->actions.node == NULL) return PyLong_FromSsize_t(place);
     for (; place < size; place++) {
         Py_ssize_t number;
         char *record = record_of(codec, PyTuple_GetItem(env_ids, place), &number);
         if (record == NULL) return NULL;
-        if (ready != NULL && (place >= PyBytes_Size(ready_bytes) || !ready[place])) break;
+        int32_t turn = 0;
+        if (all_turns != NULL) {
+            if (place >= turns) break;
+            memcpy(&turn, all_turns + place * (Py_ssize_t)sizeof turn, sizeof turn);
+            if (turn < 0 || turn > codec->n) break;
+        }
         PyObject *of_env = PySequence_GetItem(actions, place);
         if (of_env == NULL) return NULL;
-        Outcome outcome = write_values(codec, &codec->actions, record, of_env);
+        Outcome outcome = turn > 0 ? write_turn(codec, record, of_env, turn)
+                                   : write_values(codec, &codec->actions, record, of_env);
         Py_DECREF(of_env);
         if (outcome == FAILED) {
             if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL; /* Ctrl-C */
             PyErr_Clear(); /* Python raises it again */
         }
         if (outcome != DONE) break;
-        record[codec->action_header] = ALL_IN_ORDER;
+        if (turn == 0) record[codec->action_header] = ALL_IN_ORDER;
     }
     return PyLong_FromSsize_t(place);
 }
@@ -727,14 +756,16 @@ static PyObject *pickled_infos(PyObject *extras, PyObject *env_id) {
 
 /* Append the five dicts of one record to the lists; LEFT without a change if it is not plain. */
 static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extras, int copy, PyObject **lists,
-                           Py_ssize_t at, int *has_mask) {
+                           Py_ssize_t at, Py_ssize_t *turn, int *has_mask) {
     Py_ssize_t number;
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return FAILED;
     char *header = record + codec->header;
     uint64_t code = *(uint64_t *)header;
-    int tag = (int)(code >> REWARD_SHIFT & 0xFF), flag_code = (int)(code >> FLAG_SHIFT);
+    int tag = (int)(code >> REWARD_SHIFT & 0xFF), flag_code = (int)(code >> FLAG_SHIFT & 0xFF);
     if (!(code & PLAIN) || code & 0xF4 || (tag & TYPE_OF_TAG) >= PyTuple_Size(codec->reward_types)) return LEFT;
+    *turn = (Py_ssize_t)(code >> TURN_SHIFT);
+    if (*turn > codec->n) return LEFT;
     PyObject *infos = pickled_infos(extras, env_id);
     if (infos == NULL && PyErr_Occurred()) return FAILED;
     if ((infos != NULL) != ((code & INFOS) != 0)) return LEFT;
@@ -766,24 +797,34 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
 }
 
 PyDoc_STRVAR(read_doc,
-    "read(env_ids, extras, copy) -> (observations, rewards, terminateds, truncateds, infos, left, masked)\n--\n\n"
+    "read(env_ids, extras, copy) -> (observations, rewards, terminateds, truncateds, infos, left, masked, turns)\n"
+    "--\n\n"
     "Read plain records: five lists of dicts, None for the environments whose places are in `left`. `extras` is a\n"
     "dict by environment; arrays are copies, or views of the block. `masked` are the places of environments that have\n"
-    "an action mask among the infos in the block.");
+    "an action mask among the infos in the block; `turns`, pairs of the places of an environment and of the one agent\n"
+    "that acts there.");
 
 static PyObject *codec_read(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_ids, *extras, *lists[7] = {NULL}; /* the last two: places of those left, and of those with masks */
+    PyObject *env_ids, *extras, *lists[8] = {NULL}; /* the last three: left, masked, turns */
     int copy, has_mask;
+    Py_ssize_t turn;
     if (!PyArg_ParseTuple(args, "O!O!p:read", &PyTuple_Type, &env_ids, &PyDict_Type, &extras, &copy)) return NULL;
     Py_ssize_t size = PyTuple_Size(env_ids);
-    for (int i = 0; i < 7; i++)
+    for (int i = 0; i < 8; i++)
         if ((lists[i] = PyList_New(i < 5 ? size : 0)) == NULL) goto failed;
     for (Py_ssize_t place = 0; place < size; place++) {
         Outcome outcome = LEFT;
+        turn = 0;
         if (codec->observations.node != NULL)
-            outcome = read_record(codec, PyTuple_GetItem(env_ids, place), extras, copy, lists, place, &has_mask);
+            outcome = read_record(codec, PyTuple_GetItem(env_ids, place), extras, copy, lists, place, &turn, &has_mask);
         if (outcome == FAILED) goto failed;
+        if (outcome == DONE && turn) {
+            PyObject *pair = Py_BuildValue("(nn)", place, turn - 1);
+            int failed = pair == NULL || PyList_Append(lists[7], pair) < 0;
+            Py_XDECREF(pair);
+            if (failed) goto failed;
+        }
         if (outcome == DONE && !has_mask) continue;
         PyObject *number = PyLong_FromSsize_t(place);
         if (number == NULL) goto failed;
@@ -795,9 +836,9 @@ static PyObject *codec_read(PyObject *self, PyObject *args) {
         }
         if (failed) goto failed;
     }
-    return Py_BuildValue("(NNNNNNN)", lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6]);
+    return Py_BuildValue("(NNNNNNNN)", lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6], lists[7]);
 failed:
-    for (int i = 0; i < 7; i++) Py_XDECREF(lists[i]);
+    for (int i = 0; i < 8; i++) Py_XDECREF(lists[i]);
     return NULL;
 }
 
@@ -810,10 +851,16 @@ static PyObject *codec_infos(PyObject *self, PyObject *env_id) {
     return record == NULL ? NULL : read_infos((Codec *)self, record, &has_mask);
 }
 
-/* The actions of a record; NULL without an error if not all agents have one in order. */
+/* The actions of a record; NULL without an error if some agents have no column. */
 static PyObject *read_actions(const Codec *codec, char *record) {
-    if (codec->actions.node == NULL || record[codec->action_header] != ALL_IN_ORDER) return NULL;
-    return read_values(codec, &codec->actions, record, 1);
+    const Columns *columns = &codec->actions;
+    const char *header = record + codec->action_header;
+    if (columns->node == NULL) return NULL;
+    if (header[0] == ALL_IN_ORDER) return read_values(codec, columns, record, 1);
+    PyObject *dict = PyDict_New();
+    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
+        if (header[1 + i]) set_value(codec, &dict, i, read_value(codec, columns->node[i], record, columns->row[i], 1));
+    return dict;
 }
 
 /* Step one environment. `result` is what Python has to go on with: NULL if nothing is left to do or after FAILED. */
@@ -837,18 +884,23 @@ static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t 
     codec->steps += 1;
     running[0] = -running[0];
     if (*result == NULL) return FAILED;
-    PyObject *agents_left = PyTuple_GetItem(fast, 1);
-    if (agents_left != Py_None) {
-        PyObject *agents = PyObject_CallNoArgs(agents_left);
-        int some = agents == NULL ? -1 : agents == Py_None ? 1 : PyObject_IsTrue(agents);
-        Py_XDECREF(agents);
-        if (some < 0) {
+    PyObject *check = PyTuple_GetItem(fast, 1);
+    Py_ssize_t turn = 0;
+    if (check != Py_None) {
+        PyObject *found = PyObject_CallNoArgs(check);
+        int goes_on = found == NULL ? -1 : found == Py_None ? 1 : PyObject_IsTrue(found);
+        if (goes_on == 1 && PyTuple_GetItem(fast, 2) == Py_True) {
+            turn = PyLong_AsSsize_t(found);
+            goes_on = PyErr_Occurred() ? -1 : turn > 0 && turn <= codec->n;
+        }
+        Py_XDECREF(found);
+        if (goes_on < 0) {
             Py_CLEAR(*result);
             return FAILED;
         }
-        if (some == 0 || *PyByteArray_AsString(is_forked)) return LEFT;
+        if (goes_on == 0 || *PyByteArray_AsString(is_forked)) return LEFT;
     }
-    Outcome outcome = write_transition(codec, record, *result);
+    Outcome outcome = write_transition(codec, record, *result, turn);
     if (outcome == FAILED) {
         if (!PyErr_ExceptionMatches(PyExc_Exception)) { /* Ctrl-C */
             Py_CLEAR(*result);
@@ -870,8 +922,9 @@ static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t 
 PyDoc_STRVAR(run_doc,
     "run(env_ids, first, episodes, status, is_forked) -> None | (place, letter, value)\n--\n\n"
     "Step environments with the actions in their records, from the place `first` on, and write their transitions.\n"
-    "`episodes` is a dict by environment; the attribute `fast` of an episode is None or a pair: the simulator's\n"
-    "`step`, and None or a function that returns the agents left. `status` is the array of the worker's status.\n"
+    "`episodes` is a dict by environment; the attribute `fast` of an episode is None or three: the simulator's `step`;\n"
+    "None, or a function whose result is false if Python has to interpret the step; and whether this result is a\n"
+    "`turn`. `status` is the array of the worker's status.\n"
     "If a simulator forks, the child has a 1 in the bytearray `is_forked`; there, `run` returns as soon as its step\n"
     "does, and writes nothing.\n\n"
     "Returns None when all are done; else where it stopped, a letter, and a value: \"c\" if the step has to be called,\n"
@@ -897,7 +950,7 @@ static PyObject *codec_run(PyObject *self, PyObject *args) {
         PyObject *fast = PyObject_GetAttr(episode, name_fast);
         if (fast == NULL) return NULL;
         Outcome outcome = LEFT;
-        if (fast != Py_None && PyTuple_CheckExact(fast) && PyTuple_Size(fast) == 2)
+        if (fast != Py_None && PyTuple_CheckExact(fast) && PyTuple_Size(fast) == 3)
             outcome = step_one(codec, env_id, fast, numbers, is_forked, &result);
         Py_DECREF(fast);
         if (outcome == FAILED) return NULL;
@@ -1039,10 +1092,10 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
         PyErr_SetString(PyExc_TypeError, "a Codec is made once, without keywords");
         return -1;
     }
-    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(ii)L(nn)", &PyArray_Type, &block, &codec->stride, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(iii)L(nn)", &PyArray_Type, &block, &codec->stride, &PyTuple_Type,
                           &agents, &all, &codec->action_header, &codec->header, &actions, &observations,
                           &PyTuple_Type, &numbers, &PyTuple_Type, &rewards, &codec->floats, &np_false,
-                          &codec->everywhere, &codec->infos_bit, &activity, &codec->infos,
+                          &codec->everywhere, &codec->infos_bit, &codec->acting_bit, &activity, &codec->infos,
                           &codec->infos_nbytes))
         return -1;
     codec->step_activity = activity;

@@ -68,6 +68,7 @@ class Batch:
         self._own = TransitionRecords(layout, buffer, codec=self._codec)
         self.rules, self.mode, self.copies, self.checks = rules, mode, copy, check_actions
         self._slots = slots
+        self._places = {agent: place for place, agent in enumerate(layout.agents)}
         self.env_ids = tuple(range(layout.num_records))
         self._pettingzoo = rules is Rules.PETTINGZOO
         self._needs_all = self._pettingzoo or needs_all_actions
@@ -88,12 +89,11 @@ class Batch:
             TypeError: Something is not a dict, or cannot be pickled; likewise.
         """
         pickled: dict[int, bytes] = {}
-        codec, ready, place = None if self.checks else self._codec, None, 0
+        codec, turns, place = None if self.checks else self._codec, None, 0
         if codec is not None and not self._all_act:  # elsewhere, actions may have to be left out
-            slots, everyone = [self._slots[env_id] for env_id in env_ids], self.layout.agents
-            ready = bytes([not (slot.over or (self._needs_all and slot.acting != everyone)) for slot in slots])
+            turns = np.array([self._turn(self._slots[env_id]) for env_id in env_ids], np.int32).tobytes()
         while place < len(env_ids):
-            if codec is not None and (place := codec.write(env_ids, actions, place, ready)) == len(env_ids):
+            if codec is not None and (place := codec.write(env_ids, actions, place, turns)) == len(env_ids):
                 break
             env_id, of_env = env_ids[place], actions[place]
             slot = self._slots[env_id]
@@ -110,6 +110,15 @@ class Batch:
                 pickled[env_id] = dumps_for_workers(extras, what, self._local_modules)
             place += 1
         return pickled
+
+    def _turn(self, slot: Slot) -> int:
+        """Whose actions compiled code may write: 0 for all agents, an agent's place plus one, -1 for nobody's."""
+        acting, agents = slot.acting, self.layout.agents
+        if slot.over:
+            return -1
+        if not self._needs_all or acting == agents:
+            return 0
+        return self._places[acting[0]] + 1 if len(acting) == 1 and acting[0] in self._places else -1
 
     def _actions_that_count(self, slot: Slot, actions: Any) -> dict[Any, Any]:
         """The actions that the environment receives."""
@@ -139,10 +148,13 @@ class Batch:
         if self._codec is None:
             rows = [self.read_one(env_id, extras.get(env_id)) for env_id in env_ids]
             return cast(Columns, (*zip(*rows),) or ((),) * 5)
-        *columns, left, masked = self._codec.read(env_ids, extras, self.copies)
+        *columns, left, masked, turns = self._codec.read(env_ids, extras, self.copies)
         if len(left) < len(env_ids) and not self._all_act:
             others = {*left}
             self.note_plain([env_id for place, env_id in enumerate(env_ids) if place not in others])
+        for place, agent in turns:
+            self._all_act = False
+            self._slots[env_ids[place]].acting = [self.layout.agents[agent]]
         if extras:
             others = {*left}
             masked += [place for place, env_id in enumerate(env_ids) if env_id in extras and place not in others]

@@ -43,9 +43,9 @@ class Episode:
 
     Attributes:
         ended_for_now: Whether the last step ended an episode and `begin_next` is due.
-        fast: For compiled code, while all agents are alive and act: the simulator's `step`, and a function whose result
-            is false if it has to be interpreted here, or None. If it need not be and the transition is plain, nothing
-            changes here. None in other states.
+        fast: For compiled code, while all agents are alive, and all or one act: the simulator's `step`; a function
+            whose result is false if it has to be interpreted here, or None; and whether this result tells whose turn
+            is next. If it need not be and the transition is plain, nothing else changes here. None in other states.
     """
 
     def __init__(self, env: MultiAgentEnv, env_id: int, mode: AutoresetMode, status: WorkerStatus) -> None:
@@ -58,7 +58,8 @@ class Episode:
         # A simulator whose adapter tells who is alive or whose turn it is has to be asked after each step.
         methods = [getattr(method, "__func__", None) for method in (env.turn, env.alive)]
         self._asked = methods != [MultiAgentEnv.turn, MultiAgentEnv.alive]
-        self.fast: tuple[Callable[..., Any], Callable[[], Any] | None] | None = None
+        self.fast: tuple[Callable[..., Any], Callable[[], Any] | None, bool] | None = None
+        self._takes_turns = False
         self._over: tuple[Any, Any] | None = None
         self._postponed: Mapping[str, Any] | None = None
         self._early: Transition | None = None
@@ -163,17 +164,33 @@ class Episode:
         """Update alive and acting, as new lists: transitions hold the old ones."""
         self._alive = [*alive]
         self._acting = self._who_acts(observations)
-        all_act = self._acting == self._alive == self.env.possible_agents and not self._flagged
-        check = self._all_go_on if self._asked else None if self._dict_rules else self.env.agents_left
-        self.fast = (self.env.step, check) if all_act else None
+        self.fast = None
+        if self._flagged or self._alive != self.env.possible_agents:
+            return
+        if self._takes_turns and len(self._acting) == 1 < len(self._alive):
+            self.fast = self.env.step, self._next_turn, True
+        elif self._acting == self._alive:
+            check = self._all_go_on if self._asked else None if self._dict_rules else self.env.agents_left
+            self.fast = self.env.step, check, False
 
     def _all_go_on(self) -> bool:
         """Whether the adapter tells after a step that all agents are still alive and act."""
         alive, left = self.env.alive(), None if self._dict_rules else self.env.agents_left()
         return self.env.turn() is None and (alive is None or [*alive] == self._alive) and (left is None or bool(left))
 
+    def _next_turn(self) -> int:
+        """After a step, the place plus one of the agent that acts next; 0 if not all agents are still alive."""
+        turn, alive = self.env.turn(), self.env.alive()
+        if turn not in self._alive or not (alive is None or [*alive] == self._alive):
+            return 0
+        if not self._dict_rules and (left := self.env.agents_left()) is not None and not left:
+            return 0
+        self._acting = [turn]
+        return self._alive.index(turn) + 1
+
     def _who_acts(self, observations: dict[AgentID, Any]) -> list[AgentID]:
         turn = self.env.turn()
+        self._takes_turns = turn is not None
         if turn is not None:
             return [turn] if turn in self._alive else []
         acting, possible = [*observations], self.env.possible_agents

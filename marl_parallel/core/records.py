@@ -14,9 +14,10 @@ Columns are described in `columns.py`. The headers, in bytes, for the n agents t
 The form tells whether every agent has an action; if not, `present` tells which have one. The bytes after the code tell
 which agents are in which dicts, and the types of their numbers.
 
-Most transitions are *plain*: every agent is in every dict, alive and acting, all rewards have one type, and no flag is
-set. Their code has the bit `PLAIN`, and all but the observations and rewards follow from it. Compiled code
-(`codec.py`) reads and writes plain records, with the same bytes; this file takes records of any form, one at a time.
+Most transitions are *plain*: every agent is in every dict and alive, all act or one does, all rewards have one type,
+and no flag is set. Their code has the bit `PLAIN`, and all but the observations and rewards follow from it. Compiled
+code (`codec.py`) reads and writes plain records, with the same bytes; this file takes records of any form, one at a
+time.
 """
 
 from __future__ import annotations
@@ -89,8 +90,9 @@ class ActionRecords:
 PLAIN, INFOS, FINAL, INFOS_IN_BLOCK = 1, 2, 4, 8
 """Bits of a code: the transition is plain; extras travel pickled (if it is plain, its infos); final observations are in
 the block; infos are in the block, where only compiled code writes and reads them. In plain transitions, the tag of the
-rewards and the code of the flags come above these."""
-REWARD_SHIFT, FLAG_SHIFT = 8, 16
+rewards, the code of the flags, and the turn come above these: 0 if all agents act next, else the place of the one that
+does plus one."""
+REWARD_SHIFT, FLAG_SHIFT, TURN_SHIFT = 8, 16, 24
 
 # The first of each is the most frequent; a reward is stored as a double, exactly, or travels pickled.
 FLOATS: tuple[type, ...] = (float, np.float64, np.float32, np.float16)
@@ -108,6 +110,9 @@ FLAGS: tuple[Any, ...] = (False, True, np.False_, np.True_)
 """By their codes; those that are true have odd ones."""
 FALSE_CODES: dict[type, int] = {bool: 0, np.bool_: 2}
 """The codes of False, by type."""
+
+
+_NOT_EMPTY = np.uint64(2**64 - (1 << TURN_SHIFT) | PLAIN | INFOS | INFOS_IN_BLOCK)
 
 
 def reward_tag(rewards: Collection[Any]) -> int | None:
@@ -231,23 +236,27 @@ class TransitionRecords:
         bits = bytes([own | common for own in presence[:n]])
         code = (INFOS if extras else 0) | (FINAL if final is not None else 0)
         everywhere = EVERYWHERE - BITS["infos"] if extras else EVERYWHERE
-        flag = codes[0][0]
+        expected, turn, flag = bytearray((everywhere,)) * n, 0, codes[0][0]
+        if len(acting) == 1 < n and acting[0] in places:
+            turn = places[acting[0]] + 1
+            expected = bytearray((everywhere - BITS["acting"],)) * n
+            expected[turn - 1] = everywhere
         if (
             code in (0, INFOS)
             and n
             and extras.keys() <= {"infos"}
-            and bits == bytes((everywhere,)) * n
+            and bits == expected
             and tags == tags[:1] * n
             and flag in FALSE_CODES.values()
             and codes[0] == codes[1] == bytes((flag,)) * n + b"\0"
         ):
-            code |= PLAIN | tags[0] << REWARD_SHIFT | flag << FLAG_SHIFT
+            code |= PLAIN | tags[0] << REWARD_SHIFT | flag << FLAG_SHIFT | turn << TURN_SHIFT
         self._struct.pack_into(self._buffer, self._headers[record], code, *numbers, tags, *codes, bits)
         return extras or None
 
     def all_plain(self) -> bool:
-        """Whether every record is plain and has no infos."""
-        return bool((self._codes & np.uint64(PLAIN | INFOS | INFOS_IN_BLOCK) == PLAIN).all())
+        """Whether every record is plain, has no infos, and all agents act."""
+        return bool((self._codes & _NOT_EMPTY == PLAIN).all())
 
     def read(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Rebuild the five dicts of a record, with what an automatic reset adds to the infos.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import struct
 import sys
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 import marl_parallel
 from marl_parallel import EnvError, MultiAgentEnv, ParallelEnv, Rules
+from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import codec
@@ -65,6 +67,15 @@ class Scripted:
         pass
 
 
+class Turned(DictEnv):
+    """Tells whose turn it is, from a list; None if that follows from the observations."""
+
+    turns: ClassVar[list[Any]]
+
+    def turn(self) -> Any:
+        return self.turns[len(self.source.received) % len(self.turns)]
+
+
 class Outcome:
     """What a run gave: results or an error, the actions that arrived, and the bytes of the block after each step."""
 
@@ -77,6 +88,8 @@ class Outcome:
         declared: Any,
         action_spaces: Any,
         actions: Any,
+        turns: Any = None,
+        rules: Rules = Rules.DICT,
         **keywords: Any,
     ) -> None:
         self.results: list[Any] = []
@@ -95,9 +108,12 @@ class Outcome:
             if not compiled:
                 patch.setattr(codec, "Codec", None)
             constructors = [lambda script=script: Scripted(script, declared, action_spaces) for script in scripts]
-            with ParallelEnv(constructors, backend="serial", seed=3, adapter="dict", **keywords) as env:
+            adapter = type("Turned", (Turned,), {"turns": turns, "rules": rules}) if turns else "dict"
+            with ParallelEnv(constructors, backend="serial", seed=3, adapter=adapter, **keywords) as env:
                 self.results.append(copy.deepcopy(env.reset()))
                 for of_envs in actions:
+                    if turns:
+                        of_envs = [{a: one[a] for a in acting} for one, acting in zip(of_envs, env.acting)]
                     try:
                         self.results.append(copy.deepcopy((env.step(of_envs), env.acting, env.action_masks)))
                     except Exception as error:
@@ -164,6 +180,11 @@ INFOS: list[Any] = [
     {"x": np.datetime64("2020-01-01")}, {"x": np.array(["a"])}, {"x": OrderedDict(a=1)}, {"x": 1j, "y": {1, 2}},
     {"x": np.float64("nan"), "y": float("-inf")}, OrderedDict(), None, [], 0,
 ]  # fmt: skip
+NO = {**dict.fromkeys(AGENTS, False), "__all__": False}
+PLAIN_STEP = (
+    {agent: space.sample() for agent, space in zip(AGENTS, OBSERVATIONS["several"])},
+    dict.fromkeys(AGENTS, 0.5), NO, NO, {agent: {"active_agent": "a"} for agent in AGENTS},
+)  # fmt: skip
 few = st.integers(0, 3).map(lambda number: number == 0)
 
 
@@ -214,6 +235,38 @@ def test_any_transitions(name, auto_reset, data):
     arguments = {"scripts": scripts, "declared": declared, "action_spaces": discrete, "actions": steps}
     with_infos, copies = data.draw(st.booleans()), data.draw(st.booleans())
     assert_equal_with_both(with_infos, **arguments, auto_reset=auto_reset, copy=copies)
+
+
+@pytest.mark.parametrize("rules", Rules)
+@pytest.mark.filterwarnings("ignore")
+@thorough
+@given(data=st.data())
+def test_any_turns(rules, data):
+    """One agent acts at a time, or all do for a while."""
+    declared = OBSERVATIONS["several"]
+    turns = data.draw(st.lists(st.sampled_from([*AGENTS, *AGENTS, None, "nobody"]), min_size=1, max_size=4))
+    plain = transitions(declared) if data.draw(few) else st.just(PLAIN_STEP)
+    scripts = [[data.draw(plain) for _ in range(5)] for _ in range(2)]
+    action = data.draw(st.sampled_from([2, np.int64(1), np.array(0), 7, None, "x"]))
+    steps = [[dict.fromkeys(AGENTS, action if data.draw(few) else 1)] * 2 for _ in range(5)]
+    arguments = {"scripts": scripts, "declared": declared, "actions": steps, "turns": turns, "rules": rules}
+    assert_equal_with_both(data.draw(st.booleans()), action_spaces=[spaces.Discrete(3)] * 3, **arguments)
+
+
+def test_plain_turns_stay_in_compiled_code(monkeypatch):
+    adapter: Any = type("Turned", (Turned,), {"turns": ["b", 3, "a"], "rules": Rules.PETTINGZOO})
+    scripted = functools.partial(Scripted, [PLAIN_STEP] * 6, OBSERVATIONS["several"], [spaces.Discrete(3)] * 3)
+    with ParallelEnv([scripted] * 2, backend="serial", adapter=adapter) as env:
+        env.reset()
+        for name in ("records.TransitionRecords", "records.ActionRecords"):
+            for method in ("read", "write"):
+                monkeypatch.setattr(f"marl_parallel.core.{name}.{method}", None)
+        for step in range(6):
+            (acting,) = env.acting[0]
+            assert acting == ["b", 3, "a"][step % 3]
+            results = env.step([{acting: 2}] * 2)
+            assert_same([one[1] for one in results], [*PLAIN_STEP])
+        assert env.get_attr("received")[1] == [{agent: 2} for agent in ["b", 3, "a"] * 2]
 
 
 @pytest.mark.parametrize("name", OBSERVATIONS)
@@ -340,7 +393,7 @@ def test_records_with_other_extras_are_left_to_python(extras):
     plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), no, no, {a: {} for a in AGENTS}
     for record in range(5):
         TransitionRecords(layout, block).write(record, Transition(*plain, AGENTS, AGENTS))
-    *_, left, _ = codec.open_codec(layout, block, infos_in_block=False).read((4, 2, 0), {2: extras}, True)
+    *_, left, _, _ = codec.open_codec(layout, block, infos_in_block=False).read((4, 2, 0), {2: extras}, True)
     assert left == [1]
 
 

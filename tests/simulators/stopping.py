@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import resource
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from simulators.forking import Walk
@@ -34,10 +36,20 @@ def is_in(*names: str) -> bool:
     return frame is not None
 
 
-def wait_for_file() -> None:
-    """Return while the file of a large message is being written."""
-    while not is_in("_file_of"):
-        time.sleep(0.0001)
+def hold_file(broken: threading.Event) -> Callable[[], Any]:
+    """Let the main thread wait for the fault between writing the file of a large message and sending it."""
+    from marl_parallel.backends import process
+
+    written, write = threading.Event(), process._file_of
+
+    def held(body: bytes) -> int:
+        fd = write(body)
+        written.set()
+        broken.wait()
+        return fd
+
+    process._file_of = held
+    return written.wait
 
 
 def wait_for_full_socket() -> None:
@@ -56,7 +68,7 @@ def wait_for_write() -> None:
         time.sleep(0.0001)
 
 
-MOMENTS = {"file": wait_for_file, "socket": wait_for_full_socket, "connection": wait_for_write}
+MOMENTS = {"file": hold_file, "socket": lambda _: wait_for_full_socket, "connection": lambda _: wait_for_write}
 
 
 class LargeInfos(Walk):
@@ -100,16 +112,18 @@ class LargeInfos(Walk):
             lowest_free = os.dup(0)
             os.close(lowest_free)
             resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        threading.Thread(target=self.wait_and_break, daemon=True).start()
-
-    def wait_and_break(self) -> None:
+        broken = threading.Event()
+        wait = functools.partial(time.sleep, self.moment)
         if isinstance(self.moment, str):
-            MOMENTS[self.moment]()
-        else:
-            time.sleep(self.moment)
+            wait = MOMENTS[self.moment](broken)
+        threading.Thread(target=self.wait_and_break, args=(wait, broken), daemon=True).start()
+
+    def wait_and_break(self, wait: Callable[[], Any], broken: threading.Event) -> None:
+        wait()
         if self.flag:
             os.rename(self.flag + ".soon", self.flag)
         FAULTS[self.fault]()
+        broken.set()
 
 
 def pause() -> None:
