@@ -1,13 +1,16 @@
-"""Steps `ParallelEnv` of one checkout on request; `versions.py` starts one such process for each version.
+"""Steps `ParallelEnv` of one checkout, or plain loops, on request; `versions.py` starts one such process for each.
 
     python benchmarks/version_stepper.py CHECKOUT FD
 
-It uses only the part of the package that every version has: `ParallelEnv` with `reset`, `step`, `action_space` and
-`close`. Requests contain the simulators, from this checkout.
+Of another version it uses only what every version has: `ParallelEnv` with `reset`, `step`, `action_space` and `close`.
+Requests contain the simulators, from this checkout.
 """
 
 from __future__ import annotations
 
+import mmap
+import multiprocessing
+import os
 import sys
 import time
 import warnings
@@ -23,7 +26,7 @@ BATCHES = 64
 
 
 class Stepper:
-    """The open environments and their actions."""
+    """A `ParallelEnv` and its actions."""
 
     def __init__(self, constructor: Callable[..., Any], num_envs: int, arguments: dict[str, Any]) -> None:
         from marl_parallel import ParallelEnv
@@ -59,6 +62,65 @@ class Stepper:
         self.env.step(self.actions[self.done % BATCHES])
         self.done += 1
 
+    def close(self) -> None:
+        self.env.close()
+
+
+class Loops:
+    """Plain loops side by side, each with its share of the environments in a process of its own.
+
+    With `barrier`, they wait for each other after each batch, as the workers of a `ParallelEnv` must.
+    """
+
+    def __init__(self, constructor: Callable[..., Any], num_envs: int, num_workers: int, barrier: bool) -> None:
+        context = multiprocessing.get_context("fork")
+        counters = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
+        self.pipes = []
+        for worker in range(num_workers):
+            ours, theirs = context.Pipe()
+            share = len(range(worker, num_envs, num_workers))
+            mine = counters[: num_workers if barrier else 0]
+            context.Process(target=_loop, args=(constructor, share, mine, worker, theirs), daemon=True).start()
+            self.pipes.append(ours)
+
+    def step(self, batches: int) -> float:
+        """Step `batches` batches and return the seconds, from the first to begin until the last has ended."""
+        for pipe in self.pipes:
+            pipe.send(batches)
+        began, ended = zip(*[pipe.recv() for pipe in self.pipes])
+        return float(max(ended) - min(began))
+
+    def warm(self, seconds: float) -> int:
+        """Step for some seconds, and return the number of batches that take about as long."""
+        batches, took = 1, self.step(1)
+        while took < seconds / 2:
+            batches *= 2
+            took = self.step(batches)
+        return max(round(seconds / took * batches), 1)
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(0)
+            pipe.close()
+
+
+def _loop(constructor: Callable[..., Any], num_envs: int, counters: Any, worker: int, requests: Any) -> None:
+    from marl_parallel.cli.measure import adapted_for_loop, draw_actions, plain_loop, simulators
+
+    with simulators(constructor, num_envs) as envs:
+        adapted = adapted_for_loop(envs[0])
+        actions = draw_actions(adapted.action_spaces, num_envs)
+        step = plain_loop(envs, adapted)
+        while batches := requests.recv():
+            began = time.monotonic()
+            for number in range(batches):
+                step(actions[number % len(actions)])
+                if counters:
+                    counters[worker] += 1
+                    while min(counters) < counters[worker]:
+                        os.sched_yield()
+            requests.send((began, time.monotonic()))
+
 
 def main(checkout: Path, requests: Connection) -> None:
     """Serve requests until the other end closes."""
@@ -67,15 +129,15 @@ def main(checkout: Path, requests: Connection) -> None:
     found = Path(marl_parallel.__file__).resolve()
     if not found.is_relative_to(checkout.resolve()):
         raise ImportError(f"marl_parallel was imported from {found.parent}, expected from {checkout}")
-    stepper: Stepper | None = None
+    stepper: Stepper | Loops | None = None
     try:
         while True:
             name, *arguments = cloudpickle.loads(requests.recv_bytes())
-            if name == "open":
-                stepper = Stepper(*arguments)
+            if name in ("Stepper", "Loops"):
+                stepper = {"Stepper": Stepper, "Loops": Loops}[name](*arguments)
                 requests.send(None)
             elif name == "close":
-                stepper.env.close()
+                stepper.close()
                 stepper = None
                 requests.send(None)
             else:
@@ -84,7 +146,7 @@ def main(checkout: Path, requests: Connection) -> None:
         pass  # the benchmark has ended
     finally:
         if stepper is not None:
-            stepper.env.close(terminate=True)
+            stepper.close()
 
 
 if __name__ == "__main__":

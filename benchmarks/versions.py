@@ -4,6 +4,10 @@ Each version runs in its own process, which imports `marl_parallel` from its own
 one round each, and the first one changes from round to round. Both step the same number of batches in a round, with the
 same actions and the same simulators (of this checkout), so that the two times of a round are a pair.
 
+Three more processes take turns with them: a plain loop, as many plain loops side by side as there are workers, which
+is what the machine can do at most, and the same with a barrier after each batch. On a shared machine, a turn in which
+other programs used a CPU is repeated.
+
 A process can be a few percent faster or slower than another one that runs the same code, for its whole life. So both
 versions are started several times, and the interval of the ratio includes the differences between launches.
 """
@@ -15,7 +19,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -23,6 +27,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -36,6 +41,8 @@ ROUNDS = 5
 LIMIT = 1.02
 """A version is slower if the whole interval of its ratio is above this."""
 RESAMPLES = 2000
+MOST_FOREIGN, TICK_S, MOST_REPEATS = 0.06, 0.02, 4
+"""A turn is repeated, at most so often, if others used more than this share of a CPU; the clocks' resolution."""
 
 
 class Case(Protocol):
@@ -65,6 +72,9 @@ class Comparison:
         ratio: This checkout's time over the baseline's, from pairs of rounds.
         low: The lower end of the ratio's 95 % interval.
         high: The upper end.
+        loop_us: Microseconds per environment step of one plain loop over all environments.
+        loops_us: Of as many plain loops side by side as there are workers.
+        barrier_us: The same, with a barrier after each batch.
     """
 
     environment: str
@@ -76,6 +86,9 @@ class Comparison:
     ratio: float
     low: float
     high: float
+    loop_us: float
+    loops_us: float
+    barrier_us: float
 
     @property
     def slower(self) -> bool:
@@ -121,44 +134,65 @@ def compare(
         for number, (case, contenders) in enumerate(cases):
             with ExitStack() as stack:
                 both = [stack.enter_context(_version(checkout)) for checkout in (baseline, HERE)]
+                loops = [stack.enter_context(_version(HERE)) for _ in range(3)]
                 for contender in contenders:
                     on_turn(f"{case.name}: {contender}, launch {launch + 1}")
                     turned = both if launch % 2 == 0 else both[::-1]  # the first is constructed and warmed up first
-                    rows = _rounds(turned, case, contender, seconds)
-                    taken.setdefault((number, contender), []).append(rows if launch % 2 == 0 else rows[:, ::-1])
+                    rows = _rounds([*turned, *loops], case, contender, seconds)
+                    if launch % 2:
+                        rows[:, :2] = rows[:, 1::-1]
+                    taken.setdefault((number, contender), []).append(rows)
     return [_comparison(cases[number][0], who, np.stack(times)) for (number, who), times in taken.items()]
 
 
 def _comparison(case: Case, contender: Contender, times: np.ndarray) -> Comparison:
-    """Summarise `times`: seconds per environment step by launch, round and version."""
-    baseline_us, this_us = np.median(times, axis=(0, 1)) * 1e6
+    """Summarise `times`: seconds per environment step by launch, round and process."""
+    baseline_us, this_us, *loops_us = [float(median) for median in np.median(times, axis=(0, 1)) * 1e6]
     ratio, low, high = interval(times[:, :, 1] / times[:, :, 0])
     return Comparison(
-        case.name, case.num_envs, contender.backend, contender.workers, float(baseline_us), float(this_us),
-        ratio, low, high,
+        case.name, case.num_envs, contender.backend, contender.workers, baseline_us, this_us,
+        ratio, low, high, *loops_us,
     )  # fmt: skip
 
 
-def _rounds(versions: Sequence[Connection], case: Case, contender: Contender, seconds: float) -> np.ndarray:
-    """Measure two versions in turns; returns seconds per environment step, `(ROUNDS, 2)`."""
-    arguments = {"backend": contender.backend, "num_workers": contender.workers}
-    batches = []
-    for version in versions:
-        version.send_bytes(cloudpickle.dumps(("open", case.constructor, case.num_envs, arguments)))
-        version.recv()
-    for version in versions:
-        version.send_bytes(cloudpickle.dumps(("warm", seconds)))
-        batches.append(version.recv())
-    count = max(1, min(batches))
-    times = np.empty((ROUNDS, 2))
+def _rounds(processes: Sequence[Connection], case: Case, contender: Contender, seconds: float) -> np.ndarray:
+    """Measure two versions and three kinds of plain loops in turns; returns seconds per step, `(ROUNDS, 5)`."""
+
+    def ask(place: int, *request: Any) -> Any:
+        processes[place].send_bytes(cloudpickle.dumps(request))
+        return processes[place].recv()
+
+    places = range(len(processes))
+    for place in places[:2]:
+        arguments = {"backend": contender.backend, "num_workers": contender.workers}
+        ask(place, "Stepper", case.constructor, case.num_envs, arguments)
+    for place, arguments in zip(places[2:], ((1, False), (contender.workers, False), (contender.workers, True))):
+        ask(place, "Loops", case.constructor, case.num_envs, *arguments)
+    count = max(1, min([ask(place, "warm", seconds) for place in places]))
+    times = np.empty((ROUNDS, len(processes)))
     for number in range(ROUNDS):
-        for place in (0, 1) if number % 2 == 0 else (1, 0):
-            versions[place].send_bytes(cloudpickle.dumps(("step", count)))
-            times[number, place] = versions[place].recv() / (count * case.num_envs)
-    for version in versions:
-        version.send_bytes(cloudpickle.dumps(("close",)))
-        version.recv()
+        for place in places if number % 2 == 0 else places[::-1]:
+            for _ in range(MOST_REPEATS):
+                before = _foreign_seconds()
+                took = ask(place, "step", count)
+                if _foreign_seconds() - before < MOST_FOREIGN * took + TICK_S:
+                    break
+            times[number, place] = took / (count * case.num_envs)
+    for place in places:
+        ask(place, "close")
     return times
+
+
+def _foreign_seconds() -> float:
+    """Seconds of CPU that all other programs have used so far, and the host that runs this machine."""
+    own = psutil.Process()
+    used = 0.0
+    for process in [own, *own.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            used += sum(process.cpu_times()[:2])
+    everyone = psutil.cpu_times()
+    idle = everyone.idle + getattr(everyone, "iowait", 0.0)
+    return sum(everyone[: 8 if hasattr(everyone, "steal") else None]) - idle - used
 
 
 @contextmanager
@@ -192,16 +226,17 @@ def show(comparisons: Sequence[Comparison], baseline: Path) -> None:
     table = Table(title=escape(f"time per environment step, in µs; the baseline is {baseline}"), title_justify="left")
     for heading in ("environment", "envs", "backend"):
         table.add_column(heading)
-    for heading in ("baseline", "this", "ratio", "95 % interval"):
+    for heading in ("baseline", "this", "ratio", "95 % interval", "plain loop", "loops", "barrier", "share of loops"):
         table.add_column(heading, justify="right")
     table.add_column("")
     for one in comparisons:
         table.add_row(
             escape(one.environment), str(one.num_envs), str(Contender(one.backend, one.workers)),
             f"{one.baseline_us:.2f}", f"{one.this_us:.2f}", f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}",
+            *(f"{us:.2f}" for us in (one.loop_us, one.loops_us, one.barrier_us)), f"{one.loops_us / one.this_us:.3f}",
             "slower" if one.slower else "not slower",
         )  # fmt: skip
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(table)
     slower = sum(one.slower for one in comparisons)
     verdict = f"slower than the baseline: {slower} of {len(comparisons)} rows" if slower else "nothing is slower"
