@@ -24,14 +24,14 @@ from marl_parallel.types import ParallelEnvError
 _MEASURED_S = 0.4
 _WARMED_UP_S = 0.05
 _BETTER = 0.9  # an alternative is chosen if it takes at most this share of the time
-_MOSTLY_WAITS = 0.5  # the share of a CPU that a worker uses at most while it is inside simulators that wait
+_MOSTLY_WAITS = 0.5  # the share of their time in simulators that workers use or want a CPU at most, if these wait
 _BATCHES = 100
 STEP_TIMEOUT_S = 1.0
 """Of a step while it is measured."""
 
 
 class _Measured:
-    """What a batch of steps costs, in seconds; `cpu_share` is that of workers inside simulators, None if unknown."""
+    """Seconds of a batch of steps, and the share of their time in simulators in which workers need a CPU."""
 
     def __init__(self, env: Any) -> None:
         backend, workers = env.runner.pool.backend, range(env.num_workers)
@@ -127,9 +127,8 @@ class WaitingRemark:
         cpu, inside = (now - before for now, before in zip(self._totals(), self._before))
         if cpu < _MOSTLY_WAITS * inside:
             logger.info(
-                "workers use a CPU for %.0f %% of the time that they are inside simulators: if these wait for another "
-                'process or machine, more workers may be faster; pass num_workers=..., or backend="auto", which '
-                "measures it",
+                "workers need a CPU for %.0f %% of the time that they are inside simulators: more workers may be "
+                'faster; pass num_workers=..., or backend="auto", which measures it',
                 100 * cpu / inside,
             )
         return False

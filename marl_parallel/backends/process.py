@@ -328,9 +328,12 @@ class ProcessBackend(Backend):
             self.statuses.append(self._handles[worker].queues.status)
 
     def cpu_seconds(self, worker: int) -> float | None:
-        # The clock of another process, as `clock_getcpuclockid` computes it.
+        pid = self._handles[worker].process.pid
         with contextlib.suppress(OSError):
-            return time.clock_gettime(~self._handles[worker].process.pid << 3 | 2)
+            used = time.clock_gettime(~pid << 3 | 2)  # of all threads, as `clock_getcpuclockid` computes it
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
+                used += int(file.read().split()[1]) * 1e-9  # the main thread waited for a CPU
+            return used
         return None
 
     def _launched(self, launcher: Launcher, worker: int) -> _Handle:

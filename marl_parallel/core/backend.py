@@ -84,7 +84,7 @@ class Backend(ABC):
         return usable_cpus()
 
     def cpu_seconds(self, worker: int) -> float | None:
-        """The CPU time of a worker's process so far; None if it is not known, or the worker is gone."""
+        """Seconds in which a worker has used a CPU or waited for one; None if not known, or the worker is gone."""
         return None
 
     @abstractmethod
