@@ -625,7 +625,8 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
     char *header = record + codec->header;
     volatile uint64_t *word = (volatile uint64_t *)header;
     size_t n = (size_t)codec->n;
-    uint64_t code = PLAIN | (uint64_t)tag << REWARD_SHIFT | (uint64_t)flag_code << FLAG_SHIFT | (uint64_t)turn << TURN_SHIFT;
+    uint64_t code = PLAIN | (uint64_t)tag << REWARD_SHIFT | (uint64_t)flag_code << FLAG_SHIFT;
+    code |= (uint64_t)turn << TURN_SHIFT;
     if (!are_empty) {
         *word = 0; /* a worker that dies here leaves no code that does not hold */
         code |= write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
@@ -689,7 +690,7 @@ static char *record_of(const Codec *codec, PyObject *env_id, Py_ssize_t *number)
 /* -- methods ------------------------------------------------------------------------------------------------------ */
 
 PyDoc_STRVAR(write_doc,
-    "write(env_ids, actions, first, ready) -> int\n--\n\n"
+    "write(env_ids, actions, first, turns) -> int\n--\n\n"
     "Write dicts of actions from the place `first` on, of all agents in order, or of the one whose turn it is. `turns`\n"
     "has an int32 for each environment, -1 if it is to be left out; None if all agents act in each. Returns the place\n"
     "where it stopped: Python writes that environment's actions.");
