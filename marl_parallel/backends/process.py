@@ -131,12 +131,13 @@ class Spin:
 
     def __init__(self, wait: str, own_cpu: bool) -> None:
         self._adapts = wait == "adaptive" and own_cpu
+        self.tries = self._adapts or wait == "spin"
         self._mean = 0.0
         self.seconds = _MOST_SPIN_S if wait == "spin" else 0.0
 
     def take(self, semaphore: Semaphore, patience: float | None = None) -> bool:
         """As `Semaphore.take`, after trying for a while."""
-        if not self.seconds and not self._adapts:
+        if not self.tries:
             return semaphore.take(patience)
         began = time.monotonic()
         until = began + (self.seconds if patience is None else min(self.seconds, patience))
@@ -413,6 +414,8 @@ class ProcessBackend(Backend):
                 for worker in self._partial:
                     poller.register(self._handles[worker].channel.fileno(), select.POLLIN)
                 poller.poll(_REST_TICK_MS)
+            elif deadline is None and not self._spin.tries:
+                self._wake.nap(_TICK_S)
             elif (patience := _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())) > 0:
                 self._spin.take(self._wake, patience)
             else:
