@@ -4,8 +4,8 @@
     python benchmarks/compare_workers.py --quick      a few seconds; writes only where --output says so
     python benchmarks/compare_workers.py --markdown   the table for the README, from the last run's JSON
     python benchmarks/compare_workers.py --baseline ../before
-                                                      about twenty minutes; compares this checkout with another one and
-                                                      exits with status 1 if a row is slower
+                                                      about an hour; compares this checkout with another one, beside
+                                                      plain loops, and exits with status 1 if a row is slower
 
 `marl_parallel/cli/measure.py` measures throughput; `versions.py` compares two versions.
 """

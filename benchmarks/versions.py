@@ -191,8 +191,8 @@ def _foreign_seconds() -> float:
         with suppress(psutil.NoSuchProcess):
             used += sum(process.cpu_times()[:2])
     everyone = psutil.cpu_times()
-    idle = everyone.idle + getattr(everyone, "iowait", 0.0)
-    return sum(everyone[: 8 if hasattr(everyone, "steal") else None]) - idle - used
+    names = ("user", "nice", "system", "irq", "softirq", "steal")  # those that the system knows
+    return sum(getattr(everyone, name, 0.0) for name in names) - used
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Action masks by PettingZoo's convention: where environments report them, and the form for `Space.sample(mask)`."""
+"""Action masks by PettingZoo's convention: where environments report them, and random actions that they allow."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def random_policy(env: Any) -> Callable[[Any], list[dict[Any, Any]]]:
     """
     action_space: Any = copy.deepcopy(env.action_space)  # agents need not be strings, as a Dict's keys are declared
     if action_space is None:
-        raise ValueError("these simulators declare no action spaces to draw random actions from: pass a policy")
+        raise ValueError("these simulators declare no action spaces to draw random actions from")
     if missing := [agent for agent in env.possible_agents if agent not in action_space.spaces]:
-        raise ValueError(f"agent {missing[0]!r} declares no action space to draw random actions from: pass a policy")
+        raise ValueError(f"agent {missing[0]!r} declares no action space to draw random actions from")
     action_space.seed(0)
 
     def policy(_: Any) -> list[dict[Any, Any]]:

@@ -173,23 +173,6 @@ class ParallelEnv:
     ) -> None:
         constructors = arguments.checked_constructors(env_constructors)
         mode = arguments.autoreset_mode(auto_reset)
-        self.plan: dict[str, Any] | None = None
-        if isinstance(backend, str) and backend == "auto":
-            needs_processes = on_error != "raise" or step_timeout or reset_timeout or context or wait != "adaptive"
-            options: dict[str, Any] = {
-                "seed": seed, "adapter": adapter, "shared_memory": shared_memory, "copy": copy, "context": context,
-                "check_actions": check_actions, "reset_timeout": reset_timeout, "start_timeout": start_timeout,
-                "step_timeout": min(step_timeout or math.inf, planning.STEP_TIMEOUT_S),
-                "worker_threads": worker_threads, "wait": wait,
-            }  # fmt: skip
-
-            def open_env(backend: str, num_workers: int) -> ParallelEnv:
-                return ParallelEnv(constructors, mode, backend=backend, num_workers=num_workers, **options)
-
-            if num_workers is not None or envs_per_worker is not None:
-                raise ValueError('backend="auto" chooses the number of workers: pass backend="process" with yours')
-            self.plan = planning.plan(open_env, len(constructors), can_be_serial=not needs_processes)
-            backend, num_workers = self.plan["arguments"].values()
         timeouts = {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "start_timeout": start_timeout}
         limits = Limits(*(arguments.checked_timeout(seconds, name) for name, seconds in timeouts.items()))
         restarts = arguments.restarts(on_error, restart_policy)
@@ -200,17 +183,35 @@ class ParallelEnv:
         adapter_function(adapter)
         base = arguments.base_seed(seed)
         seeds = [base + env_id for env_id in range(len(constructors))]
-        opened = open_backend(backend, context=context, worker_threads=worker_threads, wait=wait)
         if start_timeout == START_TIMEOUT_S:
             del timeouts["start_timeout"]
         unenforced = [f"{name}={seconds}" for name, seconds in timeouts.items() if seconds is not None]
+        self.plan: dict[str, Any] | None = None
+        if isinstance(backend, str) and backend == "auto":
+            if num_workers is not None or envs_per_worker is not None:
+                raise ValueError('backend="auto" chooses the number of workers: pass backend="process" with yours')
+            needs_processes = restarts or unenforced or context is not None or wait != "adaptive"
+            options: dict[str, Any] = {
+                "seed": base, "adapter": adapter, "shared_memory": shared_memory, "copy": copy, "context": context,
+                "check_actions": check_actions, "reset_timeout": reset_timeout, "start_timeout": start_timeout,
+                "step_timeout": min(limits.step or math.inf, planning.STEP_TIMEOUT_S),
+                "worker_threads": worker_threads, "wait": wait,
+            }  # fmt: skip
+
+            def open_env(workers: int) -> ParallelEnv:
+                return ParallelEnv(constructors, mode, backend="process", num_workers=workers, **options)
+
+            self.plan = planning.plan(open_env, len(constructors), can_be_serial=not needs_processes)
+            backend = self.plan["arguments"]["backend"]
+        opened = open_backend(backend, context=context, worker_threads=worker_threads, wait=wait)
         if unenforced and not opened.enforces_timeouts:
             warnings.warn(
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
-        workers = num_workers  # if it was chosen, with reason
-        if self.plan is None or workers is None:
+        if self.plan is None:
             workers = arguments.workers_for(len(seeds), num_workers, envs_per_worker, opened)
+        else:
+            workers = self.plan["arguments"]["num_workers"]
         shares = share_out(len(seeds), workers)
         pool = Pool(opened, shares, limits)
         self._close_at_exit(pool)
@@ -235,7 +236,7 @@ class ParallelEnv:
                 pool.restart_on_faults(Recovery(pool.slots, policy, plan, attach.payload, batch, base, options_last))
             seed_check = SeedCheck(built, "seed" in schema.reset_keywords)
             self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
-            if num_workers is None and envs_per_worker is None and len(shares) < len(seeds):
+            if self.plan is None and num_workers is None and envs_per_worker is None and workers < len(seeds):
                 self.runner.remark = planning.WaitingRemark(opened)
             if trace is not None:
                 self.start_trace(trace)

@@ -1,8 +1,9 @@
-"""`backend="auto"`: measure simulators for a moment, and choose the backend and the number of workers.
+"""The choice of workers: `backend="auto"`, which measures simulators, and a remark about workers that mostly wait.
 
-plan --- ParallelEnv with processes, random actions, 0.4 s ---> serial, if steps are quicker than messages
-                                                           ---> more workers than CPUs, if simulators wait:
-                                                                measured for another 0.4 s
+`plan` measures each setting with a `ParallelEnv` of its own and random actions, for half a second::
+
+    a process for each CPU ---> a loop in line is quicker, by the time that steps take in workers: "serial"
+                           ---> workers hardly need their CPUs: measure more workers, and take them if they are faster
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from marl_parallel.types import ParallelEnvError
 _MEASURED_S = 0.4
 _WARMED_UP_S = 0.05
 _BETTER = 0.9  # an alternative is chosen if it takes at most this share of the time
-_MOSTLY_WAITS = 0.5  # the share of their time in simulators that workers use or want a CPU at most, if these wait
+_MOSTLY_WAITS = 0.5  # simulators wait if workers need a CPU for less than this share of the time inside them
 _BATCHES = 100
 STEP_TIMEOUT_S = 1.0
 """Of a step while it is measured."""
@@ -68,11 +69,11 @@ class _Measured:
         self.cpu_share = min(sum(used) / inside, 1.0) if inside > 0 and not math.isnan(sum(used)) else None
 
 
-def plan(open_env: Callable[[str, int], Any], num_envs: int, *, can_be_serial: bool) -> dict[str, Any]:
+def plan(open_env: Callable[[int], Any], num_envs: int, *, can_be_serial: bool) -> dict[str, Any]:
     """The fastest arguments for a simulator, and what was measured.
 
     Args:
-        open_env: Opens a `ParallelEnv` of the simulators, for a backend and a number of workers.
+        open_env: Opens a `ParallelEnv` of the simulators, with so many worker processes.
         num_envs: The number of environments.
         can_be_serial: Whether the caller can do without processes.
 
@@ -86,7 +87,7 @@ def plan(open_env: Callable[[str, int], Any], num_envs: int, *, can_be_serial: b
     def measured(number: int) -> _Measured:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # of more workers than CPUs
-            env = open_env("process", number)
+            env = open_env(number)
         with env:
             found = _Measured(env)
         batch_ms[f"process, {number} workers"] = round(1e3 * found.batch_s, 4)
@@ -137,6 +138,5 @@ class WaitingRemark:
         """Seconds of CPU and inside simulators, of all workers."""
         statuses = self._backend.statuses
         cpu = [self._backend.cpu_seconds(worker) for worker in range(len(statuses))]
-        return sum(math.inf if one is None else one for one in cpu), sum(
-            status.stats.simulator_s for status in statuses
-        )
+        inside = sum(status.stats.simulator_s for status in statuses)
+        return sum(math.inf if one is None else one for one in cpu), inside  # unknown times never lead to a remark

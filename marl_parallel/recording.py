@@ -100,7 +100,11 @@ def record_video(
             f"a video needs simulators that render arrays; their render_mode is {env.render_mode!r}: "
             'construct them with render_mode="rgb_array"'
         )
-    policy = random_policy(env) if policy is None else policy
+    if policy is None:
+        try:
+            policy = random_policy(env)
+        except ValueError as error:
+            raise ValueError(f"{error}: pass a policy") from None
     size: tuple[int, ...] | None = None  # height and width of each environment's part of the first frame
     with _writer(path, float(fps)) as write:
         for frames, returns in _run(env, steps, policy):

@@ -68,7 +68,7 @@ class BatchRunner:
         self.restarts = isinstance(pool, Pool) and pool.recovery is not None  # whether failed environments are rebuilt
         self.guard = CallGuard(pool.check_open)  # one call at a time
         self.local_modules = [] if local_modules is None else local_modules  # modules that workers cannot import
-        self.remark: WaitingRemark | None = None
+        self.remark: WaitingRemark | None = None  # about the first batches, if the number of workers is the default
         self._base_seed = self.seeds[0]
         self._all_have_reset = False  # whether every environment is known to have been reset
         self._stepped_by: Callable[[], object] = lambda: None

@@ -96,8 +96,9 @@ NUMBER_TYPES: tuple[type, ...] = (
     int, bool, np.int64, np.int32, np.int16, np.int8, np.uint8, np.uint16, np.uint32, np.uint64,
 )  # fmt: skip
 _NUMBER_TAGS = {t: tag for tag, t in enumerate(NUMBER_TYPES)}
-TYPE_OF_TAG, _ARRAY_TAGS = 15, {(): 16, (1,): 32}
-"""The part of a tag that is the type's; what is added for an array of one number, by its shape."""
+TYPE_OF_TAG = 15
+"""A mask: the part of a tag that tells the type of the number."""
+_ARRAY_TAGS = {(): 16, (1,): 32}  # added to the tag of the number in an array of one, by the array's shape
 
 
 def tag_of(tags: Mapping[type, int], value: Any) -> int | None:

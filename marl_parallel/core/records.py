@@ -93,6 +93,8 @@ the block; infos are in the block, where only compiled code writes and reads the
 rewards, the code of the flags, and the turn come above these: 0 if all agents act next, else the place of the one that
 does plus one."""
 REWARD_SHIFT, FLAG_SHIFT, TURN_SHIFT = 8, 16, 24
+_SHOWS_EXCEPTIONS = np.uint64(2**64 - (1 << TURN_SHIFT) | PLAIN | INFOS | INFOS_IN_BLOCK)
+"""The bits of a code that are `PLAIN` alone if all agents act and there are no infos."""
 
 # The first of each is the most frequent; a reward is stored as a double, exactly, or travels pickled.
 FLOATS: tuple[type, ...] = (float, np.float64, np.float32, np.float16)
@@ -110,9 +112,6 @@ FLAGS: tuple[Any, ...] = (False, True, np.False_, np.True_)
 """By their codes; those that are true have odd ones."""
 FALSE_CODES: dict[type, int] = {bool: 0, np.bool_: 2}
 """The codes of False, by type."""
-
-
-_NOT_EMPTY = np.uint64(2**64 - (1 << TURN_SHIFT) | PLAIN | INFOS | INFOS_IN_BLOCK)
 
 
 def reward_tag(rewards: Collection[Any]) -> int | None:
@@ -256,7 +255,7 @@ class TransitionRecords:
 
     def all_plain(self) -> bool:
         """Whether every record is plain, has no infos, and all agents act."""
-        return bool((self._codes & _NOT_EMPTY == PLAIN).all())
+        return bool((self._codes & _SHOWS_EXCEPTIONS == PLAIN).all())
 
     def read(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Rebuild the five dicts of a record, with what an automatic reset adds to the infos.

@@ -6,7 +6,8 @@ How a step goes::
                                   |
                                   | Codec.run: reads actions, steps, writes plain transitions
                                   v  for each environment where it stops, and for all if there is no compiled code:
-                                _step         Episode.step (after _go_on, which completes what is begun: interpret)
+                                _step         Episode.step
+                                _go_on        or Episode.interpret, if the simulator has been stepped already
                                 _advance      begin_next if the episode has ended, TransitionRecords.write;
                                               returns what does not fit, pickled
 

@@ -54,7 +54,14 @@ def test_simulators_that_wait_get_more_workers_than_cpus():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"on_error": "restart"}, {"step_timeout": 9.0}, {"reset_timeout": 9.0}, {"context": "spawn"}, {"wait": "block"}],
+    [
+        {"on_error": "restart"},
+        {"step_timeout": 9.0},
+        {"reset_timeout": 9.0},
+        {"start_timeout": 30.0},
+        {"context": "spawn"},
+        {"wait": "block"},
+    ],
     ids=str,
 )
 def test_what_needs_processes_gets_them(arguments):
@@ -122,6 +129,17 @@ def test_measuring_leaves_no_process_behind(tmp_path):
         assert own < pids
         assert gone(pids - own)
     assert gone(own)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"on_error": "retry"}, {"step_timeout": -1.0}, {"trace": "missing/trace.json"}, {"seed": "x"}, {"adapter": "x"}],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_before_anything_is_measured(arguments, tmp_path):
+    with pytest.raises((TypeError, ValueError)):
+        ParallelEnv([functools.partial(Fragile, {}, tmp_path)] * 2, backend="auto", **arguments)
+    assert not [*tmp_path.iterdir()]
 
 
 class Undeclared(Instant):
