@@ -13,12 +13,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 import versions
+from games import connect_four, texas_holdem
 from mpe2 import simple_spread_v3
 from options import (
     AsMarkdown,
@@ -35,7 +37,7 @@ from pettingzoo.sisl import multiwalker_v9
 from pictures import save_plot
 from synthetic import Synthetic, rounds_per_microsecond
 
-from marl_parallel.cli.measure import LOOP, contenders, measure, num_turns
+from marl_parallel.cli.measure import LOOP, PETTINGZOO, STEP, contenders, measure, num_turns
 from marl_parallel.cli.report import (
     Report,
     in_microseconds,
@@ -79,6 +81,17 @@ def cases() -> list[Case]:
     ]
 
 
+def further_cases() -> list[Case]:
+    """Those of `--baseline` only: infos, episodes of random length, and games whose agents take turns."""
+    return [
+        synthetic("synthetic 50 µs, infos", step_us=50, infos=True),
+        synthetic("synthetic 0 µs, infos", num_envs=32, infos=True),
+        synthetic("synthetic 0 µs, random lengths", num_envs=32, episode_steps=(50, 150)),
+        Case("connect_four_v3", connect_four),
+        *([Case("texas_holdem_v4", texas_holdem)] if find_spec("rlcard") else []),
+    ]
+
+
 def main(
     quick: Quick = False,
     workers: Workers = WORKERS,
@@ -107,19 +120,23 @@ def main(
             "1 if a row is slower."
         ),
     ] = None,
+    arrays: Annotated[
+        bool, typer.Option("--arrays", help="With --baseline: step through the facade PettingZooVecEnv, too.")
+    ] = False,
 ) -> None:
     """Measure throughput by backend and number of workers, or compare two checkouts."""
     if as_markdown:
         print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
         return
-    chosen = [case for case in cases() if only in case.name]
+    chosen = [case for case in cases() + (further_cases() if baseline else []) if only in case.name]
     if not chosen:
         raise typer.BadParameter(f"no environment has {only!r} in its name", param_hint="--only")
     whole = not only and (workers, backends) == (WORKERS, BACKENDS)
     if quick:
         backends, workers, seconds, repeats = "process", "1,2", 0.02, 2
     if baseline is not None:
-        comparisons = against(baseline, chosen, backend_names(backends), counts(workers), seconds, repeats, output)
+        ways = (STEP, PETTINGZOO) if arrays else (STEP,)
+        comparisons = against(baseline, chosen, backends, counts(workers), ways, seconds, repeats, output)
         raise typer.Exit(int(any(one.slower for one in comparisons)))
     seconds, repeats = seconds or SECONDS, repeats or REPEATS
     directory = folder_for(output, RESULTS, whole=whole and not quick)
@@ -171,8 +188,9 @@ def run(chosen: list[Case], backends: list[str], workers: list[int], seconds: fl
 def against(
     baseline: Path,
     chosen: list[Case],
-    backends: list[str],
+    backends: str,
     workers: list[int],
+    ways: Sequence[str],
     seconds: float | None,
     launches: int | None,
     output: Path | None,
@@ -181,7 +199,8 @@ def against(
     if not (baseline / "marl_parallel" / "__init__.py").is_file():
         raise typer.BadParameter(f"{baseline} is not a checkout: it has no marl_parallel", param_hint="--baseline")
     seconds, launches = seconds or ROUND_SECONDS, launches or LAUNCHES
-    cases = [(case, contenders(backends, workers, case.num_envs)) for case in chosen]
+    names = backend_names(backends, also=("auto",))
+    cases = [(case, contenders(names, workers, case.num_envs, ways)) for case in chosen]
     with progress(launches * sum(len(who) for _, who in cases)) as on_turn:
         comparisons = versions.compare(cases, baseline.resolve(), seconds=seconds, launches=launches, on_turn=on_turn)
     versions.show(comparisons, baseline)

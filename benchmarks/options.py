@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -32,11 +33,11 @@ def counts(workers: str, least: int = 1) -> list[int]:
     return numbers
 
 
-def backend_names(backends: str) -> list[str]:
-    """Parse names of backends."""
+def backend_names(backends: str, also: Sequence[str] = ()) -> list[str]:
+    """Parse names of backends, `also` among them."""
     names = [name.strip() for name in backends.split(",")]
     for name in names:
-        if name not in NAMES:
+        if name not in NAMES and name not in also:
             raise typer.BadParameter(f"there is no backend {name!r}", param_hint="--backends")
     return names
 

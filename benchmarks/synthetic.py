@@ -54,6 +54,7 @@ class Synthetic(pettingzoo.ParallelEnv):
         rounds_per_us: Rounds of `work` per microsecond; None measures it in the constructor.
         reset_us: Microseconds of work in a reset.
         waits: Whether steps and resets sleep instead of working.
+        infos: Whether each agent's info holds one float; else it is empty.
     """
 
     metadata = {"name": "synthetic", "render_modes": []}  # noqa: RUF012
@@ -69,13 +70,14 @@ class Synthetic(pettingzoo.ParallelEnv):
         rounds_per_us: float | None = None,
         reset_us: float = 0.0,
         waits: bool = False,
+        infos: bool = False,
     ) -> None:
         self.possible_agents = [f"agent_{i}" for i in range(num_agents)]
         self.agents: list[str] = []
         space = spaces.Box(-1.0, 1.0, (observation_size,), np.float32)
         self.observation_spaces = dict.fromkeys(self.possible_agents, space)
         self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(5))
-        self.episode_steps = episode_steps
+        self.episode_steps, self.infos = episode_steps, infos
         probability, factor = tail
         if waits:
             self._spend, per_us = _wait, 1.0
@@ -111,12 +113,17 @@ class Synthetic(pettingzoo.ParallelEnv):
         over = self._steps_left <= 0
         if over:
             self.agents = []
+        rewards = next(self._rewards)
+        if self.infos:
+            infos: dict[str, Any] = {agent: {"distance": rewards[agent]} for agent in agents}
+        else:
+            infos = {agent: {} for agent in agents}
         return (
             next(self._observations).copy(),
-            next(self._rewards).copy(),
+            rewards.copy(),
             dict.fromkeys(agents, False),
             dict.fromkeys(agents, over),
-            {agent: {} for agent in agents},
+            infos,
         )
 
     def _prepare(self, seed: int) -> None:

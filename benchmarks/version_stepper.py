@@ -8,6 +8,7 @@ Requests contain the simulators, from this checkout.
 
 from __future__ import annotations
 
+import importlib.util
 import mmap
 import multiprocessing
 import os
@@ -20,23 +21,38 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
+from pettingzoo import AECEnv
+from pettingzoo.utils.conversions import turn_based_aec_to_parallel
 
 BATCHES = 64
 """Number of batches of actions, which are drawn in advance and used in turn."""
 
 
 class Stepper:
-    """A `ParallelEnv` and its actions."""
+    """A `ParallelEnv`, or its facade `PettingZooVecEnv`, and its actions.
 
-    def __init__(self, constructor: Callable[..., Any], num_envs: int, arguments: dict[str, Any]) -> None:
+    A version that does not have `backend="auto"` uses its default instead.
+    """
+
+    def __init__(
+        self, constructor: Callable[..., Any], num_envs: int, arguments: dict[str, Any], arrays: bool = False
+    ) -> None:
         from marl_parallel import ParallelEnv
+        from marl_parallel.vector import PettingZooVecEnv
 
+        if arguments.get("backend") == "auto" and importlib.util.find_spec("marl_parallel.planning") is None:
+            arguments = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs are measured on purpose
-            self.env = ParallelEnv([constructor] * num_envs, True, 42, **arguments)
+            self.env: Any = ParallelEnv([constructor] * num_envs, True, 42, **arguments)
         space = self.env.action_space
         space.seed(0)
-        self.actions = [[space.sample() for _ in range(num_envs)] for _ in range(BATCHES)]
+        batches = [[space.sample() for _ in range(num_envs)] for _ in range(BATCHES)]
+        self.actions: list[Any] = batches
+        if arrays:
+            self.env = PettingZooVecEnv(self.env)
+            self.actions = [{agent: np.array([acts[agent] for acts in batch]) for agent in space} for batch in batches]
         self.done = 0
         self.env.reset()
 
@@ -105,10 +121,13 @@ class Loops:
 
 
 def _loop(constructor: Callable[..., Any], num_envs: int, counters: Any, worker: int, requests: Any) -> None:
-    from marl_parallel.cli.measure import adapted_for_loop, draw_actions, plain_loop, simulators
+    from marl_parallel.adapters import adapt
+    from marl_parallel.cli.measure import draw_actions, plain_loop, simulators
 
     with simulators(constructor, num_envs) as envs:
-        adapted = adapted_for_loop(envs[0])
+        if isinstance(envs[0], AECEnv):
+            envs = [turn_based_aec_to_parallel(env) for env in envs]
+        adapted = adapt(envs[0])
         actions = draw_actions(adapted.action_spaces, num_envs)
         step = plain_loop(envs, adapted)
         while batches := requests.recv():

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from marl_parallel.cli.measure import Contender
+from marl_parallel.cli.measure import PETTINGZOO, Contender
 
 HERE = Path(__file__).resolve().parents[1]
 STEPPER = Path(__file__).with_name("version_stepper.py")
@@ -66,7 +66,8 @@ class Comparison:
         environment: The case's name.
         num_envs: How many environments were stepped.
         backend: A backend of `ParallelEnv`.
-        workers: How many workers shared the environments.
+        workers: How many workers shared the environments; with "auto", how many plain loops ran side by side.
+        way: "step", or "pettingzoo" for the facade `PettingZooVecEnv`, which returns arrays.
         baseline_us: Microseconds per environment step of the baseline, the median of all rounds.
         this_us: The same of this checkout.
         ratio: This checkout's time over the baseline's, from pairs of rounds.
@@ -81,6 +82,7 @@ class Comparison:
     num_envs: int
     backend: str
     workers: int
+    way: str
     baseline_us: float
     this_us: float
     ratio: float
@@ -150,7 +152,7 @@ def _comparison(case: Case, contender: Contender, times: np.ndarray) -> Comparis
     baseline_us, this_us, *loops_us = [float(median) for median in np.median(times, axis=(0, 1)) * 1e6]
     ratio, low, high = interval(times[:, :, 1] / times[:, :, 0])
     return Comparison(
-        case.name, case.num_envs, contender.backend, contender.workers, baseline_us, this_us,
+        case.name, case.num_envs, contender.backend, contender.workers, contender.way, baseline_us, this_us,
         ratio, low, high, *loops_us,
     )  # fmt: skip
 
@@ -165,7 +167,9 @@ def _rounds(processes: Sequence[Connection], case: Case, contender: Contender, s
     places = range(len(processes))
     for place in places[:2]:
         arguments = {"backend": contender.backend, "num_workers": contender.workers}
-        ask(place, "Stepper", case.constructor, case.num_envs, arguments)
+        if contender.backend == "auto":
+            del arguments["num_workers"]
+        ask(place, "Stepper", case.constructor, case.num_envs, arguments, contender.way == PETTINGZOO)
     for place, arguments in zip(places[2:], ((1, False), (contender.workers, False), (contender.workers, True))):
         ask(place, "Loops", case.constructor, case.num_envs, *arguments)
     count = max(1, min([ask(place, "warm", seconds) for place in places]))
@@ -226,14 +230,16 @@ def show(comparisons: Sequence[Comparison], baseline: Path) -> None:
     table = Table(title=escape(f"time per environment step, in µs; the baseline is {baseline}"), title_justify="left")
     for heading in ("environment", "envs", "backend"):
         table.add_column(heading)
-    for heading in ("baseline", "this", "ratio", "95 % interval", "plain loop", "loops", "barrier", "share of loops"):
+    times = ("baseline", "this", "ratio", "95 % interval", "plain loop", "loops", "barrier", "of loop", "of loops")
+    for heading in times:
         table.add_column(heading, justify="right")
     table.add_column("")
     for one in comparisons:
         table.add_row(
-            escape(one.environment), str(one.num_envs), str(Contender(one.backend, one.workers)),
+            escape(one.environment), str(one.num_envs), str(Contender(one.backend, one.workers, one.way)),
             f"{one.baseline_us:.2f}", f"{one.this_us:.2f}", f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}",
-            *(f"{us:.2f}" for us in (one.loop_us, one.loops_us, one.barrier_us)), f"{one.loops_us / one.this_us:.3f}",
+            *(f"{us:.2f}" for us in (one.loop_us, one.loops_us, one.barrier_us)),
+            *(f"{us / one.this_us:.3f}" for us in (one.loop_us, one.loops_us)),
             "slower" if one.slower else "not slower",
         )  # fmt: skip
     console = Console(width=None if sys.stdout.isatty() else 180)
