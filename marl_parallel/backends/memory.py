@@ -152,7 +152,7 @@ class Semaphore:
 
     SIZE: ClassVar[int] = 64  # bytes that it occupies: a `sem_t` (32 in glibc), alone on its cache line
 
-    __slots__ = ("_nap_ends", "_wait_until", "init", "post", "try_wait")
+    __slots__ = ("_nap_ends", "_wait_until", "address", "init", "post", "try_wait")
 
     post: Callable[[], int]  # add one; wakes one process that waits
     try_wait: Callable[[], int]  # take one if there is one, as the C function: returns 0 if it did, never blocks
@@ -161,7 +161,8 @@ class Semaphore:
     def __init__(self, buffer: mmap.mmap, offset: int) -> None:
         if offset % 8 or not 0 <= offset <= len(buffer) - self.SIZE:
             raise ValueError(f"no room for a semaphore at offset {offset} of {len(buffer)} bytes")
-        semaphore = ctypes.byref((ctypes.c_char * self.SIZE).from_buffer(buffer, offset))
+        memory = (ctypes.c_char * self.SIZE).from_buffer(buffer, offset)
+        self.address, semaphore = ctypes.addressof(memory), ctypes.byref(memory)
         # Bound in C: a method of our own would cost as much as the call.
         self.post = functools.partial(_post, semaphore)
         self.try_wait = functools.partial(_try_wait, semaphore)

@@ -35,7 +35,7 @@ from typing import Any
 
 from marl_parallel.backends.launching import Launcher, WorkerProcess
 from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, lifted, mapped, socket_pair
-from marl_parallel.core import reports
+from marl_parallel.core import codec, reports
 from marl_parallel.core.backend import Backend, usable_cpus
 from marl_parallel.core.columns import Layout, span_of
 from marl_parallel.core.messages import STEP_ALL, STEP_ALL_PROMPTLY, STEPPED, Lost, Message, Reply, Request
@@ -140,14 +140,22 @@ class Spin:
         if not self.tries:
             return semaphore.take(patience)
         began = time.monotonic()
-        until = began + (self.seconds if patience is None else min(self.seconds, patience))
-        while (missed := semaphore.try_wait()) and time.monotonic() < until:
-            os.sched_yield()  # another process may need this CPU
-        taken = not missed or semaphore.take(patience)
+        seconds = self.seconds if patience is None else min(self.seconds, patience)
+        taken = _try_for(semaphore, seconds) or semaphore.take(patience)
         if self._adapts:
             self._mean += (min(time.monotonic() - began, _MOST_SPIN_S) - self._mean) / 4
             self.seconds = min(2 * self._mean, _MOST_SPIN_S) if self._mean < 0.75 * _MOST_SPIN_S else 0.0
         return taken
+
+
+def _try_for(semaphore: Semaphore, seconds: float) -> bool:
+    if codec.try_for is not None:
+        taken: bool = codec.try_for(semaphore.address, seconds)
+        return taken
+    until = time.monotonic() + seconds
+    while (missed := semaphore.try_wait()) and time.monotonic() < until:
+        os.sched_yield()  # another process may need this CPU
+    return not missed
 
 
 # -- the socket --------------------------------------------------------------------------------------------------------

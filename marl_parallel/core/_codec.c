@@ -26,6 +26,8 @@
 #include <stdint.h>
 #include <string.h>
 #ifdef __linux__
+#include <sched.h>
+#include <semaphore.h>
 #include <time.h>
 #endif
 
@@ -1179,9 +1181,52 @@ static PyType_Spec codec_spec = {
     .slots = codec_slots,
 };
 
+/* -- waiting ------------------------------------------------------------------------------------------------------ */
+
+#ifdef __linux__
+
+enum { PAUSES = 16 };
+
+/* Leave the core to its other thread for some cycles. */
+static void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+PyDoc_STRVAR(try_for_doc,
+    "try_for(address, seconds) -> bool\n--\n\n"
+    "Take the semaphore at an address, trying for so long without sleeping, while other processes may use this CPU.\n"
+    "Between two tries, the other thread of this core, which may be the parent's, has it for itself.");
+
+static PyObject *try_for(PyObject *Py_UNUSED(self), PyObject *args) {
+    Py_ssize_t address;
+    double seconds;
+    if (!PyArg_ParseTuple(args, "nd:try_for", &address, &seconds)) return NULL;
+    int missed;
+    Py_BEGIN_ALLOW_THREADS
+    for (double until = monotonic() + seconds; (missed = sem_trywait((sem_t *)address)) && monotonic() < until;) {
+        for (int i = 0; i < PAUSES; i++) relax();
+        sched_yield();
+    }
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(!missed);
+}
+
+#endif
+
+static PyMethodDef functions[] = {
+#ifdef __linux__
+    {"try_for", try_for, METH_VARARGS, try_for_doc},
+#endif
+    {NULL, NULL, 0, NULL},
+};
+
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_codec", "The compiled fast path of records; see `codec.py`.", -1,
-    NULL, NULL, NULL, NULL, NULL,
+    functions, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__codec(void) {

@@ -19,9 +19,13 @@ from marl_parallel.core.worker_status import Activity
 try:
     if os.environ.get("MARL_PARALLEL_PURE") == "1":
         raise ImportError
-    from marl_parallel.core._codec import Codec  # type: ignore[import-not-found,unused-ignore]
+    from marl_parallel.core import _codec  # type: ignore[attr-defined,unused-ignore]
 except ImportError:
-    Codec = None
+    _codec = None
+
+Codec = getattr(_codec, "Codec", None)
+try_for = getattr(_codec, "try_for", None)
+"""Take a semaphore at an address, trying for some seconds; None without compiled code, and where there are none."""
 
 codec = "python" if Codec is None else "c"
 """Which one runs."""
