@@ -77,6 +77,7 @@ typedef struct {
     int everywhere, infos_bit, acting_bit; /* the presence of an agent in a plain transition; its bits */
     int64_t step_activity;
     PyObject **values;         /* of one dict, by agent */
+    PyObject **keys;           /* by record and agent: the key that a simulator used last; comparing strings is slow */
     double *rewards;
     double inside;             /* seconds in simulators since the last `sums` */
     long long steps;
@@ -523,20 +524,33 @@ static PyObject *read_infos(const Codec *codec, char *record, int *has_mask) {
 
 /* -- the dicts of all agents -------------------------------------------------------------------------------------- */
 
-static int same_key(PyObject *key, PyObject *own) {
-    if (key == own) return 1;
+/* Whether a key equals one of ours, which it replaces in `used`, if there is one, for the next time. */
+static int same_key(PyObject *key, PyObject *own, PyObject **used) {
+    if (key == own || (used != NULL && key == *used)) return 1;
     int comparable = (PyUnicode_CheckExact(key) && PyUnicode_CheckExact(own)) ||
-                     (PyLong_CheckExact(key) && PyLong_CheckExact(own));
-    return comparable ? PyObject_RichCompareBool(key, own, Py_EQ) : 0; /* comparing others may run any code */
+                     (PyLong_CheckExact(key) && PyLong_CheckExact(own)); /* comparing others may run any code */
+    int same = comparable ? PyObject_RichCompareBool(key, own, Py_EQ) : 0;
+    if (same == 1 && used != NULL) {
+        PyObject *before = *used;
+        Py_INCREF(key);
+        *used = key;
+        Py_XDECREF(before);
+    }
+    return same;
+}
+
+/* The keys that the simulator of a record used last. */
+static PyObject **keys_of(const Codec *codec, const char *record) {
+    return codec->keys + (record - codec->base) / codec->stride * codec->n;
 }
 
 /* The values of a dict whose keys are all agents in order, as borrowed references; LEFT for any other object. */
-static Outcome values_in_order(const Codec *codec, PyObject *dict, PyObject **values) {
+static Outcome values_in_order(const Codec *codec, PyObject *dict, PyObject **values, PyObject **keys) {
     if (!PyDict_CheckExact(dict) || PyDict_Size(dict) != codec->n) return LEFT;
     Py_ssize_t position = 0;
     PyObject *key, *value;
     for (Py_ssize_t i = 0; i < codec->n && PyDict_Next(dict, &position, &key, &value); i++) {
-        int same = same_key(key, PyTuple_GetItem(codec->agents, i));
+        int same = same_key(key, PyTuple_GetItem(codec->agents, i), keys + i);
         if (same != 1) return same < 0 ? FAILED : LEFT;
         values[i] = value;
     }
@@ -551,13 +565,14 @@ static int is_false_array(PyObject *flag) {
 }
 
 /* Check that all flags are False and of one type; `__all__` may come last. `code` is that of flags before, or -1. */
-static Outcome check_flags(const Codec *codec, PyObject *flags, int *code) {
+static Outcome check_flags(const Codec *codec, PyObject *flags, int *code, PyObject **keys) {
     if (!PyDict_CheckExact(flags)) return LEFT;
     Py_ssize_t size = PyDict_Size(flags), position = 0;
     PyObject *key, *value;
     if (size != codec->n && size != codec->n + 1) return LEFT;
     for (Py_ssize_t i = 0; i < size && PyDict_Next(flags, &position, &key, &value); i++) {
-        int same = same_key(key, i < codec->n ? PyTuple_GetItem(codec->agents, i) : codec->all);
+        int same = i < codec->n ? same_key(key, PyTuple_GetItem(codec->agents, i), keys + i)
+                                : same_key(key, codec->all, NULL);
         if (same != 1) return same < 0 ? FAILED : LEFT;
         int own = value == Py_False ? 0 : value == codec->np_false || is_false_array(value) ? NP_FALSE_CODE : -1;
         if (own < 0 || (i == codec->n && own != 0)) return LEFT;
@@ -568,8 +583,8 @@ static Outcome check_flags(const Codec *codec, PyObject *flags, int *code) {
 }
 
 /* Convert rewards, all of one type, to doubles that hold them exactly. */
-static Outcome convert_rewards(const Codec *codec, PyObject *rewards, int *tag) {
-    Outcome outcome = values_in_order(codec, rewards, codec->values);
+static Outcome convert_rewards(const Codec *codec, PyObject *rewards, int *tag, PyObject **keys) {
+    Outcome outcome = values_in_order(codec, rewards, codec->values, keys);
     if (outcome != DONE) return outcome;
     *tag = tag_of(codec->reward_types, codec->values[0]);
     if (*tag < 0) return LEFT;
@@ -593,7 +608,7 @@ static Outcome convert_rewards(const Codec *codec, PyObject *rewards, int *tag) 
 
 /* Write the values of a dict of all agents into their columns. After LEFT, some may have been written. */
 static Outcome write_values(const Codec *codec, const Columns *columns, char *record, PyObject *dict) {
-    Outcome outcome = values_in_order(codec, dict, codec->values);
+    Outcome outcome = values_in_order(codec, dict, codec->values, keys_of(codec, record));
     if (outcome != DONE) return outcome;
     for (Py_ssize_t i = 0; i < codec->n; i++) Py_INCREF(codec->values[i]); /* a cast may warn, which may run any code */
     for (Py_ssize_t i = 0; i < codec->n && outcome == DONE; i++)
@@ -608,11 +623,11 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
     int flag_code = -1, tag;
     if (!PyTuple_CheckExact(dicts) || PyTuple_Size(dicts) != 5 || codec->observations.node == NULL) return LEFT;
     PyObject *terminateds = PyTuple_GetItem(dicts, 2), *truncateds = PyTuple_GetItem(dicts, 3);
-    PyObject *infos = PyTuple_GetItem(dicts, 4);
-    if ((outcome = check_flags(codec, terminateds, &flag_code)) != DONE) return outcome;
-    if ((outcome = check_flags(codec, truncateds, &flag_code)) != DONE) return outcome;
+    PyObject *infos = PyTuple_GetItem(dicts, 4), **keys = keys_of(codec, record);
+    if ((outcome = check_flags(codec, terminateds, &flag_code, keys)) != DONE) return outcome;
+    if ((outcome = check_flags(codec, truncateds, &flag_code, keys)) != DONE) return outcome;
     if (!PyDict_CheckExact(infos)) return LEFT;
-    if ((outcome = values_in_order(codec, infos, codec->values)) == FAILED) return outcome;
+    if ((outcome = values_in_order(codec, infos, codec->values, keys)) == FAILED) return outcome;
     int of_agents = outcome == DONE, are_empty = 1;
     Py_ssize_t position = 0;
     PyObject *key, *info;
@@ -621,7 +636,7 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
         are_empty &= PyDict_Size(info) == 0;
     }
     if (are_empty && !of_agents) return LEFT;
-    if ((outcome = convert_rewards(codec, PyTuple_GetItem(dicts, 1), &tag)) != DONE) return outcome;
+    if ((outcome = convert_rewards(codec, PyTuple_GetItem(dicts, 1), &tag, keys)) != DONE) return outcome;
     if ((outcome = write_values(codec, &codec->observations, record, PyTuple_GetItem(dicts, 0))) != DONE)
         return outcome;
     char *header = record + codec->header;
@@ -703,7 +718,7 @@ static Outcome write_turn(const Codec *codec, char *record, PyObject *dict, Py_s
     PyObject *key, *value;
     char *header = record + codec->action_header;
     if (!PyDict_CheckExact(dict) || PyDict_Size(dict) != 1 || !PyDict_Next(dict, &position, &key, &value)) return LEFT;
-    int same = same_key(key, PyTuple_GetItem(codec->agents, agent));
+    int same = same_key(key, PyTuple_GetItem(codec->agents, agent), keys_of(codec, record) + agent);
     if (same != 1) return same < 0 ? FAILED : LEFT;
     Py_INCREF(value);
     Outcome outcome = write_value(codec, codec->actions.node[agent], record, codec->actions.row[agent], value);
@@ -757,9 +772,9 @@ static PyObject *pickled_infos(PyObject *extras, PyObject *env_id) {
     return PyDict_GetItemWithError(own, name_infos);
 }
 
-/* Append the five dicts of one record to the lists; LEFT without a change if it is not plain. */
-static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extras, int copy, PyObject **lists,
-                           Py_ssize_t at, Py_ssize_t *turn, int *has_mask) {
+/* Put the five dicts of one record into the lists, or only infos that are not all empty; LEFT if it is not plain. */
+static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extras, int copy, int only_infos,
+                           PyObject **lists, Py_ssize_t at, Py_ssize_t *turn, int *has_mask) {
     Py_ssize_t number;
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return FAILED;
@@ -783,6 +798,10 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
     } else if (infos != NULL) {
         Py_INCREF(infos);
     }
+    if (only_infos) {
+        if (infos == NULL) Py_INCREF(infos = Py_None);
+        return PyList_SetItem(lists[4], at, infos) < 0 ? FAILED : DONE;
+    }
     PyObject *no_flags = flag_code ? codec->no_np_flags : codec->no_flags;
     PyObject *dicts[5] = {
         read_values(codec, &codec->observations, record, copy), NULL, NULL, NULL, infos,
@@ -800,27 +819,31 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
 }
 
 PyDoc_STRVAR(read_doc,
-    "read(env_ids, extras, copy) -> (observations, rewards, terminateds, truncateds, infos, left, masked, turns)\n"
+    "read(env_ids, extras, copy, only_infos)\n"
+    "    -> (observations, rewards, terminateds, truncateds, infos, left, masked, turns)\n"
     "--\n\n"
     "Read plain records: five lists of dicts, None for the environments whose places are in `left`. `extras` is a\n"
-    "dict by environment; arrays are copies, or views of the block. `masked` are the places of environments that have\n"
-    "an action mask among the infos in the block; `turns`, pairs of the places of an environment and of the one agent\n"
-    "that acts there.");
+    "dict by environment; arrays are copies, or views of the block. With `only_infos`, the other lists are empty, and\n"
+    "infos are None if all are. `masked` are the places of environments that have an action mask among the infos in the\n"
+    "block; `turns`, pairs of the places of an environment and of the one agent that acts there.");
 
 static PyObject *codec_read(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
     PyObject *env_ids, *extras, *lists[8] = {NULL}; /* the last three: left, masked, turns */
-    int copy, has_mask;
+    int copy, only_infos, has_mask;
     Py_ssize_t turn;
-    if (!PyArg_ParseTuple(args, "O!O!p:read", &PyTuple_Type, &env_ids, &PyDict_Type, &extras, &copy)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!O!pp:read", &PyTuple_Type, &env_ids, &PyDict_Type, &extras, &copy, &only_infos))
+        return NULL;
     Py_ssize_t size = PyTuple_Size(env_ids);
+    int first = only_infos ? 4 : 0;
     for (int i = 0; i < 8; i++)
-        if ((lists[i] = PyList_New(i < 5 ? size : 0)) == NULL) goto failed;
+        if ((lists[i] = PyList_New(first <= i && i < 5 ? size : 0)) == NULL) goto failed;
     for (Py_ssize_t place = 0; place < size; place++) {
         Outcome outcome = LEFT;
         turn = 0;
         if (codec->observations.node != NULL)
-            outcome = read_record(codec, PyTuple_GetItem(env_ids, place), extras, copy, lists, place, &turn, &has_mask);
+            outcome = read_record(codec, PyTuple_GetItem(env_ids, place), extras, copy, only_infos, lists, place, &turn,
+                                  &has_mask);
         if (outcome == FAILED) goto failed;
         if (outcome == DONE && turn) {
             PyObject *pair = Py_BuildValue("(nn)", place, turn - 1);
@@ -833,7 +856,7 @@ static PyObject *codec_read(PyObject *self, PyObject *args) {
         if (number == NULL) goto failed;
         int failed = PyList_Append(lists[outcome == DONE ? 6 : 5], number);
         Py_DECREF(number);
-        for (int i = 0; i < 5 && outcome == LEFT && !failed; i++) {
+        for (int i = first; i < 5 && outcome == LEFT && !failed; i++) {
             Py_INCREF(Py_None);
             failed = PyList_SetItem(lists[i], place, Py_None);
         }
@@ -1114,10 +1137,11 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     }
     codec->values = PyMem_Calloc((size_t)codec->n + 1, sizeof(PyObject *));
     codec->rewards = PyMem_Calloc((size_t)codec->n + 1, sizeof(double));
+    codec->keys = PyMem_Calloc((size_t)(codec->records * codec->n) + 1, sizeof(PyObject *));
     codec->no_values = PyDict_New();
     codec->no_flags = PyDict_New();
     codec->no_np_flags = PyDict_New();
-    if (codec->values == NULL || codec->rewards == NULL) {
+    if (codec->values == NULL || codec->rewards == NULL || codec->keys == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -1144,6 +1168,8 @@ static void codec_dealloc(PyObject *self) {
     free_columns(&codec->actions);
     free_columns(&codec->observations);
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_XDECREF(owned[i]);
+    for (Py_ssize_t i = 0; codec->keys != NULL && i < codec->records * codec->n; i++) Py_XDECREF(codec->keys[i]);
+    PyMem_Free(codec->keys);
     PyMem_Free(codec->values);
     PyMem_Free(codec->rewards);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);

@@ -136,6 +136,7 @@ class ArrayView:
         return actions
 
 
+_INFOS = {"infos", "reset_infos"}
 _OBSERVED, _REWARDED = BITS["observations"], BITS["rewards"]
 _FLAGGED = BITS["terminateds"] | BITS["truncateds"]
 _MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED, _FLAGGED], np.uint8)[:, None, None]
@@ -221,16 +222,16 @@ class ArrayBatch(ArrayView):
             self._from_dicts.clear()
             rewards = batch.transitions.rewards.copy()
             return self._with_vectors(self._uniform(self._all_observations(), rewards, True))
-        arrays = self._from_block() if self._in_block else self._empty()
-        left = []
-        for env_id in range(self._num_envs):
-            more = extras.get(env_id)
-            if self._in_block and (more is None or (type(more) is dict and more.keys() <= {"infos", "reset_infos"})):
-                self._put_infos(arrays, env_id, batch.read_one(env_id, more, only_infos=True))
-                self._from_dicts.pop(env_id, None)
-            else:
-                left.append(env_id)
-        return self.read_some(left, extras, arrays)
+        if not self._in_block:
+            return self.read_some(batch.env_ids, extras, self._empty())
+        left = [env_id for env_id, more in extras.items() if type(more) is not dict or more.keys() - _INFOS]
+        ids = tuple([env_id for env_id in batch.env_ids if env_id not in left]) if left else batch.env_ids
+        arrays = self._from_block()
+        infos = {env_id: infos for env_id, infos in zip(ids, batch.read_infos(ids, extras)) if infos is not None}
+        for env_id in [*self._from_dicts]:
+            if env_id not in left:
+                del self._from_dicts[env_id]
+        return self.read_some(left, extras, arrays._replace(infos=infos))
 
     def _uniform(self, observations: list[Any], rewards: NDArray[np.float64], there: bool) -> Arrays:
         """All agents are present and act, or none; no flag is set."""
@@ -352,7 +353,9 @@ class ArrayBatch(ArrayView):
                     place = env_id, self._column[self._known(env_id, agent)]
                     of_agents[place], arrays.flagged[place] = flag, True
         arrays.acting[env_id, [self._column[agent] for agent in self._batch.acting[env_id]]] = True
-        self._put_infos(arrays, env_id, infos)
+        if not are_empty(infos.values()):
+            assert isinstance(arrays.infos, dict)
+            arrays.infos[env_id] = infos
 
     @staticmethod
     def _clear(arrays: Arrays, env_id: int) -> None:
@@ -366,12 +369,6 @@ class ArrayBatch(ArrayView):
             whose = f"environment {env_id}: the observation of agent {agent!r}"
             stacking.put(arrays.observations[group], (env_id, row), observation, whose)
             arrays.observed[env_id, self._column[agent]] = True
-
-    @staticmethod
-    def _put_infos(arrays: Arrays, env_id: int, infos: dict[Any, Any]) -> None:
-        if not are_empty(infos.values()):
-            assert isinstance(arrays.infos, dict)
-            arrays.infos[env_id] = infos
 
     def _known(self, env_id: int, agent: AgentID) -> AgentID:
         if agent not in self._column:

@@ -146,9 +146,22 @@ class Batch:
     def read(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> Columns:
         """The transitions of some environments, with their pickled extras or a `Snapshot`, by environment."""
         if self._codec is None:
-            rows = [self.read_one(env_id, extras.get(env_id)) for env_id in env_ids]
+            rows = [self._read_one(env_id, extras.get(env_id)) for env_id in env_ids]
             return cast(Columns, (*zip(*rows),) or ((),) * 5)
-        *columns, left, masked, turns = self._codec.read(env_ids, extras, self.copies)
+        return cast(Columns, tuple(map(tuple, self._read_compiled(env_ids, extras))))
+
+    def read_infos(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> Sequence[dict[Any, Any] | None]:
+        """As `read`, but only the infos, if the extras have nothing else; None if all of them are empty."""
+        if self._codec is not None:
+            infos: list[dict[Any, Any] | None] = self._read_compiled(env_ids, extras, only_infos=True)[4]
+            return infos
+        return [self._read_one(env_id, extras.get(env_id), only_infos=True) for env_id in env_ids]
+
+    def _read_compiled(
+        self, env_ids: Sequence[int], extras: Mapping[int, Any], *, only_infos: bool = False
+    ) -> list[list[Any]]:
+        columns: list[list[Any]]
+        *columns, left, masked, turns = self._codec.read(env_ids, extras, self.copies, only_infos)
         if len(left) < len(env_ids) and not self._all_act:
             others = {*left}
             self.note_plain([env_id for place, env_id in enumerate(env_ids) if place not in others])
@@ -159,16 +172,17 @@ class Batch:
             others = {*left}
             masked += [place for place, env_id in enumerate(env_ids) if env_id in extras and place not in others]
         for place in left:
-            for column, values in zip(columns, self.read_one(env_ids[place], extras.get(env_ids[place]))):
+            one = self._read_one(env_ids[place], extras.get(env_ids[place]), only_infos=only_infos)
+            for column, values in zip(columns[4:] if only_infos else columns, [one] if only_infos else one):
                 column[place] = values
         for place in masked:
             self._all_act = False
             infos = columns[4][place]
             self._note_masks(self._slots[env_ids[place]], {"infos": infos}, infos, ended=False)
-        return cast(Columns, tuple(map(tuple, columns)))
+        return columns
 
-    def read_one(self, env_id: int, extras: Any, *, only_infos: bool = False) -> Any:
-        """The five dicts of one environment, or its infos if its extras have nothing else; updates the slot."""
+    def _read_one(self, env_id: int, extras: Any, *, only_infos: bool = False) -> Any:
+        """The five dicts of one environment, or as of `read_infos`; updates the slot."""
         slot = self._slots[env_id]
         self._all_act = False
         if type(extras) is Snapshot:
@@ -178,8 +192,9 @@ class Batch:
         result, slot.acting, slot.alive, ended = read(env_id, extras or {})
         slot.over = ended and self.mode is not AutoresetMode.SAME_STEP
         infos = result if only_infos else result[4]
-        self._note_masks(slot, extras or (None if are_empty(infos.values()) else {"infos": infos}), infos, ended)
-        return result
+        empty = are_empty(infos.values())
+        self._note_masks(slot, extras or (None if empty else {"infos": infos}), infos, ended)
+        return None if only_infos and empty else result
 
     def note_plain(self, env_ids: Sequence[int]) -> None:
         """Note that in these environments every agent acts next and nothing is over."""

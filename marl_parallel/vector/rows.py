@@ -32,6 +32,7 @@ Flags: TypeAlias = tuple[NDArray[np.bool_], NDArray[np.bool_]]
 """Terminations and truncations, `(num_envs, agents)`."""
 
 _NUMBERS = (bool, int, float, complex, np.number, np.bool_)
+_OF_ONE_DTYPE = (bool, int, float, np.floating, np.integer, np.bool_)  # types whose values have one dtype; int mostly
 
 
 class AgentRows:
@@ -220,48 +221,54 @@ def with_env_flags(arrays: Arrays, agents: NDArray[np.bool_]) -> Flags:
 
 def vector_infos(infos: Iterable[tuple[int, Mapping[Any, Any]]], num_rows: int) -> dict[Any, Any]:
     """One dict of arrays over all rows, from some rows and their infos."""
-    by_key: dict[Any, dict[int, Any]] = {}
+    by_key: dict[Any, tuple[list[int], list[Any]]] = {}
     for row, info in infos:
         for key, value in info.items():
-            by_key.setdefault(key, {})[row] = value
+            if key not in by_key:
+                by_key[key] = [], []
+            rows, values = by_key[key]
+            rows.append(row)
+            values.append(value)
     result: dict[Any, Any] = {}
-    for key, values in by_key.items():
+    for key, (rows, values) in by_key.items():
         mask = np.zeros(num_rows, np.bool_)
-        mask[[*values]] = True
+        mask[rows] = True
         joined: Any = None
         if key != FINAL_OBS:  # observations, which are easier to use one by one
-            if all(isinstance(value, dict) for value in values.values()):
-                joined = vector_infos(values.items(), num_rows)
-            else:
-                joined = _of_numbers([*values], [*values.values()], num_rows)
+            types = {*map(type, values)}
+            if all(issubclass(one, dict) for one in types):
+                joined = vector_infos(zip(rows, values), num_rows)
+            elif all(issubclass(one, np.ndarray) for one in types) or all(issubclass(one, _NUMBERS) for one in types):
+                joined = _of_numbers(rows, values, types, num_rows)
         if joined is None:
             joined = np.empty(num_rows, object)  # of None
-            for row, value in values.items():
+            for row, value in zip(rows, values):
                 joined[row] = value
         result[key], result[f"_{key}"] = joined, mask
     return result
 
 
-def _of_numbers(rows: list[int], values: list[Any], num_rows: int) -> NDArray[Any] | None:
+def _of_numbers(rows: list[int], values: list[Any], types: set[type], num_rows: int) -> NDArray[Any] | None:
     """An array of numbers, or of arrays of one shape; None if one array cannot hold the values unchanged."""
-    if not all(isinstance(value, (np.ndarray, *_NUMBERS)) for value in values):
-        return None
-    arrays = [np.asarray(value) for value in values]
-    several = len({array.shape for array in arrays}) > 1 or len({isinstance(v, np.ndarray) for v in values}) > 1
-    if several or any(array.dtype.hasobject for array in arrays):
-        return None
-    try:
-        dtype = np.result_type(*{array.dtype for array in arrays})
-    except TypeError:
-        return None
-    for array in arrays:  # numbers must stay numbers, and large whole ones the same
-        if dtype.kind in "US" and array.dtype.kind != dtype.kind:
+    of_one_dtype = len(types) == 1 and issubclass(type(values[0]), _OF_ONE_DTYPE)
+    arrays: Any = np.asarray(values) if of_one_dtype else None
+    if arrays is None or (int in types and arrays.dtype.kind != "i"):
+        arrays = [np.asarray(value) for value in values]
+        if len({array.shape for array in arrays}) > 1 or any(array.dtype.hasobject for array in arrays):
             return None
-        if array.dtype.kind in "iu" and array.dtype != dtype:
-            with np.errstate(invalid="ignore"):
-                if not np.array_equal(array.astype(dtype).astype(array.dtype), array):
-                    return None
-    joined = np.zeros((num_rows, *arrays[0].shape), dtype)
+        try:
+            dtype = np.result_type(*{array.dtype for array in arrays})
+        except TypeError:
+            return None
+        for array in arrays:  # numbers must stay numbers, and large whole ones the same
+            if dtype.kind in "US" and array.dtype.kind != dtype.kind:
+                return None
+            if array.dtype.kind in "iu" and array.dtype != dtype:
+                with np.errstate(invalid="ignore"):
+                    if not np.array_equal(array.astype(dtype).astype(array.dtype), array):
+                        return None
+        arrays = np.array(arrays, dtype)
+    joined = np.zeros((num_rows, *arrays.shape[1:]), arrays.dtype)
     joined[rows] = arrays
     return joined
 
@@ -318,7 +325,7 @@ def _placed(
 def agent_info(env_id: int, infos: Mapping[Any, Any], agent: AgentID) -> Mapping[Any, Any]:
     """The info of one agent; empty if it is missing or None. Raises `ValueError` if it is no dict."""
     info = infos.get(agent)
-    if info is not None and not isinstance(info, Mapping):
+    if type(info) is not dict and info is not None and not isinstance(info, Mapping):
         raise ValueError(f"environment {env_id}: the infos of agent {agent!r} must be a dict, got {info!r}")
     return info or {}
 
