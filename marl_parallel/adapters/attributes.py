@@ -40,11 +40,11 @@ def layers(source: Any) -> Iterator[Any]:
         if id(layer) not in seen:
             seen[id(layer)] = layer
             yield layer
-            beneath = (declared(layer, link) for link in reversed(_LINKS) if _owns(layer, link))
+            beneath = (declared(layer, link) for link in reversed(_LINKS) if owns(layer, link))
             to_visit.extend(inner for inner in beneath if callable(declared(inner, "step")))
 
 
-def _owns(layer: Any, name: str) -> bool:
+def owns(layer: Any, name: str) -> bool:
     """Whether an object or its type defines the attribute, rather than forwards it to another object."""
     return inspect.getattr_static(layer, name, _ABSENT) is not _ABSENT
 
@@ -76,7 +76,7 @@ def has(source: Any, name: str) -> bool:
 
 def assign(source: Any, name: str, value: Any) -> None:
     """Set an attribute on the outermost layer that owns it; `AttributeError` if none does, or all are read-only."""
-    owners = [layer for layer in layers(source) if _owns(layer, name)]
+    owners = [layer for layer in layers(source) if owns(layer, name)]
     if not owners:
         raise AttributeError(f"{_no_layer_has(source, name)}, so it cannot be set")
     for layer in owners:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from gymnasium import Space
 from pettingzoo.utils import conversions  # type: ignore[import-untyped]
 
-from marl_parallel.adapters.attributes import AgentID, declared, layers, spaces_by_agent, spaces_of
+from marl_parallel.adapters.attributes import AgentID, declared, layers, owns, spaces_by_agent, spaces_of
 from marl_parallel.adapters.protocol import Adapter, Dicts, Rules
 
 
@@ -55,9 +55,12 @@ class TurnBasedAECEnv(PettingZooEnv):
     def __init__(self, source: Any) -> None:
         super().__init__(source)
         self._simulator = conversions.turn_based_aec_to_parallel(source)
+        self._selects: Any = None  # the wrapper or simulator that tells whose turn it is; the others forward it slowly
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         observations, infos = super().reset(**keywords)
+        if self._selects is None:
+            self._selects = next((one for one in layers(self.source) if owns(one, "agent_selection")), self.source)
         # PettingZoo's conversion reports whose turn it is with every step, but not with the reset.
         turn, agents = {"active_agent": self.turn()}, {*self._simulator.agents}
         return observations, {key: {**info, **turn} if key in agents else info for key, info in infos.items()}
@@ -67,7 +70,7 @@ class TurnBasedAECEnv(PettingZooEnv):
         return super().step(actions) if self._simulator.agents else ({}, {}, {}, {}, {})
 
     def turn(self) -> AgentID | None:
-        return self.source.agent_selection if self.agents_left() else None
+        return self._selects.agent_selection if self.agents_left() else None
 
 
 def adapt_aec(env: Any) -> PettingZooEnv:

@@ -707,19 +707,18 @@ static char *record_of(const Codec *codec, PyObject *env_id, Py_ssize_t *number)
 /* -- methods ------------------------------------------------------------------------------------------------------ */
 
 PyDoc_STRVAR(write_doc,
-    "write(env_ids, actions, first, turns) -> int\n--\n\n"
-    "Write dicts of actions from the place `first` on, of all agents in order, or of the one whose turn it is. `turns`\n"
-    "has an int32 for each environment, -1 if it is to be left out; None if all agents act in each. Returns the place\n"
-    "where it stopped: Python writes that environment's actions.");
+    "write(env_ids, actions, first, turns, all_count) -> int\n--\n\n"
+    "Write dicts of actions from the place `first` on, of all agents in order, or of the one whose turn it is; other\n"
+    "entries are left out, unless they `all_count`. `turns` has an int32 for each environment, -1 if it is to be left\n"
+    "out; None if all agents act in each. Returns the place where it stopped: Python writes that environment's actions.");
 
-/* Write the action of the one agent whose turn it is; LEFT if the dict has another entry. */
-static Outcome write_turn(const Codec *codec, char *record, PyObject *dict, Py_ssize_t turn) {
-    Py_ssize_t position = 0, agent = turn - 1;
-    PyObject *key, *value;
+/* Write the action of the one agent whose turn it is; LEFT if the dict has none, or others that count. */
+static Outcome write_turn(const Codec *codec, char *record, PyObject *dict, Py_ssize_t turn, int all_count) {
+    Py_ssize_t agent = turn - 1;
     char *header = record + codec->action_header;
-    if (!PyDict_CheckExact(dict) || PyDict_Size(dict) != 1 || !PyDict_Next(dict, &position, &key, &value)) return LEFT;
-    int same = same_key(key, PyTuple_GetItem(codec->agents, agent), keys_of(codec, record) + agent);
-    if (same != 1) return same < 0 ? FAILED : LEFT;
+    if (!PyDict_CheckExact(dict) || (all_count && PyDict_Size(dict) != 1)) return LEFT;
+    PyObject *value = PyDict_GetItemWithError(dict, PyTuple_GetItem(codec->agents, agent));
+    if (value == NULL) return PyErr_Occurred() ? FAILED : LEFT;
     Py_INCREF(value);
     Outcome outcome = write_value(codec, codec->actions.node[agent], record, codec->actions.row[agent], value);
     Py_DECREF(value);
@@ -735,7 +734,9 @@ static PyObject *codec_write(PyObject *self, PyObject *args) {
     PyObject *env_ids, *actions, *turn_bytes;
     Py_ssize_t place, turns = 0;
     char *all_turns = NULL;
-    if (!PyArg_ParseTuple(args, "O!OnO:write", &PyTuple_Type, &env_ids, &actions, &place, &turn_bytes)) return NULL;
+    int all_count;
+    if (!PyArg_ParseTuple(args, "O!OnOp:write", &PyTuple_Type, &env_ids, &actions, &place, &turn_bytes, &all_count))
+        return NULL;
     if (turn_bytes != Py_None && PyBytes_AsStringAndSize(turn_bytes, &all_turns, &turns) < 0) return NULL;
     turns /= (Py_ssize_t)sizeof(int32_t);
     Py_ssize_t size = PyTuple_Size(env_ids);
@@ -752,7 +753,7 @@ static PyObject *codec_write(PyObject *self, PyObject *args) {
         }
         PyObject *of_env = PySequence_GetItem(actions, place);
         if (of_env == NULL) return NULL;
-        Outcome outcome = turn > 0 ? write_turn(codec, record, of_env, turn)
+        Outcome outcome = turn > 0 ? write_turn(codec, record, of_env, turn, all_count)
                                    : write_values(codec, &codec->actions, record, of_env);
         Py_DECREF(of_env);
         if (outcome == FAILED) {

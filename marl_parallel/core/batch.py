@@ -93,8 +93,10 @@ class Batch:
         if codec is not None and not self._all_act:  # elsewhere, actions may have to be left out
             turns = np.array([self._turn(self._slots[env_id]) for env_id in env_ids], np.int32).tobytes()
         while place < len(env_ids):
-            if codec is not None and (place := codec.write(env_ids, actions, place, turns)) == len(env_ids):
-                break
+            if codec is not None:
+                place = codec.write(env_ids, actions, place, turns, not self._pettingzoo)
+                if place == len(env_ids):
+                    break
             env_id, of_env = env_ids[place], actions[place]
             slot = self._slots[env_id]
             if slot.over or type(of_env) is not dict or (self._needs_all and [*of_env] != slot.acting):
