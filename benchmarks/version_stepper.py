@@ -8,7 +8,6 @@ Requests contain the simulators, from this checkout.
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 import multiprocessing
 import os
@@ -38,10 +37,12 @@ class Stepper:
     def __init__(
         self, constructor: Callable[..., Any], num_envs: int, arguments: dict[str, Any], arrays: bool = False
     ) -> None:
+        import marl_parallel
         from marl_parallel import ParallelEnv
         from marl_parallel.vector import PettingZooVecEnv
 
-        if arguments.get("backend") == "auto" and importlib.util.find_spec("marl_parallel.planning") is None:
+        has_plan = Path(marl_parallel.__file__).with_name("planning.py").is_file()
+        if arguments.get("backend") == "auto" and not has_plan:
             arguments = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs are measured on purpose

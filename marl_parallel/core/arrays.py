@@ -50,8 +50,8 @@ class Arrays(NamedTuple):
         present: `(num_envs, n)`, bool: which agents were observed or rewarded.
         acting: `(num_envs, n)`, bool: which agents act next.
         infos: By environment, the infos of its dict, unless all are empty. Not to be changed.
-        observed: `(num_envs, n)`, bool: which agents have an observation.
-        rewarded: `(num_envs, n)`, bool: which agents have a reward.
+        observed: `(num_envs, n)`, bool: which agents have an observation. Not to be changed.
+        rewarded: `(num_envs, n)`, bool: which agents have a reward. Not to be changed.
         flagged: `(num_envs, n)`, bool: which agents have a flag, True or False. Not to be changed.
         plain: If True, all agents are present and act, no flag is set and all infos are empty, as in most steps.
         shared_flags: If True, each agent has the flags of its environment.
@@ -157,6 +157,9 @@ class ArrayBatch(ArrayView):
         # Of environments that were read from dicts: their last observations, and which agents were present.
         self._from_dicts: dict[int, tuple[Mapping[Any, Any], NDArray[np.bool_]]] = {}
         self._reward_spaces = {a: schema.reward_spaces[a] for a in self.agents if a in schema.reward_spaces}
+        self._no, self._no_env = np.zeros(self._shape, np.bool_), np.zeros(self._num_envs, np.bool_)  # to be copied
+        self._everywhere = np.ones(self._shape, np.bool_)
+        self._everywhere.flags.writeable = False
         self._slices_of = functools.lru_cache(8)(layout.actions.slices_of)
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
@@ -165,7 +168,7 @@ class ArrayBatch(ArrayView):
         Raises `ValueError` if one of these has none, an agent is unknown, or an array is not what its space declares.
         """
         batch = self._batch
-        everyone = batch.acting == [self.agents] * self._num_envs
+        everyone = batch.all_act or batch.acting == [self.agents] * self._num_envs
         acting = None if everyone else self.acting()
         ids = batch.env_ids if env_ids is None else env_ids
         try:
@@ -220,8 +223,11 @@ class ArrayBatch(ArrayView):
         if self._in_block and not extras and batch.transitions.all_plain():
             batch.note_plain(range(self._num_envs))
             self._from_dicts.clear()
-            rewards = batch.transitions.rewards.copy()
-            return self._with_vectors(self._uniform(self._all_observations(), rewards, True))
+            no, of_envs, everywhere = self._no.copy, self._no_env.copy, self._everywhere
+            return self._with_vectors(Arrays(
+                self._all_observations(), batch.transitions.rewards.copy(), no(), no(), of_envs(), of_envs(),
+                everywhere.copy(), everywhere.copy(), {}, everywhere, everywhere, everywhere, True, True,
+            ))  # fmt: skip
         if not self._in_block:
             return self.read_some(batch.env_ids, extras, self._empty())
         left = [env_id for env_id, more in extras.items() if type(more) is not dict or more.keys() - _INFOS]
@@ -233,23 +239,17 @@ class ArrayBatch(ArrayView):
                 del self._from_dicts[env_id]
         return self.read_some(left, extras, arrays._replace(infos=infos))
 
-    def _uniform(self, observations: list[Any], rewards: NDArray[np.float64], there: bool) -> Arrays:
-        """All agents are present and act, or none; no flag is set."""
-        present, acting, observed, rewarded, flagged = np.full((5, *self._shape), there)
-        terminations, truncations = np.zeros((2, *self._shape), np.bool_)
-        terminated, truncated = np.zeros((2, self._num_envs), np.bool_)
-        return Arrays(
-            observations, rewards, terminations, truncations, terminated, truncated,
-            present, acting, {}, observed, rewarded, flagged, there, there,
-        )  # fmt: skip
-
     def _empty(self, observations: list[Any] | None = None) -> Arrays:
         """No agent is present; the observations are zeros unless passed."""
         if observations is None:
             observations = [stacking.zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
         vectors = {a: np.zeros((self._num_envs, *(s.shape or ())), s.dtype) for a, s in self._reward_spaces.items()}
-        arrays = self._uniform(observations, np.zeros(self._shape), False)
-        return arrays._replace(vectors=vectors, vectored=np.zeros(self._shape, np.bool_) if vectors else None)
+        terminations, truncations, present, acting, observed, rewarded, flagged = np.zeros((7, *self._shape), np.bool_)
+        return Arrays(
+            observations, np.zeros(self._shape), terminations, truncations, self._no_env.copy(), self._no_env.copy(),
+            present, acting, {}, observed, rewarded, flagged,
+            vectors=vectors, vectored=self._no.copy() if vectors else None,
+        )  # fmt: skip
 
     def _from_block(self) -> Arrays:
         """All but the infos, as they are in the block."""

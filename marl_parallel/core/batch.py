@@ -74,7 +74,7 @@ class Batch:
         self._needs_all = self._pettingzoo or needs_all_actions
         self._local_modules = local_modules
         self.views: WeakSet[ArrayBatch] = WeakSet()
-        self._all_act = False  # whether `note_plain` has been called for all slots and nothing has changed since
+        self.all_act = False  # whether `note_plain` has been called for all slots and nothing has changed since
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class Batch:
         """
         pickled: dict[int, bytes] = {}
         codec, turns, place = None if self.checks else self._codec, None, 0
-        if codec is not None and not self._all_act:  # elsewhere, actions may have to be left out
+        if codec is not None and not self.all_act:  # elsewhere, actions may have to be left out
             turns = np.array([self._turn(self._slots[env_id]) for env_id in env_ids], np.int32).tobytes()
         while place < len(env_ids):
             if codec is not None:
@@ -164,11 +164,11 @@ class Batch:
     ) -> list[list[Any]]:
         columns: list[list[Any]]
         *columns, left, masked, turns = self._codec.read(env_ids, extras, self.copies, only_infos)
-        if len(left) < len(env_ids) and not self._all_act:
+        if len(left) < len(env_ids) and not self.all_act:
             others = {*left}
             self.note_plain([env_id for place, env_id in enumerate(env_ids) if place not in others])
         for place, agent in turns:
-            self._all_act = False
+            self.all_act = False
             self._slots[env_ids[place]].acting = [self.layout.agents[agent]]
         if extras:
             others = {*left}
@@ -178,7 +178,7 @@ class Batch:
             for column, values in zip(columns[4:] if only_infos else columns, [one] if only_infos else one):
                 column[place] = values
         for place in masked:
-            self._all_act = False
+            self.all_act = False
             infos = columns[4][place]
             self._note_masks(self._slots[env_ids[place]], {"infos": infos}, infos, ended=False)
         return columns
@@ -186,7 +186,7 @@ class Batch:
     def _read_one(self, env_id: int, extras: Any, *, only_infos: bool = False) -> Any:
         """The five dicts of one environment, or as of `read_infos`; updates the slot."""
         slot = self._slots[env_id]
-        self._all_act = False
+        self.all_act = False
         if type(extras) is Snapshot:
             dicts, slot.acting, slot.alive, slot.over, slot.masks = extras
             return dicts
@@ -200,13 +200,13 @@ class Batch:
 
     def note_plain(self, env_ids: Sequence[int]) -> None:
         """Note that in these environments every agent acts next and nothing is over."""
-        if self._all_act:
+        if self.all_act:
             return
         for env_id in env_ids:
             slot = self._slots[env_id]
             slot.acting = slot.alive = self.transitions.agents
             slot.over, slot.masks = False, None
-        self._all_act = len(env_ids) == len(self._slots)
+        self.all_act = len(env_ids) == len(self._slots)
 
     def snapshot(self, env_id: int, extras: Any) -> Snapshot:
         """The transition of one environment in memory of its own; does not update the slot."""

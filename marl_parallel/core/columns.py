@@ -275,7 +275,10 @@ class AgentColumns:
         for column, positions in self.groups:
             agents = [self.agents[position] for position in positions]
             of_group: list[Any] = [values.get(agent) for agent in agents]
-            if {*map(type, of_group)} == {np.ndarray} and len({(array.dtype, array.shape) for array in of_group}) == 1:
+            same = {*map(type, of_group)} == {np.ndarray}
+            for array in of_group if same else ():  # quicker than a set of dtypes and shapes
+                same &= array.dtype == of_group[0].dtype and array.shape == of_group[0].shape
+            if same:
                 with contextlib.suppress(Mismatch):  # one by one finds which
                     # `np.stack` would cost more than all the rest.
                     column.write_stacked(slice(None), np.array(of_group).swapaxes(0, 1))

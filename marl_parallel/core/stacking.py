@@ -117,6 +117,8 @@ def clear(stacked: Any, place: Any) -> None:
 
 def column(stacked: Any, row: int) -> Any:
     """The values at one place of the second axis: views; values of no fixed form as a tuple."""
+    if type(stacked) is np.ndarray and not stacked.dtype.hasobject:  # the most frequent
+        return stacked[:, row]
     return tree_map(lambda array: tuple(array[:, row]) if array.dtype.hasobject else array[:, row], stacked)
 
 
