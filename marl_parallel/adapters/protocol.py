@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -22,7 +23,7 @@ Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[An
 
 ALL, COMMON = "__all__", "__common__"
 
-_FIVE_DICTS = [dict] * 5
+_DICTS = {dict, defaultdict}  # PettingZoo's conversions return rewards in the other one
 _RESERVED = {ALL: "the key of the flags of the whole episode", COMMON: "the key of the infos of the whole environment"}
 _EXPECTED = {
     "reset": (2, "two dicts keyed by agent, (observations, infos)"),
@@ -273,7 +274,7 @@ class Adapter(MultiAgentEnv):
         except TypeError as error:
             self._check_call(error, "step", actions)
             raise
-        if type(result) is not tuple or [*map(type, result)] != _FIVE_DICTS:
+        if type(result) is not tuple or len(result) != 5 or not _DICTS.issuperset(map(type, result)):
             result = self._dicts("step", self._by_agent(result))
         return result
 

@@ -90,7 +90,7 @@ enum { SOME = 0, ALL_IN_ORDER = 1 };
 enum { NP_FALSE_CODE = 2, TYPE_OF_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
 
-static PyObject *name_fast, *name_infos, *name_metadata, *time_monotonic;
+static PyObject *name_fast, *name_infos, *name_metadata, *time_monotonic, *defaultdict;
 static const char action_mask[] = "action_mask";
 static PyArray_Descr *int64_dtype, *double_dtype;
 
@@ -524,6 +524,11 @@ static PyObject *read_infos(const Codec *codec, char *record, int *has_mask) {
 
 /* -- the dicts of all agents -------------------------------------------------------------------------------------- */
 
+/* Whether an object is a dict that Python iterates over as this file does; PettingZoo's conversions return the other. */
+static int is_dict(PyObject *object) {
+    return PyDict_CheckExact(object) || (PyObject *)Py_TYPE(object) == defaultdict;
+}
+
 /* Whether a key equals one of ours, which it replaces in `used`, if there is one, for the next time. */
 static int same_key(PyObject *key, PyObject *own, PyObject **used) {
     if (key == own || (used != NULL && key == *used)) return 1;
@@ -546,7 +551,7 @@ static PyObject **keys_of(const Codec *codec, const char *record) {
 
 /* The values of a dict whose keys are all agents in order, as borrowed references; LEFT for any other object. */
 static Outcome values_in_order(const Codec *codec, PyObject *dict, PyObject **values, PyObject **keys) {
-    if (!PyDict_CheckExact(dict) || PyDict_Size(dict) != codec->n) return LEFT;
+    if (!is_dict(dict) || PyDict_Size(dict) != codec->n) return LEFT;
     Py_ssize_t position = 0;
     PyObject *key, *value;
     for (Py_ssize_t i = 0; i < codec->n && PyDict_Next(dict, &position, &key, &value); i++) {
@@ -566,7 +571,7 @@ static int is_false_array(PyObject *flag) {
 
 /* Check that all flags are False and of one type; `__all__` may come last. `code` is that of flags before, or -1. */
 static Outcome check_flags(const Codec *codec, PyObject *flags, int *code, PyObject **keys) {
-    if (!PyDict_CheckExact(flags)) return LEFT;
+    if (!is_dict(flags)) return LEFT;
     Py_ssize_t size = PyDict_Size(flags), position = 0;
     PyObject *key, *value;
     if (size != codec->n && size != codec->n + 1) return LEFT;
@@ -1262,12 +1267,18 @@ PyMODINIT_FUNC PyInit__codec(void) {
     if (time == NULL) return NULL;
     time_monotonic = PyObject_GetAttrString(time, "monotonic");
     Py_DECREF(time);
+    PyObject *collections = PyImport_ImportModule("collections");
+    if (collections == NULL) return NULL;
+    defaultdict = PyObject_GetAttrString(collections, "defaultdict");
+    Py_DECREF(collections);
     name_fast = PyUnicode_InternFromString("fast");
     name_infos = PyUnicode_InternFromString("infos");
     name_metadata = PyUnicode_InternFromString("metadata");
     int64_dtype = PyArray_DescrFromType(NPY_INT64);
     double_dtype = PyArray_DescrFromType(NPY_DOUBLE);
-    if (time_monotonic == NULL || name_fast == NULL || name_infos == NULL || name_metadata == NULL) return NULL;
+    if (time_monotonic == NULL || defaultdict == NULL || name_fast == NULL || name_infos == NULL ||
+        name_metadata == NULL)
+        return NULL;
     PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&codec_spec);
     if (module == NULL || type == NULL || PyModule_AddObject(module, "Codec", type) < 0) {
         Py_XDECREF(module);

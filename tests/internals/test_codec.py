@@ -7,7 +7,7 @@ import functools
 import gc
 import struct
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +16,9 @@ from gymnasium import spaces
 from helpers.comparison import assert_same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mpe2 import simple_spread_v3
+from pettingzoo.classic import connect_four_v3
+from pettingzoo.sisl import multiwalker_v9
 
 import marl_parallel
 from marl_parallel import EnvError, MultiAgentEnv, ParallelEnv, Rules
@@ -26,6 +29,7 @@ from marl_parallel.core import codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import TransitionRecords
 from marl_parallel.core.transition import Transition
+from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
 AGENTS = ["a", "b", 3]
@@ -89,6 +93,7 @@ class Outcome:
         action_spaces: Any,
         actions: Any,
         turns: Any = None,
+        only_acting: bool = True,
         rules: Rules = Rules.DICT,
         **keywords: Any,
     ) -> None:
@@ -112,8 +117,8 @@ class Outcome:
             with ParallelEnv(constructors, backend="serial", seed=3, adapter=adapter, **keywords) as env:
                 self.results.append(copy.deepcopy(env.reset()))
                 for of_envs in actions:
-                    if turns:
-                        of_envs = [{a: one[a] for a in acting} for one, acting in zip(of_envs, env.acting)]
+                    if turns and only_acting:
+                        of_envs = [{a: one[a] for a in acting if a in one} for one, acting in zip(of_envs, env.acting)]
                     try:
                         self.results.append(copy.deepcopy((env.step(of_envs), env.acting, env.action_masks)))
                     except Exception as error:
@@ -212,7 +217,10 @@ def transitions(draw: st.DrawFn, declared: list[spaces.Space[Any]]) -> Any:
         infos = draw(
             st.sampled_from([{}, {**infos, "else": {}}, {**infos, "__common__": {"t": 1}}, dict([*infos.items()][1:])])
         )
-    dicts: Any = seen, rewards, *flags, infos
+    kinds: Any = [dict] * 12 + [functools.partial(defaultdict, int), OrderedDict]
+    dicts: Any = (*(draw(st.sampled_from(kinds))(one) for one in (seen, rewards, *flags)), infos)
+    if isinstance(infos, dict):
+        dicts = *dicts[:4], draw(st.sampled_from(kinds))(infos)
     return draw(st.sampled_from([dicts] * 9 + [[*dicts]]))
 
 
@@ -250,7 +258,8 @@ def test_any_turns(rules, data):
     action = data.draw(st.sampled_from([2, np.int64(1), np.array(0), 7, None, "x"]))
     steps = [[dict.fromkeys(AGENTS, action if data.draw(few) else 1)] * 2 for _ in range(5)]
     arguments = {"scripts": scripts, "declared": declared, "actions": steps, "turns": turns, "rules": rules}
-    assert_equal_with_both(data.draw(st.booleans()), action_spaces=[spaces.Discrete(3)] * 3, **arguments)
+    arguments |= {"action_spaces": [spaces.Discrete(3)] * 3, "only_acting": data.draw(st.booleans())}
+    assert_equal_with_both(data.draw(st.booleans()), **arguments)
 
 
 def test_plain_turns_stay_in_compiled_code(monkeypatch):
@@ -512,6 +521,27 @@ def test_damaged_infos(tokens, excess):
     except ValueError as damaged:
         error = str(damaged)
     assert error in ("", "the infos in the block are damaged")
+
+
+@pytest.mark.parametrize("make_env", [simple_spread_v3.parallel_env, multiwalker_v9.parallel_env, connect_four_v3.env])
+def test_real_environments_stay_in_compiled_code(make_env, monkeypatch):
+    """Python completes the last step of an episode, and no other one."""
+    completed = []
+    go_on = Worker._go_on
+
+    def note(worker: Worker, *left: Any) -> Any:
+        completed.append(left)
+        return go_on(worker, *left)
+
+    monkeypatch.setattr(Worker, "_go_on", note)
+    with ParallelEnv([make_env] * 2, backend="serial") as env:
+        env.reset()
+        ends = 0
+        for _ in range(30):
+            actions = [{agent: env.action_space[agent].sample() for agent in acting} for acting in env.acting]
+            *_, terminateds, truncateds, _ = env.step(actions)
+            ends += sum(flags["__all__"] for flags in (*terminateds, *truncateds))
+    assert len(completed) == ends
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">i8", ">f8"])
