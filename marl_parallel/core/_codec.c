@@ -11,7 +11,8 @@
    several agents share becomes one for each. All offsets, codes and types come from Python (`codec.py`).
 
    A transition is plain if every agent is in every dict, in order and with a value that fits its column; all rewards
-   are numbers of one type, all flags False and of one type, and all infos dicts. All agents act next, or one does whose
+   are numbers of one type, all flags False and of one type, and all infos dicts. There may be no infos at all, and no
+   flags but `__all__`. All agents act next, or one does whose
    turn it is: a `turn` is 0 for all agents, and else the agent's place plus one. Keys count as equal if they are the
    same object, or strings or integers that are equal.
 
@@ -73,8 +74,8 @@ typedef struct {
     Py_ssize_t floats;         /* so many of the reward types are floats; the others are integers */
     PyObject *np_bool;         /* the type */
     PyObject *np_false;
-    PyObject *no_values, *no_flags, *no_np_flags; /* dicts of all agents, copied for each environment */
-    int everywhere, infos_bit, acting_bit; /* the presence of an agent in a plain transition; its bits */
+    PyObject *no_values, *no_flags, *no_np_flags, *only_all; /* dicts, copied for each environment */
+    int everywhere, infos_bit, flag_bits, acting_bit; /* the presence of an agent in a plain transition; its bits */
     int64_t step_activity;
     PyObject **values;         /* of one dict, by agent */
     PyObject **keys;           /* by record and agent: the key that a simulator used last; comparing strings is slow */
@@ -85,7 +86,8 @@ typedef struct {
 } Codec;
 
 /* As in `records.py`. */
-enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };
+enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, NO_INFOS = 16, ONLY_ALL = 32, UNKNOWN = 0xC4 };
+enum { REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };
 enum { SOME = 0, ALL_IN_ORDER = 1 };
 enum { NP_FALSE_CODE = 2, TYPE_OF_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
@@ -569,11 +571,17 @@ static int is_false_array(PyObject *flag) {
            *(npy_bool *)PyArray_DATA(array) == 0;
 }
 
-/* Check that all flags are False and of one type; `__all__` may come last. `code` is that of flags before, or -1. */
-static Outcome check_flags(const Codec *codec, PyObject *flags, int *code, PyObject **keys) {
+/* Check that all flags are False and of one type; `__all__` may come last, or alone, which is counted in `only_all`.
+   `code` is that of flags before, or -1. */
+static Outcome check_flags(const Codec *codec, PyObject *flags, int *code, int *only_all, PyObject **keys) {
     if (!is_dict(flags)) return LEFT;
     Py_ssize_t size = PyDict_Size(flags), position = 0;
     PyObject *key, *value;
+    if (size == 1 && PyDict_Next(flags, &position, &key, &value) && same_key(key, codec->all, NULL) == 1) {
+        *only_all += 1;
+        return value == Py_False ? DONE : LEFT;
+    }
+    position = 0;
     if (size != codec->n && size != codec->n + 1) return LEFT;
     for (Py_ssize_t i = 0; i < size && PyDict_Next(flags, &position, &key, &value); i++) {
         int same = i < codec->n ? same_key(key, PyTuple_GetItem(codec->agents, i), keys + i)
@@ -625,22 +633,24 @@ static Outcome write_values(const Codec *codec, const Columns *columns, char *re
 /* Write a plain transition; DONE_BUT_INFOS if its infos have to be pickled. */
 static Outcome write_transition(const Codec *codec, char *record, PyObject *dicts, Py_ssize_t turn) {
     Outcome outcome;
-    int flag_code = -1, tag;
+    int flag_code = -1, only_all = 0, tag;
     if (!PyTuple_CheckExact(dicts) || PyTuple_Size(dicts) != 5 || codec->observations.node == NULL) return LEFT;
     PyObject *terminateds = PyTuple_GetItem(dicts, 2), *truncateds = PyTuple_GetItem(dicts, 3);
     PyObject *infos = PyTuple_GetItem(dicts, 4), **keys = keys_of(codec, record);
-    if ((outcome = check_flags(codec, terminateds, &flag_code, keys)) != DONE) return outcome;
-    if ((outcome = check_flags(codec, truncateds, &flag_code, keys)) != DONE) return outcome;
+    if ((outcome = check_flags(codec, terminateds, &flag_code, &only_all, keys)) != DONE) return outcome;
+    if ((outcome = check_flags(codec, truncateds, &flag_code, &only_all, keys)) != DONE) return outcome;
+    if (only_all == 1) return LEFT;
+    if (only_all) flag_code = 0;
     if (!PyDict_CheckExact(infos)) return LEFT;
     if ((outcome = values_in_order(codec, infos, codec->values, keys)) == FAILED) return outcome;
-    int of_agents = outcome == DONE, are_empty = 1;
+    int of_agents = outcome == DONE, are_empty = 1, none = PyDict_Size(infos) == 0;
     Py_ssize_t position = 0;
     PyObject *key, *info;
     while (PyDict_Next(infos, &position, &key, &info)) {
         if (!PyDict_CheckExact(info)) return LEFT;
         are_empty &= PyDict_Size(info) == 0;
     }
-    if (are_empty && !of_agents) return LEFT;
+    if (are_empty && !of_agents && !none) return LEFT;
     if ((outcome = convert_rewards(codec, PyTuple_GetItem(dicts, 1), &tag, keys)) != DONE) return outcome;
     if ((outcome = write_values(codec, &codec->observations, record, PyTuple_GetItem(dicts, 0))) != DONE)
         return outcome;
@@ -648,7 +658,7 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
     volatile uint64_t *word = (volatile uint64_t *)header;
     size_t n = (size_t)codec->n;
     uint64_t code = PLAIN | (uint64_t)tag << REWARD_SHIFT | (uint64_t)flag_code << FLAG_SHIFT;
-    code |= (uint64_t)turn << TURN_SHIFT;
+    code |= (uint64_t)turn << TURN_SHIFT | (none ? NO_INFOS : 0) | (only_all ? ONLY_ALL : 0);
     if (!are_empty) {
         *word = 0; /* a worker that dies here leaves no code that does not hold */
         code |= write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
@@ -663,7 +673,8 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
             memset(next, flag_code, n);
             next[n] = 0;
         }
-        int presence = are_empty ? codec->everywhere : codec->everywhere & ~codec->infos_bit;
+        int presence = codec->everywhere & ~(are_empty && !none ? 0 : codec->infos_bit);
+        if (only_all) presence &= ~codec->flag_bits;
         memset(next, turn ? presence & ~codec->acting_bit : presence, n);
         if (turn) next[turn - 1] = (char)presence;
         *word = code;
@@ -787,7 +798,7 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
     char *header = record + codec->header;
     uint64_t code = *(uint64_t *)header;
     int tag = (int)(code >> REWARD_SHIFT & 0xFF), flag_code = (int)(code >> FLAG_SHIFT & 0xFF);
-    if (!(code & PLAIN) || code & 0xF4 || (tag & TYPE_OF_TAG) >= PyTuple_Size(codec->reward_types)) return LEFT;
+    if (!(code & PLAIN) || code & UNKNOWN || (tag & TYPE_OF_TAG) >= PyTuple_Size(codec->reward_types)) return LEFT;
     *turn = (Py_ssize_t)(code >> TURN_SHIFT);
     if (*turn > codec->n) return LEFT;
     PyObject *infos = pickled_infos(extras, env_id);
@@ -808,14 +819,14 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
         if (infos == NULL) Py_INCREF(infos = Py_None);
         return PyList_SetItem(lists[4], at, infos) < 0 ? FAILED : DONE;
     }
-    PyObject *no_flags = flag_code ? codec->no_np_flags : codec->no_flags;
+    PyObject *no_flags = code & ONLY_ALL ? codec->only_all : flag_code ? codec->no_np_flags : codec->no_flags;
     PyObject *dicts[5] = {
         read_values(codec, &codec->observations, record, copy), NULL, NULL, NULL, infos,
     };
     if (dicts[0] != NULL) dicts[1] = read_rewards(codec, (const double *)(header + 8), tag);
     if (dicts[1] != NULL) dicts[2] = PyDict_Copy(no_flags);
     if (dicts[2] != NULL) dicts[3] = PyDict_Copy(no_flags);
-    if (dicts[3] != NULL && infos == NULL) dicts[4] = empty_infos(codec);
+    if (dicts[3] != NULL && infos == NULL) dicts[4] = code & NO_INFOS ? PyDict_New() : empty_infos(codec);
     int failed = 0;
     for (int i = 0; i < 5; i++) {
         failed |= dicts[i] == NULL;
@@ -1124,11 +1135,11 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
         PyErr_SetString(PyExc_TypeError, "a Codec is made once, without keywords");
         return -1;
     }
-    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(iii)L(nn)", &PyArray_Type, &block, &codec->stride, &PyTuple_Type,
-                          &agents, &all, &codec->action_header, &codec->header, &actions, &observations,
+    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(iiii)L(nn)", &PyArray_Type, &block, &codec->stride,
+                          &PyTuple_Type, &agents, &all, &codec->action_header, &codec->header, &actions, &observations,
                           &PyTuple_Type, &numbers, &PyTuple_Type, &rewards, &codec->floats, &np_false,
-                          &codec->everywhere, &codec->infos_bit, &codec->acting_bit, &activity, &codec->infos,
-                          &codec->infos_nbytes))
+                          &codec->everywhere, &codec->infos_bit, &codec->flag_bits, &codec->acting_bit, &activity,
+                          &codec->infos, &codec->infos_nbytes))
         return -1;
     codec->step_activity = activity;
     codec->n = PyTuple_Size(agents);
@@ -1147,11 +1158,13 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     codec->no_values = PyDict_New();
     codec->no_flags = PyDict_New();
     codec->no_np_flags = PyDict_New();
+    codec->only_all = PyDict_New();
     if (codec->values == NULL || codec->rewards == NULL || codec->keys == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    if (codec->no_values == NULL || codec->no_flags == NULL || codec->no_np_flags == NULL) return -1;
+    if (codec->no_values == NULL || codec->no_flags == NULL || codec->no_np_flags == NULL || codec->only_all == NULL)
+        return -1;
     for (Py_ssize_t i = 0; i < codec->n; i++) {
         PyObject *agent = PyTuple_GetItem(agents, i);
         if (PyDict_SetItem(codec->no_values, agent, Py_None) < 0 ||
@@ -1159,7 +1172,8 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
             PyDict_SetItem(codec->no_np_flags, agent, np_false) < 0)
             return -1;
     }
-    if (PyDict_SetItem(codec->no_flags, all, Py_False) < 0 || PyDict_SetItem(codec->no_np_flags, all, Py_False) < 0)
+    if (PyDict_SetItem(codec->no_flags, all, Py_False) < 0 || PyDict_SetItem(codec->no_np_flags, all, Py_False) < 0 ||
+        PyDict_SetItem(codec->only_all, all, Py_False) < 0)
         return -1;
     if (codec->n == 0) return 0; /* nothing is plain */
     if (build_columns(&codec->actions, actions, codec->n) < 0) return -1;
@@ -1170,7 +1184,7 @@ static void codec_dealloc(PyObject *self) {
     Codec *codec = (Codec *)self;
     PyTypeObject *type = Py_TYPE(self);
     PyObject *owned[] = {codec->block, codec->agents, codec->all, codec->number_types, codec->reward_types,
-                         codec->np_false, codec->no_values, codec->no_flags, codec->no_np_flags};
+                         codec->np_false, codec->no_values, codec->no_flags, codec->no_np_flags, codec->only_all};
     free_columns(&codec->actions);
     free_columns(&codec->observations);
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_XDECREF(owned[i]);

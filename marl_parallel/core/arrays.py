@@ -19,7 +19,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.columns import write_stacked
-from marl_parallel.core.records import BITS, VECTOR_TAG
+from marl_parallel.core.records import BITS, FLAG_BITS, VECTOR_TAG
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, copied, is_vector, tree_map
 from marl_parallel.core.transition import ALL, are_empty
@@ -138,8 +138,7 @@ class ArrayView:
 
 _INFOS = {"infos", "reset_infos"}
 _OBSERVED, _REWARDED = BITS["observations"], BITS["rewards"]
-_FLAGGED = BITS["terminateds"] | BITS["truncateds"]
-_MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED, _FLAGGED], np.uint8)[:, None, None]
+_MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED, FLAG_BITS], np.uint8)[:, None, None]
 
 
 class ArrayBatch(ArrayView):

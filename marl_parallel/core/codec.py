@@ -42,7 +42,7 @@ def open_codec(layout: Layout, buffer: Any, *, infos_in_block: bool) -> Any:
     block = np.frombuffer(buffer, np.uint8, layout.nbytes)
     headers = layout.action_header, layout.transition_header
     types = NUMBER_TYPES, records.REWARD_TYPES, len(records.FLOATS), np.False_
-    presence = records.EVERYWHERE, records.BITS["infos"], records.BITS["acting"]
+    presence = records.EVERYWHERE, records.BITS["infos"], records.FLAG_BITS, records.BITS["acting"]
     columns = form(layout.actions), form(layout.observations)
     infos = layout.infos, layout.infos_nbytes if infos_in_block else 0
     agents, step = tuple(layout.agents), int(Activity.STEP)

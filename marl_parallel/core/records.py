@@ -87,13 +87,14 @@ class ActionRecords:
 
 # -- codes -------------------------------------------------------------------------------------------------------------
 
-PLAIN, INFOS, FINAL, INFOS_IN_BLOCK = 1, 2, 4, 8
+PLAIN, INFOS, FINAL, INFOS_IN_BLOCK, NO_INFOS, ONLY_ALL = 1, 2, 4, 8, 16, 32
 """Bits of a code: the transition is plain; extras travel pickled (if it is plain, its infos); final observations are in
-the block; infos are in the block, where only compiled code writes and reads them. In plain transitions, the tag of the
-rewards, the code of the flags, and the turn come above these: 0 if all agents act next, else the place of the one that
-does plus one."""
+the block; infos are in the block, where only compiled code writes and reads them; it is plain, but the dict of infos is
+empty; it is plain, but the dicts of flags have nothing but `__all__`. In plain transitions, the tag of the rewards, the
+code of the flags, and the turn come above these: 0 if all agents act next, else the place of the one that does plus
+one."""
 REWARD_SHIFT, FLAG_SHIFT, TURN_SHIFT = 8, 16, 24
-_SHOWS_EXCEPTIONS = np.uint64(2**64 - (1 << TURN_SHIFT) | PLAIN | INFOS | INFOS_IN_BLOCK)
+_SHOWS_EXCEPTIONS = np.uint64(2**64 - (1 << TURN_SHIFT) | PLAIN | INFOS | INFOS_IN_BLOCK | ONLY_ALL)
 """The bits of a code that are `PLAIN` alone if all agents act and there are no infos."""
 
 # The first of each is the most frequent; a reward is stored as a double, exactly, or travels pickled.
@@ -127,6 +128,7 @@ def reward_tag(rewards: Collection[Any]) -> int | None:
 _NAMES = "observations", "rewards", "terminateds", "truncateds", "infos", "alive", "acting", "final_observations"
 BITS = {name: 1 << place for place, name in enumerate(_NAMES)}
 """Bits of an agent's presence: in which dicts it is, and whether it is alive and acts."""
+FLAG_BITS = BITS["terminateds"] | BITS["truncateds"]
 EVERYWHERE = sum(BITS.values()) - BITS["final_observations"]
 """The presence of every agent in a plain transition; without the bit of infos if these travel pickled."""
 
@@ -235,7 +237,11 @@ class TransitionRecords:
             extras["reset_infos"] = reset_infos
         bits = bytes([own | common for own in presence[:n]])
         code = (INFOS if extras else 0) | (FINAL if final is not None else 0)
-        everywhere = EVERYWHERE - BITS["infos"] if extras else EVERYWHERE
+        everywhere = EVERYWHERE - BITS["infos"] if extras or not infos else EVERYWHERE
+        variant = 0 if infos else NO_INFOS
+        if terminateds.keys() == truncateds.keys() == {ALL}:
+            everywhere -= FLAG_BITS
+            variant |= ONLY_ALL
         expected, turn, flag = bytearray((everywhere,)) * n, 0, codes[0][0]
         if len(acting) == 1 < n and acting[0] in places:
             turn = places[acting[0]] + 1
@@ -250,7 +256,7 @@ class TransitionRecords:
             and flag in FALSE_CODES.values()
             and codes[0] == codes[1] == bytes((flag,)) * n + b"\0"
         ):
-            code |= PLAIN | tags[0] << REWARD_SHIFT | flag << FLAG_SHIFT | turn << TURN_SHIFT
+            code |= PLAIN | variant | tags[0] << REWARD_SHIFT | flag << FLAG_SHIFT | turn << TURN_SHIFT
         self._struct.pack_into(self._buffer, self._headers[record], code, *numbers, tags, *codes, bits)
         return extras or None
 

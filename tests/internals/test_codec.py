@@ -204,10 +204,10 @@ def transitions(draw: st.DrawFn, declared: list[spaces.Space[Any]]) -> Any:
         seen[agent] = changed_value(value, draw(st.integers(0, 15))) if draw(few) else value
     reward = draw(st.sampled_from(REWARDS[:5] * 3 + REWARDS))
     rewards = {agent: draw(st.sampled_from(REWARDS)) if draw(few) and draw(few) else reward for agent in agents}
-    flags = []
+    flags, flagged = [], [] if draw(few) else agents
     for _ in range(2):
         flag = draw(st.sampled_from(FLAGS[:1] * 8 + FLAGS[:3]))
-        own = {agent: draw(st.sampled_from(FLAGS)) if draw(few) and draw(few) else flag for agent in agents}
+        own = {agent: draw(st.sampled_from(FLAGS)) if draw(few) and draw(few) else flag for agent in flagged}
         if draw(st.booleans()):
             own["__all__"] = draw(st.sampled_from(FLAGS[:1] * 6 + FLAGS[:4]))
         flags.append(own)
@@ -521,6 +521,23 @@ def test_damaged_infos(tokens, excess):
     except ValueError as damaged:
         error = str(damaged)
     assert error in ("", "the infos in the block are damaged")
+
+
+@pytest.mark.parametrize("infos", [{}, {agent: {} for agent in AGENTS}, {"__common__": {"time": 1}}])
+@pytest.mark.parametrize("flagged", [AGENTS, [*AGENTS, "__all__"], ["__all__"]])
+def test_plain_forms_stay_in_compiled_code(flagged, infos, monkeypatch):
+    """Simulators with dict rules may return no infos at all, and the flags of the environment alone."""
+    plain = *PLAIN_STEP[:2], *[dict.fromkeys(flagged, False)] * 2, infos
+    scripted = functools.partial(Scripted, [plain] * 3, OBSERVATIONS["several"], [spaces.Discrete(3)] * 3)
+    with ParallelEnv([scripted] * 2, backend="serial") as env:
+        env.reset()
+        for name in ("records.TransitionRecords", "records.ActionRecords"):
+            for method in ("read", "write"):
+                monkeypatch.setattr(f"marl_parallel.core.{name}.{method}", None)
+        for _ in range(3):
+            results = env.step([dict.fromkeys(AGENTS, 1)] * 2)
+            flags = [{**dict.fromkeys(flagged, False), "__all__": False}] * 2
+            assert_same([one[1] for one in results], [*PLAIN_STEP[:2], *flags, infos])
 
 
 @pytest.mark.parametrize("make_env", [simple_spread_v3.parallel_env, multiwalker_v9.parallel_env, connect_four_v3.env])
