@@ -428,10 +428,9 @@ class ProcessBackend(Backend):
                 self._spin.take(self._wake, patience)
             else:
                 break
-            new = self._received()
-            if not new:
+            replies += self._received()
+            if len(replies) < at_least:  # a death rings, too
                 self._look_for_deaths()
-            replies += new
         self._interrupted = False
         return replies
 
