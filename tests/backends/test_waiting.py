@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ class Clock:
         self.slept = 0
         monkeypatch.setattr(process, "time", self)
         monkeypatch.setattr(process.os, "sched_yield", lambda: None)
+        monkeypatch.setattr(process.codec, "try_for", None)  # it has a clock of its own
 
     def monotonic(self) -> float:
         return self.now
@@ -74,6 +78,25 @@ def test_patience_ends_a_wait(wait, monkeypatch):
         clock.begin(1.0)
         assert not spin.take(clock, 0.02)
         assert 0.0199 < clock.now - before < 0.03
+
+
+@pytest.mark.parametrize("in_python", [False, True])
+def test_trying_ends_when_it_is_posted_or_in_time(in_python, monkeypatch):
+    if in_python:
+        monkeypatch.setattr(process.codec, "try_for", None)
+    semaphore = process.Semaphore(mmap.mmap(-1, mmap.PAGESIZE), 64)
+    semaphore.init(1)
+    spin = process.Spin("spin", own_cpu=True)
+    assert spin.take(semaphore, 0.0)
+    began = time.monotonic()
+    assert not spin.take(semaphore, 0.05)
+    assert time.monotonic() - began >= 0.05
+    spin.seconds = 20.0
+    poster = threading.Timer(0.05, semaphore.post)  # it needs the GIL while this thread tries
+    poster.start()
+    assert spin.take(semaphore)
+    poster.join()
+    assert time.monotonic() - began < 10.0
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
