@@ -7,13 +7,14 @@
 
    Each function stops at, or leaves out, what is not plain, and says where: Python takes over there. So this file never
    decides what a transition means, and Python alone (`MARL_PARALLEL_PURE=1`) gives equal objects. The bytes are the same
-   too, but for infos: Python pickles them, this file writes those of simple values into the block, where an info that
-   several agents share becomes one for each. All offsets, codes and types come from Python (`codec.py`).
+   too, but for infos: without this file they are pickled, with it those of simple values lie in the block, also of
+   transitions that are not plain (`put_infos`). There, an info that several agents share becomes one for each. All
+   offsets, codes and types come from Python (`codec.py`).
 
    A transition is plain if every agent is in every dict, in order and with a value that fits its column; all rewards
    are numbers of one type, all flags False and of one type, and all infos dicts. There may be no infos at all, and no
-   flags but `__all__`. All agents act next, or one does whose
-   turn it is: a `turn` is 0 for all agents, and else the agent's place plus one. Keys count as equal if they are the
+   flags but `__all__`. All agents act next, or one does whose turn it is: a `turn` is 0 for all agents, and else the
+   agent's place plus one. Keys count as equal if they are the
    same object, or strings or integers that are equal.
 
    Built for the limited API of Python 3.10: one file for all later releases. */
@@ -885,13 +886,28 @@ failed:
     return NULL;
 }
 
-PyDoc_STRVAR(infos_doc, "infos(env_id) -> dict\n--\n\nRead the infos of a record that has them in the block.");
+PyDoc_STRVAR(infos_doc, "infos(env_id)\n--\n\nRead what `put_infos` wrote, or `run`.");
 
 static PyObject *codec_infos(PyObject *self, PyObject *env_id) {
     Py_ssize_t number;
     int has_mask;
     char *record = record_of((Codec *)self, env_id, &number);
     return record == NULL ? NULL : read_infos((Codec *)self, record, &has_mask);
+}
+
+PyDoc_STRVAR(put_infos_doc,
+    "put_infos(env_id, infos) -> bool\n--\n\n"
+    "Write the infos of a record whose header is written next; False if they have to be pickled.");
+
+static PyObject *codec_put_infos(PyObject *self, PyObject *args) {
+    Codec *codec = (Codec *)self;
+    PyObject *env_id, *infos;
+    Py_ssize_t number;
+    if (!PyArg_ParseTuple(args, "OO:put_infos", &env_id, &infos)) return NULL;
+    char *record = record_of(codec, env_id, &number);
+    if (record == NULL) return NULL;
+    *(volatile uint64_t *)(record + codec->header) = 0; /* as in `write_transition` */
+    return PyBool_FromLong(write_infos(codec, record, infos) == DONE);
 }
 
 /* The actions of a record; NULL without an error if some agents have no column. */
@@ -1200,6 +1216,7 @@ static PyMethodDef codec_methods[] = {
     {"write", codec_write, METH_VARARGS, write_doc},
     {"read", codec_read, METH_VARARGS, read_doc},
     {"infos", codec_infos, METH_O, infos_doc},
+    {"put_infos", codec_put_infos, METH_VARARGS, put_infos_doc},
     {"run", codec_run, METH_VARARGS, run_doc},
     {"sums", codec_sums, METH_NOARGS, sums_doc},
     {NULL, NULL, 0, NULL},

@@ -191,7 +191,8 @@ class Batch:
             dicts, slot.acting, slot.alive, slot.over, slot.masks = extras
             return dicts
         read: Any = self.transitions.read_infos if only_infos else self.transitions.read
-        result, slot.acting, slot.alive, ended = read(env_id, extras or {})
+        extras = extras or {}  # `read` adds to it
+        result, slot.acting, slot.alive, ended = read(env_id, extras)
         slot.over = ended and self.mode is not AutoresetMode.SAME_STEP
         infos = result if only_infos else result[4]
         empty = are_empty(infos.values())
@@ -210,9 +211,10 @@ class Batch:
 
     def snapshot(self, env_id: int, extras: Any) -> Snapshot:
         """The transition of one environment in memory of its own; does not update the slot."""
-        dicts, acting, alive, ended = self._own.read(env_id, extras or {})
+        extras = extras or {}  # `read` adds to it
+        dicts, acting, alive, ended = self._own.read(env_id, extras)
         # None for agents without an observation: the block may be overwritten meanwhile.
-        masks = {**dict.fromkeys(acting), **self._pickled_masks(acting, dicts[0], extras or {}, dicts[4], ended)}
+        masks = {**dict.fromkeys(acting), **self._pickled_masks(acting, dicts[0], extras, dicts[4], ended)}
         return Snapshot(dicts, acting, alive, ended and self.mode is not AutoresetMode.SAME_STEP, masks)
 
     def last_known(

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,11 +88,16 @@ class ActionRecords:
 # -- codes -------------------------------------------------------------------------------------------------------------
 
 PLAIN, INFOS, FINAL, INFOS_IN_BLOCK, NO_INFOS, ONLY_ALL = 1, 2, 4, 8, 16, 32
-"""Bits of a code: the transition is plain; extras travel pickled (if it is plain, its infos); final observations are in
-the block; infos are in the block, where only compiled code writes and reads them; it is plain, but the dict of infos is
-empty; it is plain, but the dicts of flags have nothing but `__all__`. In plain transitions, the tag of the rewards, the
-code of the flags, and the turn come above these: 0 if all agents act next, else the place of the one that does plus
-one."""
+"""Bits of a code:
+
+- `PLAIN`: the transition is plain. The tag of the rewards, the code of the flags, and the turn come above these bits: 0
+  if all agents act next, else the place of the one that does plus one.
+- `INFOS`: extras travel pickled; if it is plain, its infos.
+- `FINAL`: final observations are in the block.
+- `INFOS_IN_BLOCK`: infos are in the block, where compiled code writes and reads them; with final observations, a pair
+  of them and those of the automatic reset.
+- `NO_INFOS`, `ONLY_ALL`: plain, but the dict of infos is empty, or both dicts of flags have nothing but `__all__`.
+"""
 REWARD_SHIFT, FLAG_SHIFT, TURN_SHIFT = 8, 16, 24
 _SHOWS_EXCEPTIONS = np.uint64(2**64 - (1 << TURN_SHIFT) | PLAIN | INFOS | INFOS_IN_BLOCK | ONLY_ALL)
 """The bits of a code that are `PLAIN` alone if all agents act and there are no infos."""
@@ -229,16 +234,22 @@ class TransitionRecords:
             add(name, known)
             if len(known) < len(agents):
                 extras[name] = [agent for agent in agents if agent not in places]
+        code, everywhere, variant = FINAL if final is not None else 0, EVERYWHERE, 0 if infos else NO_INFOS
         if ALL not in infos and infos.keys() <= places.keys() and are_empty(infos.values()):
             add("infos", [*infos])
         else:
             extras["infos"] = infos
+        if not infos or "infos" in extras:
+            everywhere -= BITS["infos"]
         if reset_infos and not are_empty(reset_infos.values()):
             extras["reset_infos"] = reset_infos
+        if self._codec is not None and not extras.keys().isdisjoint(("infos", "reset_infos")):
+            value = infos if final is None else (infos, {**(reset_infos or {})})
+            if self._codec.put_infos(record, value):
+                code |= INFOS_IN_BLOCK
+                extras = {name: left for name, left in extras.items() if name not in ("infos", "reset_infos")}
         bits = bytes([own | common for own in presence[:n]])
-        code = (INFOS if extras else 0) | (FINAL if final is not None else 0)
-        everywhere = EVERYWHERE - BITS["infos"] if extras or not infos else EVERYWHERE
-        variant = 0 if infos else NO_INFOS
+        code |= INFOS if extras else 0
         if terminateds.keys() == truncateds.keys() == {ALL}:
             everywhere -= FLAG_BITS
             variant |= ONLY_ALL
@@ -248,7 +259,7 @@ class TransitionRecords:
             expected = bytearray((everywhere - BITS["acting"],)) * n
             expected[turn - 1] = everywhere
         if (
-            code in (0, INFOS)
+            code in (0, INFOS, INFOS_IN_BLOCK)
             and n
             and extras.keys() <= {"infos"}
             and bits == expected
@@ -327,6 +338,8 @@ class TransitionRecords:
         infos: dict[Any, Any]
         if code & INFOS_IN_BLOCK:
             infos = self._codec.infos(record)
+            if code & FINAL:
+                infos, extras["reset_infos"] = cast(tuple[Any, Any], infos)
         else:
             infos = extras["infos"] if "infos" in extras else {agent: {} for agent in agents_in["infos"]}
         if code & FINAL:

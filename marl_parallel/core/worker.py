@@ -182,8 +182,8 @@ class Worker:
         buffer = self._open_block(layout)
         layout.bind(buffer)
         self._actions = ActionRecords(layout, buffer)
-        self._transitions = TransitionRecords(layout, buffer)
         self._codec = open_codec(layout, buffer, infos_in_block=infos_in_block)
+        self._transitions = TransitionRecords(layout, buffer, codec=self._codec)
         self._layout = layout
 
     def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> bytes | None:
