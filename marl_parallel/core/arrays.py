@@ -229,14 +229,12 @@ class ArrayBatch(ArrayView):
             ))  # fmt: skip
         if not self._in_block:
             return self.read_some(batch.env_ids, extras, self._empty())
-        left = [env_id for env_id, more in extras.items() if type(more) is not dict or more.keys() - _INFOS]
+        left = {env_id for env_id, more in extras.items() if type(more) is not dict or more.keys() - _INFOS}
         ids = tuple([env_id for env_id in batch.env_ids if env_id not in left]) if left else batch.env_ids
         arrays = self._from_block()
         infos = {env_id: infos for env_id, infos in zip(ids, batch.read_infos(ids, extras)) if infos is not None}
-        for env_id in [*self._from_dicts]:
-            if env_id not in left:
-                del self._from_dicts[env_id]
-        return self.read_some(left, extras, arrays._replace(infos=infos))
+        self._from_dicts = {env_id: self._from_dicts[env_id] for env_id in self._from_dicts.keys() & left}
+        return self.read_some(sorted(left), extras, arrays._replace(infos=infos))
 
     def _empty(self, observations: list[Any] | None = None) -> Arrays:
         """No agent is present; the observations are zeros unless passed."""

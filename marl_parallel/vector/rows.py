@@ -32,7 +32,8 @@ Flags: TypeAlias = tuple[NDArray[np.bool_], NDArray[np.bool_]]
 """Terminations and truncations, `(num_envs, agents)`."""
 
 _NUMBERS = (bool, int, float, complex, np.number, np.bool_)
-_OF_ONE_DTYPE = (bool, int, float, np.floating, np.integer, np.bool_)  # types whose values have one dtype; int mostly
+# The most frequent types, with the kind of their dtype; integers of Python have several.
+_KINDS = {bool: "b", np.bool_: "b", int: "i", np.int64: "i", float: "f", np.float64: "f", np.float32: "f"}
 
 
 class AgentRows:
@@ -250,9 +251,9 @@ def vector_infos(infos: Iterable[tuple[int, Mapping[Any, Any]]], num_rows: int) 
 
 def _of_numbers(rows: list[int], values: list[Any], types: set[type], num_rows: int) -> NDArray[Any] | None:
     """An array of numbers, or of arrays of one shape; None if one array cannot hold the values unchanged."""
-    of_one_dtype = len(types) == 1 and issubclass(type(values[0]), _OF_ONE_DTYPE)
-    arrays: Any = np.asarray(values) if of_one_dtype else None
-    if arrays is None or (int in types and arrays.dtype.kind != "i"):
+    kind = _KINDS.get(type(values[0])) if len(types) == 1 else None
+    arrays: Any = None if kind is None else np.asarray(values)
+    if kind is None or arrays.dtype.kind != kind:
         arrays = [np.asarray(value) for value in values]
         if len({array.shape for array in arrays}) > 1 or any(array.dtype.hasobject for array in arrays):
             return None

@@ -29,6 +29,11 @@ from marl_parallel.vector.rows import vector_infos
         ([2**70, 1], object),
         ([2**63 + 1, 2**60 + 1], object),
         ([2**63, 2**60], np.float64),
+        ([2**63, 2**64 - 1], np.uint64),
+        ([np.float64(1), np.float64(2)], np.float64),
+        ([np.uint8(1), np.uint8(2)], np.uint8),
+        ([np.int64(-1), np.int64(2)], np.int64),
+        ([True, 2], np.int64),
         ([np.array(["a"]), np.array([1])], object),
     ],
 )
