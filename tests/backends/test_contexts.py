@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -243,6 +244,7 @@ def test_children_of_simulators(fault, build, tmp_path):
 @pytest.mark.whole_machine
 def test_nothing_is_left(start_method, tmp_path):
     def held() -> tuple[Any, ...]:
+        gc.collect()  # what other tests have left in cycles
         shown = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(("marl_parallel", "pymp"))]
         return len(os.listdir("/proc/self/fd")), threading.active_count(), os.listdir("/dev/shm"), shown
 
