@@ -154,6 +154,7 @@ class Semaphore:
 
     __slots__ = ("_nap_ends", "_wait_until", "address", "init", "post", "try_wait")
 
+    address: int  # in this process's memory
     post: Callable[[], int]  # add one; wakes one process that waits
     try_wait: Callable[[], int]  # take one if there is one, as the C function: returns 0 if it did, never blocks
     init: Callable[[int], int]  # set the value; nobody may be waiting

@@ -1,4 +1,5 @@
-/* The fast path of records: plain transitions and actions between Python objects and the block of shared memory.
+/* The fast path of records: plain transitions and actions between Python objects and the block of shared memory. And
+   `try_for`, with which processes wait for each other without sleeping.
 
    A `Codec` does for many environments in one call what `records.py` and `episode.py` do for one:
 

@@ -1,7 +1,8 @@
-"""The compiled fast path of records (`_codec.c`), for a layout; without it, records are read and written one by one.
+"""What is compiled (`_codec.c`): the fast path of records, for a layout, and a wait that does not sleep.
 
-The package is built without it if there is no compiler, and `MARL_PARALLEL_PURE=1` leaves it out. Both ways pass the
-same tests; only with it do infos travel in the block.
+The package is built without it if there is no compiler, and `MARL_PARALLEL_PURE=1` leaves it out. Then Python reads and
+writes records one by one, and waits. Both ways pass the same tests; only with compiled code do infos travel in the
+block.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ except ImportError:
 
 Codec = getattr(_codec, "Codec", None)
 try_for = getattr(_codec, "try_for", None)
-"""Take a semaphore at an address, trying for some seconds; None without compiled code, and where there are none."""
+"""`try_for(address, seconds)` takes a semaphore, trying for so long; None without compiled code, and outside Linux."""
 
 codec = "python" if Codec is None else "c"
 """Which one runs."""

@@ -15,9 +15,9 @@ The form tells whether every agent has an action; if not, `present` tells which 
 which agents are in which dicts, and the types of their numbers.
 
 Most transitions are *plain*: every agent is in every dict and alive, all act or one does, all rewards have one type,
-and no flag is set. Their code has the bit `PLAIN`, and all but the observations and rewards follow from it. Compiled
-code (`codec.py`) reads and writes plain records, with the same bytes; this file takes records of any form, one at a
-time.
+and no flag is set. There may be no infos at all, and no flags but `__all__`. Their code has the bit `PLAIN`, and all
+but the observations and rewards follow from it. Compiled code (`codec.py`) reads and writes plain records, with the
+same bytes; this file takes records of any form, one at a time.
 """
 
 from __future__ import annotations
@@ -280,6 +280,8 @@ class TransitionRecords:
 
     def read(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Rebuild the five dicts of a record, with what an automatic reset adds to the infos.
+
+        The infos of that reset are added to `extras` if they are in the block.
 
         Returns:
             The dicts; the agents that act next, and those that are alive, lists not to be changed; whether the episode
