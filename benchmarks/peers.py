@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -203,15 +205,26 @@ def smarts_parallel(case: Case) -> Iterator[Step]:
 
 
 @contextmanager
-def pufferlib_multiprocessing(case: Case) -> Iterator[Step]:
-    with warnings.catch_warnings():
+def pufferlib_envs(case: Case, **options: Any) -> Iterator[Any]:
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
-        import pufferlib.emulation
-        import pufferlib.vector
+        before = os.getcwd()
+        os.chdir(folder)  # its import leaves a link where it runs
+        try:
+            import pufferlib.emulation
+            import pufferlib.vector
+        finally:
+            os.chdir(before)
 
     creator = functools.partial(pufferlib.emulation.PettingZooPufferEnv, env_creator=case.constructor)
-    kind = pufferlib.vector.Multiprocessing
-    with closing(pufferlib.vector.make(creator, backend=kind, num_envs=case.num_envs, num_workers=case.workers)) as env:
+    options = {"backend": pufferlib.vector.Multiprocessing, "num_workers": case.workers, **options}
+    with closing(pufferlib.vector.make(creator, num_envs=case.num_envs, **options)) as env:
+        yield env
+
+
+@contextmanager
+def pufferlib_multiprocessing(case: Case) -> Iterator[Step]:
+    with pufferlib_envs(case) as env:
         env.reset(seed=SEED)
         yield stepping(env.step, case.rows)
 

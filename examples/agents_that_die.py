@@ -4,14 +4,12 @@
 
 It needs `pip install "marl-parallel[examples]"`. Two archers and two knights share a network,
 and get a reward of 1 for each zombie they kill. An agent that a zombie reaches dies, while the others continue. The
-episode ends when a zombie gets past them. Training must skip the rows of zeros of dead agents:
+episode ends when a zombie gets past them. Rows of dead agents are zeros:
 
-- *acting*, before a step, marks the agents whose actions count. Only these rows are used for training. This excludes
-  the step that resets an environment (`NEXT_STEP`), in which no agent acts.
-- *present*, after a step, marks the agents whose observations are data. At its last step, an agent is present and no
-  longer acting.
+- `acting` marks the agents whose actions count. Only these rows are used for training.
 - A dead agent has *terminated*: the value after its death is 0, even if its team gets more rewards. When the time limit
-  ends an episode, the agents alive are *truncated*: they could have continued, so the value of their last state counts.
+  ends an episode, the agents alive are *truncated*: they could have continued, so the value of their last observation
+  counts. `gae` does both.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from rich.progress import track
 from torch import nn
 from torch.distributions import Categorical
 
-from marl_parallel import make, record_video
-from marl_parallel.vector import PettingZooVecEnv
+from marl_parallel import Current, Rollout, gae, make, record_video
+from marl_parallel.vector import StackedVecEnv
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -80,16 +78,20 @@ class Agents(nn.Module):
         self.actor = network(observation_size + 1, hidden, num_actions, gain=0.01)
         self.critic = network(observation_size + 1, hidden, 1, gain=1.0)
 
-    def seen(self, by_agent: dict[str, np.ndarray]) -> torch.Tensor:
-        """The input of the networks, `(num_envs, agents, size)`, from arrays by agent `(num_envs, ...)`."""
-        values = torch.as_tensor(stacked(by_agent), dtype=torch.float32).flatten(2)
-        return torch.cat([values, self.is_knight.expand(*values.shape[:2], 1)], -1)
+    def seen(self, observations: torch.Tensor) -> torch.Tensor:
+        """The input of the networks, `(..., agents, size)`, from observations `(..., agents, rows, columns)`."""
+        values = observations.float().flatten(-2)
+        return torch.cat([values, self.is_knight.expand(*values.shape[:-1], 1)], -1)
 
     def policy(self, seen: torch.Tensor) -> Categorical:
         return Categorical(logits=self.actor(seen), validate_args=False)
 
     def value(self, seen: torch.Tensor) -> torch.Tensor:
         return self.critic(seen).squeeze(-1)
+
+    @torch.no_grad()
+    def act(self, current: Current) -> np.ndarray:
+        return self.policy(self.seen(torch.from_numpy(current.observations))).sample().numpy()
 
 
 def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequential:
@@ -100,69 +102,17 @@ def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequentia
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-def stacked(by_agent: dict[str, np.ndarray]) -> np.ndarray:
-    """Stack arrays by agent `(num_envs, ...)` to one of `(num_envs, agents, ...)`."""
-    return np.stack(list(by_agent.values()), axis=1)
-
-
-class Rollout:
-    """The collected data, `(steps, envs, agents, ...)`; `seen` has one step more."""
-
-    def __init__(self, num_steps: int, num_envs: int, num_agents: int, size: int) -> None:
-        rows = (num_steps, num_envs, num_agents)
-        self.seen = torch.zeros(num_steps + 1, *rows[1:], size)
-        self.actions, self.rewards = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
-        self.acting, self.terminated, self.over = torch.zeros(3, *rows, dtype=torch.bool)
-
-    def advantages(self, agents: Agents, gamma: float, gae_lambda: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Generalised advantage estimates, and the targets of the critic; meaningless for rows that did not act."""
-        values = agents.value(self.seen)
-        surprises = self.rewards + gamma * values[1:] * ~self.terminated - values[:-1]
-        advantages = torch.zeros_like(surprises)
-        later = torch.zeros_like(surprises[0])
-        for step in reversed(range(len(surprises))):
-            later = advantages[step] = surprises[step] + gamma * gae_lambda * ~self.over[step] * later
-        return advantages, advantages + values[:-1]
-
-
-class Collector:
-    """Steps the environments with the agents' actions, and counts the zombies that were killed."""
-
-    def __init__(self, env: PettingZooVecEnv, agents: Agents, num_steps: int) -> None:
-        self.env, self.agents = env, agents
-        seen = agents.seen(env.reset()[0])
-        self.rollout = Rollout(num_steps, *seen.shape)
-        self.rollout.seen[-1] = seen
-        self.killed = np.zeros(env.num_envs)
-
-    @torch.no_grad()
-    def collect(self) -> list[float]:
-        """Fill the rollout; returns the number of zombies killed in each episode that ended."""
-        rollout, finished = self.rollout, []
-        rollout.seen[0] = rollout.seen[-1]
-        for step in range(len(rollout.actions)):
-            rollout.acting[step] = torch.as_tensor(stacked(self.env.acting))
-            actions = self.agents.policy(rollout.seen[step]).sample()
-            rollout.actions[step] = actions
-            by_agent = dict(zip(self.env.possible_agents, actions.T.numpy()))
-            observations, rewards, terminations, truncations, _ = self.env.step(by_agent)
-            rollout.seen[step + 1] = self.agents.seen(observations)
-            rollout.rewards[step] = torch.as_tensor(stacked(rewards))
-            rollout.terminated[step] = torch.as_tensor(stacked(terminations))
-            rollout.over[step] = rollout.terminated[step] | torch.as_tensor(stacked(truncations))
-            self.killed += stacked(rewards).sum(1)
-            finished += self.killed[self.env.over].tolist()
-            self.killed[self.env.over] = 0.0
-        return finished
-
-
 def update(agents: Agents, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> None:
+    data = rollout.torch()
     with torch.no_grad():
-        advantages, targets = rollout.advantages(agents, args.gamma, args.gae_lambda)
-        log_probs = agents.policy(rollout.seen[:-1]).log_prob(rollout.actions)
-    mask = rollout.acting
-    seen, actions, log_probs = rollout.seen[:-1][mask], rollout.actions[mask], log_probs[mask]
-    advantages, targets = advantages[mask], targets[mask]
+        seen, last_seen = agents.seen(data.observations), agents.seen(data.final_observations[data.done])
+        values, final_values = agents.value(seen), agents.value(last_seen)
+        estimates = gae(rollout.arrays, values.numpy(), final_values.numpy(), args.gamma, args.gae_lambda)
+    acting = data.acting[:-1]
+    advantages, targets = (torch.from_numpy(each)[acting] for each in estimates)
+    seen, actions = seen[:-1][acting], data.actions[acting]
+    with torch.no_grad():
+        log_probs = agents.policy(seen).log_prob(actions)
     for _ in range(args.epochs):
         for part in torch.randperm(len(actions)).chunk(args.minibatches):
             policy = agents.policy(seen[part])
@@ -185,26 +135,25 @@ def train(args: Args) -> tuple[Agents, list[dict[str, float]]]:
         GAME,
         num_envs=args.num_envs,
         env_kwargs={"max_cycles": args.max_cycles},
-        auto_reset="NEXT_STEP",
         seed=1000 * args.seed,
         num_workers=args.num_workers,
     )
-    with PettingZooVecEnv(parallel) as env:
-        first = env.possible_agents[0]
-        size, num_actions = np.prod(env.single_observation_space(first).shape), env.single_action_space(first).n
-        agents = Agents(env.possible_agents, int(size), int(num_actions), args.hidden)
+    with StackedVecEnv(parallel) as env:
+        size, num_actions = np.prod(env.single_observation_space.shape), env.single_action_space.n
+        agents = Agents(env.agents, int(size), int(num_actions), args.hidden)
         optimizer = torch.optim.Adam(agents.parameters(), lr=args.learning_rate, eps=1e-5)
-        collector = Collector(env, agents, args.num_steps)
+        rollout = Rollout(env, args.num_steps)
         updates = max(args.total_steps // (args.num_steps * args.num_envs), 1)
         log: list[dict[str, float]] = []
         start = time.perf_counter()
         for number in track(range(updates), f"seed {args.seed}"):
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - number / updates)
-            finished = collector.collect()
-            update(agents, optimizer, collector.rollout, args)
+            rollout.collect(agents.act)
+            finished = [sum(episode.returns.values()) for episode in rollout.finished_episodes]
+            update(agents, optimizer, rollout, args)
             if finished:
                 steps = (number + 1) * args.num_steps * args.num_envs
-                log.append({"steps": steps, "killed": np.mean(finished), "seconds": time.perf_counter() - start})
+                log.append({"steps": steps, "killed": float(np.mean(finished)), "seconds": time.perf_counter() - start})
     return agents, log
 
 
@@ -223,12 +172,12 @@ def save(log: list[dict[str, float]], args: Args) -> None:
 def record(agents: Agents, args: Args, path: Path) -> None:
     kwargs = {"max_cycles": args.max_cycles, "render_mode": "rgb_array"}
     with make(GAME, num_envs=4, env_kwargs=kwargs, auto_reset="NEXT_STEP", seed=7) as env:
-        nothing = np.zeros(env.observation_space[env.possible_agents[0]].shape)
+        nothing = np.zeros(env.observation_space[env.possible_agents[0]].shape or ())
 
         @torch.no_grad()
         def act(observations: tuple[dict[str, np.ndarray], ...]) -> list[dict[str, int]]:
-            rows = {name: np.stack([one.get(name, nothing) for one in observations]) for name in env.possible_agents}
-            chosen = agents.policy(agents.seen(rows)).sample().tolist()
+            rows = np.stack([[one.get(name, nothing) for name in env.possible_agents] for one in observations])
+            chosen = agents.policy(agents.seen(torch.from_numpy(rows))).sample().tolist()
             return [dict(zip(env.possible_agents, row)) for row in chosen]
 
         record_video(env, path, steps=120, policy=act, fps=15, tile_width=200)

@@ -10,6 +10,7 @@ trains all agents with one pair of networks, and closes it.
 import argparse
 import functools
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +42,9 @@ def vectorised(seed):
 
 
 env, unseen = vectorised(args.seed), vectorised(args.seed + 1000)
+observed: Any = [env.single_observation_space(agent) for agent in env.agents]  # IPPO's annotation names some spaces
 algorithm = IPPO(
-    observation_spaces=[env.single_observation_space(agent) for agent in env.agents],
+    observation_spaces=observed,
     action_spaces=[env.single_action_space(agent) for agent in env.agents],
     agent_ids=env.agents,
     learn_step=learn_step,

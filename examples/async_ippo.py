@@ -23,6 +23,7 @@ import matplotlib
 import numpy as np
 import torch
 import tyro
+from gymnasium.spaces import flatdim
 from rich.progress import track
 from torch import nn
 from torch.distributions import Categorical
@@ -110,15 +111,14 @@ class Rollout:
 
 
 class Collector:
-    """Steps all environments or those that are ready with the agent's actions, and sums returns."""
+    """Steps all environments, or those that are ready, with the agent's actions."""
 
     def __init__(self, env: ParallelEnv, agent: Agent, args: Args, at_once: int) -> None:
         self.env, self.agent, self.at_once = env, agent, at_once
         self.names = env.possible_agents
-        size = env.observation_space[self.names[0]].shape[0]
+        size = flatdim(env.observation_space[self.names[0]])
         self.rollout = Rollout(env.num_envs, args.num_steps, len(self.names), size)
         self.seen = torch.as_tensor(stacked(env.reset()[0]))
-        self.running = np.zeros(env.num_envs)
 
     @torch.no_grad()
     def collect(self) -> list[float]:
@@ -130,7 +130,8 @@ class Collector:
         while self.env.pending:
             batch = self.env.recv(min_envs=min(self.at_once, len(self.env.pending)))
             ids = list(batch.env_ids)
-            finished += self.store(batch, ids, done[ids])
+            finished += [float(np.mean([*episode.returns.values()])) for episode in self.env.finished_episodes]
+            self.store(batch, ids, done[ids])
             done[ids] += 1
             unfinished = [env_id for env_id in ids if done[env_id] < num_steps]
             if unfinished:
@@ -145,12 +146,11 @@ class Collector:
         self.rollout.observations[at], self.rollout.actions[at] = self.seen[ids], actions
         self.env.send([dict(zip(self.names, row)) for row in actions.tolist()], list(env_ids))
 
-    def store(self, batch: StepBatch, ids: list[int], steps: np.ndarray) -> list[float]:
+    def store(self, batch: StepBatch, ids: list[int], steps: np.ndarray) -> None:
         self.seen[ids] = torch.as_tensor(stacked(batch.observations))
         following = self.seen[ids]
-        finished = []
-        for place, (terminated, truncated) in enumerate(zip(batch.terminateds, batch.truncateds)):
-            if terminated["__all__"] or truncated["__all__"]:
+        for place, flags in enumerate(zip(batch.terminateds, batch.truncateds)):
+            if any(flag["__all__"] for flag in flags):
                 # The observation is the first of the next episode; the last of the old one is in the infos.
                 infos = batch.infos[place]
                 last = np.stack([infos[name]["final_obs"] for name in self.names])
@@ -163,11 +163,6 @@ class Collector:
             for each in (batch.terminateds, batch.truncateds)
         )
         self.rollout.terminated[at], self.rollout.over[at] = terminated, terminated | truncated
-        self.running[ids] += self.rollout.rewards[at].mean(-1).numpy()
-        for env_id in np.array(ids)[self.rollout.over[at].all(-1).numpy()]:
-            finished.append(float(self.running[env_id]))
-            self.running[env_id] = 0.0
-        return finished
 
 
 def stacked(dicts: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
@@ -205,7 +200,7 @@ def train(args: Args, way: str) -> list[dict[str, float]]:
         num_workers=args.num_workers,
     ) as env:
         first = env.possible_agents[0]
-        agent = Agent(env.observation_space[first].shape[0], int(env.action_space[first].n), args.hidden)
+        agent = Agent(flatdim(env.observation_space[first]), flatdim(env.action_space[first]), args.hidden)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
         collector = Collector(env, agent, args, args.num_envs if way == "turns" else args.num_envs // 2)
         updates = max(args.total_steps // (args.num_steps * args.num_envs), 1)

@@ -14,7 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before numpy is imported: the other CPUs 
 import numpy as np
 from mpe2 import simple_spread_v3
 
-from marl_parallel import ParallelEnv
+from marl_parallel import FinishedEpisode, ParallelEnv
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 parser.add_argument("--num-envs", type=int, default=64, help="number of environments")
@@ -35,7 +35,7 @@ def policy(observations):
     return [{agent: next(chosen) for agent in by_agent} for by_agent in observations]
 
 
-num_workers = max(os.cpu_count() - 1, 1)
+num_workers = max((os.cpu_count() or 1) - 1, 1)
 with ParallelEnv([simple_spread_v3.parallel_env] * args.num_envs, seed=1, num_workers=num_workers) as env:
     # In turns: the workers wait for the policy, and the policy for the workers.
     observations, infos = env.reset()
@@ -47,13 +47,15 @@ with ParallelEnv([simple_spread_v3.parallel_env] * args.num_envs, seed=1, num_wo
 
     # In two halves: the environments that are ready, at least one half, get new actions while the others step.
     env.reset_async()
-    start, stepped, returns = time.perf_counter(), 0, [0.0] * env.num_envs
+    start, stepped = time.perf_counter(), 0
+    episodes: list[FinishedEpisode] = []
     while stepped < args.steps * env.num_envs:
         batch = env.recv(min_envs=env.num_envs // 2)
+        episodes += env.finished_episodes  # those that ended in these steps
         env.send(policy(batch.observations), batch.env_ids)
-        for env_id, rewards in zip(batch.env_ids, batch.rewards):
-            returns[env_id] += sum(rewards.values())  # 0.0 after a reset
         stepped += len(batch.env_ids)
     env.recv()  # so that nothing is left in flight
     in_halves = stepped / (time.perf_counter() - start)
     print(f"in halves: {in_halves:6,.0f} environment steps per second, {in_halves / in_turns:.2f} times as many")
+    returns = [sum(episode.returns.values()) for episode in episodes]
+    print(f"{len(returns)} episodes in halves, mean return {sum(returns) / max(len(returns), 1):.1f}")

@@ -83,7 +83,7 @@ env = ParallelEnv(
 with env:
     print(f"{env.num_envs} environments on {env.num_workers} workers")
     observations, infos = env.reset()
-    returns, finished, interrupted = [0.0] * env.num_envs, [], 0
+    returns, interrupted = [], 0
     for step in range(args.steps):
         actions = [{agent: env.action_space[agent].sample() for agent in acting} for acting in env.acting]
         observations, rewards, terminateds, truncateds, infos = env.step(actions)
@@ -93,15 +93,10 @@ with env:
             # all agents are truncated, with rewards of 0.0. `infos[env_id]["__common__"]["error"]` is a full report.
             print(f"         step {step}: environments {rebuilt} were rebuilt")
             interrupted += len(rebuilt)
-        for env_id in range(env.num_envs):
-            returns[env_id] += sum(rewards[env_id].values())
-            if terminateds[env_id]["__all__"] or truncateds[env_id]["__all__"]:
-                if env_id not in rebuilt:
-                    finished.append(returns[env_id])
-                returns[env_id] = 0.0
-    print(
-        f"{len(finished)} episodes, mean return {sum(finished) / max(len(finished), 1):.1f}; {interrupted} interrupted"
-    )
+        for episode in env.finished_episodes:
+            if episode.env_id not in rebuilt:
+                returns.append(sum(episode.returns.values()))
+    print(f"{len(returns)} episodes, mean return {sum(returns) / max(len(returns), 1):.1f}; {interrupted} interrupted")
     stats = env.stats()
     print(f"{stats.restarts} restarts, {[worker.restarts for worker in stats.workers]} by worker")
     print(f"{env.num_envs + stats.restarts} engines were started; {len(processes())} processes run, workers included")

@@ -7,8 +7,10 @@ python examples/gymnasium_evolution.py --generations 3
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import numpy as np
+from gymnasium.spaces import flatdim
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from mpe2 import simple_spread_v3
 
@@ -33,7 +35,8 @@ class Linear:
 
 def episode(env: RecordEpisodeStatistics, policy: Linear, weights: np.ndarray, seed: int) -> np.ndarray:
     """The return of each environment, summed over its agents; all environments play the same episode."""
-    observations, _ = env.reset(seed=[seed] * len(weights))
+    seeds: Any = [seed] * len(weights)  # one for each environment, which Gymnasium's annotation lacks
+    observations, _ = env.reset(seed=seeds)
     for _ in range(STEPS):
         observations, _, _, _, infos = env.step(policy.act(weights, observations))
     return infos["episode"]["r"].reshape(len(weights), -1).sum(axis=1)
@@ -49,7 +52,7 @@ def main() -> None:
     # No automatic reset is needed after an episode: the next generation begins with a reset.
     parallel = ParallelEnv([simple_spread_v3.parallel_env] * options.num_envs, "NEXT_STEP", seed=options.seed)
     env = RecordEpisodeStatistics(GymnasiumVectorEnv(parallel))
-    policy = Linear(env.single_observation_space.shape[0], env.single_action_space.n)
+    policy = Linear(flatdim(env.single_observation_space), flatdim(env.single_action_space))
     history = []
     for generation in range(options.generations):
         half = rng.normal(size=(options.num_envs // 2, *policy.mean.shape))

@@ -4,9 +4,9 @@
     python examples/ippo_simple_spread.py --check           three seeds; fails unless they learn
     python examples/ippo_simple_spread.py --video out.gif   also a video of the trained agents
 
-It needs `pip install "marl-parallel[examples]"`. Every agent of every environment is a row of one batch, and one
-network acts for all rows: `GymnasiumVectorEnv` has this form, and the code below is PPO for any Gymnasium vector
-environment. The same `--seed` gives the same returns, with every number of workers.
+It needs `pip install "marl-parallel[examples]"`. `StackedVecEnv` has arrays over environments and agents, `Rollout`
+collects its steps, and one network acts for all agents. The same `--seed` gives the same returns, with every number of
+workers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 import numpy as np
 import torch
 import tyro
-from mpe2 import simple_spread_v3
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.distributions import Categorical
 
-from marl_parallel import ParallelEnv, make, record_video
-from marl_parallel.vector import GymnasiumVectorEnv
+from marl_parallel import Current, Rollout, gae, make, record_video
+from marl_parallel.vector import StackedVecEnv
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -48,8 +48,10 @@ class Args:
     """number of environments"""
     num_workers: int | None = None
     """number of worker processes; by default one per CPU"""
-    backend: str = "process"
+    backend: Literal["process", "serial"] = "process"
     """or "serial": all environments in this process, one after another"""
+    halves: Literal[1, 2] = 1
+    """2: the agents act in one half of the environments while the other half is stepped"""
     total_steps: int = 250_000
     """steps of all environments together"""
     stop_at: float | None = None
@@ -77,7 +79,7 @@ class Args:
 
 
 class Agent(nn.Module):
-    """The networks that all agents share: a policy and a value of one agent's observation."""
+    """The networks that all agents share: a policy, and the value of one agent's observation."""
 
     def __init__(self, observation_size: int, num_actions: int, hidden: int) -> None:
         super().__init__()
@@ -90,6 +92,10 @@ class Agent(nn.Module):
     def policy(self, observations: torch.Tensor) -> Categorical:
         return Categorical(logits=self.actor(observations), validate_args=False)
 
+    @torch.no_grad()
+    def act(self, current: Current) -> np.ndarray:
+        return self.policy(torch.from_numpy(current.observations)).sample().numpy()
+
 
 def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequential:
     layers = [nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, outputs)]
@@ -99,76 +105,18 @@ def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequentia
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-@dataclass
-class Rollout:
-    """The data of `num_steps` steps, each tensor `(num_steps, rows, ...)`."""
-
-    observations: torch.Tensor
-    following: torch.Tensor
-    actions: torch.Tensor
-    rewards: torch.Tensor
-    terminated: torch.Tensor
-    truncated: torch.Tensor
-
-    @classmethod
-    def empty(cls, num_steps: int, rows: int, observation_size: int) -> Rollout:
-        seen, following = torch.zeros(2, num_steps, rows, observation_size)
-        flat = [torch.zeros(num_steps, rows, dtype=dtype) for dtype in (torch.int64, torch.float32)]
-        return cls(seen, following, *flat, *torch.zeros(2, num_steps, rows, dtype=torch.bool))
-
-    def advantages(self, agent: Agent, gamma: float, gae_lambda: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Generalised advantage estimates, and the targets of the critic.
-
-        An episode that was truncated, here by its limit of 25 steps, could have continued: the value of its last
-        state counts. The last state of a terminated episode has no value. Confusing the two would teach the agents
-        that rewards end at the time limit. No advantage is passed on across either end.
-        """
-        values, expected = agent.value(self.observations), agent.value(self.following)
-        surprises = self.rewards + gamma * expected * ~self.terminated - values
-        goes_on = gamma * gae_lambda * ~(self.terminated | self.truncated)
-        advantages = torch.zeros_like(surprises)
-        later = torch.zeros_like(surprises[0])
-        for step in reversed(range(len(surprises))):
-            later = advantages[step] = surprises[step] + goes_on[step] * later
-        return advantages, advantages + values
-
-
-class Collector:
-    """Steps the environments with the agent's actions, and sums the returns of episodes."""
-
-    def __init__(self, env: GymnasiumVectorEnv, agent: Agent, num_steps: int) -> None:
-        self.env, self.agent = env, agent
-        self.rollout = Rollout.empty(num_steps, env.num_envs, env.single_observation_space.shape[0])
-        self.observations, _ = env.reset()
-        self.running = np.zeros(env.num_envs)
-
-    @torch.no_grad()
-    def collect(self) -> list[float]:
-        """Fill the rollout; returns the agents' returns of the episodes that ended."""
-        rollout, finished = self.rollout, []
-        for step in range(len(rollout.actions)):
-            rollout.observations[step] = torch.as_tensor(self.observations)
-            actions = self.agent.policy(rollout.observations[step]).sample()
-            self.observations, rewards, terminations, truncations, infos = self.env.step(actions.numpy())
-            # If an episode is over, this observation is already the first of the next episode. The observation that
-            # followed the action, the last of the old episode, is in the infos.
-            following, over = self.observations, terminations | truncations
-            if over.any():
-                following = following.copy()
-                following[over] = np.stack(infos["final_obs"][over])
-            rollout.following[step] = torch.as_tensor(following)
-            rollout.actions[step], rollout.rewards[step] = actions, torch.as_tensor(rewards)
-            rollout.terminated[step], rollout.truncated[step] = map(torch.as_tensor, (terminations, truncations))
-            self.running += rewards
-            finished += self.running[over].tolist()
-            self.running[over] = 0.0
-        return finished
+def mean_return(rollout: Rollout) -> float:
+    """Mean return of an agent, over the episodes that ended."""
+    return float(np.mean([list(episode.returns.values()) for episode in rollout.finished_episodes]))
 
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> None:
-    observations, actions = rollout.observations.flatten(0, 1), rollout.actions.flatten()
+    data = rollout.torch()
     with torch.no_grad():
-        advantages, targets = (each.flatten() for each in rollout.advantages(agent, args.gamma, args.gae_lambda))
+        values, final_values = agent.value(data.observations), agent.value(data.final_observations[data.done])
+        estimates = gae(rollout.arrays, values.numpy(), final_values.numpy(), args.gamma, args.gae_lambda)
+        advantages, targets = (torch.from_numpy(each).flatten() for each in estimates)
+        observations, actions = data.observations[:-1].flatten(0, 2), data.actions.flatten()
         log_probs = agent.policy(observations).log_prob(actions)
     for _ in range(args.epochs):
         for part in torch.randperm(len(actions)).chunk(args.minibatches):
@@ -196,8 +144,9 @@ def train(args: Args) -> tuple[Agent, list[dict[str, float]]]:
         num_workers=args.num_workers,
         backend=args.backend,
     )
-    env = GymnasiumVectorEnv(parallel)
+    env = StackedVecEnv(parallel)
     agent = Agent(env.single_observation_space.shape[0], env.single_action_space.n, args.hidden)
+    rollout = Rollout(env, args.num_steps, halves=args.halves)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     log: list[dict[str, float]] = []
     bar = Progress(
@@ -209,11 +158,11 @@ def train(args: Args) -> tuple[Agent, list[dict[str, float]]]:
     with bar:
         task = bar.add_task("", total=updates, seed=args.seed, mean=float("nan"), speed=0.0)
         start = time.perf_counter()
-        collector = Collector(env, agent, args.num_steps)
         for number in range(updates):
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - number / updates)
-            mean = float(np.mean(collector.collect()))
-            update(agent, optimizer, collector.rollout, args)
+            rollout.collect(agent.act)
+            mean = mean_return(rollout)
+            update(agent, optimizer, rollout, args)
             seconds, steps = time.perf_counter() - start, (number + 1) * per_update
             log.append({"steps": steps, "return": mean, "seconds": seconds, "steps_per_second": steps / seconds})
             bar.update(task, advance=1, mean=mean, speed=steps / seconds)
@@ -227,19 +176,17 @@ def train(args: Args) -> tuple[Agent, list[dict[str, float]]]:
 @torch.no_grad()
 def evaluate(agent: Agent | None, seed: int, episodes: int) -> float:
     """Mean return of an agent's episode: with the most likely actions, or with random ones if `agent` is None."""
-    with ParallelEnv([simple_spread_v3.parallel_env] * 20, seed=seed) as parallel:
-        env = GymnasiumVectorEnv(parallel)
-        env.action_space.seed(seed)
-        observations, _ = env.reset()
-        total = 0.0
-        for _ in range(25 * episodes // 20):
-            if agent is None:
-                actions = env.action_space.sample()
-            else:
-                actions = agent.actor(torch.as_tensor(observations)).argmax(-1).numpy()
-            observations, rewards, _, _, _ = env.step(actions)
-            total += rewards.mean() * 20
-    return total / episodes
+    rng = np.random.default_rng(seed)
+
+    def act(current: Current) -> np.ndarray:
+        if agent is None:
+            return rng.integers(5, size=(20, 3))
+        return agent.actor(torch.from_numpy(current.observations)).argmax(-1).numpy()
+
+    with StackedVecEnv(make("mpe2.simple_spread_v3", num_envs=20, env_kwargs={"max_cycles": 25}, seed=seed)) as env:
+        rollout = Rollout(env, 25 * episodes // 20)
+        rollout.collect(act)
+    return mean_return(rollout)
 
 
 def save(runs: dict[int, list[dict[str, float]]], output: Path) -> None:

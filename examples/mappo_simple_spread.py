@@ -2,10 +2,9 @@
 
     python examples/mappo_simple_spread.py
 
-It needs `pip install "marl-parallel[examples]"`. `PettingZooVecEnv` returns arrays by agent, and `state()` the states
-of all environments. The environments reset one step later (`NEXT_STEP`): when an episode is over, `state()` is still
-its last one, so the critic can compute the value of a truncated episode's last state. In the step that resets, no agent
-acts; a mask excludes it from training.
+It needs `pip install "marl-parallel[examples]"`. `StackedVecEnv(with_state=True)` has the observations of all agents
+and the states of all environments. When an episode is over, its last observations and its last state are there, too, so
+that the critic can compute the value of a truncated episode's last state.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from rich.progress import track
 from torch import nn
 from torch.distributions import Categorical
 
-from marl_parallel import make
-from marl_parallel.vector import PettingZooVecEnv
+from marl_parallel import Current, Rollout, gae, make
+from marl_parallel.vector import StackedVecEnv
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -42,8 +41,8 @@ class Args:
     """number of worker processes; by default one per CPU"""
     total_steps: int = 250_000
     """steps of all environments together"""
-    num_steps: int = 130
-    """steps of each environment between updates: five episodes of 25 and their resets"""
+    num_steps: int = 125
+    """steps of each environment between updates: five episodes"""
     epochs: int = 8
     minibatches: int = 8
     learning_rate: float = 1e-3
@@ -61,18 +60,23 @@ class Args:
 class Agents(nn.Module):
     """The networks that all agents share. The critic sees the state of the environment and the agent's observation."""
 
-    def __init__(self, env: PettingZooVecEnv, hidden: int) -> None:
+    def __init__(self, env: StackedVecEnv, hidden: int) -> None:
         super().__init__()
-        first = env.possible_agents[0]
-        (seen,), (whole,) = env.single_observation_space(first).shape, env.env.state_space.shape
-        self.actor = network(seen, hidden, int(env.single_action_space(first).n), gain=0.01)
+        (seen,), (whole,) = env.single_observation_space.shape, env.state_space.shape
+        self.actor = network(seen, hidden, int(env.single_action_space.n), gain=0.01)
         self.critic = network(seen + whole, hidden, 1, gain=1.0)
 
     def policy(self, observations: torch.Tensor) -> Categorical:
         return Categorical(logits=self.actor(observations), validate_args=False)
 
-    def value(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.critic(inputs).squeeze(-1)
+    def value(self, observations: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Values `(..., agents)`, of observations `(..., agents, size)` and states `(..., size)`."""
+        states = states.unsqueeze(-2).expand(*observations.shape[:-1], -1)
+        return self.critic(torch.cat([observations, states], -1)).squeeze(-1)
+
+    @torch.no_grad()
+    def act(self, current: Current) -> np.ndarray:
+        return self.policy(torch.from_numpy(current.observations)).sample().numpy()
 
 
 def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequential:
@@ -83,93 +87,22 @@ def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequentia
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-@dataclass
-class Rollout:
-    """The collected data, `(steps, envs, agents, ...)`; `observations` and `states` have one step more."""
-
-    observations: torch.Tensor
-    states: torch.Tensor
-    actions: torch.Tensor
-    rewards: torch.Tensor
-    terminated: torch.Tensor
-    over: torch.Tensor
-    acting: torch.Tensor
-
-    @classmethod
-    def empty(cls, num_steps: int, env: PettingZooVecEnv) -> Rollout:
-        rows = (num_steps, env.num_envs, env.max_num_agents)
-        observations = torch.zeros(num_steps + 1, *rows[1:], *env.single_observation_space("agent_0").shape)
-        states = torch.zeros(num_steps + 1, env.num_envs, *env.env.state_space.shape)
-        flags = torch.zeros(3, *rows, dtype=torch.bool)
-        return cls(observations, states, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows), *flags)
-
-    @property
-    def inputs(self) -> torch.Tensor:
-        """The critic's input for each agent: its observation and the state of its environment."""
-        states = self.states.unsqueeze(2).expand(*self.observations.shape[:3], -1)
-        return torch.cat([self.observations, states], -1)
-
-    def advantages(self, agents: Agents, gamma: float, gae_lambda: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Generalised advantage estimates, and the targets of the critic.
-
-        The value of the last state counts if the episode was truncated, since it could have continued, and not if it
-        terminated. No advantage is passed on across either end.
-        """
-        values = agents.value(self.inputs)
-        surprises = self.rewards + gamma * values[1:] * ~self.terminated - values[:-1]
-        advantages = torch.zeros_like(surprises)
-        later = torch.zeros_like(surprises[0])
-        for step in reversed(range(len(surprises))):
-            later = advantages[step] = surprises[step] + gamma * gae_lambda * ~self.over[step] * later
-        return advantages, advantages + values[:-1]
-
-
-class Collector:
-    """Steps the environments with the agents' actions, and sums the returns of episodes."""
-
-    def __init__(self, env: PettingZooVecEnv, agents: Agents, num_steps: int) -> None:
-        self.env, self.agents = env, agents
-        self.rollout = Rollout.empty(num_steps, env)
-        self.running = torch.zeros(env.num_envs)
-        observations, _ = env.reset()
-        self.see(-1, observations)
-
-    def see(self, step: int, observations: dict[str, np.ndarray]) -> None:
-        self.rollout.observations[step] = self.stacked(observations)
-        self.rollout.states[step] = torch.as_tensor(self.env.state())
-
-    def stacked(self, by_agent: dict[str, np.ndarray]) -> torch.Tensor:
-        """Stack arrays by agent `(num_envs, ...)` to one of `(num_envs, agents, ...)`."""
-        return torch.as_tensor(np.stack([by_agent[agent] for agent in self.env.possible_agents], axis=1))
-
-    @torch.no_grad()
-    def collect(self) -> list[float]:
-        """Fill the rollout; returns the mean return of an agent for each episode that ended."""
-        rollout, finished = self.rollout, []
-        rollout.observations[0], rollout.states[0] = rollout.observations[-1], rollout.states[-1]
-        for step in range(len(rollout.actions)):
-            rollout.acting[step] = self.stacked(self.env.acting)
-            actions = self.agents.policy(rollout.observations[step]).sample()
-            rollout.actions[step] = actions
-            by_agent = dict(zip(self.env.possible_agents, actions.T.numpy()))
-            observations, rewards, terminations, truncations, _ = self.env.step(by_agent)
-            self.see(step + 1, observations)
-            rollout.rewards[step], rollout.terminated[step] = self.stacked(rewards), self.stacked(terminations)
-            rollout.over[step] = rollout.terminated[step] | self.stacked(truncations)
-            self.running += rollout.rewards[step].mean(-1)
-            ended = rollout.over[step].all(-1)
-            finished += self.running[ended].tolist()
-            self.running[ended] = 0.0
-        return finished
+def mean_return(rollout: Rollout) -> float:
+    """Mean return of an agent, over the episodes that ended."""
+    return float(np.mean([list(episode.returns.values()) for episode in rollout.finished_episodes]))
 
 
 def update(agents: Agents, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> None:
+    data = rollout.torch()
     with torch.no_grad():
-        advantages, targets = rollout.advantages(agents, args.gamma, args.gae_lambda)
-        log_probs = agents.policy(rollout.observations[:-1]).log_prob(rollout.actions)
-    mask = rollout.acting  # excludes steps that reset
-    observations, inputs, actions = rollout.observations[:-1][mask], rollout.inputs[:-1][mask], rollout.actions[mask]
-    advantages, targets, log_probs = advantages[mask], targets[mask], log_probs[mask]
+        values = agents.value(data.observations, data.states)
+        final_values = agents.value(data.final_observations[data.done], data.final_states[data.done])
+        estimates = gae(rollout.arrays, values.numpy(), final_values.numpy(), args.gamma, args.gae_lambda)
+        advantages, targets = (torch.from_numpy(each).flatten(0, 1) for each in estimates)
+        observations, states, actions = (
+            each[: args.num_steps].flatten(0, 1) for each in (data.observations, data.states, data.actions)
+        )
+        log_probs = agents.policy(observations).log_prob(actions)
     for _ in range(args.epochs):
         for part in torch.randperm(len(actions)).chunk(args.minibatches):
             policy = agents.policy(observations[part])
@@ -177,7 +110,7 @@ def update(agents: Agents, optimizer: torch.optim.Optimizer, rollout: Rollout, a
             advantage = advantages[part]
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
             gain = torch.min(ratio * advantage, ratio.clamp(1 - args.clip, 1 + args.clip) * advantage).mean()
-            error = (agents.value(inputs[part]) - targets[part]).square().mean()
+            error = (agents.value(observations[part], states[part]) - targets[part]).square().mean()
             loss = -gain + 0.5 * error - args.entropy * policy.entropy().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -192,21 +125,21 @@ def train(args: Args) -> list[dict[str, float]]:
         "mpe2.simple_spread_v3",
         num_envs=args.num_envs,
         env_kwargs={"max_cycles": 25},
-        auto_reset="NEXT_STEP",
         seed=1000 * args.seed,
         num_workers=args.num_workers,
     )
-    with PettingZooVecEnv(parallel) as env:
+    with StackedVecEnv(parallel, with_state=True) as env:
         agents = Agents(env, args.hidden)
         optimizer = torch.optim.Adam(agents.parameters(), lr=args.learning_rate, eps=1e-5)
-        collector = Collector(env, agents, args.num_steps)
+        rollout = Rollout(env, args.num_steps)
         updates = max(args.total_steps // (args.num_steps * args.num_envs), 1)
         log: list[dict[str, float]] = []
         start = time.perf_counter()
         for number in track(range(updates), f"seed {args.seed}"):
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - number / updates)
-            mean = float(np.mean(collector.collect()))
-            update(agents, optimizer, collector.rollout, args)
+            rollout.collect(agents.act)
+            mean = mean_return(rollout)
+            update(agents, optimizer, rollout, args)
             steps = (number + 1) * args.num_steps * args.num_envs
             log.append({"steps": steps, "return": mean, "seconds": time.perf_counter() - start})
     return log
@@ -227,7 +160,7 @@ def save(log: list[dict[str, float]], args: Args) -> None:
 def main(args: Args) -> None:
     torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
     if args.smoke:
-        args = dataclasses.replace(args, num_envs=4, num_steps=52, total_steps=600)
+        args = dataclasses.replace(args, num_envs=4, num_steps=50, total_steps=600)
     log = train(args)
     save(log, args)
     first, last = (np.mean([row["return"] for row in part]) for part in (log[:3], log[-10:]))

@@ -13,7 +13,7 @@ import time
 import numpy as np
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
 
-from marl_parallel import ParallelEnv
+from marl_parallel import FinishedEpisode, ParallelEnv
 from marl_parallel.vector import PettingZooVecEnv
 
 SHOOT = 4
@@ -36,19 +36,17 @@ def main() -> None:
         started, steps = time.perf_counter(), 0
         for episode in range(options.episodes):
             observations, _ = env.reset(seed=100 * episode)
-            returns = {agent: np.zeros(env.num_envs) for agent in env.possible_agents}
-            lengths = {agent: np.zeros(env.num_envs, int) for agent in env.possible_agents}
+            finished: list[FinishedEpisode] = []
             while env.agents:  # until no agent is left in any environment
                 steps += int((~env.over).sum())
                 actions = {agent: policy(agent, observations[agent], rng) for agent in env.agents}
-                observations, rewards, *_ = env.step(actions)
-                for agent in env.possible_agents:
-                    returns[agent] += rewards[agent]  # 0.0 where the agent is absent
-                    lengths[agent] += env.present[agent]
+                observations, *_ = env.step(actions)
+                finished += env.parallel_env.finished_episodes
             for agent in env.possible_agents:
+                returns, lengths = ([getattr(one, name)[agent] for one in finished] for name in ("returns", "lengths"))
                 print(
-                    f"episode {episode} {agent}: return {returns[agent].mean():.2f}, "
-                    f"lived {lengths[agent].min()} to {lengths[agent].max()} steps"
+                    f"episode {episode} {agent}: return {np.mean(returns):.2f}, "
+                    f"lived {min(lengths)} to {max(lengths)} steps"
                 )
         rate = steps / (time.perf_counter() - started)
         print(f"{options.num_envs} environments in {env.env.num_workers} workers: {rate:,.0f} steps per second")

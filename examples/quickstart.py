@@ -10,6 +10,7 @@ this file.
 import argparse
 import time
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from mpe2 import simple_spread_v3
 
@@ -22,7 +23,7 @@ class Args:
     """number of environments"""
     num_workers: int | None = None
     """number of worker processes; by default the number of usable CPUs"""
-    backend: str = "process"
+    backend: Literal["process", "thread", "serial"] = "process"
     """what workers are: process, thread or serial"""
     steps: int = 1000
     """steps of each environment"""
@@ -52,23 +53,20 @@ with ParallelEnv([make_env] * args.num_envs, seed=args.seed, num_workers=args.nu
         print(f"  {agent}: {space}, {env.observation_space[agent]}")
 
     observations, infos = env.reset()
-    returns, finished, parallel_s = [0.0] * env.num_envs, [], 0.0
+    returns, parallel_s = [], 0.0
     for _ in range(args.steps):
         # `acting` lists the agents that act next in each environment: agents come and go.
         actions = [{agent: env.action_space[agent].sample() for agent in acting} for acting in env.acting]
         start = time.perf_counter()
         observations, rewards, terminateds, truncateds, infos = env.step(actions)
         parallel_s += time.perf_counter() - start
-        for env_id in range(env.num_envs):
-            returns[env_id] += sum(rewards[env_id].values())
-            if terminateds[env_id]["__all__"] or truncateds[env_id]["__all__"]:
-                # The next episode has already begun: `observations` are its first. The last observations of the old
-                # episode, which bootstrapping needs, are in the infos.
-                last = {agent: infos[env_id][agent]["final_obs"] for agent in rewards[env_id]}
-                assert last.keys() == observations[env_id].keys()
-                finished.append(returns[env_id])
-                returns[env_id] = 0.0
-    print(f"{len(finished)} episodes, mean return {sum(finished) / max(len(finished), 1):.1f}")
+        for episode in env.finished_episodes:
+            # The next episode has already begun: `observations` are its first. The last observations of the old
+            # episode, which bootstrapping needs, are in the infos.
+            last = {agent: infos[episode.env_id][agent]["final_obs"] for agent in episode.returns}
+            assert last.keys() == observations[episode.env_id].keys()
+            returns.append(sum(episode.returns.values()))
+    print(f"{len(returns)} episodes, mean return {sum(returns) / max(len(returns), 1):.1f}")
 
 # The same without the package: one environment after the other.
 envs, loop_s = [make_env() for _ in range(args.num_envs)], 0.0

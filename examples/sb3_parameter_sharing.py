@@ -16,11 +16,9 @@ import time
 import torch
 from mpe2 import simple_spread_v3
 from stable_baselines3 import PPO
-from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.vec_env import VecMonitor
 
 from marl_parallel import ParallelEnv
-from marl_parallel.vector import SB3VecEnv
+from marl_parallel.vector import SB3VecEnv, evaluate_policy
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 parser.add_argument("--num-envs", type=int, default=8, help="number of environments")
@@ -29,16 +27,15 @@ parser.add_argument("--timesteps", type=int, default=300_000, help="steps of all
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--smoke", action="store_true", help="a run of a few seconds, too short to learn")
 args = parser.parse_args()
-timesteps, episodes = (5_000, 24) if args.smoke else (args.timesteps, 240)
+timesteps, episodes = (5_000, 8) if args.smoke else (args.timesteps, 80)
 
 make_env = functools.partial(simple_spread_v3.parallel_env, max_cycles=25)
 torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
 
 
 def vectorised(seed):
-    """All environments as one `VecEnv` of Stable-Baselines3, with statistics of episodes."""
-    env = SB3VecEnv(ParallelEnv([make_env] * args.num_envs, seed=seed, num_workers=args.num_workers))
-    return VecMonitor(env)
+    """All environments as one `VecEnv` of Stable-Baselines3, with the return of each agent's episode in its infos."""
+    return SB3VecEnv(ParallelEnv([make_env] * args.num_envs, seed=seed, num_workers=args.num_workers))
 
 
 env, unseen = vectorised(args.seed), vectorised(args.seed + 1000)
@@ -61,10 +58,10 @@ model.learn(timesteps)
 seconds = time.perf_counter() - start
 after, _ = evaluate_policy(model, unseen, n_eval_episodes=episodes, deterministic=False)
 
-print(f"{args.num_envs} environments on {env.unwrapped.env.num_workers} workers, {env.num_envs} rows")
+print(f"{args.num_envs} environments on {env.parallel_env.num_workers} workers, {env.num_envs} rows")
 print(f"{model.num_timesteps:,} timesteps in {seconds:.0f} s: {model.num_timesteps / seconds:,.0f} per second")
 print(f"mean return of an agent's episode, before -> after training: {before:.1f} -> {after:.1f}")
-stats = env.unwrapped.env.stats()
+stats = env.parallel_env.stats()
 print(f"time in simulators: {stats.simulator_s:.0f} s, summed over workers")
 env.close()
 unseen.close()

@@ -78,8 +78,8 @@ for batch, data in enumerate(collector):
             (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
             torch.nn.utils.clip_grad_norm_(loss.parameters(), 1.0)
             optimiser.step()
-    done = data["next", group, "done"]
-    returns.append(data["next", group, "episode_reward"][done].mean().item())
+    over = data["next", "done"].squeeze(-1)  # of environments: an agent that dies is also done before that
+    returns.append(data["next", group, "episode_reward"][over].mean().item())
     if batch % 10 == 9:
         print(f"batch {batch + 1:3}: {returns[-1]:7.2f} per agent and episode")
 collector.shutdown()

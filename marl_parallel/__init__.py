@@ -11,10 +11,14 @@ from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.codec import codec
 from marl_parallel.core.native import NativeSimulator, Received
-from marl_parallel.parallel_env import ParallelEnv, make
+from marl_parallel.making import make
+from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.recording import record_video
+from marl_parallel.rollout import Current, Extra, Rollout, RolloutArrays, gae
 from marl_parallel.types import (
     EnvError,
+    FinishedEpisode,
+    NoSpaceDeclared,
     ParallelEnvError,
     RestartLimitExceeded,
     RestartPolicy,
@@ -34,14 +38,20 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoresetMode",
     "Backend",
+    "Current",
     "EnvError",
+    "Extra",
+    "FinishedEpisode",
     "MultiAgentEnv",
     "NativeSimulator",
+    "NoSpaceDeclared",
     "ParallelEnv",
     "ParallelEnvError",
     "Received",
     "RestartLimitExceeded",
     "RestartPolicy",
+    "Rollout",
+    "RolloutArrays",
     "Rules",
     "Stats",
     "StepBatch",
@@ -49,6 +59,7 @@ __all__ = [
     "WorkerStats",
     "WorkerTimeout",
     "codec",
+    "gae",
     "make",
     "record_video",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,25 +55,44 @@ def for_sample(space: Space[Any], mask: Any) -> Any:
     return None
 
 
-def random_policy(env: Any) -> Callable[[Any], list[dict[Any, Any]]]:
-    """Random actions for a `ParallelEnv`, from copies of its action spaces, whose own generators do not change.
+class ActionSampler:
+    """Random actions of the agents of one environment, by their action masks; the same seed draws the same ones.
 
-    Raises `ValueError` if an agent declares no action space.
+    The generators of `action_spaces` are not used. Each agent has its own, so that its actions do not depend on how
+    often others act.
     """
-    action_space: Any = copy.deepcopy(env.action_space)  # agents need not be strings, as a Dict's keys are declared
-    if action_space is None:
-        raise ValueError("these simulators declare no action spaces to draw random actions from")
-    if missing := [agent for agent in env.possible_agents if agent not in action_space.spaces]:
-        raise ValueError(f"agent {missing[0]!r} declares no action space to draw random actions from")
-    action_space.seed(0)
 
-    def policy(_: Any) -> list[dict[Any, Any]]:
-        return [
-            {agent: action_space[agent].sample(for_sample(action_space[agent], masks.get(agent))) for agent in acting}
-            for acting, masks in zip(env.acting, env.action_masks)
-        ]
+    def __init__(self, action_spaces: Mapping[Any, Space[Any]], seed: int | Sequence[int]) -> None:
+        self.spaces = copy.deepcopy(action_spaces)
+        seeds = np.random.SeedSequence(seed).generate_state(len(self.spaces))
+        for space, number in zip(self.spaces.values(), seeds.tolist()):
+            space.seed(number)
 
-    return policy
+    def sample(self, acting: Iterable[Any], masks: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Actions by agent. A mask that allows nothing, or is not of the space's form, is ignored."""
+        return {agent: self.spaces[agent].sample(for_sample(self.spaces[agent], masks.get(agent))) for agent in acting}
+
+
+def choices_of(space: Space[Any]) -> list[int] | None:
+    """How many choices each part of an action has; None if the space is neither Discrete nor a flat MultiDiscrete."""
+    if isinstance(space, spaces.Discrete):
+        return [int(space.n)]
+    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
+        return [*map(int, space.nvec)]
+    return None
+
+
+def declares_mask(observation_space: Space[Any], action_space: Space[Any]) -> bool:
+    """Whether observations have a mask for an action space whose choices are known."""
+    declared = isinstance(observation_space, spaces.Dict) and KEY in observation_space.spaces
+    return declared and choices_of(action_space) is not None
+
+
+def usable_rows(counts: Sequence[int], masks: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which rows of masks `(rows, sum(counts))` are zeros and ones, and allow a choice in each part of an action."""
+    allowed = np.logical_or.reduceat(masks != 0, np.cumsum([0, *counts[:-1]]), axis=1)
+    usable: NDArray[np.bool_] = ((masks == 0) | (masks == 1)).all(axis=1) & allowed.all(axis=1)
+    return usable
 
 
 def allows_nothing(mask: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import operator
 import os
 import warnings
@@ -12,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
@@ -20,7 +18,6 @@ from marl_parallel.core.backend import Backend
 from marl_parallel.core.construction import missing_arguments
 from marl_parallel.types import RestartPolicy
 
-_CONSTRUCTOR_NAMES = ("parallel_env", "env", "raw_env")  # in a module, in this order
 _POOL_SEEDS = 2**31  # seeds of EnvPool are 32-bit integers with a sign
 _ELEVEN_DAYS_S = 1e6  # in milliseconds, the longest wait that all operating systems take
 
@@ -73,36 +70,6 @@ def _instead(value: Any) -> str:
         names = [name for name in ("parallel_env", "env") if callable(getattr(value, name, None))]
         return f"; pass {value.__name__}.{names[0]}" if names else ""
     return f"; make({value!r}, num_envs=...) takes names" if isinstance(value, str) else ""
-
-
-def find_constructor(name: str) -> Callable[..., Any]:
-    """The constructor that `module[:attribute]` names."""
-    if not isinstance(name, str):
-        raise TypeError(f"name must be 'module' or 'module:attribute', got {name!r}; ParallelEnv takes constructors")
-    module_name, colon, attribute = name.partition(":")
-    if not module_name:
-        raise ValueError(f"name must be 'module' or 'module:attribute', got {name!r}")
-    if "/" in module_name or os.sep in module_name or module_name.endswith(".py"):
-        instead = f"{Path(module_name).stem}{colon}{attribute}"
-        raise ModuleNotFoundError(
-            f"{module_name!r} is a file, not a module: put its folder on sys.path and pass {instead!r}"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but imports another one that does not
-        parent, _, last = module_name.rpartition(".")
-        hint = f"; a function of a module is named '{parent}:{last}'" if parent else ""
-        if module_name in gymnasium.registry:
-            hint = f"; for Gymnasium's {module_name}, pass 'gymnasium:make' with env_kwargs={{'id': {module_name!r}}}"
-        raise ModuleNotFoundError(f"{error}{hint}", name=error.name) from None
-    candidates = [attribute] if attribute else _CONSTRUCTOR_NAMES
-    for candidate in candidates:
-        constructor = getattr(module, candidate, None)
-        if callable(constructor):
-            return constructor  # type: ignore[no-any-return]
-    raise AttributeError(f"module {module_name!r} has no callable named {' or '.join(map(repr, candidates))}")
 
 
 def autoreset_mode(auto_reset: bool | AutoresetMode | str) -> AutoresetMode:

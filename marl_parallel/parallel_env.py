@@ -1,4 +1,4 @@
-"""`ParallelEnv`: N environments stepped in parallel, dicts in and dicts out; and `make`, from a module's name.
+"""`ParallelEnv`: N environments stepped in parallel, dicts in and dicts out.
 
 A step::
 
@@ -24,8 +24,6 @@ that step many environments by themselves (`from_native`), `core/native.py` repl
 from __future__ import annotations
 
 import copy as copying
-import functools
-import inspect
 import math
 import os
 import warnings
@@ -61,12 +59,52 @@ from marl_parallel.core.schema import common_schema
 from marl_parallel.core.slots import Limits
 from marl_parallel.core.worker_status import Tracer
 from marl_parallel.runner import BatchRunner
-from marl_parallel.types import EnvError, ParallelEnvError, RestartPolicy, Stats, StepBatch
+from marl_parallel.types import (
+    AdapterName,
+    AutoresetName,
+    BackendName,
+    ContextName,
+    EnvError,
+    FinishedEpisode,
+    NoSpaceDeclared,
+    OnError,
+    ParallelEnvError,
+    RestartPolicy,
+    Stats,
+    StepBatch,
+    Wait,
+)
 
 START_TIMEOUT_S = 60.0
 _MORE_REQUESTS = 8  # before a worker, beyond two for each of its environments: such as the one to close
 
 _live: weakref.WeakSet[Pool | NativePool] = weakref.WeakSet()
+
+
+class _DefaultSeed(int):
+    """The default of `seed`: a number that is not the same object as an equal one of the caller."""
+
+
+_DEFAULT_SEED = _DefaultSeed(42)
+_default_seeded: weakref.WeakSet[Pool] | None = weakref.WeakSet()
+"""The pools of `ParallelEnv`s that were made without `seed`; None after the warning."""
+
+
+def _note_default_seed(pool: Pool) -> None:
+    """Warn once if another `ParallelEnv` that is open has the default seed, too."""
+    global _default_seeded
+    if _default_seeded is None:
+        return
+    if any(not other.closed for other in _default_seeded):
+        _default_seeded = None
+        warnings.warn(
+            "another ParallelEnv that is open has no seed= either, so that both have the default of 42 and play the "
+            "same episodes: pass another seed= to one of them, or seed=None",
+            UserWarning,
+            stacklevel=3,
+        )
+    else:
+        _default_seeded.add(pool)
 
 
 def _abandon_all() -> None:
@@ -91,7 +129,8 @@ class ParallelEnv:
             `env_id` and `restarts` that its signature names; see `docs/seeding.md`. Lambdas are allowed.
         auto_reset: When the next episode begins: True or `AutoresetMode.SAME_STEP` in the step that ends one,
             `NEXT_STEP` in the next step, False or `DISABLED` only by `reset`.
-        seed: Environment i is seeded with `seed + i`; None draws a base seed.
+        seed: Environment i is seeded with `seed + i`; None draws a base seed. With the default of 42, two of these play
+            the same episodes, such as one to train and one to test; a warning says so, once.
         num_workers: The number of workers, which share the environments evenly; None for one per environment, up to
             the number of CPUs that this process may use, or the cluster has.
         envs_per_worker: The most environments of one worker, instead of `num_workers`; see `docs/workers.md`.
@@ -117,6 +156,8 @@ class ParallelEnv:
         trace: Path of a timeline that is written by `close` or `stop_trace`; see `start_trace`.
         wait: How processes wait: `"block"` sleeps at once, `"spin"` tries for 2 ms before that, `"adaptive"` tries for
             about as long as the last waits took, if there is a CPU for each worker and these waits were short.
+        episode_stats: True adds `infos[i][agent]["episode"]`, `{"r": return, "l": length}`, in the step that ends the
+            agent's part of an episode, and `infos[i]["__common__"]["episode"]` where it ends. See `docs/learners.md`.
 
     Raises:
         TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
@@ -151,25 +192,26 @@ class ParallelEnv:
     def __init__(
         self,
         env_constructors: Sequence[Callable[..., Any]],
-        auto_reset: bool | AutoresetMode | str = True,
-        seed: int | None = 42,
+        auto_reset: bool | AutoresetMode | AutoresetName = True,
+        seed: int | None = _DEFAULT_SEED,
         *,
         num_workers: int | None = None,
         envs_per_worker: int | None = None,
-        backend: str | Backend = "process",
-        adapter: str | Callable[[Any], MultiAgentEnv] | None = None,
+        backend: BackendName | Backend = "process",
+        adapter: AdapterName | Callable[[Any], MultiAgentEnv] | None = None,
         shared_memory: bool = True,
         copy: bool = True,
-        context: str | None = None,
+        context: ContextName | None = None,
         check_actions: bool = False,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         restart_policy: RestartPolicy = RestartPolicy(),  # noqa: B008  # it is immutable
         step_timeout: float | None = None,
         reset_timeout: float | None = None,
         start_timeout: float | None = START_TIMEOUT_S,
         worker_threads: int | None = 1,
         trace: str | os.PathLike[str] | None = None,
-        wait: str = "adaptive",
+        wait: Wait = "adaptive",
+        episode_stats: bool = False,
     ) -> None:
         constructors = arguments.checked_constructors(env_constructors)
         mode = arguments.autoreset_mode(auto_reset)
@@ -217,6 +259,8 @@ class ParallelEnv:
         self._close_at_exit(pool)
         started = False
         try:
+            if seed is _DEFAULT_SEED:
+                _note_default_seed(pool)
             opened.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
             started = True
             local_modules: list[ModuleType] = []
@@ -229,7 +273,7 @@ class ParallelEnv:
             batch = Batch(
                 pool.slots, layout, block, schema.rules, mode,
                 copy=copy, check_actions=check_actions, needs_all_actions=schema.needs_all_actions,
-                local_modules=local_modules,
+                local_modules=local_modules, episode_stats=episode_stats,
             )  # fmt: skip
             if restarts:
                 policy, options_last = restart_policy, schema.options_last
@@ -328,6 +372,11 @@ class ParallelEnv:
         return tuple([*acting] for acting in self.runner.batch.acting)
 
     @property
+    def finished_episodes(self) -> tuple[FinishedEpisode, ...]:
+        """The episodes that ended in the last `step` or `recv`, also of a facade: returns and lengths of each agent."""
+        return tuple(self.runner.batch.statistics.finished)
+
+    @property
     def action_masks(self) -> tuple[dict[AgentID, Any], ...]:
         """For each environment, the action masks by agent, of the agents that act next and have one.
 
@@ -335,18 +384,59 @@ class ParallelEnv:
         """
         return tuple(map(self.runner.batch.masks, self.runner.env_ids))
 
+    @exclusive("sample_actions")
+    def sample_actions(self, env_ids: Sequence[int] | None = None) -> list[dict[AgentID, Any]]:
+        """Draw random actions of the agents that act next, which their action masks allow, for `step` or `send`.
+
+        Draws depend on the environment's seed, and begin again with `reset(seed=...)`. The generators of `action_space`
+        are not used. A mask that allows nothing, or is not of the form of its space, is ignored.
+
+        Args:
+            env_ids: Which environments; those of `recv` in an asynchronous loop.
+
+        Returns:
+            One dict by agent for each of `env_ids`; empty before the first reset, and where the episode is over.
+
+        Raises:
+            ValueError: An agent declares no action space.
+
+        Example:
+            >>> from marl_parallel import make
+            >>> with make("pettingzoo.classic.connect_four_v3:env", num_envs=4, num_workers=2) as env:
+            ...     env.reset_async()
+            ...     for _ in range(20):
+            ...         ids = env.recv(min_envs=2).env_ids
+            ...         env.send(env.sample_actions(ids), ids)
+            ...     env.stats().steps >= 40
+            True
+        """
+        return self.runner.sample_actions(env_ids)
+
     @property
-    def observation_space(self) -> spaces.Dict | None:
-        """Spaces by agent, in the order of `possible_agents`; None if no agent declares one.
+    def observation_space(self) -> spaces.Dict:
+        """Spaces by agent, in the order of `possible_agents`.
 
         If agents are open-ended and have groups, the keys are groups, and an agent's id also finds its group's space.
+
+        Raises:
+            NoSpaceDeclared: No agent declares one.
         """
-        return _space_of(self.runner.schema.observation_spaces)
+        return self._declared("observation", self.runner.schema.observation_spaces)
 
     @property
-    def action_space(self) -> spaces.Dict | None:
-        """Spaces by agent, as in `observation_space`."""
-        return _space_of(self.runner.schema.action_spaces)
+    def action_space(self) -> spaces.Dict:
+        """Spaces by agent, and errors, as in `observation_space`."""
+        return self._declared("action", self.runner.schema.action_spaces)
+
+    @staticmethod
+    def _declared(what: str, declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict:
+        space = _space_of(declared)
+        if space is None:
+            raise NoSpaceDeclared(
+                f"no agent declares an {what} space; {what}s travel pickled. Declare it as the environment's "
+                f"`{what}_space`, a Dict by agent, or a method that takes an agent"
+            )
+        return space
 
     @property
     def reward_space(self) -> spaces.Dict | None:
@@ -728,6 +818,15 @@ class ParallelEnv:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a ParallelEnv has workers of its own and can be neither pickled nor copied: make another one")
 
+    def __repr__(self) -> str:
+        runner = self.runner
+        backend = runner.pool.name if isinstance(runner.pool, NativePool) else type(runner.pool.backend).__name__
+        return (
+            f"{type(self).__name__}(num_envs={self.num_envs}, agents={self.possible_agents}, "
+            f"num_workers={self.num_workers}, backend={backend}, auto_reset={runner.mode.name}, "
+            f"closed={runner.pool.closed})"
+        )
+
     def __enter__(self) -> ParallelEnv:
         return self
 
@@ -745,7 +844,7 @@ class ParallelEnv:
 def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:
     if isinstance(declared, GroupSpaces):
         return declared.as_space()
-    return spaces.Dict([*declared.items()]) if declared else None  # type: ignore[list-item]
+    return spaces.Dict([*declared.items()]) if declared else None
 
 
 def tiled(frames: Sequence[Any]) -> NDArray[Any]:
@@ -768,36 +867,3 @@ def tiled(frames: Sequence[Any]) -> NDArray[Any]:
     for place, array in enumerate(arrays):
         picture[divmod(place, columns)][: array.shape[0], : array.shape[1]] = array
     return np.reshape(picture.swapaxes(1, 2), (rows * height, columns * width, *arrays[0].shape[2:]))
-
-
-def make(
-    name: str, num_envs: int = 1, env_kwargs: Mapping[str, Any] | None = None, **parallel_env_arguments: Any
-) -> ParallelEnv:
-    """Make a `ParallelEnv` of `num_envs` equal environments.
-
-    Args:
-        name: `module` or `module:attribute`; the attribute makes an environment when called.
-        num_envs: How many environments.
-        env_kwargs: Keywords for each environment's constructor.
-        parallel_env_arguments: For `ParallelEnv`.
-
-    Raises:
-        ModuleNotFoundError: There is no such module, or `name` is a file.
-        AttributeError: The module has no such attribute.
-
-    Example:
-        >>> with make("mpe2.simple_spread_v3", num_envs=2, env_kwargs={"N": 4}) as env:
-        ...     env.num_envs, env.possible_agents
-        (2, ['agent_0', 'agent_1', 'agent_2', 'agent_3'])
-    """
-    arguments.checked_integer(num_envs, "num_envs")
-    if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
-        raise TypeError(f"env_kwargs must be a dict of keywords for each environment's constructor, got {env_kwargs!r}")
-    unknown = [key for key in parallel_env_arguments if key not in inspect.signature(ParallelEnv).parameters]
-    if unknown:
-        raise TypeError(
-            f"ParallelEnv takes no argument {unknown[0]!r}; arguments of each environment go into env_kwargs"
-        )
-    constructor = functools.partial(arguments.find_constructor(name), **(env_kwargs or {}))
-    arguments.check_signature(constructor, name, "make(..., env_kwargs=dict({}))")
-    return ParallelEnv([constructor] * num_envs, **parallel_env_arguments)

@@ -17,7 +17,6 @@ from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.action_masks import random_policy
 from marl_parallel.core.backend import Backend, usable_cpus
 from marl_parallel.core.reports import first_line, logger
 from marl_parallel.types import ParallelEnvError
@@ -36,7 +35,6 @@ class _Measured:
 
     def __init__(self, env: Any) -> None:
         backend, workers = env.runner.pool.backend, range(env.num_workers)
-        policy = random_policy(env)
         env.reset()
 
         def totals() -> tuple[Any, list[float | None]]:
@@ -46,7 +44,7 @@ class _Measured:
             over = [env_id for env_id, acting in enumerate(env.acting) if not acting]
             if over and env.runner.mode is AutoresetMode.DISABLED:
                 env.reset(env_ids=over)
-            actions = policy(None)
+            actions = env.sample_actions()
             began = time.monotonic()
             env.step(actions)
             return time.monotonic() - began

@@ -14,7 +14,6 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from marl_parallel.action_masks import random_policy
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import checked_integer
 from marl_parallel.core.batch import Dicts
@@ -102,9 +101,13 @@ def record_video(
         )
     if policy is None:
         try:
-            policy = random_policy(env)
+            env.sample_actions()  # raises before the reset if there are no action spaces
         except ValueError as error:
             raise ValueError(f"{error}: pass a policy") from None
+
+        def policy(_: Dicts) -> list[dict[AgentID, Any]]:
+            return env.sample_actions()
+
     size: tuple[int, ...] | None = None  # height and width of each environment's part of the first frame
     with _writer(path, float(fps)) as write:
         for frames, returns in _run(env, steps, policy):

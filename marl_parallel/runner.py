@@ -12,6 +12,7 @@ It checks env ids and the order of calls, and decides about the seeds and option
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -21,13 +22,16 @@ from typing import Any, cast
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
 
-from marl_parallel.adapters import Schema
+from marl_parallel.action_masks import ActionSampler
+from marl_parallel.adapters import AgentID, Schema
 from marl_parallel.arguments import base_seed, checked_ids, checked_integer, checked_options, checked_timeout, seeds_of
 from marl_parallel.core.batch import Batch
+from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.construction import SeedCheck
 from marl_parallel.core.exclusive import CallGuard
-from marl_parallel.core.messages import Message
+from marl_parallel.core.messages import Message, Request, Watch
 from marl_parallel.core.native import NativePool
 from marl_parallel.core.pickling import dumps_for_workers
 from marl_parallel.core.pool import Pool, Results
@@ -70,6 +74,10 @@ class BatchRunner:
         self.local_modules = [] if local_modules is None else local_modules  # modules that workers cannot import
         self.remark: WaitingRemark | None = None  # about the first batches, if the number of workers is the default
         self._base_seed = self.seeds[0]
+        self._sampler_seeds = [*self.seeds]
+        self._samplers: dict[int, ActionSampler] = {}  # by environment, those that have been used since its last seed
+        self._watch = Watch()  # what workers write besides the transitions
+        self._memory: list[tuple[weakref.ref[Any], int, int]] = []  # of rollout buffers, from where to where
         self._all_have_reset = False  # whether every environment is known to have been reset
         self._stepped_by: Callable[[], object] = lambda: None
         # Until all environments have been reset once: the check whether their seeds make a difference.
@@ -89,6 +97,7 @@ class BatchRunner:
         self.check_idle("reset")
         ids = self.checked_ids(env_ids)
         extras = self.pool.run(Message.RESET, ids, self._reset_keywords(ids, seed, options))
+        self.batch.statistics.finished = []
         self._note_resets(ids, extras)
         return ids, extras
 
@@ -113,6 +122,7 @@ class BatchRunner:
         Returns the extras of the results, which the batch needs to read them.
         """
         extras = self.pool.run(Message.STEP, env_ids, written or None)
+        self.batch.statistics.finished = []
         if self.remark is not None and not self.remark.after_batch():
             self.remark = None
         return extras
@@ -124,18 +134,107 @@ class BatchRunner:
         """
         self.pool.send(Message.STEP, env_ids, written or None, together=together)
 
-    def recv(self, min_envs: int | None = None, timeout: float | None = None) -> Results:
-        """Wait for results of `send` and `send_reset`, and return all that are ready; as `ParallelEnv.recv`."""
+    def recv(
+        self, min_envs: int | None = None, timeout: float | None = None, env_ids: Sequence[int] | None = None
+    ) -> Results:
+        """Wait for results of `send` and `send_reset`, and return all that are ready; as `ParallelEnv.recv`.
+
+        With `env_ids`, which are in flight: the results of all of these, and no others.
+        """
         self.pool.check_open()
         in_flight = self.pool.in_flight
         if not in_flight:
             raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
+        if env_ids is not None:
+            min_envs = len(env_ids)
         number = in_flight if min_envs is None else checked_integer(min_envs, "min_envs", 0, " or None")
         if number > in_flight:
             raise ValueError(f"min_envs={number}, but only {in_flight} environments are in flight")
-        results = self.pool.recv(number, checked_timeout(timeout, "timeout", zero=True))
+        some = {} if env_ids is None else {"env_ids": env_ids}  # never of native simulators
+        results = self.pool.recv(number, checked_timeout(timeout, "timeout", zero=True), **some)
+        self.batch.statistics.finished = []
         self._note_resets(results.resets, results.extras)
         return results
+
+    def watch_states(self) -> None:
+        """Have each reset and step write the global states, for `states_seen`, from now on.
+
+        Raises `NotImplementedError` if the environments have no state that can be written.
+        """
+        self.check_idle("watch_states")
+        pool, batch = self.pool, self.batch
+        if isinstance(pool, NativePool) or self.schema.state_space is None:
+            raise NotImplementedError("these environments have no global state: no state() with a state_space")
+        if cast(Batch, batch).layout.state is None:
+            raise NotImplementedError(
+                f"states are written with each step only if they are arrays in shared memory; state_space is "
+                f"{self.schema.state_space}: call state() after each step, or pass shared_memory=True"
+            )
+        self._have_written(pool, self._watch._replace(states=True))
+
+    def rollout_buffer(self, num_times: int, more: int) -> RolloutBuffer | None:
+        """Have workers write the observations of so many times into a new buffer; no longer into earlier ones.
+
+        It has `more` bytes for the caller. Memory of earlier buffers is used again once no array refers to it. None if
+        workers share no memory, or not all observations are arrays in the block.
+        """
+        self.check_idle("rollout_buffer")
+        pool, batch = self.pool, self.batch
+        if isinstance(pool, NativePool) or not isinstance(batch, Batch) or not pool.backend.shares_memory:
+            return None
+        layout = batch.layout
+        if not layout.agents or layout.observations.agents != self.schema.possible_agents:
+            return None
+        self._memory = [used for used in self._memory if used[0]() is not None]
+        buffer = RolloutBuffer(layout, num_times, layout.nbytes, more)
+        for _, start, stop in sorted(self._memory, key=lambda used: used[1]):
+            if buffer.nbytes > start:
+                buffer = RolloutBuffer(layout, num_times, max(stop, buffer.start), more)
+        nbytes = max([buffer.nbytes, *[stop for *_, stop in self._memory]])
+        memory = (ctypes.c_char * nbytes).from_buffer(pool.backend.extend(nbytes))  # to which only arrays refer
+        buffer.bind(memory)
+        self._memory.append((weakref.ref(memory), buffer.start, buffer.nbytes))
+        self._have_written(pool, self._watch._replace(rollout=(buffer.start, num_times)))
+        return buffer
+
+    def _have_written(self, pool: Pool, watch: Watch) -> None:
+        self._watch = watch
+        if pool.recovery is not None:
+            pool.recovery.watch = watch
+        pool.execute({
+            worker: Request(Message.WATCH, share[:1], watch) for worker, share in enumerate(pool.shares)
+        })  # fmt: skip
+
+    def states_seen(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """After `watch_states`: the states that the last reset or step of each environment has written, and the last
+        state of each episode before an automatic reset: views of the block, `(num_envs, *state_space.shape)`.
+        """
+        state, final_state = cast(Batch, self.batch).layout.state, cast(Batch, self.batch).layout.final_state
+        assert state is not None
+        assert final_state is not None
+        return state.array[:, 0], final_state.array[:, 0]
+
+    def sample_actions(self, env_ids: Sequence[int] | None) -> list[dict[AgentID, Any]]:
+        """As `ParallelEnv.sample_actions`."""
+        ids = self.checked_ids(env_ids)
+        self.check_idle("sample_actions", ids)
+        declared, acting = self.schema.action_spaces, self.batch.acting
+        if not declared:
+            raise ValueError("these environments declare no action spaces to draw random actions from")
+        for agent in self.schema.possible_agents:
+            if agent not in declared:
+                raise ValueError(f"agent {agent!r} declares no action space to draw random actions from")
+        result = []
+        for env_id in ids:
+            if env_id not in self._samplers:
+                self._samplers[env_id] = ActionSampler(declared, (self._sampler_seeds[env_id], env_id))
+            for agent in acting[env_id]:
+                if agent not in declared:
+                    raise ValueError(
+                        f"environment {env_id}: agent {agent!r} declares no action space to draw random actions from"
+                    )
+            result.append(self._samplers[env_id].sample(acting[env_id], self.batch.masks(env_id)))
+        return result
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
@@ -261,19 +360,22 @@ class BatchRunner:
             if env_options is not None:
                 self.schema.check_options(env_options)
         keywords: dict[int, bytes] = {}
-        new_seeds = [*self.seeds]
+        new_seeds, sampler_seeds = [*self.seeds], dict[int, int]()
         for env_id, env_seed, env_options in zip(env_ids, seeds, options_of, strict=True):
             passed: dict[str, Any] = {}
             slot = pool.slots[env_id]
             if env_seed is None and not slot.has_reset and not slot.restarts:
                 env_seed = base + env_id
             if env_seed is not None:
-                passed["seed"] = new_seeds[env_id] = env_seed
+                passed["seed"] = new_seeds[env_id] = sampler_seeds[env_id] = env_seed
             if env_options is not None:
                 passed["options"] = recovery.reset_options(env_id, env_options) if recovery else env_options
             keywords[env_id] = dumps_for_workers(passed, "options", self.local_modules)
         # Before the reset: an environment that fails in it is rebuilt with a seed of the new base.
         self._base_seed, self.seeds, pool.seeds_stale = base, tuple(new_seeds), True
+        for env_id, env_seed in sampler_seeds.items():
+            self._sampler_seeds[env_id] = env_seed
+            self._samplers.pop(env_id, None)
         if recovery is not None:
             recovery.base_seed = base
         return keywords

@@ -9,9 +9,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+
+BackendName: TypeAlias = Literal["process", "serial", "thread", "ray", "auto"]
+ContextName: TypeAlias = Literal["forkserver", "spawn", "fork"]
+OnError: TypeAlias = Literal["raise", "restart"]
+Wait: TypeAlias = Literal["adaptive", "block", "spin"]
+AutoresetName: TypeAlias = Literal[
+    "SAME_STEP", "NEXT_STEP", "DISABLED", "same_step", "next_step", "disabled", "SameStep", "NextStep", "Disabled"
+]
+AdapterName: TypeAlias = Literal[
+    "dict", "pettingzoo", "aec", "aec-turn-based", "gymnasium", "tuple", "rllib", "mlagents"
+]
+FacadeName: TypeAlias = Literal["agilerl", "gymnasium", "pettingzoo", "rllib", "sb3", "stacked", "torchrl"]
 
 
 def installed(library: str) -> bool:
@@ -79,6 +91,30 @@ class WorkerTimeout(ParallelEnvError, TimeoutError):
 
     method: str = ""
     stack: str = ""
+
+
+class FinishedEpisode(NamedTuple):
+    """The statistics of one episode, of `ParallelEnv.finished_episodes`.
+
+    Attributes:
+        env_id: The environment.
+        returns: By agent, the sum of its rewards; of vector rewards, an array; NaN if they cannot be added up.
+        lengths: By agent, the number of steps in which it had a reward or ended.
+        length: The number of steps of the episode, those of automatic resets left out.
+        terminated: `terminateds["__all__"]` of its last step.
+        truncated: Likewise. A restart truncates the episode.
+    """
+
+    env_id: int
+    returns: dict[Any, Any]
+    lengths: dict[Any, int]
+    length: int
+    terminated: bool
+    truncated: bool
+
+
+class NoSpaceDeclared(ParallelEnvError, AttributeError):
+    """No agent declares a space of this kind; `hasattr` is False then."""
 
 
 class StepBatch(NamedTuple):

@@ -1,7 +1,8 @@
 """Fixtures and options of the tests.
 
 pytest                 every test once per backend: two workers with the default start method, shared memory
-pytest --setups=rest   the other setups: other numbers of workers, other start methods, no shared memory
+pytest --setups=rest   the other setups: other numbers of workers, other start methods, no shared memory; and what is
+                       marked `rest`, combinations of what other tests cover one by one
 pytest --setups=all    both
 pytest --setups=ray    the tests that are repeated on setups, on Ray, which must be installed
 pytest -n 0            all tests in this process, one at a time; the default is two processes (pytest-xdist)

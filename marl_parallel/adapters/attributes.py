@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from gymnasium import Space, spaces
 
-AgentID: TypeAlias = Hashable
+AgentID: TypeAlias = Any  # hashable; `Hashable` would not be accepted as a key of `spaces.Dict`
 
 _LINKS = ("env", "aec_env", "par_env", "unwrapped")
 _ABSENT = object()

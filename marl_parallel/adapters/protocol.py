@@ -180,7 +180,7 @@ class GroupSpaces(Mapping[AgentID, Space[Any]]):
 
     def __getitem__(self, key: AgentID) -> Space[Any]:
         space = self._by_group.get(key)
-        return self._by_group[self._group_of(key)] if space is None else space
+        return self._by_group[self._group_of(key)] if space is None else space  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[AgentID]:
         return iter(self._by_group)
@@ -195,7 +195,7 @@ class GroupSpaces(Mapping[AgentID, Space[Any]]):
 
 class _SpacesByGroup(spaces.Dict):
     def __init__(self, declared: GroupSpaces) -> None:
-        super().__init__([*declared.items()])  # type: ignore[list-item]
+        super().__init__([*declared.items()])
         self._declared = declared
 
     def __getitem__(self, key: Any) -> Space[Any]:

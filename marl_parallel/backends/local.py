@@ -39,7 +39,10 @@ class _LocalBackend(Backend):
         self.workers = [Worker(status, lambda _: self.block, in_line=self.in_line) for status in self.statuses]
 
     def allocate(self, layout: Layout) -> Any:
-        self.block = mmap.mmap(-1, layout.nbytes)
+        return self.extend(layout.nbytes)
+
+    def extend(self, nbytes: int) -> Any:
+        self.block = mmap.mmap(-1, nbytes)
         return self.block
 
     def end(self, worker: int) -> Sequence[Reply]:

@@ -377,6 +377,9 @@ class ProcessBackend(Backend):
     def allocate(self, layout: Layout) -> Any:
         return self._records.allocate(layout.nbytes)
 
+    def extend(self, nbytes: int) -> Any:
+        return self._records.allocate(nbytes)
+
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         self._wakes_once = together
         if together:

@@ -132,7 +132,7 @@ class RayWorker:
         self._worker.execute(request, send)
         records = None
         if replies and self._slices is not None and request.message in WITH_RESULTS:
-            records = self._slices.results(env_ids, request.message)
+            records = self._slices.results(env_ids, request.message, states=self._worker.watch.states)
         return pack(Result(replies, bytes(self._status), records))
 
     def _attach(self, layout: Layout) -> Any:

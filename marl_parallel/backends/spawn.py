@@ -119,6 +119,9 @@ class PortableProcessBackend(Backend):
     def allocate(self, layout: Layout) -> Any:
         return self._records.allocate(layout.nbytes)
 
+    def extend(self, nbytes: int) -> Any:
+        return self._records.allocate(nbytes)
+
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         for worker, request in requests.items():
             self._workers[worker].post(request)

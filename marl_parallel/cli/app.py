@@ -40,8 +40,8 @@ EnvArgument = Annotated[
     str,
     typer.Argument(
         metavar="ENV",
-        help="module\\[:attribute] or path/to/file.py\\[:function]. Without an attribute: parallel_env, "
-        "else env, else raw_env.",
+        help="module\\[:attribute], path/to/file.py\\[:function], or an id of PettingZoo or Gymnasium. Without an "
+        "attribute: parallel_env, else env, else raw_env.",
         show_default=False,
     ),
 ]

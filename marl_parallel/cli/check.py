@@ -19,7 +19,6 @@ findings have arrived. The probes:
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import importlib
@@ -50,7 +49,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from marl_parallel.action_masks import allows_nothing, for_sample, mask_of
+from marl_parallel.action_masks import ActionSampler, allows_nothing, for_sample, mask_of
 from marl_parallel.adapters import AgentID, InvalidAgents, MultiAgentEnv, NotAnEnvironment, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.backends import descendants
@@ -322,7 +321,7 @@ def run_probes(
             os.environ["PYTHONHASHSEED"] = str(job.generators)
             try:
                 limit = job.limit_s + _STRETCH_S
-                env = ParallelEnv([functools.partial(Probe, job)], adapter="dict", step_timeout=limit)
+                env = ParallelEnv([functools.partial(Probe, job)], seed=SEED, adapter="dict", step_timeout=limit)
             finally:
                 del os.environ["PYTHONHASHSEED"]
                 os.environ.update({} if before is None else {"PYTHONHASHSEED": before})
@@ -489,23 +488,15 @@ def _raises(doing: str, error: BaseException) -> str:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-class Actor:
+class Actor(ActionSampler):
     """Draws the actions of one environment, by its action masks; the same seed draws the same actions."""
 
-    def __init__(self, action_spaces: Spaces, seed: int) -> None:
-        self._spaces = copy.deepcopy(action_spaces)
-        self._rank = {agent: number for number, agent in enumerate(self._spaces)}
-        for number, space in enumerate(self._spaces.values()):
-            space.seed(seed + number)
-
     def __call__(self, acting: Sequence[AgentID], observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> Any:
-        """Actions of the acting agents; a mask that allows nothing, or is not of the space's form, is ignored."""
-        actions = {}
-        for agent in sorted(acting, key=lambda agent: self._rank.get(agent, len(self._rank))):
-            if (space := self._spaces.get(agent)) is not None:
-                mask = mask_of(observations.get(agent), infos.get(agent))
-                actions[agent] = space.sample(for_sample(space, mask))
-        return actions
+        """Actions of the acting agents that declare a space, in the order of these."""
+        rank = {agent: number for number, agent in enumerate(self.spaces)}
+        declared = [agent for agent in acting if self.spaces.get(agent) is not None]  # `in` of a `Dict` is about values
+        agents = sorted(declared, key=lambda agent: rank.get(agent, len(rank)))
+        return self.sample(agents, {agent: mask_of(observations.get(agent), infos.get(agent)) for agent in agents})
 
 
 class Solo:
@@ -790,7 +781,12 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
     job, before = probe.job, _started()
     limit = None if job.backend == "serial" else job.timeout
     options: dict[str, Any] = {"num_workers": 2} if job.shares_process else {"envs_per_worker": 1}
-    options |= {"step_timeout": limit, "reset_timeout": limit, "start_timeout": limit or START_TIMEOUT_S}
+    options |= {
+        "backend": job.backend,
+        "step_timeout": limit,
+        "reset_timeout": limit,
+        "start_timeout": limit or START_TIMEOUT_S,
+    }
 
     def calling(method: str, function: Callable[[], Any]) -> Steps:
         yield job.doing(f'ParallelEnv(backend="{job.backend}"){method and "."}{method}')
@@ -799,7 +795,7 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
     def make() -> ParallelEnv:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # of more workers than CPUs
-            return ParallelEnv([constructor] * _NUM_ENVS, False, SEED, backend=job.backend, **options)
+            return ParallelEnv([constructor] * _NUM_ENVS, False, SEED, **options)
 
     def begin(env_ids: Sequence[int]) -> list[Transition]:
         resets = zip(env_ids, *env.reset(env_ids=env_ids))
@@ -812,8 +808,8 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
     try:
         env: ParallelEnv = yield from calling("", make)
         try:
-            actors = [Actor(env.action_space or {}, SEED + env_id) for env_id in range(_NUM_ENVS)]
-            space_of: Spaces = env.observation_space or {}
+            actors = [Actor(getattr(env, "action_space", {}), SEED + env_id) for env_id in range(_NUM_ENVS)]
+            space_of: Spaces = getattr(env, "observation_space", {})
             traces = yield from _run(calling, begin, act, actors, space_of, job.steps, job.seconds)
             probe.result.traces |= dict(enumerate(traces))
         finally:

@@ -1,6 +1,7 @@
 """Measure how fast environments are stepped: by a plain loop, and by `ParallelEnv` in several ways.
 
-The plain loop is what a user writes without this package; it shares no code with it. `measure` (for `bench`) and
+The plain loop is what a user writes without this package; it shares no code with it, except the one that draws actions
+by action masks: then all contenders draw them as they go, else they are drawn beforehand. `measure` (for `bench`) and
 `compare` (for `tune`) measure contenders in short turns, round after round, so that a machine that slows down or gets
 busy affects all of them alike. `search` finds the best numbers of workers and environments by successive halving.
 """
@@ -25,11 +26,12 @@ import psutil
 from gymnasium import Space
 from gymnasium.spaces import Dict
 from gymnasium.vector.utils import concatenate, create_empty_array
-from pettingzoo import AECEnv  # type: ignore[import-untyped]
+from pettingzoo.utils import conversions  # type: ignore[import-untyped]
 
-from marl_parallel.action_masks import KEY, for_sample
+from marl_parallel.action_masks import KEY, ActionSampler, for_sample, mask_of
 from marl_parallel.adapters import MultiAgentEnv, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
+from marl_parallel.adapters.pettingzoo_env import ParallelizableAECEnv, TurnBasedAECEnv
 from marl_parallel.adapters.tuple_env import TupleEnv
 from marl_parallel.cli.target import CommandError, in_brief
 from marl_parallel.core.backend import usable_cpus
@@ -43,6 +45,8 @@ Actions: TypeAlias = dict[Any, Any]
 Batches: TypeAlias = Sequence[Sequence[Actions]]
 # Steps every environment once with a batch of actions, and resets those whose episode is over.
 StepAll: TypeAlias = Callable[[Any], object]
+# Steps one environment; returns the observations and infos of the agents that act next, after a reset if it is over.
+Follow: TypeAlias = Callable[[Any, Actions], tuple[Any, Any]]
 # Steps environments while its argument returns True, at least once; returns the number of environment steps.
 Run: TypeAlias = Callable[[Callable[[], bool]], int]
 
@@ -75,28 +79,23 @@ def simulators(constructor: Constructor, num_envs: int) -> Iterator[list[Any]]:
 
 
 def adapted_for_loop(env: Any) -> MultiAgentEnv:
-    """Adapt an environment; a `CommandError` if it cannot be stepped with actions that were drawn beforehand."""
-    if isinstance(env, AECEnv):
-        raise CommandError(
-            f"{env} is an AECEnv, whose agents take turns; only environments whose agents act at once are measured",
-            "does its module have a `parallel_env`? name that: module:parallel_env",
-        )
+    """Adapt an environment; a `CommandError` if the plain loop cannot step it, or no actions can be drawn."""
     if isinstance(env, MultiAgentEnv):
         raise CommandError("the plain loop cannot step a MultiAgentEnv", "name the simulator it adapts")
     adapted = adapt(env)
-    for agent, space in adapted.observation_spaces.items():
+    for agent, space in adapted.observation_spaces.items() if isinstance(adapted, TupleEnv) else ():
         acts = adapted.action_spaces.get(agent)
         if acts is None or not isinstance(space, Dict) or KEY not in space.spaces:
             continue
         # A mask that does not have the form of the action space does not restrict actions.
         if for_sample(acts, tree_map(np.ones_like, zeros(space.spaces[KEY]))) is not None:
             raise CommandError(
-                f"agent {agent!r} has an action mask, and actions are drawn before observations are known",
+                f"agent {agent!r} has an action mask, which the plain loop of tuples does not follow",
                 "measure an environment whose actions are all legal at any time",
             )
     if not adapted.possible_agents or set(adapted.possible_agents) - set(adapted.action_spaces):
         raise CommandError(
-            "some agents are not known, or declare no action space, so no actions can be drawn for them beforehand",
+            "some agents are not known, or declare no action space, so no actions can be drawn for them",
             "let the environment have `possible_agents` and an action space for each of them",
         )
     return adapted
@@ -116,16 +115,89 @@ def draw_actions(action_spaces: Mapping[Any, Space[Any]], num_envs: int) -> list
 
 
 def plain_loop(envs: Sequence[Any], adapted: MultiAgentEnv) -> StepAll:
-    """Reset environments; returns the loop body that a user would write for the kind of `adapted`."""
+    """Reset environments; returns the loop body that a user would write for the kind of `adapted`.
+
+    If there are action masks after the reset, actions are drawn by them, as `ParallelEnv.sample_actions` does.
+    """
+    if isinstance(adapted, ParallelizableAECEnv):
+        envs = [conversions.aec_to_parallel(env) for env in envs]
     seeded = "seed" in adapted.reset_keywords
     first = [env.reset(**({"seed": 42 + i} if seeded else {})) for i, env in enumerate(envs)]
-    if isinstance(adapted, GymnasiumEnv):
-        return functools.partial(_step_gymnasium, envs)
     if isinstance(adapted, TupleEnv):
         return functools.partial(_step_tuples, envs, adapted.sequence)
+    follow = _follow_dicts
+    if isinstance(adapted, TurnBasedAECEnv):
+        follow, first = _follow_turns, [*map(_turn, envs)]
+    elif isinstance(adapted, GymnasiumEnv):
+        follow, first = _follow_gymnasium, [({"agent_0": seen}, {"agent_0": info}) for seen, info in first]
+    elif adapted.rules is Rules.PETTINGZOO:
+        follow = _follow_pettingzoo
+    if any(mask is not None for seen, infos in first for mask in _masks(seen, infos).values()):
+        samplers = [ActionSampler(adapted.action_spaces, (42 + i, i)) for i in range(len(envs))]
+        return functools.partial(_step_by_masks, envs, follow, first, samplers)
+    if isinstance(adapted, TurnBasedAECEnv):
+        return functools.partial(_step_turns, envs)
+    if isinstance(adapted, GymnasiumEnv):
+        return functools.partial(_step_gymnasium, envs)
     if adapted.rules is Rules.PETTINGZOO:
         return functools.partial(_step_pettingzoo, envs)
     return functools.partial(_step_dicts, envs, [list(observations) for observations, _ in first])
+
+
+def _masks(observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {agent: mask_of(seen, infos.get(agent)) for agent, seen in observations.items()}
+
+
+def _step_by_masks(
+    envs: Sequence[Any], follow: Follow, latest: list[Any], samplers: Sequence[ActionSampler], _: Sequence[Actions]
+) -> None:
+    for i, env in enumerate(envs):
+        observations, infos = latest[i]
+        latest[i] = follow(env, samplers[i].sample(observations, _masks(observations, infos)))
+
+
+def _follow_pettingzoo(env: Any, actions: Actions) -> tuple[Any, Any]:
+    observations, _, _, _, infos = env.step(actions)
+    if not env.agents:
+        return env.reset()  # type: ignore[no-any-return]
+    return {agent: observations[agent] for agent in env.agents}, infos
+
+
+def _follow_gymnasium(env: Any, actions: Actions) -> tuple[Any, Any]:
+    observation, _, terminated, truncated, info = env.step(actions["agent_0"])
+    if terminated or truncated:
+        observation, info = env.reset()
+    return {"agent_0": observation}, {"agent_0": info}
+
+
+def _follow_dicts(env: Any, actions: Actions) -> tuple[Any, Any]:
+    observations, _, terminateds, truncateds, infos = env.step(actions)
+    if type(terminateds) is bool:  # one flag for all agents
+        terminateds, truncateds = {"__all__": terminateds}, {"__all__": truncateds}
+    if terminateds.get("__all__") or truncateds.get("__all__"):
+        return env.reset()  # type: ignore[no-any-return]
+    return {a: o for a, o in observations.items() if not (terminateds.get(a) or truncateds.get(a))}, infos
+
+
+def _follow_turns(env: Any, actions: Actions) -> tuple[Any, Any]:
+    env.step(actions[env.agent_selection])
+    return _turn(env)
+
+
+def _turn(env: Any) -> tuple[Any, Any]:
+    """What the agent whose turn it is observes, and its info; resets an environment without agents."""
+    while True:
+        if not env.agents:
+            env.reset()
+        observation, _, terminated, truncated, info = env.last()
+        if not (terminated or truncated):
+            return {env.agent_selection: observation}, {env.agent_selection: info}
+        env.step(None)  # removes the agent
+
+
+def _step_turns(envs: Sequence[Any], batch: Sequence[Actions]) -> None:
+    for env, actions in zip(envs, batch, strict=True):
+        _follow_turns(env, actions)
 
 
 def _step_pettingzoo(envs: Sequence[Any], batch: Sequence[Actions]) -> None:
@@ -177,7 +249,7 @@ def stepping(
     """Open a `ParallelEnv` with these arguments; yields, for each way, the function that steps it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # of more workers than CPUs
-        env = ParallelEnv(constructors, **arguments)
+        env = ParallelEnv(constructors, **{"seed": 42, **arguments})  # several are open at a time
     try:
         yield [_run_of(env, batches, rules, way) for way in ways]
     finally:
@@ -189,8 +261,11 @@ def _run_of(env: ParallelEnv, batches: Batches, rules: Rules, way: str) -> Run:
     if way in FACADES:
         return _through_facade(env, batches, way)
     env.reset()
+    masked = any(env.action_masks)
     if way == ASYNC:
-        return _by_halves(env, batches, rules)
+        return _by_halves(env, batches, rules, masked)
+    if masked:
+        return repeatedly(lambda _: env.step(env.sample_actions()), batches, env.num_envs)
     if rules is Rules.PETTINGZOO:  # ParallelEnv ignores the actions of agents that are not acting
         return repeatedly(env.step, batches, env.num_envs)
     return repeatedly(lambda batch: env.step([*map(_of, batch, env.acting)]), batches, env.num_envs)
@@ -204,10 +279,10 @@ def _through_facade(env: ParallelEnv, batches: Batches, way: str) -> Run:
     if way == PETTINGZOO:
         facade = PettingZooVecEnv(env)
         spaces = {agent: facade.single_action_space(agent) for agent in env.possible_agents}
-        arrays: list[Any] = [
-            {agent: stacked(space, [actions[agent] for actions in batch]) for agent, space in spaces.items()}
-            for batch in batches
-        ]
+
+        def arrays_of(batch: Sequence[Actions]) -> Any:
+            return {agent: stacked(space, [actions[agent] for actions in batch]) for agent, space in spaces.items()}
+
     else:
         try:
             facade = GymnasiumVectorEnv(env)
@@ -215,17 +290,28 @@ def _through_facade(env: ParallelEnv, batches: Batches, way: str) -> Run:
             hint = "--facade pettingzoo takes agents of all kinds"
             raise CommandError(f"--facade gymnasium: {error}", hint) from error
         space, agents = facade.single_action_space, facade.agents
-        arrays = [stacked(space, [actions[agent] for actions in batch for agent in agents]) for batch in batches]
+
+        def arrays_of(batch: Sequence[Actions]) -> Any:
+            return stacked(space, [actions[agent] for actions in batch for agent in agents])
+
     facade.reset()
-    return repeatedly(facade.step, arrays, env.num_envs)
+    if any(env.action_masks):
+
+        def step(batch: Sequence[Actions]) -> None:  # rows of agents that do not act need an action too
+            facade.step(arrays_of([drawn | legal for drawn, legal in zip(batch, env.sample_actions())]))
+
+        return repeatedly(step, batches, env.num_envs)
+    return repeatedly(facade.step, [*map(arrays_of, batches)], env.num_envs)
 
 
-def _by_halves(env: ParallelEnv, batches: Batches, rules: Rules) -> Run:
+def _by_halves(env: ParallelEnv, batches: Batches, rules: Rules, masked: bool) -> Run:
     """Step by `send` and `recv`: as soon as half of all environments are ready, they get their next actions."""
     half = max(1, env.num_envs // 2)
 
     def send(batch: Sequence[Actions], env_ids: Sequence[int]) -> int:
-        if rules is Rules.PETTINGZOO:
+        if masked:
+            actions = env.sample_actions(env_ids)
+        elif rules is Rules.PETTINGZOO:
             actions = [batch[env_id] for env_id in env_ids]
         else:
             acting = env.acting

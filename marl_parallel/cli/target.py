@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib
 import json
 import os
 import re
@@ -15,10 +14,10 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
-from marl_parallel.arguments import find_constructor
 from marl_parallel.backends import NAMES
+from marl_parallel.making import find_constructor
 
-FORMS = "ENV is module[:attribute] or path/to/file.py[:function]"
+FORMS = "ENV is module[:attribute], path/to/file.py[:function], or an id of PettingZoo or Gymnasium"
 _JSON_HINT = "single quotes around it, double quotes within: --env-kwargs '{\"N\": 5}'"
 _EXITS = "the simulator, or a module it imports, calls sys.exit"
 DEBUG_HINT = "--debug shows the whole traceback"
@@ -121,44 +120,14 @@ def constructor_of(target: str, env_kwargs: str = "{}") -> Callable[..., Any]:
         raise CommandError(f"--env-kwargs is no JSON: {error}", _JSON_HINT) from error
     if not isinstance(keywords, dict):
         raise CommandError(f"--env-kwargs must be a JSON object, got {env_kwargs}", _JSON_HINT)
-    in_file = re.fullmatch(r"(?P<path>.+\.py)(?P<attribute>:.*)?", target)
-    if in_file:
-        target = _import_file(Path(in_file["path"])) + (in_file["attribute"] or "")
-    else:
+    if not re.match(r".+\.py(:|$)", target):
         sys.path.insert(0, str(Path.cwd()))  # the path of a console script begins with the script's directory instead
-    module = target.partition(":")[0]
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        # An import that fails inside the module is another error: the name is right.
-        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-            raise CommandError(f"there is no module {error.name!r}", f"is it installed? {FORMS}") from error
-        raise
-    except (TypeError, ValueError) as error:
-        raise CommandError(f"{module!r} is no module's name: {error}", FORMS) from error
     try:
         return functools.partial(find_constructor(target), **keywords)
-    except AttributeError as error:
-        public = [k for k, v in vars(sys.modules[module]).items() if callable(v) and not k.startswith("_")]
-        raise CommandError(str(error), f"what can be called there: {', '.join(public) or 'nothing'}") from error
-
-
-def _import_file(path: Path) -> str:
-    """Import a file as a module and return its name.
-
-    Its directory is added to `sys.path`, which workers get too: they can import the file and its neighbours.
-    """
-    path = path.resolve()
-    if not path.is_file():
-        raise CommandError(f"there is no file {path}", FORMS)
-    sys.path.insert(0, str(path.parent))
-    source = getattr(importlib.import_module(path.stem), "__file__", None)
-    if source is None or Path(source).resolve() != path:
-        raise CommandError(
-            f"{path.name} cannot be imported: another module is called {path.stem!r} ({source or 'built in'})",
-            "rename the file",
-        )
-    return path.stem
+    except Exception as error:
+        if hasattr(error, "wrong_name"):
+            raise CommandError(str(error), FORMS) from error
+        raise
 
 
 def distributions_of(target: str) -> tuple[str, ...]:

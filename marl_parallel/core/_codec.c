@@ -82,6 +82,8 @@ typedef struct {
     PyObject **values;         /* of one dict, by agent */
     PyObject **keys;           /* by record and agent: the key that a simulator used last; comparing strings is slow */
     double *rewards;
+    PyObject *totals_array;    /* None, or what plain transitions that are read are added to: */
+    double *totals;            /* by record, the sum of each agent's rewards and the number of steps; NULL for None */
     double inside;             /* seconds in simulators since the last `sums` */
     long long steps;
     Py_ssize_t place;          /* of `run`: the environment that it is at */
@@ -791,6 +793,14 @@ static PyObject *pickled_infos(PyObject *extras, PyObject *env_id) {
     return PyDict_GetItemWithError(own, name_infos);
 }
 
+/* Add the rewards of a plain record, and one step, to its totals. */
+static void add_totals(const Codec *codec, Py_ssize_t number) {
+    const double *rewards = (const double *)(codec->base + number * codec->stride + codec->header + 8);
+    double *totals = codec->totals + number * (codec->n + 1);
+    for (Py_ssize_t i = 0; i < codec->n; i++) totals[i] += rewards[i];
+    totals[codec->n] += 1;
+}
+
 /* Put the five dicts of one record into the lists, or only infos that are not all empty; LEFT if it is not plain. */
 static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extras, int copy, int only_infos,
                            PyObject **lists, Py_ssize_t at, Py_ssize_t *turn, int *has_mask) {
@@ -817,6 +827,8 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
     } else if (infos != NULL) {
         Py_INCREF(infos);
     }
+    const double *rewards = (const double *)(header + 8);
+    if (codec->totals != NULL) add_totals(codec, number);
     if (only_infos) {
         if (infos == NULL) Py_INCREF(infos = Py_None);
         return PyList_SetItem(lists[4], at, infos) < 0 ? FAILED : DONE;
@@ -825,7 +837,7 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
     PyObject *dicts[5] = {
         read_values(codec, &codec->observations, record, copy), NULL, NULL, NULL, infos,
     };
-    if (dicts[0] != NULL) dicts[1] = read_rewards(codec, (const double *)(header + 8), tag);
+    if (dicts[0] != NULL) dicts[1] = read_rewards(codec, rewards, tag);
     if (dicts[1] != NULL) dicts[2] = PyDict_Copy(no_flags);
     if (dicts[2] != NULL) dicts[3] = PyDict_Copy(no_flags);
     if (dicts[3] != NULL && infos == NULL) dicts[4] = code & NO_INFOS ? PyDict_New() : empty_infos(codec);
@@ -844,7 +856,8 @@ PyDoc_STRVAR(read_doc,
     "Read plain records: five lists of dicts, None for the environments whose places are in `left`. `extras` is a\n"
     "dict by environment; arrays are copies, or views of the block. With `only_infos`, the other lists are empty, and\n"
     "infos are None if all are. `masked` are the places of environments that have an action mask among the infos in the\n"
-    "block; `turns`, pairs of the places of an environment and of the one agent that acts there.");
+    "block; `turns`, pairs of the places of an environment and of the one agent that acts there. Rewards are added to the\n"
+    "totals that the Codec was made with.");
 
 static PyObject *codec_read(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
@@ -885,6 +898,21 @@ static PyObject *codec_read(PyObject *self, PyObject *args) {
 failed:
     for (int i = 0; i < 8; i++) Py_XDECREF(lists[i]);
     return NULL;
+}
+
+PyDoc_STRVAR(add_plain_doc, "add_plain(start, stop)\n--\n\n"
+             "Add neighbouring records, which are plain and have no vector rewards, to the totals.");
+
+static PyObject *codec_add_plain(PyObject *self, PyObject *args) {
+    Codec *codec = (Codec *)self;
+    Py_ssize_t number, stop;
+    if (!PyArg_ParseTuple(args, "nn", &number, &stop)) return NULL;
+    if (number < 0 || stop > codec->records) {
+        PyErr_SetString(PyExc_IndexError, "no such records");
+        return NULL;
+    }
+    for (; codec->totals != NULL && number < stop; number++) add_totals(codec, number);
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(infos_doc, "infos(env_id)\n--\n\nRead what `put_infos` wrote, or `run`.");
@@ -1146,28 +1174,37 @@ PyDoc_STRVAR(codec_doc,
 
 static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     Codec *codec = (Codec *)self;
-    PyObject *block, *agents, *all, *actions, *observations, *numbers, *rewards, *np_false;
+    PyObject *block, *agents, *all, *actions, *observations, *numbers, *rewards, *np_false, *totals;
     long long activity;
     if (codec->block != NULL || (keywords != NULL && PyDict_Size(keywords) > 0)) {
         PyErr_SetString(PyExc_TypeError, "a Codec is made once, without keywords");
         return -1;
     }
-    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(iiii)L(nn)", &PyArray_Type, &block, &codec->stride,
+    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(iiii)L(nn)O", &PyArray_Type, &block, &codec->stride,
                           &PyTuple_Type, &agents, &all, &codec->action_header, &codec->header, &actions, &observations,
                           &PyTuple_Type, &numbers, &PyTuple_Type, &rewards, &codec->floats, &np_false,
                           &codec->everywhere, &codec->infos_bit, &codec->flag_bits, &codec->acting_bit, &activity,
-                          &codec->infos, &codec->infos_nbytes))
+                          &codec->infos, &codec->infos_nbytes, &totals))
         return -1;
     codec->step_activity = activity;
     codec->n = PyTuple_Size(agents);
     codec->base = PyArray_DATA((PyArrayObject *)block);
     codec->records = codec->stride > 0 ? PyArray_SIZE((PyArrayObject *)block) / codec->stride : 0;
     PyObject **owned[] = {&codec->block, &codec->agents, &codec->all, &codec->number_types, &codec->reward_types,
-                          &codec->np_false};
-    PyObject *objects[] = {block, agents, all, numbers, rewards, np_false};
+                          &codec->np_false, &codec->totals_array};
+    PyObject *objects[] = {block, agents, all, numbers, rewards, np_false, totals};
     for (size_t i = 0; i < sizeof objects / sizeof *objects; i++) {
         Py_INCREF(objects[i]);
         *owned[i] = objects[i];
+    }
+    if (totals != Py_None) {
+        PyArrayObject *array = (PyArrayObject *)totals;
+        if (!PyArray_Check(totals) || PyArray_TYPE(array) != NPY_DOUBLE || !PyArray_ISCARRAY(array) ||
+            PyArray_SIZE(array) != codec->records * (codec->n + 1)) {
+            PyErr_SetString(PyExc_ValueError, "totals must be None or float64 (records, agents + 1), contiguous");
+            return -1;
+        }
+        codec->totals = PyArray_DATA(array);
     }
     codec->values = PyMem_Calloc((size_t)codec->n + 1, sizeof(PyObject *));
     codec->rewards = PyMem_Calloc((size_t)codec->n + 1, sizeof(double));
@@ -1201,7 +1238,8 @@ static void codec_dealloc(PyObject *self) {
     Codec *codec = (Codec *)self;
     PyTypeObject *type = Py_TYPE(self);
     PyObject *owned[] = {codec->block, codec->agents, codec->all, codec->number_types, codec->reward_types,
-                         codec->np_false, codec->no_values, codec->no_flags, codec->no_np_flags, codec->only_all};
+                         codec->np_false, codec->no_values, codec->no_flags, codec->no_np_flags, codec->only_all,
+                         codec->totals_array};
     free_columns(&codec->actions);
     free_columns(&codec->observations);
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_XDECREF(owned[i]);
@@ -1216,6 +1254,7 @@ static void codec_dealloc(PyObject *self) {
 static PyMethodDef codec_methods[] = {
     {"write", codec_write, METH_VARARGS, write_doc},
     {"read", codec_read, METH_VARARGS, read_doc},
+    {"add_plain", codec_add_plain, METH_VARARGS, add_plain_doc},
     {"infos", codec_infos, METH_O, infos_doc},
     {"put_infos", codec_put_infos, METH_VARARGS, put_infos_doc},
     {"run", codec_run, METH_VARARGS, run_doc},

@@ -15,17 +15,19 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
+from marl_parallel.action_masks import choices_of, for_sample, usable_rows
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.columns import write_stacked
-from marl_parallel.core.records import BITS, FLAG_BITS, VECTOR_TAG
+from marl_parallel.core.columns import RolloutBuffer, write_stacked
+from marl_parallel.core.records import BITS, FLAG_BITS, VECTOR_TAG, ActionRecords, TransitionRecords
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, copied, is_vector, tree_map
 from marl_parallel.core.transition import ALL, are_empty
 
 if TYPE_CHECKING:
     from marl_parallel.core.batch import Batch
+    from marl_parallel.core.native import NativePool
 
 
 class Group(NamedTuple):
@@ -109,6 +111,43 @@ def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[Agen
     return {agent: actions[agent] for agent in acting}
 
 
+def action_masks(batch: Batch | NativePool, schema: Schema, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
+    """Action masks as an array; see `ArrayStepper.action_masks`."""
+    if not agents:
+        raise ValueError("agents is empty: pass at least one agent")
+    for agent in agents:
+        if agent not in schema.action_spaces:
+            raise ValueError(f"action masks of agent {agent!r}, but only {[*schema.action_spaces]} have action spaces")
+    space, counts = schema.action_spaces[agents[0]], choices_of(schema.action_spaces[agents[0]])
+    for agent in agents:
+        if counts is None or schema.action_spaces[agent] != space:
+            raise ValueError(
+                "action masks as an array need agents with equal Discrete or one-dimensional MultiDiscrete action "
+                f"spaces: agent {agents[0]!r} has {space}, agent {agent!r} has {schema.action_spaces[agent]}"
+            )
+    assert counts is not None
+    masks = np.ones((len(batch.env_ids), len(agents), sum(counts)), np.bool_)
+    stacked, apart = batch.stacked_masks()
+    acting = batch.acting
+    for place, agent in enumerate(agents):
+        if agent not in stacked:
+            continue
+        values = stacked[agent]
+        if values is None or values.shape[1:] != masks.shape[2:]:
+            apart = [*batch.env_ids]
+            continue
+        used = usable_rows(counts, values) & np.array([agent in of_env for of_env in acting])
+        used[apart] = False
+        masks[used, place] = values[used]
+    for env_id in apart:
+        of_env = batch.masks(env_id)
+        for place, agent in enumerate(agents):
+            mask = for_sample(space, of_env.get(agent))
+            if mask is not None:
+                masks[env_id, place] = np.concatenate(mask) if isinstance(mask, tuple) else mask
+    return masks
+
+
 class ArrayView:
     """The agents of a batch that is read and written as arrays; the schema names them all, and a space for each."""
 
@@ -118,6 +157,15 @@ class ArrayView:
         self._column = {agent: place for place, agent in enumerate(self.agents)}
         rows = {at: (group, row) for group, (_, of) in enumerate(self.groups) for row, at in enumerate(of)}
         self.places = {agent: rows[place] for agent, place in self._column.items()}  # the group, and the row in it
+        self._target: list[Any] | None = None
+        self._rollout: RolloutBuffer | None = None
+
+    def write_to(self, observations: list[Any] | None, rollout: RolloutBuffer | None = None) -> None:
+        """Have the next `read`s write observations into these arrays, one tree for each group; None for new arrays.
+
+        If they are those of a rollout buffer at the requested time, only what workers have not written is written.
+        """
+        self._target, self._rollout = observations, rollout
 
     def by_agent(self, observations: list[Any]) -> dict[Any, Any]:
         """The observations of each agent, of the arrays of all groups: views of shape `(num_envs, ...)`."""
@@ -142,12 +190,23 @@ _MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED, 
 
 
 class ArrayBatch(ArrayView):
-    """The arrays of a block; without `copy`, the next `read` writes to the same observations again."""
+    """The arrays of neighbouring environments of a block; row 0 is the first of them, and everything else has ids.
 
-    def __init__(self, batch: Batch, *, copy: bool) -> None:
+    Without `copy`, the next `read` writes to the same observations again.
+    """
+
+    def __init__(self, batch: Batch, env_ids: range, *, copy: bool) -> None:
         layout, schema = batch.layout, batch.layout.schema
         super().__init__(schema)
         self._batch, self._copy = batch, copy
+        self._first, self._span, self._env_ids = env_ids.start, env_ids, tuple(env_ids)
+        self._actions, self._transitions = batch.actions, batch.transitions
+        if len(env_ids) < layout.num_records:
+            layout = layout.part(env_ids, batch.buffer)
+            self._actions, self._transitions = (
+                ActionRecords(layout, batch.buffer), TransitionRecords(layout, batch.buffer)
+            )  # fmt: skip
+        self._layout = layout
         self._in_block = bool(layout.agents) and layout.observations.agents == self.agents
         self._actions_in_block = bool(layout.agents) and layout.actions.agents == self.agents and not batch.checks
         self._num_envs = layout.num_records
@@ -167,22 +226,22 @@ class ArrayBatch(ArrayView):
         Raises `ValueError` if one of these has none, an agent is unknown, or an array is not what its space declares.
         """
         batch = self._batch
-        everyone = batch.all_act or batch.acting == [self.agents] * self._num_envs
+        everyone = batch.all_act or self._acting() == [self.agents] * self._num_envs
         acting = None if everyone else self.acting()
-        ids = batch.env_ids if env_ids is None else env_ids
+        ids = self._env_ids if env_ids is None else env_ids
         try:
             if isinstance(actions, list) and self._actions_in_block:
                 slices = self._slices_of(tuple(tuple(of.agents) for of in actions))
                 if slices is not None:
                     for (agents, values), (column, rows) in zip(actions, slices):
                         write_stacked(column, rows, values, agents)
-                    batch.actions.mark_present(acting)
+                    self._actions.mark_present(acting)
                     return {}
             by_agent = self._checked(actions, batch.acting, ids)
             if self._actions_in_block:
                 try:
-                    batch.layout.actions.write_stacked(by_agent)
-                    batch.actions.mark_present(acting)
+                    self._layout.actions.write_stacked(by_agent)
+                    self._actions.mark_present(acting)
                     return {}
                 except Mismatch:
                     if everyone:
@@ -194,22 +253,25 @@ class ArrayBatch(ArrayView):
 
     def _by_env(self, actions: Mapping[AgentID, Any], ids: Sequence[int]) -> list[dict[AgentID, Any]]:
         """For each environment, the actions of the agents that act."""
-        declared, acting = self._batch.layout.schema.action_spaces, self.acting()[[*ids]]
+        declared, acting = self._layout.schema.action_spaces, self.acting()
         by_env: dict[int, dict[AgentID, Any]] = {env_id: {} for env_id in ids}
         for place, agent in enumerate(self.agents):
-            rows = [ids[row] for row in np.flatnonzero(acting[:, place]).tolist()]
+            rows = [env_id - self._first for env_id in ids if acting[env_id - self._first, place]]
             try:
                 values = stacking.picked(declared[agent], actions.get(agent), rows, self._num_envs)
             except Mismatch as error:
                 raise Mismatch(f"the actions of agent {agent!r}: {error}") from error
-            for env_id, action in zip(rows, values):
-                by_env[env_id][agent] = action
+            for row, action in zip(rows, values):
+                by_env[self._first + row][agent] = action
         return [*by_env.values()]
+
+    def _acting(self) -> list[list[AgentID]]:
+        return self._batch.acting[self._first : self._span.stop]
 
     def acting(self) -> NDArray[np.bool_]:
         mask = np.zeros(self._shape, np.bool_)
-        for env_id, acting in enumerate(self._batch.acting):
-            mask[env_id, [self._column[agent] for agent in acting]] = True
+        for row, acting in enumerate(self._acting()):
+            mask[row, [self._column[agent] for agent in acting]] = True
         return mask
 
     def read(self, extras: Mapping[int, Any]) -> Arrays:
@@ -219,18 +281,19 @@ class ArrayBatch(ArrayView):
         agent. All environments have been stepped, and their state is known.
         """
         batch = self._batch
-        if self._in_block and not extras and batch.transitions.all_plain():
-            batch.note_plain(range(self._num_envs))
+        if self._in_block and not extras and self._transitions.all_plain():
+            batch.note_plain(self._span)
+            batch.count_plain(self._span)
             self._from_dicts.clear()
             no, of_envs, everywhere = self._no.copy, self._no_env.copy, self._everywhere
             return self._with_vectors(Arrays(
-                self._all_observations(), batch.transitions.rewards.copy(), no(), no(), of_envs(), of_envs(),
+                self._all_observations(), self._transitions.rewards.copy(), no(), no(), of_envs(), of_envs(),
                 everywhere.copy(), everywhere.copy(), {}, everywhere, everywhere, everywhere, True, True,
             ))  # fmt: skip
         if not self._in_block:
-            return self.read_some(batch.env_ids, extras, self._empty())
+            return self.read_some(self._env_ids, extras, self._empty())
         left = {env_id for env_id, more in extras.items() if type(more) is not dict or more.keys() - _INFOS}
-        ids = tuple([env_id for env_id in batch.env_ids if env_id not in left]) if left else batch.env_ids
+        ids = tuple([env_id for env_id in self._env_ids if env_id not in left]) if left else self._env_ids
         arrays = self._from_block()
         infos = {env_id: infos for env_id, infos in zip(ids, batch.read_infos(ids, extras)) if infos is not None}
         self._from_dicts = {env_id: self._from_dicts[env_id] for env_id in self._from_dicts.keys() & left}
@@ -238,7 +301,10 @@ class ArrayBatch(ArrayView):
 
     def _empty(self, observations: list[Any] | None = None) -> Arrays:
         """No agent is present; the observations are zeros unless passed."""
-        if observations is None:
+        if observations is None and self._target is not None:
+            observations = self._target
+            stacking.clear(observations, ...)
+        elif observations is None:
             observations = [stacking.zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
         vectors = {a: np.zeros((self._num_envs, *(s.shape or ())), s.dtype) for a, s in self._reward_spaces.items()}
         terminations, truncations, present, acting, observed, rewarded, flagged = np.zeros((7, *self._shape), np.bool_)
@@ -250,7 +316,7 @@ class ArrayBatch(ArrayView):
 
     def _from_block(self) -> Arrays:
         """All but the infos, as they are in the block."""
-        transitions, n = self._batch.transitions, len(self.agents)
+        transitions, n = self._transitions, len(self.agents)
         flags = (transitions.flags & 1).view(np.bool_)
         present, acting, observed, rewarded, flagged = (transitions.presence & _MASKS) != 0
         observations = self._all_observations()
@@ -263,19 +329,23 @@ class ArrayBatch(ArrayView):
         ))  # fmt: skip
 
     def _all_observations(self) -> list[Any]:
-        columns = [column.array for column, _ in self._batch.layout.observations.groups]
-        if self._observations is None:
-            observations: list[Any] = copied(columns)
+        columns = [column.array for column, _ in self._layout.observations.groups]
+        observations: list[Any] | None = self._observations if self._target is None else self._target
+        if observations is None:
+            observations = copied(columns)
             self._observations = None if self._copy else observations
             return observations
-        tree_map(np.copyto, self._observations, columns)
-        return self._observations
+        if self._target is not None and self._rollout is not None and self._rollout.is_written(self._span):
+            return observations
+        for array, column in zip(observations, columns):
+            tree_map(np.copyto, array, column)
+        return observations
 
     def _with_vectors(self, arrays: Arrays) -> Arrays:
         """With the vector rewards that are in the block."""
         if not self._reward_spaces:
             return arrays
-        transitions, columns = self._batch.transitions, self._batch.layout.rewards
+        transitions, columns = self._transitions, self._layout.rewards
         there = (transitions.tags == VECTOR_TAG) & ((transitions.presence & _REWARDED) != 0)
         values = {}
         for column, positions in columns.groups:
@@ -295,8 +365,8 @@ class ArrayBatch(ArrayView):
         for env_id, (observations, present) in self._from_dicts.items():
             self._clear(arrays, env_id)
             self._put_observations(arrays, env_id, observations)
-            arrays.present[env_id] = present
-            arrays.acting[env_id, [self._column[agent] for agent in self._batch.acting[env_id]]] = True
+            arrays.present[env_id - self._first] = present
+            self._put_acting(arrays, env_id)
         return arrays
 
     def read_some(self, env_ids: Sequence[int], extras: Mapping[int, Any], last: Arrays) -> Arrays:
@@ -319,14 +389,15 @@ class ArrayBatch(ArrayView):
     def _put(self, arrays: Arrays, env_id: int, dicts: Sequence[dict[Any, Any]]) -> None:
         """Put the dicts of one environment in place of its entries in the arrays."""
         observations, rewards, terminateds, truncateds, infos = dicts
+        row = env_id - self._first
         self._clear(arrays, env_id)
         self._put_observations(arrays, env_id, observations)
         for agent, reward in rewards.items():
-            place = env_id, self._column[self._known(env_id, agent)]
+            place = row, self._column[self._known(env_id, agent)]
             arrays.rewarded[place] = True
             if agent in arrays.vectors and is_vector(reward):
                 assert arrays.vectored is not None
-                arrays.vectors[agent][env_id], arrays.vectored[place] = reward, True
+                arrays.vectors[agent][row], arrays.vectored[place] = reward, True
                 continue
             try:
                 if reward is None or isinstance(reward, str | bytes):  # NumPy would make a number of them
@@ -337,35 +408,38 @@ class ArrayBatch(ArrayView):
                     f"environment {env_id}: the reward of agent {agent!r} is {reward!r}; in arrays, it must be a "
                     "number, or a vector of the agent's reward_space, if it declares one"
                 ) from None
-        arrays.present[env_id] = arrays.observed[env_id] | arrays.rewarded[env_id]
-        self._from_dicts[env_id] = observations, arrays.present[env_id].copy()
+        arrays.present[row] = arrays.observed[row] | arrays.rewarded[row]
+        self._from_dicts[env_id] = observations, arrays.present[row].copy()
         for flags, of_agents, of_env in (
             (terminateds, arrays.terminations, arrays.terminated),
             (truncateds, arrays.truncations, arrays.truncated),
         ):
             for agent, flag in flags.items():
                 if agent == ALL:
-                    of_env[env_id] = flag
+                    of_env[row] = flag
                 else:
-                    place = env_id, self._column[self._known(env_id, agent)]
+                    place = row, self._column[self._known(env_id, agent)]
                     of_agents[place], arrays.flagged[place] = flag, True
-        arrays.acting[env_id, [self._column[agent] for agent in self._batch.acting[env_id]]] = True
+        self._put_acting(arrays, env_id)
         if not are_empty(infos.values()):
             assert isinstance(arrays.infos, dict)
             arrays.infos[env_id] = infos
 
-    @staticmethod
-    def _clear(arrays: Arrays, env_id: int) -> None:
+    def _clear(self, arrays: Arrays, env_id: int) -> None:
         for part in (*arrays, *arrays.vectors.values()):
             if isinstance(part, list | np.ndarray):
-                stacking.clear(part, env_id)
+                stacking.clear(part, env_id - self._first)
+
+    def _put_acting(self, arrays: Arrays, env_id: int) -> None:
+        columns = [self._column[agent] for agent in self._batch.acting[env_id]]
+        arrays.acting[env_id - self._first, columns] = True
 
     def _put_observations(self, arrays: Arrays, env_id: int, observations: Mapping[Any, Any]) -> None:
         for agent, observation in observations.items():
             group, row = self.places[self._known(env_id, agent)]
             whose = f"environment {env_id}: the observation of agent {agent!r}"
-            stacking.put(arrays.observations[group], (env_id, row), observation, whose)
-            arrays.observed[env_id, self._column[agent]] = True
+            stacking.put(arrays.observations[group], (env_id - self._first, row), observation, whose)
+            arrays.observed[env_id - self._first, self._column[agent]] = True
 
     def _known(self, env_id: int, agent: AgentID) -> AgentID:
         if agent not in self._column:

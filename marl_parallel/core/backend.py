@@ -101,6 +101,13 @@ class Backend(ABC):
         It stays readable for as long as anything refers to it, also after `stop`.
         """
 
+    def extend(self, nbytes: int) -> Any:
+        """Return memory of this size, larger than that of `allocate`; only if `shares_memory`.
+
+        Workers that attach to the block from now on get it, too. Its first part need not be that of `allocate`.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         """Send one request each to some of the workers, and return at once if the backend can.

@@ -21,12 +21,13 @@ from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.core.arrays import ArrayBatch, of_acting
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.episode import needs_actions
+from marl_parallel.core.episode import add_to_infos, needs_actions
 from marl_parallel.core.pickling import dumps_for_workers
 from marl_parallel.core.records import ActionRecords, Columns, TransitionRecords
 from marl_parallel.core.slots import Slot, Snapshot
 from marl_parallel.core.spaces import Mismatch, conform, zeros
-from marl_parallel.core.transition import are_empty
+from marl_parallel.core.statistics import EpisodeStatistics
+from marl_parallel.core.transition import ALL, EPISODE, are_empty
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
@@ -45,6 +46,7 @@ class Batch:
         check_actions: Whether every action must be contained in its space (attribute `checks`).
         needs_all_actions: Whether an agent that acts but has no action is an error under dict rules too.
         local_modules: Modules that workers cannot import.
+        episode_stats: Whether infos have the statistics of episodes.
     """
 
     def __init__(
@@ -59,11 +61,13 @@ class Batch:
         check_actions: bool,
         needs_all_actions: bool,
         local_modules: Sequence[ModuleType],
+        episode_stats: bool,
     ) -> None:
         layout.bind(buffer)
-        self.layout = layout
+        self.layout, self.buffer = layout, buffer
         self.actions = ActionRecords(layout, buffer)
-        self._codec = open_codec(layout, buffer, infos_in_block=True)
+        self.statistics = EpisodeStatistics(layout.num_records, layout.agents, mode, in_infos=episode_stats)
+        self._codec = open_codec(layout, buffer, infos_in_block=True, totals=self.statistics.totals)
         self.transitions = TransitionRecords(layout, buffer, copy=copy, codec=self._codec)
         self._own = TransitionRecords(layout, buffer, codec=self._codec)
         self.rules, self.mode, self.copies, self.checks = rules, mode, copy, check_actions
@@ -187,17 +191,36 @@ class Batch:
         """The five dicts of one environment, or as of `read_infos`; updates the slot."""
         slot = self._slots[env_id]
         self.all_act = False
+        stays_over = slot.over and self.mode is AutoresetMode.DISABLED
         if type(extras) is Snapshot:
             dicts, slot.acting, slot.alive, slot.over, slot.masks = extras
+            add_to_infos(dicts[4], EPISODE, self._add_step(env_id, dicts[1:4], stays_over))
             return dicts
         read: Any = self.transitions.read_infos if only_infos else self.transitions.read
         extras = extras or {}  # `read` adds to it
         result, slot.acting, slot.alive, ended = read(env_id, extras)
+        parts = self._add_step(env_id, self.transitions.outcome(env_id) if only_infos else result[1:4], stays_over)
         slot.over = ended and self.mode is not AutoresetMode.SAME_STEP
         infos = result if only_infos else result[4]
         empty = are_empty(infos.values())
         self._note_masks(slot, extras or (None if empty else {"infos": infos}), infos, ended)
-        return None if only_infos and empty else result
+        add_to_infos(infos, EPISODE, parts)
+        return None if only_infos and empty and not parts else result
+
+    def count_plain(self, env_ids: range) -> None:
+        """Count a plain step of neighbouring environments in the statistics."""
+        if self._codec is not None and not self.layout.schema.reward_spaces:
+            self._codec.add_plain(env_ids.start, env_ids.stop)
+            return
+        for env_id in env_ids:  # some rewards may be vectors
+            self.statistics.add(env_id, *self.transitions.outcome(env_id))
+
+    def _add_step(self, env_id: int, outcome: Sequence[dict[Any, Any]], stays_over: bool) -> dict[Any, Any]:
+        """Count a step in the statistics, unless the episode was over before and still is; returns as they do."""
+        rewards, terminateds, truncateds = outcome
+        if stays_over and (terminateds[ALL] or truncateds[ALL]):
+            return {}
+        return self.statistics.add(env_id, rewards, terminateds, truncateds)
 
     def note_plain(self, env_ids: Sequence[int]) -> None:
         """Note that in these environments every agent acts next and nothing is over."""
@@ -242,6 +265,22 @@ class Batch:
         masks = {agent: observed[agent].get(ACTION_MASK) for agent in slot.acting if type(observed.get(agent)) is dict}
         masks |= slot.masks or {}
         return {agent: own_mask(masks[agent]) for agent in slot.acting if masks.get(agent) is not None}
+
+    def stacked_masks(self) -> tuple[dict[AgentID, NDArray[Any] | None], list[int]]:
+        """Masks by agent, as arrays `(num_envs, ...)`, and the environments in which only `masks` knows them.
+
+        The arrays are views, with rows of any values where an agent does not act. They are None for masks of a form
+        that only `masks` knows.
+        """
+        columns = self.layout.observations
+        found: dict[AgentID, NDArray[Any] | None] = {}
+        for column, positions in columns.groups:
+            if type(column.array) is dict and ACTION_MASK in column.array:
+                stacked = column.array[ACTION_MASK]
+                for row, at in enumerate(positions):
+                    found[columns.agents[at]] = stacked[:, row] if type(stacked) is np.ndarray else None
+        apart = [slot.env_id for slot in self._slots if slot.masks or slot.request is not None or slot.fault]
+        return found, apart
 
     def _note_masks(self, slot: Slot, extras: Any, infos: Mapping[Any, Any], ended: bool) -> None:
         """Copy the masks of the agents that act out of infos and observations that travelled pickled."""
@@ -289,12 +328,14 @@ class Batch:
         return [slot.has_reset for slot in self._slots]
 
     def begin(self, env_ids: Iterable[int]) -> None:
+        env_ids = [*env_ids]
+        self.statistics.begin(env_ids)
         for env_id in env_ids:
             self._slots[env_id].has_reset = True
 
-    def arrays(self, *, copy: bool) -> ArrayBatch:
-        """The same as arrays; with `copy`, observations are arrays of the caller's own."""
-        view = ArrayBatch(self, copy=copy)
+    def arrays(self, *, copy: bool, env_ids: range | None = None) -> ArrayBatch:
+        """The same as arrays, of some neighbouring environments; with `copy`, observations are the caller's own."""
+        view = ArrayBatch(self, env_ids or range(len(self.env_ids)), copy=copy)
         self.views.add(view)
         return view
 

@@ -32,8 +32,11 @@ codec = "python" if Codec is None else "c"
 """Which one runs."""
 
 
-def open_codec(layout: Layout, buffer: Any, *, infos_in_block: bool) -> Any:
-    """The `Codec` of a layout that is bound to the buffer; None if there is none."""
+def open_codec(layout: Layout, buffer: Any, *, infos_in_block: bool, totals: Any = None) -> Any:
+    """The `Codec` of a layout that is bound to the buffer; None if there is none.
+
+    It adds the transitions that it reads to `totals`, those of `EpisodeStatistics`.
+    """
     if Codec is None or not layout.agents:
         return None
 
@@ -47,4 +50,4 @@ def open_codec(layout: Layout, buffer: Any, *, infos_in_block: bool) -> Any:
     columns = form(layout.actions), form(layout.observations)
     infos = layout.infos, layout.infos_nbytes if infos_in_block else 0
     agents, step = tuple(layout.agents), int(Activity.STEP)
-    return Codec(block, layout.stride, agents, ALL, headers, *columns, types, presence, step, infos)
+    return Codec(block, layout.stride, agents, ALL, headers, *columns, types, presence, step, infos, totals)

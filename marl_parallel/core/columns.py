@@ -3,7 +3,9 @@
 Each environment has one record, contiguous and starting on a cache line:
 
     header of the actions | actions | header of the transition | vector rewards | observations
-    | infos | final observations | global state
+    | infos | final observations | global state | final state
+
+A `RolloutBuffer` lies behind the records: observations of several times, one after another.
 
 A `Layout` follows from a `Schema` and the number of environments alone, so that workers and parent lay out the same
 block without exchanging offsets. `AgentColumns` are the values of all agents, such as their observations. Agents with
@@ -30,6 +32,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters.protocol import AgentID, Schema
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import (
+    ARRAY_SPACES,
     DoesNotFit,
     Mismatch,
     as_array,
@@ -37,6 +40,7 @@ from marl_parallel.core.spaces import (
     check_same_form,
     conform,
     fits_block,
+    tree_map,
 )
 
 RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
@@ -325,6 +329,70 @@ def _aligned(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
 
 
+class RolloutBuffer:
+    """The observations of several times, of all environments, in shared memory behind the records.
+
+    The parent sets the time of an environment before a reset or step. A worker copies what it has written into the
+    record to that time, and sets the time to -1; else the parent has to copy it.
+
+    Args:
+        layout: Of the records; bound.
+        num_times: How many times there are.
+        start: Offset in the shared memory.
+        more: Bytes that the parent uses for itself, after the observations.
+
+    Attributes:
+        start, more, nbytes: Offsets in the shared memory: of all, of what the parent uses, and of the end.
+        memory: The shared memory; of `bind`, as `observations`.
+        observations: For each group of the layout, arrays or trees `(times, records, rows, ...)`.
+    """
+
+    def __init__(self, layout: Layout, num_times: int, start: int, more: int = 0) -> None:
+        self._columns = [column.array for column, _ in layout.observations.groups]
+        self._num_times, self._num_records = num_times, layout.num_records
+        self.start = _aligned(start, RECORD_ALIGNMENT)
+        self.nbytes = self.start + 8 * layout.num_records
+
+        def place(array: NDArray[Any]) -> int:
+            offset = _aligned(self.nbytes, RECORD_ALIGNMENT)
+            self.nbytes = offset + num_times * array.size * array.itemsize
+            return offset
+
+        self._offsets = [tree_map(place, array) for array in self._columns]
+        self.more = _aligned(self.nbytes, RECORD_ALIGNMENT)
+        self.nbytes = self.more + more
+
+    def bind(self, buffer: Any) -> None:
+        """Build the arrays in `nbytes` bytes of shared memory."""
+
+        def view(array: NDArray[Any], offset: int) -> NDArray[Any]:
+            observations: NDArray[Any] = np.ndarray((self._num_times, *array.shape), array.dtype, buffer, offset)
+            return observations
+
+        self.memory = buffer
+        self._times: NDArray[np.int64] = np.ndarray(self._num_records, np.int64, buffer, self.start)
+        self.observations = [tree_map(view, *pair) for pair in zip(self._columns, self._offsets)]
+
+    def request(self, env_ids: range, time: int) -> None:
+        """Set the time of the next observations."""
+        self._times[env_ids.start : env_ids.stop] = time
+
+    def is_written(self, env_ids: range) -> bool:
+        """Whether workers have copied the observations since `request`."""
+        return bool((self._times[env_ids.start : env_ids.stop] < 0).all())
+
+    def write(self, env_ids: Sequence[int]) -> None:
+        """Copy the observations in the records of environments, if all belong to one time."""
+        span = span_of(env_ids)
+        rows = [*env_ids] if span is None else slice(span.start, span.stop)
+        time = self._times[env_ids[0]]
+        if time < 0 or not (self._times[rows] == time).all():
+            return
+        for observations, column in zip(self.observations, self._columns):
+            tree_map(lambda of_times, array: of_times[time].__setitem__(rows, array[rows]), observations, column)
+        self._times[rows] = -1
+
+
 class Layout:
     """The offsets of everything, for a number of environments with one schema.
 
@@ -337,7 +405,8 @@ class Layout:
         step_end: Offset in a record after what every step writes; infos, final observations and state follow.
         infos, infos_nbytes: Offset and size of the area for infos of simple values, which compiled code writes.
         rewards: Columns of the agents whose rewards are vectors; rewards that are numbers lie in the header.
-        state: The global state; None if there is none, or if it travels pickled.
+        state, final_state: The global state, and the last one of an episode whose environment has been reset since;
+            None if there is none, or if it travels pickled.
     """
 
     def __init__(self, schema: Schema, num_records: int, *, arrays: bool = True) -> None:
@@ -354,10 +423,12 @@ class Layout:
         self.infos_nbytes = min(256 + 128 * n, 1 << 16) if n else 0
         self.infos = place(self.infos_nbytes)
         self.final_observations = AgentColumns(schema.observation_spaces, self.agents, place)
+        space = schema.state_space
         self.state: ArrayColumn | None = None
-        if arrays and schema.state_space is not None and fits_block(schema.state_space):
-            column = column_of(schema.state_space, 1, place)
-            self.state = column if isinstance(column, ArrayColumn) else None
+        self.final_state: ArrayColumn | None = None
+        if arrays and space is not None and space.shape is not None and type(space) in ARRAY_SPACES:
+            dtype, shape = np.dtype(space.dtype), space.shape
+            self.state, self.final_state = (ArrayColumn(1, dtype, shape, place) for _ in range(2))
         self.stride = stride = _aligned(self._record_nbytes, RECORD_ALIGNMENT)
         self.nbytes = stride * num_records
         self.starts = [stride * record for record in range(num_records)]
@@ -367,9 +438,17 @@ class Layout:
         self._record_nbytes = offset + nbytes
         return offset
 
+    def part(self, records: range, buffer: Any) -> Layout:
+        """A layout of some neighbouring records, with views into the block."""
+        part = Layout(self.schema, len(records), arrays=bool(self.agents))
+        part.starts = self.starts[records.start : records.stop]
+        part.bind(buffer)
+        return part
+
     def bind(self, buffer: Any) -> None:
         """Build all views into a block of `nbytes` zeroed bytes."""
         for columns in (self.actions, self.rewards, self.observations, self.final_observations):
             columns.bind(buffer, self.starts)
-        if self.state is not None:
-            self.state.bind(buffer, self.starts)
+        for column in (self.state, self.final_state):
+            if column is not None:
+                column.bind(buffer, self.starts)

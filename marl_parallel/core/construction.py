@@ -12,6 +12,7 @@ import importlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import Parameter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,22 @@ Constructor = Callable[..., Any]
 KEYWORDS = {"seed", "env_id", "restarts"}
 _BY_KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A constructor whose environments are wrapped, in this order; it accepts the keywords of the inner one."""
+
+    constructor: Constructor
+    wrappers: tuple[Callable[[Any], Any], ...]
+
+    def __call__(self, **keywords: Any) -> Any:
+        env = self.constructor(**keywords)
+        for place, wrapper in enumerate(self.wrappers):
+            env = wrapper(env)
+            if env is None:
+                raise TypeError(f"wrappers[{place}], {wrapper!r}, returned None; does it lack a `return`?")
+        return env
 
 
 def construct_one(constructor: Constructor, *, seed: int, env_id: int, restarts: int = 0) -> Any:
@@ -63,10 +80,16 @@ def missing_arguments(constructor: Constructor) -> list[Parameter]:
 
 
 def _flattened(constructor: Constructor) -> functools.partial[Any]:
-    """A function with all that nested partials bind to it; `functools` leaves those nested that have attributes."""
+    """A function without wrappers, with all that nested partials bind to it.
+
+    `functools` leaves those nested that have attributes.
+    """
     args: tuple[Any, ...] = ()
     keywords: dict[str, Any] = {}
-    while isinstance(constructor, functools.partial):
+    while isinstance(constructor, functools.partial | Wrapped):
+        if isinstance(constructor, Wrapped):
+            constructor = constructor.constructor
+            continue
         args, keywords = constructor.args + args, {**constructor.keywords, **keywords}
         constructor = constructor.func
     return functools.partial(constructor, *args, **keywords)
@@ -113,7 +136,7 @@ def _called_by_maker(call: functools.partial[Any]) -> functools.partial[Any] | N
             spec = _gymnasium_spec(arguments.get(0, arguments.get("id")))
         elif isinstance(owner, registration.EnvSpec) and getattr(function, "__name__", "") == "make":
             spec = owner
-        elif function is getattr(pettingzoo, "make", None):  # from 1.26 on
+        elif function is getattr(pettingzoo, "make", None):  # from 1.27 on
             kind, spec = arguments.get(0, arguments.get("env_type")), arguments.get(1, arguments.get("id"))
             spec = pettingzoo.spec(kind, spec) if isinstance(spec, str) else spec
         entry_point = getattr(spec, "entry_point", None)

@@ -150,12 +150,17 @@ class Episode:
         """Count as truncated until the next reset, which gets these keywords: the simulator is new."""
         self._postponed, self._over, self.fast = keywords, (False, True), None
 
+    @property
+    def awaits_reset(self) -> bool:
+        """Whether a postponed reset has not been done: the simulator has no episode yet."""
+        return self._postponed is not None and self._early is None
+
     def reset_early(self) -> None:
         """Do a postponed reset before the simulator is called or rendered.
 
         The step that begins the episode returns its transition; a reset by the caller replaces it.
         """
-        if self._postponed is not None and self._early is None:
+        if self.awaits_reset:
             keywords, over = self._postponed, self._over
             self._early = self.reset({})
             self._postponed, self._over, self.fast = keywords, over, None
@@ -227,13 +232,18 @@ def with_final(
     `infos` are the parent's own copy; mappings that are no dicts become dicts. Empty `reset_infos` are left out.
     """
     not_empty = {key: info for key, info in reset_infos.items() if info is not None and not is_empty_info(info)}
-    for name, additions in ((FINAL_OBS, final_observations), (RESET_INFO, not_empty)):
-        for key, value in additions.items():
-            info = infos.get(key)
-            if info is None or isinstance(info, Mapping):
-                # Simulators return one dict for several agents.
-                infos[key] = copy.copy(info) if isinstance(info, dict) else dict(info or {})
-                infos[key].setdefault(name, value)
+    add_to_infos(infos, FINAL_OBS, final_observations)
+    add_to_infos(infos, RESET_INFO, not_empty)
+
+
+def add_to_infos(infos: dict[Any, Any], name: str, additions: Mapping[Any, Any]) -> None:
+    """Add a value to the info of each key, in place, under a name that the info does not have yet."""
+    for key, value in additions.items():
+        info = infos.get(key)
+        if info is None or isinstance(info, Mapping):
+            # Simulators return one dict for several agents.
+            infos[key] = copy.copy(info) if isinstance(info, dict) else dict(info or {})
+            infos[key].setdefault(name, value)
 
 
 def no_rewards(agents: Iterable[AgentID], reward_spaces: Mapping[AgentID, Space[Any]]) -> dict[AgentID, Any]:

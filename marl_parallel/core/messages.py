@@ -28,6 +28,7 @@ class Message(Enum):
     CLOSE = 10  # close the environments; the last request a worker gets
     REBUILD = 11  # close the environment, if it is still there, and construct it again
     TRACE = 12  # store slices of time from now on, or return them
+    WATCH = 13  # from now on, write more than the records with each reset and step
 
 
 class Request(NamedTuple):
@@ -95,6 +96,13 @@ class Plan(NamedTuple):
     registrations: bytes = b""  # of `dump_registrations` in the caller's process; workers in that process ignore it
 
 
+class Watch(NamedTuple):
+    """The payload of `WATCH`, to one environment of each worker: what workers write besides the transitions."""
+
+    states: bool = False  # the global states
+    rollout: tuple[int, int] | None = None  # a rollout buffer: its offset in the shared memory, the number of times
+
+
 class Rebuild(NamedTuple):
     """The payload of `REBUILD`, by environment; the result is as of a reset, or a `Refusal` if its spaces differ."""
 
@@ -102,6 +110,7 @@ class Rebuild(NamedTuple):
     block: tuple[int, bool, bool]  # the payload of `ATTACH`, for a worker that is new itself
     reset: bool  # whether its first episode begins at once; else with whatever resets it next
     keywords: bytes | None = None  # pickled, of the caller's reset that failed, if one did; its seed is not used again
+    watch: Watch = Watch()  # the last payload of `WATCH`
 
 
 class Built(NamedTuple):

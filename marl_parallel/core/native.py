@@ -34,6 +34,7 @@ from marl_parallel.core.pool import Results
 from marl_parallel.core.records import Columns
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, check_form, leaves, tree_map, zeros
+from marl_parallel.core.statistics import EpisodeStatistics
 from marl_parallel.core.transition import ALL, COMMON
 from marl_parallel.types import EnvError, Stats, WorkerStats
 
@@ -200,6 +201,7 @@ class NativePool:
         self._all = np.arange(simulator.num_envs, dtype=np.int32)
         self._pending: dict[int, Message] = {}
         self._steps = self._resets = 0
+        self.statistics = EpisodeStatistics(simulator.num_envs, self.schema.possible_agents, self.mode)
         self._simulator_s = 0.0
         view = ArrayView(self.schema)
         self._agents, self._group_of = view.agents, view.places
@@ -365,6 +367,7 @@ class NativePool:
         """Note where these transitions leave their environments; returns whether they are all, in order."""
         ids, old = received.env_ids, self.marks
         over = received.terminated | received.truncated
+        self.statistics.add_arrays(received)
         self._copy_masks(received)
         if len(self._agents) == 1 and received.present is None:  # an agent that lives as long as the episode
             flagged = over[:, None]
@@ -401,6 +404,11 @@ class NativePool:
         all_masks = {agent: self._masks[agent] for agent in agents if agent in self._masks}
         masks: dict[AgentID, Any] = own_mask(tree_map(lambda array: array[env_id], all_masks))
         return masks
+
+    def stacked_masks(self) -> tuple[dict[AgentID, NDArray[Any] | None], list[int]]:
+        """As of `Batch`."""
+        arrays = {agent: masks if type(masks) is np.ndarray else None for agent, masks in self._masks.items()}
+        return arrays, [*self._pending]
 
     # -- dicts -----------------------------------------------------------------------------------------------------
 
@@ -503,6 +511,9 @@ class NativeArrays(ArrayView):
         if not self._pool.note_received(received):
             received = received.at(np.argsort(received.env_ids))
         self._latest = self._arrays(received)
+        if self._target is not None:
+            tree_map(np.copyto, self._target, self._latest.observations)
+            self._latest = self._latest._replace(observations=self._target)
         return self._latest
 
     def last(self) -> Arrays:

@@ -102,23 +102,24 @@ class Pool:
     def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
         """Send `STEP` or `RESET` to environments that are not in flight, and return.
 
-        `payloads` are pickled, by environment. With `together`, all are received at once, which is faster.
+        `payloads` are pickled, by environment. With `together`, all of them are received at once, which is faster.
         """
         self._call(self._send, message, env_ids, payloads, together)
 
-    def recv(self, at_least: int, timeout: float | None = None) -> Results:
-        """Wait for the results of so many environments, and take all that are here.
+    def recv(self, at_least: int, timeout: float | None = None, env_ids: Sequence[int] | None = None) -> Results:
+        """Wait for the results of so many environments, and take all that are here; or wait for all of `env_ids`.
 
         Raises:
             TimeoutError: There were fewer within `timeout` seconds. Nothing is lost.
             ParallelEnvError: A fault; everything has been closed.
             ClosedEnvironmentError: Another thread has closed everything.
         """
-        results: Results | None = self._call(self._recv, at_least, timeout)
+        slots = self.slots if env_ids is None else [self.slots[env_id] for env_id in env_ids]
+        results: Results | None = self._call(self._recv, at_least, timeout, slots)
         if results is None:
             raise TimeoutError(
-                f"{self._done} of at least {at_least} environments were ready within {timeout:g} s; "
-                "nothing is lost, call recv again"
+                f"{sum(slot.done for slot in slots)} of at least {at_least} environments were ready within "
+                f"{timeout:g} s; nothing is lost, call recv again"
             )
         return results
 
@@ -164,7 +165,7 @@ class Pool:
                     self._note_sent(message, env_ids)
                     self._apply(replies)
                     self._look_for_late()
-                results = self._recv(len(env_ids), None)
+                results = self._recv(len(env_ids), None, self.slots)
                 assert results is not None  # there is no timeout
                 more: Mapping[int, Any] = results.extras
                 return more
@@ -207,7 +208,8 @@ class Pool:
         if self.recovery is not None:
             env_ids = [env_id for env_id in env_ids if self._goes_out(self.slots[env_id], message, payloads)]
         prompt = together and self.recovery is not None
-        self._post(self._requests(message, env_ids, payloads, each=not together, prompt=prompt), together=together)
+        alone = together and not any(queue.requests for queue in self._queues)
+        self._post(self._requests(message, env_ids, payloads, each=not together, prompt=prompt), together=alone)
 
     def _note_sent(self, message: Message, env_ids: Sequence[int]) -> None:
         for env_id in env_ids:
@@ -255,26 +257,32 @@ class Pool:
             queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1
         self.backend.post(requests, together=together)
 
-    def _recv(self, at_least: int, timeout: float | None) -> Results | None:
-        """The results, or None after the timeout."""
+    def _recv(self, at_least: int, timeout: float | None, slots: Sequence[Slot]) -> Results | None:
+        """The results of all slots, or of some that are all waited for; None after the timeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        queues, ids = self._queues, None
+        if slots is not self.slots:
+            queues = [queues[worker] for worker in dict.fromkeys([slot.worker for slot in slots])]
+            ids = {slot.env_id for slot in slots}
         while True:
-            missing = at_least - self._done
+            missing = at_least - (self._done if ids is None else sum([slot.done for slot in slots]))
             patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            batches = sum([queue.one_reply for queue in self._queues])
+            batches = sum([queue.one_reply if ids is None else queue.owes_one_reply(ids) for queue in queues])
+            if ids is not None and missing <= 0 and not batches:
+                break
             self._wait_once(patience if missing > 0 or batches else 0.0, max(min(missing, batches or missing), 1))
-            if self._done >= at_least and not sum([queue.one_reply for queue in self._queues]):
+            if ids is None and self._done >= at_least and not sum([queue.one_reply for queue in queues]):
                 break
             if patience == 0.0:
                 return None
-        done = [slot for slot in self.slots if slot.done]
+        done = [slot for slot in slots if slot.done]
         done.sort(key=lambda slot: slot.completed)  # ties by number
         resets = [slot.env_id for slot in done if slot.request is Message.RESET]
         extras = {slot.env_id: slot.result for slot in done if slot.result is not None}
         for slot in done:
             slot.request, slot.done, slot.result = None, False, None
         self.in_flight -= len(done)
-        self._done = 0
+        self._done -= len(done)
         self._all_idle = len(done) == len(self.slots) and (
             self.recovery is None or not (extras or resets or self._rebuilding())
         )

@@ -323,6 +323,22 @@ class TransitionRecords:
         over = bool((terminated[-1] | truncated[-1]) & 1)
         return self._infos(record, code, agents_in, extras), agents_in["acting"], agents_in["alive"], over
 
+    def outcome(self, record: int) -> tuple[dict[AgentID, Any], dict[Any, bool], dict[Any, bool]]:
+        """The rewards and the flags of a record of which nothing but infos is pickled."""
+        _, *numbers, tags, terminated, truncated, presence = self._struct.unpack_from(
+            self._buffer, self._headers[record]
+        )
+        rewards: dict[AgentID, Any] = {
+            agent: number for agent, number, bits in zip(self.agents, numbers, presence) if bits & BITS["rewards"]
+        }
+        if VECTOR_TAG in tags:
+            vectors = [agent for agent, tag in zip(self.agents, tags) if tag == VECTOR_TAG and agent in rewards]
+            rewards |= self._layout.rewards.read(record, vectors, True)
+        terminateds, truncateds = (
+            {agent: bool(code & 1) for agent, code in zip(self._flagged, codes)} for codes in (terminated, truncated)
+        )
+        return rewards, terminateds, truncateds
+
     def last_known(self, record: int, extras: Extras | None) -> tuple[dict[Any, Any], list[AgentID]]:
         """The last observations, and the agents that are alive."""
         extras = extras or {}
@@ -378,11 +394,11 @@ class RecordSlices:
     def put_actions(self, env_ids: Sequence[int], slices: NDArray[np.uint8]) -> None:
         self._records[_rows(env_ids), : slices.shape[1]] = slices
 
-    def results(self, env_ids: Sequence[int], message: Message) -> NDArray[np.uint8]:
-        """What a worker has written to carry out a request; final observations and state only if there are any."""
+    def results(self, env_ids: Sequence[int], message: Message, *, states: bool = False) -> NDArray[np.uint8]:
+        """What a worker has written to carry out a request; `states` if each reset and step writes states."""
         rows, start = _rows(env_ids), self._layout.transition_header
         codes = np.ascontiguousarray(self._records[rows, start : start + _CODE_NBYTES]).view(np.uint64)
-        whole = message is Message.STATE or bool((codes & np.uint64(FINAL)).any())
+        whole = states or message is Message.STATE or bool((codes & np.uint64(FINAL)).any())
         return np.array(self._records[rows, start : None if whole else self._layout.step_end], order="C")
 
     def put_results(self, env_ids: Sequence[int], slices: NDArray[np.uint8]) -> None:

@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.episode import interrupted, renewed, with_report
-from marl_parallel.core.messages import Message, Plan, Rebuild
+from marl_parallel.core.messages import Message, Plan, Rebuild, Watch
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.reports import first_line
 from marl_parallel.core.slots import Fault, Slot, Snapshot
@@ -40,6 +40,7 @@ class Recovery:
     base_seed: int  # seeds are derived from it; changes with `reset(seed=)`
     options_last: bool  # whether environments remember the options of a reset
     traced: bool = False  # whether workers trace
+    watch: Watch = Watch()  # noqa: RUF009  # what workers write besides the transitions
 
     def reset_options(self, env_id: int, options: dict[Any, Any]) -> dict[Any, Any]:
         """The options of a reset, with earlier ones if the environment remembers them: it may have been rebuilt."""
@@ -118,7 +119,7 @@ class Recovery:
         keywords = slot.reset_keywords
         if slot.options:
             keywords = dumps({**({} if keywords is None else loads(keywords)), "options": slot.options})
-        return Rebuild(plan, self.block, reset=self._resets_at_once(slot), keywords=keywords)
+        return Rebuild(plan, self.block, reset=self._resets_at_once(slot), keywords=keywords, watch=self.watch)
 
     def finish(self, slot: Slot, extras: bytes | None) -> Snapshot | None:
         """The result of the request that was interrupted; None for an idle environment, whose next result reports it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -99,6 +99,13 @@ class WorkerQueue:
             return False
         request = self.requests[0][0]
         return not request.each and (request.message is Message.STEP or request.message is Message.RESET)
+
+    def owes_one_reply(self, env_ids: Container[int]) -> bool:
+        """Whether a request with one reply is in the queue, of environments that are in `env_ids`."""
+        return any(
+            not request.each and request.env_ids is not None and request.env_ids[0] in env_ids
+            for request, _, _ in self.requests
+        )
 
     @property
     def limited(self) -> Message | None:

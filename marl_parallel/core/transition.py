@@ -21,6 +21,9 @@ from marl_parallel.core.pickling import dumps, loads
 FINAL_OBS, RESET_INFO = "final_obs", "reset_info"
 """The keys that an automatic reset adds to infos: the old episode's last observation, and the infos of the reset."""
 
+EPISODE = "episode"
+"""The key of statistics in infos, with `episode_stats`."""
+
 Values: TypeAlias = dict[Any, Any]
 """One of the five dicts."""
 

@@ -32,17 +32,31 @@ import numpy as np
 from marl_parallel.adapters import AdapterMismatch, InvalidAgents, LookupFailed, NotAnEnvironment, Schema, adapt
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.core.codec import open_codec
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.columns import Layout, RolloutBuffer
 from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
-from marl_parallel.core.messages import STEPPED, Answer, Built, Failure, Message, Plan, Rebuild, Refusal, Reply, Request
+from marl_parallel.core.messages import (
+    STEPPED,
+    Answer,
+    Built,
+    Failure,
+    Message,
+    Plan,
+    Rebuild,
+    Refusal,
+    Reply,
+    Request,
+    Watch,
+)
 from marl_parallel.core.pickling import dump_extras, dumps, install_registrations, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
 from marl_parallel.core.schema import common_schema, dumps_compactly
 from marl_parallel.core.spaces import DoesNotFit, as_array
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
+
+_WITH_STATES = frozenset({Message.RESET, Message.STEP, Message.REBUILD})
 
 
 class Worker:
@@ -69,6 +83,8 @@ class Worker:
         self._registrations = b""  # those that have been installed
         self._saved: dict[int, bytes] = {}  # extras of an episode's last step, whose automatic reset has not ended yet
         self._partially_written: int | None = None  # the environment whose record may be
+        self.watch = Watch()  # what each reset and step writes besides the transitions
+        self._rollout: RolloutBuffer | None = None
         self._send: Callable[[Reply], None]
         self._codec: Any = None
         self._actions: ActionRecords
@@ -127,6 +143,18 @@ class Worker:
             place += 1
         if codec is not None:
             self._status.add_steps(*codec.sums())
+        if self._rollout is not None and (message is Message.STEP or message is Message.RESET):
+            self._rollout.write(ids)
+        if self.watch.states and message in _WITH_STATES:
+            for env_id in ids:
+                if env_id not in failures and not self._episodes[env_id].awaits_reset:
+                    try:
+                        self._state(env_id, None)
+                    except BaseException as error:
+                        self._check_not_forked(error)
+                        if self._in_line and isinstance(error, KeyboardInterrupt):
+                            raise
+                        failures[env_id] = _failure(error, Activity.STATE, False)
         moment = self._status.end_request()
         self._check_not_forked()
         if message is Message.CLOSE and (slices := trace(self._status, on=False)) is not None:
@@ -187,7 +215,7 @@ class Worker:
         self._layout = layout
 
     def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> bytes | None:
-        plan, block, reset, pickled = payload[env_id]
+        plan, block, reset, pickled, watch = payload[env_id]
         with contextlib.suppress(BaseException):  # errors of a broken simulator's close() would hide what broke it
             self._close(env_id, None)
         self._episodes.pop(env_id, None)
@@ -198,6 +226,7 @@ class Worker:
         except ValueError as error:
             raise Refusal(ValueError, f"the environment differs after its restart: {error}") from None
         self._attach(env_id, block)
+        self._watch(env_id, watch)
         keywords = {} if pickled is None else loads(pickled)
         keywords = self._accepted(env_id, {**keywords, "seed": plan.seeds[env_id]})
         if not reset:
@@ -246,6 +275,8 @@ class Worker:
         episode, last = self._episodes[env_id], None
         try:
             if episode.ended_for_now:
+                if self.watch.states:
+                    self._write_state(env_id, final=True)
                 if self._restarts:
                     self._save(env_id, transition)
                     last = transition
@@ -269,10 +300,13 @@ class Worker:
 
     def _state(self, env_id: int, _: Any) -> bytes | None:
         self._episodes[env_id].reset_early()
+        return self._write_state(env_id)
+
+    def _write_state(self, env_id: int, *, final: bool = False) -> bytes | None:
         with self._status.during(env_id, Activity.STATE):
             state = self._episodes[env_id].env.state()
         layout: Any = self._layout
-        column, space = layout.state, layout.schema.state_space
+        column, space = layout.final_state if final else layout.state, layout.schema.state_space
         if column is None:
             return dumps(as_array(state, np.dtype(space.dtype), space.shape))
         try:
@@ -315,6 +349,14 @@ class Worker:
                 lookup.assign(self._episodes[env_id].env.source, *name_and_value)
             except AttributeError as error:
                 raise Refusal(AttributeError, str(error)) from None
+
+    def _watch(self, _: int, watch: Watch) -> None:
+        if watch.rollout is not None:
+            assert self._layout is not None
+            start, num_times = watch.rollout
+            self._rollout = RolloutBuffer(self._layout, num_times, start)
+            self._rollout.bind(self._open_block(self._layout))
+        self.watch = watch
 
     def _trace(self, _: int, on: bool) -> Any:
         return trace(self._status, on)

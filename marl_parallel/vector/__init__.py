@@ -14,10 +14,16 @@ from marl_parallel.types import installed
 if TYPE_CHECKING:
     from marl_parallel.vector.agilerl import AgileRLVecEnv as AgileRLVecEnv
     from marl_parallel.vector.gymnasium import GymnasiumVectorEnv as GymnasiumVectorEnv
+    from marl_parallel.vector.gymnasium import NormalizePresentObservation as NormalizePresentObservation
+    from marl_parallel.vector.gymnasium import NormalizePresentReward as NormalizePresentReward
     from marl_parallel.vector.pettingzoo import PettingZooVecEnv as PettingZooVecEnv
     from marl_parallel.vector.rllib import ParallelMultiAgentEnvRunner as ParallelMultiAgentEnvRunner
     from marl_parallel.vector.rllib import RLlibVectorMultiAgentEnv as RLlibVectorMultiAgentEnv
+    from marl_parallel.vector.sb3 import SB3RolloutBuffer as SB3RolloutBuffer
     from marl_parallel.vector.sb3 import SB3VecEnv as SB3VecEnv
+    from marl_parallel.vector.sb3 import SB3VecNormalize as SB3VecNormalize
+    from marl_parallel.vector.sb3 import evaluate_policy as evaluate_policy
+    from marl_parallel.vector.stacked import StackedVecEnv as StackedVecEnv
     from marl_parallel.vector.stepper import Arrays as Arrays
     from marl_parallel.vector.stepper import ArrayStepper as ArrayStepper
     from marl_parallel.vector.stepper import Stacked as Stacked
@@ -26,11 +32,16 @@ if TYPE_CHECKING:
 # By module: its names; and, if they need the extra of the module's name, the title and the packages of their library.
 _MODULES: dict[str, tuple[list[str], str, list[str]]] = {
     "agilerl": (["AgileRLVecEnv"], "AgileRL", ["agilerl"]),
-    "gymnasium": (["GymnasiumVectorEnv"], "", []),
+    "gymnasium": (["GymnasiumVectorEnv", "NormalizePresentObservation", "NormalizePresentReward"], "", []),
     "pettingzoo": (["PettingZooVecEnv"], "", []),
     # Ray alone does not install all that RLlib needs.
     "rllib": (["ParallelMultiAgentEnvRunner", "RLlibVectorMultiAgentEnv"], "RLlib", ["ray", "tree"]),
-    "sb3": (["SB3VecEnv"], "Stable-Baselines3", ["stable_baselines3"]),
+    "sb3": (
+        ["SB3RolloutBuffer", "SB3VecEnv", "SB3VecNormalize", "evaluate_policy"],
+        "Stable-Baselines3",
+        ["stable_baselines3"],
+    ),
+    "stacked": (["StackedVecEnv"], "", []),
     "stepper": (["ArrayStepper", "Arrays", "Stacked"], "", []),
     "torchrl": (["TorchRLEnv"], "TorchRL", ["torchrl"]),
 }

@@ -1,4 +1,4 @@
-"""`GymnasiumVectorEnv`: every agent of every environment as a row, for parameter sharing."""
+"""`GymnasiumVectorEnv`: every agent of every environment as a row, for parameter sharing; and normalisers for it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
+from gymnasium.wrappers import vector as wrappers
 from numpy.typing import NDArray
 
+from marl_parallel.action_masks import KEY as ACTION_MASK
+from marl_parallel.action_masks import declares_mask
 from marl_parallel.adapters import AgentID
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.native import InfoColumns
 from marl_parallel.core.spaces import fits_block, tree_map, zeros
-from marl_parallel.core.transition import FINAL_OBS
+from marl_parallel.core.transition import EPISODE, FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.rows import AgentRows, agent_infos, bounds, divided, stacked, vector_infos
 from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls
@@ -36,9 +39,12 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     `reward_space`, as in MO-Gymnasium.
 
     The row of an absent agent is zeros; `infos["present"]` marks the rows that are data, `infos["acting"]` those that
-    need an action. A row is done when its agent dies, and all rows of an environment are when its episode ends. With
-    `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos have the reset's,
-    and `final_obs` and `final_info` in rows that are done, as Gymnasium's.
+    need an action. If the observation space declares an `action_mask`, `infos["action_mask"]` has the masks of all
+    rows, as of `ArrayStepper.action_masks`: bool `(num_envs, num_choices)`. A row is done when its agent dies, and all
+    rows of an environment are when its episode ends. With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers
+    apply. With `True` (SAME_STEP) infos have the reset's, and `final_obs` and `final_info` in rows that are done, as
+    Gymnasium's. With the `episode_stats` of `env`, `infos["episode"]` has the returns `"r"` and lengths `"l"` of rows
+    whose agent's own part of an episode ends, in the form of Gymnasium's `RecordEpisodeStatistics`.
 
     Args:
         env: No other facade may step it. With `copy=False`, observations are valid until the next step or reset.
@@ -49,6 +55,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     Attributes:
         parallel_env: The `ParallelEnv`, also available as `env`.
         agents: The agents with rows.
+        present: bool `(num_envs,)`: the rows that are data, as in the latest infos.
         reward_space: Of one row, if rewards are vectors; None if they are numbers.
 
     Raises:
@@ -69,7 +76,6 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
 
     def __init__(self, env: ParallelEnv, agents: Sequence[AgentID] | None = None, others: Others | None = None) -> None:
         super().__init__(env, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, vectors=True)
-        self.parallel_env = env
         self.agents = list(env.possible_agents if agents is None else agents)
         self._rows = AgentRows(self._stepper, self.agents, "choose some with agents=[...]", type(self).__name__)
         self._others = [agent for agent in env.possible_agents if agent not in self._rows.agents]
@@ -80,7 +86,10 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.reward_space = self._rows.reward_space
         self.metadata, self.render_mode = env.metadata, env.render_mode
+        self._has_masks = declares_mask(self._rows.space, self._rows.action_space)
+        self.present = np.zeros(self.num_envs, np.bool_)
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
+        self._has_stats = self._stepper.runner.batch.statistics.in_infos
 
     @exclusive("reset")
     def reset(
@@ -173,13 +182,80 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
             for row in done:
                 if row // per_env in over:
                     rows[row].setdefault(FINAL_OBS, zeros(self.single_observation_space))
+                    last = rows[row]["final_info"]
+                    if self._has_stats and EPISODE in last:
+                        rows[row][EPISODE] = last[EPISODE]
                 else:  # the environment goes on without this agent
                     last, _ = divided(rows.get(row, {}), {})
                     rows[row] = {**last, "final_info": last, FINAL_OBS: self._rows.observation(arrays, row)}
             infos = vector_infos(sorted(rows.items()), self.num_envs)
+        if self._has_masks:
+            masks = stacking.flat(self._stepper.action_masks(self.agents))
+            infos[ACTION_MASK], infos[f"_{ACTION_MASK}"] = masks, np.ones(self.num_envs, np.bool_)
         for key, mask in (("present", arrays.present), ("acting", arrays.acting)):
             infos[key], infos[f"_{key}"] = self._rows.of(mask).ravel(), np.ones(self.num_envs, np.bool_)
+        self.present = infos["present"]
         return infos
+
+
+class NormalizePresentObservation(wrappers.NormalizeObservation):
+    """Gymnasium's `NormalizeObservation` around a `GymnasiumVectorEnv`: rows of absent agents do not count.
+
+    Arguments and attributes are those of Gymnasium's.
+
+    Example:
+        >>> from marl_parallel import make
+        >>> env = NormalizePresentObservation(make("mpe2.simple_spread_v3", 4, facade="gymnasium", num_workers=2))
+        >>> observations, infos = env.reset(seed=1)
+        >>> observations.shape, round(env.obs_rms.count)
+        ((12, 18), 12)
+        >>> env.close()
+    """
+
+    def observations(self, observations: NDArray[Any]) -> NDArray[Any]:
+        """Normalise observations `(rows, ...)`, and update the statistics with those that are data."""
+        present = self.unwrapped.present  # type: ignore[attr-defined]
+        update, self._update_running_mean = self._update_running_mean, False
+        if update and present.any():
+            self.obs_rms.update(observations[present])  # type: ignore[no-untyped-call,unused-ignore]
+        try:
+            return super().observations(observations)
+        finally:
+            self._update_running_mean = update
+
+
+class NormalizePresentReward(wrappers.NormalizeReward):
+    """Gymnasium's `NormalizeReward` around a `GymnasiumVectorEnv`: rows of absent agents do not count.
+
+    Arguments and attributes are those of Gymnasium's. Nor do steps that only reset a row (`NEXT_STEP`).
+
+    Example:
+        >>> from marl_parallel import make
+        >>> env = NormalizePresentReward(make("mpe2.simple_spread_v3", 4, facade="gymnasium", num_workers=2))
+        >>> observations, infos = env.reset(seed=1)
+        >>> observations, rewards, *_ = env.step(env.action_space.sample())
+        >>> rewards.shape
+        (12,)
+        >>> env.close()
+    """
+
+    def __init__(self, env: Any, gamma: float = 0.99, epsilon: float = 1e-8) -> None:
+        super().__init__(env, gamma, epsilon)
+        self._over = np.zeros(self.num_envs, np.bool_)
+
+    def reset(self, **keywords: Any) -> tuple[Any, dict[str, Any]]:
+        self._over[:] = False
+        return super().reset(**keywords)
+
+    def step(self, actions: Any) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
+        observations, rewards, terminations, truncations, infos = self.env.step(actions)
+        self.accumulated_reward = self.accumulated_reward * self.gamma * ~self._over + rewards
+        counts = infos["present"] & ~self._over
+        if self.update_running_mean and counts.any():
+            self.return_rms.update(self.accumulated_reward[counts])  # type: ignore[no-untyped-call,unused-ignore]
+        self._over = terminations | truncations
+        normalised = rewards / np.sqrt(self.return_rms.var + self.epsilon)
+        return observations, normalised, terminations, truncations, infos
 
 
 def _nearest_to_zero(space: Any, num_envs: int) -> Any:

@@ -17,7 +17,7 @@ from marl_parallel.core.arrays import Arrays
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.transition import ALL
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import infos_by_agent, took_part, with_env_flags
+from marl_parallel.vector.rows import infos_by_agent, inherited_flags
 from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls
 
 ByAgent = dict[AgentID, Any]
@@ -139,12 +139,8 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
 
     def _results(self, arrays: Arrays) -> FiveByAgent:
         self._present, self._acting = arrays.present, arrays.acting
-        flags = arrays.terminations, arrays.truncations
-        if not arrays.shared_flags and np.count_nonzero(
-            (arrays.terminated | arrays.truncated)[:, None] > (arrays.terminations | arrays.truncations)
-        ):
-            same_step = self._runner.mode is AutoresetMode.SAME_STEP
-            flags = with_env_flags(arrays, took_part(arrays, self.possible_agents, same_step=same_step))
+        same_step = self._runner.mode is AutoresetMode.SAME_STEP
+        flags = inherited_flags(arrays, self.possible_agents, same_step=same_step)
         return (
             self._stepper.view.by_agent(arrays.observations),
             {**self._by_agent(arrays.rewards), **arrays.vectors} if arrays.vectors else self._by_agent(arrays.rewards),
@@ -173,9 +169,6 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.metadata.get('name', 'environment')} x {self.num_envs})"
 
 
 class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]

@@ -85,8 +85,8 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self.single_observation_spaces = {**runner.schema.observation_spaces}
         self.single_action_spaces = {**runner.schema.action_spaces}
-        self.single_observation_space = env.observation_space or spaces.Dict()
-        self.single_action_space = env.action_space or spaces.Dict()
+        self.single_observation_space = getattr(env, "observation_space", spaces.Dict())
+        self.single_action_space = getattr(env, "action_space", spaces.Dict())
         self.envs = [StandIn(env, env_id) for env_id in range(env.num_envs)]
         self._filters = [EpisodeFilter(runner.batch, env_id) for env_id in range(env.num_envs)]
 
@@ -206,7 +206,8 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
         self.possible_agents, self.agents = env.possible_agents, env.possible_agents
         self.observation_spaces = {**env.runner.schema.observation_spaces}
         self.action_spaces = {**env.runner.schema.action_spaces}
-        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.observation_space = getattr(env, "observation_space", None)
+        self.action_space = getattr(env, "action_space", None)
         self.metadata, self.render_mode = env.metadata, env.render_mode
 
     def get_observation_space(self, agent_id: AgentID) -> Space[Any] | None:

@@ -104,9 +104,9 @@ class AgentRows:
         """Actions in the form of the batched space; raises `ValueError` for another form."""
         return Stacked(self.agents, stacked(self.action_space, rows, self.num_envs, len(self.agents)))
 
-    def observations(self, arrays: Arrays) -> Any:
-        """The observations, `(num_envs, agents, ...)`; views, if members are a slice."""
-        return tree_map(lambda array: array[:, self._members], arrays.observations[self._group])
+    def observations(self, observations: Sequence[Any]) -> Any:
+        """The observations in those of all groups, `(num_envs, agents, ...)`; views, if members are a slice."""
+        return tree_map(lambda array: array[:, self._members], observations[self._group])
 
     def flat_observations(self, arrays: Arrays) -> Any:
         """The observations of all rows: views, if all agents are rows."""
@@ -206,6 +206,15 @@ def took_part(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> 
         infos = arrays.infos.get(env_id, {})
         part[env_id] |= [isinstance(infos.get(agent), Mapping) and FINAL_OBS in infos[agent] for agent in agents]
     return part
+
+
+def inherited_flags(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> Flags:
+    """The flags of agents; at the end of an episode, those that took part without a flag inherit the environment's."""
+    if not arrays.shared_flags:
+        over = (arrays.terminated | arrays.truncated)[:, None]
+        if np.count_nonzero(over > (arrays.terminations | arrays.truncations)):
+            return with_env_flags(arrays, took_part(arrays, agents, same_step=same_step))
+    return arrays.terminations, arrays.truncations
 
 
 def with_env_flags(arrays: Arrays, agents: NDArray[np.bool_]) -> Flags:

@@ -1,16 +1,22 @@
-"""`SB3VecEnv`: every agent of every environment as one environment of a Stable-Baselines3 `VecEnv`."""
+"""`SB3VecEnv`: every agent of every environment as one environment of a Stable-Baselines3 `VecEnv`.
+
+Below it are a normaliser, a rollout buffer and an evaluation for it, which leave the rows of absent agents out.
+"""
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
+from marl_parallel.action_masks import choices_of
 from marl_parallel.adapters import attributes
 from marl_parallel.arguments import base_seed
 from marl_parallel.core import stacking
@@ -32,6 +38,21 @@ _ADVICE = "make them equal with a wrapper, or use PettingZooVecEnv"
 Results = tuple[Any, NDArray[np.float64], NDArray[np.bool_], list[dict[str, Any]]]
 
 
+class _LastInfo(dict[str, Any]):
+    """The info of a row that is done, whose `episode` is final: `VecMonitor` takes every end for that of an episode."""
+
+    complete = False
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key != "episode" or not self.complete:
+            super().__setitem__(key, value)
+
+    def copy(self) -> _LastInfo:
+        same = _LastInfo(self)
+        same.complete = self.complete
+        return same
+
+
 class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
     """A `VecEnv` with a row for each agent of each environment, for parameter sharing.
 
@@ -45,7 +66,12 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
     if the environment goes on without the agent. Infos of the environment, such as the mark of a restart in
     `infos[row]["__common__"]`, are in the info of each of its rows. The infos of a reset are in `reset_infos`.
 
-    **Rows of absent agents are trained on**, as episodes of return 0; see `docs/facades.md`.
+    At the end of an agent's own episode, its death or that of its environment, its info has the return and length as
+    `episode`, as of Stable-Baselines3's `Monitor`. The second end of the row of a dead agent has none, also with a
+    `VecMonitor` around, which keeps `episode` as it is here.
+
+    **Rows of absent agents are trained on**, as episodes of return 0, unless `SB3RolloutBuffer` leaves them out; see
+    `docs/facades.md`.
 
     Args:
         env: Made with `auto_reset=True`. No other facade may step it.
@@ -55,6 +81,8 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         agents: The agents with rows, in the environment's own order.
         present: `(num_envs,)`, bool: the agents that were observed or rewarded at the last reset or step.
         acting: `(num_envs,)`, bool: the agents that act next.
+        observed: `(num_envs,)`, bool: the rows of the latest observations that are data.
+        rewarded: `(num_envs,)`, bool: the rows of the latest rewards that are data.
 
     Raises:
         TypeError, ValueError: As `ArrayStepper`, or the agents' spaces differ.
@@ -80,8 +108,12 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
                 )
         self._rows = AgentRows(self._stepper, self.agents, _ADVICE)
         self._per_env = len(self.agents)
+        self._has_choices = choices_of(self._rows.action_space) is not None
         VecEnv.__init__(self, env.num_envs * self._per_env, self._rows.space, self._rows.action_space)
-        self.present = self.acting = np.zeros(self.num_envs, np.bool_)
+        self.present = self.acting = self.observed = self.rewarded = np.zeros(self.num_envs, np.bool_)
+        self._returns, self._lengths = np.zeros((2, env.num_envs, self._per_env))  # of rows, since their episode began
+        self._has_stats = self._stepper.runner.batch.statistics.in_infos  # without what `scalarize` makes of rewards
+        self._start = time.time()
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -98,6 +130,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         self._reset_seeds()
         self._reset_options()
         self._rows.note_reset()
+        self._returns[...] = self._lengths[...] = 0.0
         self.reset_infos = self._infos(arrays)
         return self._rows.flat_observations(arrays)
 
@@ -111,10 +144,15 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         for info in infos:
             info["TimeLimit.truncated"] = False
         observations = self._rows.flat_observations(arrays)
+        self._returns += arrays.rewards
         if arrays.plain and not self._rows.any_dead:
+            self._lengths += 1
             return observations, arrays.rewards.ravel(), np.zeros(self.num_envs, np.bool_), infos
         over, were_dead = arrays.terminated | arrays.truncated, self._rows.dead
         terminations, truncations = self._rows.flags(arrays)
+        self._lengths += arrays.rewarded | arrays.terminations | arrays.truncations
+        self.observed = (arrays.observed & ~self._rows.dead).ravel()
+        self.rewarded = (arrays.rewarded & ~were_dead).ravel()
         dones, truncated = terminations | truncations, truncations & ~terminations & ~were_dead
         of_envs = {int(i): env_infos(arrays.infos.get(int(i), {}), self.agents) for i in np.flatnonzero(over)}
         for row in np.flatnonzero(dones).tolist():
@@ -127,13 +165,27 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
             known = last is not None and not were_dead[place]
             infos[row]["terminal_observation"] = self._stepper.own(last) if known else zeros(self.observation_space)
             infos[row]["TimeLimit.truncated"] = bool(truncated[place]) and known
+            own = _LastInfo(infos[row])
+            if self._lengths[place] and not were_dead[place] and (self._has_stats or "episode" not in own):
+                seconds = round(time.time() - self._start, 6)
+                own["episode"] = {"r": float(self._returns[place]), "l": int(self._lengths[place]), "t": seconds}
+            own.complete, infos[row] = True, own
+        self._returns[dones] = self._lengths[dones] = 0.0
         arrays.rewards[were_dead] = 0.0
         stacking.clear(observations, np.flatnonzero(self._rows.dead))
         return observations, arrays.rewards.ravel(), dones.ravel(), infos
 
+    def action_masks(self) -> NDArray[np.bool_]:
+        """The action masks of all rows, for `sb3_contrib.MaskablePPO`: bool `(num_envs, num_choices)`, True = allowed.
+
+        All True in rows of agents that have no mask or do not act; shapes and errors as of `ArrayStepper.action_masks`.
+        """
+        return stacking.flat(self._stepper.action_masks(self.agents))
+
     def _infos(self, arrays: Arrays) -> list[dict[str, Any]]:
         """The infos of each row: its agent's, and those of its environment; notes which agents are present and act."""
         self.present, self.acting = arrays.present.ravel(), arrays.acting.ravel()
+        self.observed, self.rewarded = arrays.observed.ravel(), arrays.rewarded.ravel()
         rows: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for env_id, infos in arrays.infos.items():
             first = env_id * self._per_env
@@ -172,7 +224,12 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
             return [self.env.render_mode for _ in self._env_ids(indices)]
 
     def has_attr(self, attr_name: str) -> bool:
-        """Whether all environments have an attribute, which may be a method; it is not called."""
+        """Whether all environments have an attribute, which may be a method; it is not called.
+
+        `action_masks` is a method of this class, for action spaces of which it knows the choices.
+        """
+        if attr_name == "action_masks" and self._has_choices:
+            return True
         return all(self.env.call(attributes.has, attr_name))
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
@@ -183,7 +240,12 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method once in each environment of these rows; returns a result for each row."""
+        """Call a method once in each environment of these rows; returns a result for each row.
+
+        Of `action_masks`, which `sb3_contrib` calls, the results are the rows of this class's own.
+        """
+        if method_name == "action_masks" and self._has_choices:
+            return [*self.action_masks()[[*self._get_indices(indices)]]]
         of_rows = self._env_ids(indices)
         if not of_rows:
             return []
@@ -216,3 +278,152 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         if unknown:
             raise IndexError(f"there is no row {unknown[0]}: there are {self.num_envs}")
         return [row % self.num_envs // self._per_env for row in rows]
+
+
+# -- training and evaluation without the rows of absent agents ---------------------------------------------------------
+
+
+class SB3VecNormalize(VecNormalize):
+    """A `VecNormalize` around an `SB3VecEnv` whose means and variances leave the rows of absent agents out.
+
+    Arguments, methods and files are those of `VecNormalize`.
+
+    Example:
+        >>> from marl_parallel import make
+        >>> from marl_parallel.vector import SB3VecEnv
+        >>> env = SB3VecNormalize(SB3VecEnv(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2)))
+        >>> env.reset().shape, int(env.obs_rms.count)
+        ((12, 18), 12)
+        >>> env.close()
+    """
+
+    def reset(self) -> Any:
+        self.old_obs = self.venv.reset()
+        self.returns = np.zeros(self.num_envs)
+        self._update_observations()
+        return self.normalize_obs(self.old_obs)
+
+    def step_wait(self) -> Any:
+        self.old_obs, self.old_reward, dones, infos = self.venv.step_wait()
+        self._update_observations()
+        if self.training:
+            self._update_reward(self.old_reward)
+        for row in np.flatnonzero(dones):
+            infos[row]["terminal_observation"] = self.normalize_obs(infos[row]["terminal_observation"])
+        self.returns[dones] = 0
+        return self.normalize_obs(self.old_obs), self.normalize_reward(self.old_reward), dones, infos
+
+    def _update_observations(self) -> None:
+        observed: NDArray[np.bool_] = self.venv.observed
+        if not self.training or not self.norm_obs or not observed.any():
+            return
+        if isinstance(self.obs_rms, dict):
+            for key, statistics in self.obs_rms.items():
+                statistics.update(self.old_obs[key][observed])
+        else:
+            self.obs_rms.update(self.old_obs[observed])
+
+    def _update_reward(self, reward: NDArray[Any]) -> None:
+        rewarded: NDArray[np.bool_] = self.venv.rewarded
+        self.returns = self.returns * self.gamma + reward
+        if rewarded.any():
+            self.ret_rms.update(self.returns[rewarded])
+
+
+class SB3RolloutBuffer(RolloutBuffer):
+    """A `RolloutBuffer` for PPO and A2C that leaves the rows of agents that do not act out of training.
+
+    Args:
+        acting_in: The `SB3VecEnv`, or a wrapper around it.
+        arguments, keywords: Those of `RolloutBuffer`, which the algorithm passes.
+
+    Example:
+        >>> from stable_baselines3 import PPO
+        >>> from marl_parallel import make
+        >>> from marl_parallel.vector import SB3VecEnv
+        >>> env = SB3VecEnv(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2))
+        >>> buffer = {"rollout_buffer_class": SB3RolloutBuffer, "rollout_buffer_kwargs": {"acting_in": env}}
+        >>> model = PPO("MlpPolicy", env, n_steps=16, batch_size=64, n_epochs=1, device="cpu", **buffer).learn(192)
+        >>> env.close()
+    """
+
+    def __init__(self, *arguments: Any, acting_in: VecEnv, **keywords: Any) -> None:
+        self._env = acting_in
+        super().__init__(*arguments, **keywords)
+
+    def reset(self) -> None:
+        super().reset()
+        self._acted = np.zeros((self.buffer_size, self.n_envs), np.bool_)
+        self._acting: NDArray[np.bool_] = self._env.acting  # who acts on the observations that come next
+
+    def add(self, *arguments: Any, **keywords: Any) -> None:
+        self._acted[self.pos], self._acting = self._acting, self._env.acting
+        super().add(*arguments, **keywords)
+
+    def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
+        """Batches of the rows that acted, in random order."""
+        if not self.generator_ready:
+            next(super().get(1))  # puts all steps of a row side by side
+        rows = np.random.permutation(np.flatnonzero(self._acted.swapaxes(0, 1)))
+        for start in range(0, len(rows), batch_size or len(rows)):
+            yield self._get_samples(rows[start : start + (batch_size or len(rows))])
+
+
+def evaluate_policy(
+    model: Any,
+    env: VecEnv,
+    n_eval_episodes: int = 10,
+    deterministic: bool = True,
+    callback: Callable[[dict[str, Any], dict[str, Any]], None] | None = None,
+    reward_threshold: float | None = None,
+    return_episode_rewards: bool = False,
+) -> Any:
+    """As Stable-Baselines3's `evaluate_policy`, with the true returns of agents that die.
+
+    Args:
+        model: Has a method `predict`.
+        env: An `SB3VecEnv`, or a wrapper around it. Make it with another `seed=` than the one that is trained on.
+        n_eval_episodes: The number of episodes of environments; each environment plays as many as the others, or one
+            more. Each agent that takes part in an episode has a return.
+        deterministic: Whether actions are the most likely ones.
+        callback: Called after each step with `locals()` and `globals()`.
+        reward_threshold: `AssertionError` if the mean return is not above this.
+        return_episode_rewards: Whether to return the returns and lengths of all agents' episodes, two lists.
+
+    Returns:
+        The mean and the standard deviation of the returns; or two lists.
+
+    Example:
+        >>> from stable_baselines3 import PPO
+        >>> from marl_parallel import make
+        >>> from marl_parallel.vector import SB3VecEnv
+        >>> env = SB3VecEnv(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2, seed=1))
+        >>> returns, lengths = evaluate_policy(PPO("MlpPolicy", env, device="cpu"), env, 4, return_episode_rewards=True)
+        >>> lengths == [25] * 12
+        True
+        >>> env.close()
+    """
+    per_env = len(env.agents)
+    num_envs = env.num_envs // per_env
+    left = np.array([(n_eval_episodes + env_id) // num_envs for env_id in range(num_envs)])
+    episode_rewards: list[float] = []
+    episode_lengths: list[int] = []
+    observations, states = env.reset(), None
+    episode_starts = np.ones(env.num_envs, np.bool_)
+    while left.any():
+        actions, states = model.predict(
+            observations, state=states, episode_start=episode_starts, deterministic=deterministic
+        )
+        observations, _, dones, infos = env.step(actions)
+        episode_starts = dones
+        for row in np.flatnonzero(dones).tolist():
+            if left[row // per_env] and "episode" in infos[row]:
+                episode_rewards.append(infos[row]["episode"]["r"])
+                episode_lengths.append(infos[row]["episode"]["l"])
+        left -= dones.reshape(num_envs, per_env).all(axis=1) & (left > 0)
+        if callback is not None:
+            callback(locals(), globals())
+    mean = float(np.mean(episode_rewards))
+    if reward_threshold is not None:
+        assert mean > reward_threshold, f"mean return {mean:.2f} is not above reward_threshold={reward_threshold:.2f}"
+    return (episode_rewards, episode_lengths) if return_episode_rewards else (mean, float(np.std(episode_rewards)))

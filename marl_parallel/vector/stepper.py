@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import check_one_for_each
 from marl_parallel.core import stacking
-from marl_parallel.core.arrays import Actions, Arrays, Stacked
+from marl_parallel.core.arrays import Actions, Arrays, Stacked, action_masks
+from marl_parallel.core.batch import Batch
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.spaces import is_vector
 from marl_parallel.parallel_env import ParallelEnv
@@ -37,7 +38,21 @@ Rules: TypeAlias = Mapping[AgentID, Callable[[NDArray[Any]], float]]
 """By agent, the function that turns a vector reward into a number."""
 
 
-class ArrayStepper:
+class OfParallelEnv:
+    """What all facades have: `parallel_env`, also as `env`, and a line that describes it."""
+
+    env: ParallelEnv
+
+    @property
+    def parallel_env(self) -> ParallelEnv:
+        """The `ParallelEnv` that it steps."""
+        return self.env
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.env!r})"
+
+
+class ArrayStepper(OfParallelEnv):
     """Resets and steps all environments of a `ParallelEnv` with arrays, for one facade.
 
     The arrays have one row for each environment and one column for each possible agent; see `Arrays`. They are the
@@ -55,6 +70,7 @@ class ArrayStepper:
 
     Attributes:
         env: The `ParallelEnv`.
+        env_ids: The environments that it steps: all, or those of `narrow`.
         runner: Its `BatchRunner`, with `schema`, and by environment `batch.acting`, `batch.alive` and `batch.over`.
         view: Its `ArrayView`: `agents` are the columns, `groups` the agents with equal observation spaces.
         mode: The auto-reset mode.
@@ -104,9 +120,26 @@ class ArrayStepper:
         self._reward_spaces = schema.reward_spaces
         self._rules = {} if vectors and scalarize is None else reward_rules(name, scalarize, self._reward_spaces)
         self.runner.check_batch_size(name, partial_resets=partial_resets)
-        self.view = batch.arrays(copy=batch.copies if copy is None else copy)
+        self._copies = batch.copies if copy is None else copy
+        self.env_ids = self.runner.env_ids
+        self._some: tuple[int, ...] | None = None  # those of `narrow`
+        self.view = batch.arrays(copy=self._copies)
         self.latest: Arrays | None = None
         self.in_flight = False
+
+    def narrow(self, env_ids: range) -> None:
+        """From now on, step only some neighbouring environments, beside copies of this object that step the others.
+
+        Arrays have rows of these only. Only `send` and `receive` may be called, after the `reset` of the original.
+
+        Raises:
+            ValueError: Native simulators, which have no workers.
+        """
+        batch = self.runner.batch
+        if not isinstance(batch, Batch):
+            raise ValueError("a native simulator steps all its environments at once, not some apart from the others")
+        self.env_ids = self._some = tuple(env_ids)
+        self.view = batch.arrays(copy=self._copies, env_ids=env_ids)
 
     @exclusive("reset")
     def reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> Arrays:
@@ -157,7 +190,7 @@ class ArrayStepper:
     def send(self, actions: Actions) -> None:
         """Begin to step all environments and return; `receive` has the result. Arguments and errors as of `step`."""
         self._check_may_step("step_async")
-        self.runner.send(self.runner.env_ids, self.view.write(actions), together=True)
+        self.runner.send(self.env_ids, self.view.write(actions), together=True)
         self.in_flight = True
 
     @exclusive("step_async")
@@ -183,11 +216,42 @@ class ArrayStepper:
             raise NoAsyncCallError("step_wait() without a step_async() before it", "step_wait")
         self.in_flight = False
         try:
-            results = self.runner.recv(timeout=timeout)
+            results = self.runner.recv(timeout=timeout, env_ids=self._some)
         except (TimeoutError, TypeError, ValueError) as error:  # too early, or no timeout: it can be called again
             self.in_flight = not isinstance(error, ParallelEnvError)
             raise
         return self._noted(self.view.read(results.extras))
+
+    def action_masks(self, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
+        """The action masks of some agents as one array; True = allowed.
+
+        All entries are True where an agent has no mask, does not act, is in flight, or has a mask that allows nothing
+        or is not made for its action space.
+
+        Args:
+            agents: Agents with equal action spaces, which are `Discrete` or `MultiDiscrete` with one axis.
+
+        Returns:
+            A new bool array `(num_envs, len(agents), num_choices)`. `num_choices` is `n` of a `Discrete` space, and
+            `sum(nvec)` of a `MultiDiscrete` one: the choices of its first entry, then those of the second, ...
+
+        Raises:
+            ValueError: Other action spaces, an unknown agent, or none.
+
+        Example:
+            >>> from marl_parallel import make
+            >>> class Facade:
+            ...     def __init__(self, env):
+            ...         self.stepper = ArrayStepper(env, self)
+            >>> stepper = Facade(make("pettingzoo.classic.tictactoe_v3:env", num_envs=2, backend="serial")).stepper
+            >>> arrays = stepper.reset()
+            >>> masks = stepper.action_masks(["player_1", "player_2"])
+            >>> masks.shape, masks.dtype
+            ((2, 2, 9), dtype('bool'))
+            >>> stepper.close()
+        """
+        masks = action_masks(self.runner.batch, self.runner.schema, agents)
+        return masks if self._some is None else masks[self._some[0] : self._some[-1] + 1]
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
         """Note the result of one environment that was stepped or reset by `env`, not by this stepper."""
@@ -206,11 +270,11 @@ class ArrayStepper:
     def _check_may_step(self, name: str) -> None:
         self.runner.claim(self._facade)
         if self.latest is None:  # else all have been reset
-            self.runner.check_has_reset(self.runner.env_ids, name)
+            self.runner.check_has_reset(self.env_ids, name)
         if self.in_flight:
             raise AlreadyPendingCallError(f"{name}() while a step is in flight; step_wait() first", name)
         if name == "step_async":
-            self.runner.check_idle(name)
+            self.runner.check_idle(name, self._some)
 
     def _noted(self, arrays: Arrays) -> Arrays:
         """Save the latest arrays; turn vector rewards into numbers, or check that they are vectors."""
@@ -243,10 +307,8 @@ def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -
     return env.runner
 
 
-class ForwardedCalls:
+class ForwardedCalls(OfParallelEnv):
     """Methods of a facade that are those of its `ParallelEnv`; results have one entry for each environment."""
-
-    env: ParallelEnv
 
     def render(self) -> tuple[Any, ...] | None:
         frames: tuple[Any, ...] | None = self.env.render()
@@ -266,7 +328,7 @@ ActionsT = TypeVar("ActionsT")
 ResultsT = TypeVar("ResultsT")
 
 
-class ArrayFacade(Generic[ActionsT, ResultsT]):
+class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT]):
     """A facade that steps with an `ArrayStepper`; a subclass converts its actions and results."""
 
     def __init__(self, env: ParallelEnv, *modes: AutoresetMode, **keywords: Any) -> None:

@@ -20,6 +20,8 @@ from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategoric
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import MarlGroupMapType, check_marl_grouping
 
+from marl_parallel.action_masks import KEY as ACTION_MASK
+from marl_parallel.action_masks import choices_of, declares_mask
 from marl_parallel.adapters import AgentID, Schema
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
@@ -28,15 +30,16 @@ from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.rows import AgentRows, bounds
-from marl_parallel.vector.stepper import ArrayStepper
+from marl_parallel.vector.stepper import ArrayStepper, OfParallelEnv
 
 __doctest_requires__ = ["torchrl"]
 
 GroupMap = dict[str, list[AgentID]]
 _FLAGS = ("done", "terminated", "truncated")
+_MASK_IN_OBSERVATION = ("observation", ACTION_MASK)
 
 
-class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
+class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     """Many environments as one TorchRL environment of batch size `[num_envs]`.
 
     Agents are stacked in groups. With n environments and k agents in a group, its tensordict of batch size `[n, k]`
@@ -53,6 +56,10 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     `on_error="restart"` also `"restarted"`: which environments have been rebuilt. Errors and all other infos are in
     `infos`. Tensors are the caller's own.
 
+    Groups with action masks also have `"action_mask"`: `[n, k, num_choices]`, bool, True = allowed, as of
+    `ArrayStepper.action_masks`. It is no part of `"observation"`, and limits the action spec: random actions are legal.
+    With `return_state`, the root has the global `"state"`, `[n, ...]`.
+
     `Dict` spaces are nested tensordicts, `Tuple`s too, with the keys `"0"`, `"1"`, ...; `Discrete` observations are
     integers, not one-hot. Actions of `Discrete(n, start=s)` count from 0.
 
@@ -65,6 +72,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             `name_1` and so on are the group `name`, as in TorchRL's own wrapper, and any other is a group of its own.
             Agents of one name with different spaces become several groups, each named after its first agent.
         device: Of the tensors; simulators stay on the CPU.
+        info_masks: Whether groups have action masks also if their observation spaces declare none: those of infos.
+        return_state: Whether to return the global state, which takes a request to the simulators after each step.
 
     Attributes:
         group_map: The agents of each group, by its name.
@@ -72,7 +81,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             none. Infos of resets by `_reset` after it are under `reset_info` of each, except reports of restarts.
 
     Raises:
-        TypeError, ValueError: As `ArrayStepper`, or a group has different spaces, or one without a form in tensors.
+        TypeError, ValueError: As `ArrayStepper`, or a group has different spaces, or one without a form in tensors; no
+            group has an action space for `info_masks`, or environments no `state_space` for `return_state`.
 
     Example:
         >>> from marl_parallel import make
@@ -88,6 +98,9 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         env: ParallelEnv,
         group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | None = None,
         device: torch.device | str | None = "cpu",
+        *,
+        info_masks: bool = False,
+        return_state: bool = False,
     ) -> None:
         # TorchRL keeps the tensors of all steps of a rollout: views would all show the last one.
         stepper = ArrayStepper(env, self, AutoresetMode.DISABLED, copy=True, vectors=True, partial_resets=True)
@@ -100,6 +113,20 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self._groups = {
             name: AgentRows(stepper, agents, vectors_for="TorchRLEnv") for name, agents in self.group_map.items()
         }
+        self._num_choices = {
+            name: sum(counts)
+            for name, group in self._groups.items()
+            if (counts := choices_of(group.action_space))
+            and (info_masks or declares_mask(group.space, group.action_space))
+        }
+        if info_masks and not self._num_choices:
+            raise ValueError(
+                "info_masks=True, but no group has a Discrete or one-dimensional MultiDiscrete action space"
+            )
+        state_space = self._runner.schema.state_space if return_state else None
+        if return_state and (state_space is None or not fits_block(state_space)):
+            raise ValueError(f"return_state=True, but the state_space of these environments is {state_space}")
+        self._returns_state = return_state
         self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)  # whether an environment is to be reset with `_seed`
@@ -111,6 +138,9 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             actions[name] = Composite(_specs("action", group.action_space, shape), shape=shape)
             seen = _specs("observation", group.space, shape)
             masks = {key: _flag_spec(shape) for key in ("mask", "present")}
+            if name in self._num_choices:
+                seen.pop(_MASK_IN_OBSERVATION, None)
+                masks[ACTION_MASK] = _flag_spec((*shape, self._num_choices[name]))
             observations[name] = Composite({**seen, **masks}, shape=shape)
             reward = Unbounded(shape=(*shape, *objectives), dtype=torch.float32)
             rewards[name] = Composite({"reward": reward}, shape=shape)
@@ -119,6 +149,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             dones[flag] = _flag_spec((n, 1))
         if self._runner.restarts:
             observations["restarted"] = _flag_spec((n, 1))
+        if state_space is not None:
+            observations.update(_specs("state", state_space, (n,)))
         specs = [actions, observations, rewards, dones]
         if self.device is not None:
             specs = [spec.to(self.device) for spec in specs]
@@ -151,7 +183,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         if seed is None and self._seed is not None and (due := self._unseeded[chosen]).any():
             env_ids = np.arange(self.env.num_envs)[chosen].tolist()
             seed = self._seed if due.all() else [self._seed + i if is_due else None for i, is_due in zip(env_ids, due)]
+        statistics = self._runner.batch.statistics
+        finished = statistics.finished
         arrays = self._stepper.reset(seed, options, ids)
+        if mask is not None:  # TorchRL's loops reset what has ended, right after the step
+            statistics.finished = finished
         self._unseeded[chosen] = False
         self._ended[chosen] = False
         if mask is None:
@@ -214,13 +250,20 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             roots["restarted"] = np.zeros(n, np.bool_)
             roots["restarted"][[env_id for env_id, infos in arrays.infos.items() if _is_mark(infos.get(COMMON))]] = True
         result: dict[str, Any] = {name: torch.from_numpy(root[:, None]) for name, root in roots.items()}
+        if self._returns_state:
+            result["state"] = torch.from_numpy(self.env.state())
         for name, group in self._groups.items():
-            observations = group.observations(arrays)
+            observations = group.observations(arrays.observations)
             seen = {_key("observation", path): reduce(getitem, path, observations) for path, _ in leaves(group.space)}
             masks = {"mask": group.of(arrays.acting), "present": group.of(arrays.present)}
+            if name in self._num_choices:
+                seen.pop(_MASK_IN_OBSERVATION, None)
+                masks[ACTION_MASK] = self._stepper.action_masks(group.agents)
             flags = {flag: group.of(values)[..., None] for flag, values in of_agents.items()}
             of_group = {key: torch.from_numpy(array) for key, array in {**seen, **masks, **flags}.items()}
             result[name] = TensorDict(of_group, batch_size=(n, len(group.agents)), device=self.device)
+            if name in self._num_choices:
+                self.full_action_spec[name, "action"].update_mask(result[name][ACTION_MASK].clone())
         return TensorDict(result, batch_size=(n,), device=self.device)
 
 

@@ -21,8 +21,8 @@ from gymnasium.wrappers.vector import NormalizeObservation, RecordEpisodeStatist
 from helpers import ROOT
 from torchrl.envs.utils import check_env_specs
 
-from marl_parallel import EnvError, ParallelEnv
-from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, TorchRLEnv
+from marl_parallel import EnvError, ParallelEnv, Rollout
+from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv, TorchRLEnv
 
 COPIES, SEED = 6, 7
 BENCHMARKS = ROOT / "benchmarks"
@@ -194,6 +194,76 @@ def test_partial_reset_and_step(make_pool):
     assert cancelled
 
 
+class Counts:
+    """Sums over the bare pool's arrays, of each environment."""
+
+    def __init__(self) -> None:
+        self.returns, self.lengths = np.zeros(COPIES), np.zeros(COPIES, int)
+
+    def reset(self, rows: Any) -> None:
+        self.returns[rows] = self.lengths[rows] = 0
+
+    def step(self, its: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """The episodes that have ended, as `FinishedEpisode`."""
+        _, rewards, terminated, truncated, infos = its
+        finished = []
+        for row, env_id in enumerate(infos["env_id"]):
+            if infos["elapsed_step"][row] == 0:
+                self.reset(env_id)
+                continue
+            self.returns[env_id] += rewards[row]
+            self.lengths[env_id] += 1
+            if terminated[row] or truncated[row]:
+                length = int(self.lengths[env_id])
+                own = {"agent_0": float(self.returns[env_id])}, {"agent_0": length}, length
+                finished.append((int(env_id), *own, bool(terminated[row]), bool(truncated[row])))
+        return finished
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "FrozenLake-v1", "Catch-v0"])
+def test_finished_episodes(task, make_pool):
+    """Of dicts, arrays, and partial resets and steps."""
+    env, vec, pool, counts, ended = make_pool(task), PettingZooVecEnv(make_pool(task)), bare(task), Counts(), 0
+    for each in (env, vec, pool):
+        each.reset()
+    for moment, actions in enumerate(actions_of(env.action_space["agent_0"], 80)):
+        ids = np.arange(COPIES, dtype=np.int32) if moment % 4 else np.array([0, 2, 5], np.int32)
+        env.step([{"agent_0": action} for action in actions[ids]], ids.tolist())
+        vec._stepper.step({"agent_0": actions}, ids.tolist())
+        episodes = counts.step(pool.step(actions[ids], ids))
+        ended += len(episodes)
+        assert sorted(env.finished_episodes) == sorted(vec.parallel_env.finished_episodes) == sorted(episodes)
+        if moment % 13 == 12:
+            for each in (env, vec):
+                each.reset(env_ids=[4, 1])
+            assert env.finished_episodes == vec.parallel_env.finished_episodes == ()
+            pool.reset(np.array([4, 1], np.int32))
+            counts.reset([4, 1])
+    assert ended > 5
+
+
+def test_finished_episodes_of_batches(make_pool):
+    env, pool = make_pool(batch_size=2), bare("CartPole-v1")
+    counts, steps = Counts(), actions_of(env.action_space["agent_0"], 300)
+    expected, found = ([[] for _ in range(COPIES)] for _ in range(2))
+    pool.reset()
+    for actions in steps:
+        for episode in counts.step(pool.step(actions)):
+            expected[episode[0]].append(episode)
+    moments = [0] * COPIES
+    env.reset_async()
+    while min(moments) < 80:
+        env_ids = env.recv(min_envs=2).env_ids
+        for episode in env.finished_episodes:
+            found[episode.env_id].append(episode)
+        for env_id in env_ids:
+            env.send({env_id: {"agent_0": steps[moments[env_id]][env_id]}})
+            moments[env_id] += 1
+    for own, others in zip(found, expected):
+        assert len(own) > 1
+        assert own == others[: len(own)]
+
+
 def test_seeds(make_pool):
     """One seed for each environment: `seed + i`, or the sequence."""
     first, apart = make_pool(seed=3), make_pool(seed=[3, 4, 5, 6, 7, 8])
@@ -278,6 +348,34 @@ def test_gymnasium(make_pool):
             np.testing.assert_array_equal(one, other)
         assert results[4]["elapsed_step"].tolist() == its[4]["elapsed_step"].tolist()
         assert results[4]["_elapsed_step"].all()
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1", "Catch-v0"])
+def test_stacked_and_rollout(task, make_pool):
+    """`StackedVecEnv` and what a rollout stores equal the pool's arrays."""
+    vec, pool = StackedVecEnv(make_pool(task)), bare(task)
+    rollout = Rollout(vec, 40)
+    its = [pool.reset()]
+    rollout.reset()
+    for number, actions in enumerate(actions_of(vec.single_action_space, 80)):
+        assert rollout.filled % 40 == number % 40
+        rollout.step(actions[:, None])
+        # EnvPool writes into its arrays again.
+        its.append(tuple(np.array(part) for part in without_first_rewards(pool.step(actions))[:4]))
+        np.testing.assert_array_equal(vec.done, its[-1][2] | its[-1][3])
+        np.testing.assert_array_equal(vec.acting[:, 0], ~vec.done)
+        assert vec.present_next.all()
+        np.testing.assert_array_equal(rollout.arrays.actions[number % 40, :, 0], actions)
+    data, (seen, paid, *flags) = rollout.arrays, (np.stack(parts) for parts in zip(*its[41:]))
+    np.testing.assert_array_equal(data.observations[:, :, 0], np.concatenate([its[40][0][None], seen]))
+    np.testing.assert_array_equal(data.rewards[:, :, 0], paid.astype(np.float32))
+    for actual, of_agents, expected in zip(data[9:11], data[7:9], flags, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+        np.testing.assert_array_equal(of_agents[:, :, 0], expected)
+    over = flags[0] | flags[1]
+    np.testing.assert_array_equal(data.done, over)
+    np.testing.assert_array_equal(data.final_observations[over][:, 0], seen[over])
+    assert over.any() or task == "Pendulum-v1"
 
 
 def test_gymnasium_wrappers(make_pool):

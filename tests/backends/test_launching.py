@@ -342,7 +342,7 @@ def test_nothing_leaks(context: str) -> None:
     cycle(0)
     before = held()
     children = {child.pid for child in psutil.Process().children(recursive=True)}
-    for number in range(50):
+    for number in range(10):
         cycle(number)
     assert held() == before
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= children

@@ -14,9 +14,9 @@ from gymnasium.vector import AutoresetMode
 from simulators.envpool_players import ACTIONS, PLAYERS, Game, Pool
 from simulators.native_arena import Arena
 
-from marl_parallel import EnvError, ParallelEnv
+from marl_parallel import EnvError, ParallelEnv, Rollout
 from marl_parallel.backends.envpool import EnvPool
-from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
+from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 
 COPIES = 4
 
@@ -107,6 +107,39 @@ def test_players_come_and_go(named, make_game):
     assert env.stats().steps + env.stats().resets == 31 * COPIES
 
 
+def test_finished_episodes_of_players(make_game):
+    """Sums over the expected dicts; the same with arrays."""
+    env, vec, rng = make_game(), PettingZooVecEnv(make_game()), np.random.default_rng(0)
+    games = [ExpectedDicts(env_id, True) for env_id in range(COPIES)]
+    env.reset()
+    vec.reset()
+    sums = []
+    for game in games:
+        game.reset()
+        sums.append((dict[str, float](), dict[str, int]()))
+    ended = 0
+    for _ in range(40):
+        actions = drawn(rng, env)
+        env.step(actions)
+        vec.step({agent: np.array([own.get(agent, 0) for own in actions]) for agent in vec.possible_agents})
+        expected = []
+        for env_id, (game, (returns, lengths)) in enumerate(zip(games, sums)):
+            _, rewards, terminateds, truncateds, _ = game.step(actions[env_id])
+            if game.copy.moment == 0:
+                returns.clear()
+                lengths.clear()
+                continue
+            for agent, reward in rewards.items():
+                returns[agent] = returns.get(agent, 0.0) + reward
+                lengths[agent] = lengths.get(agent, 0) + 1
+            flags = terminateds["__all__"], truncateds["__all__"]
+            if any(flags):
+                expected.append((env_id, {**returns}, {**lengths}, game.copy.moment, *flags))
+        ended += len(expected)
+        assert [*env.finished_episodes] == [*vec.parallel_env.finished_episodes] == expected
+    assert ended > COPIES
+
+
 def test_players_in_batches(make_game):
     env, rng = make_game(6, batch_size=2), np.random.default_rng(0)
     expected_dicts = [ExpectedDicts(env_id, True) for env_id in range(6)]
@@ -162,6 +195,37 @@ def test_players_as_rows(make_game):
         observations, _, _, _, infos = env.step(np.full(COPIES * PLAYERS, moment))
         assert infos["__common__"]["score"].tolist() == [10 * moment] * (COPIES * PLAYERS)
         assert (observations[:, 2] == moment * infos["present"]).all()
+
+
+def test_stacked_players_and_their_rollout(make_game):
+    """What a rollout stores, and the marks of `StackedVecEnv`, equal the dicts."""
+    env, vec, rng = make_game(), StackedVecEnv(make_game()), np.random.default_rng(0)
+    rollout = Rollout(vec, 10)
+    env.reset()
+    rollout.reset()
+    ends = 0
+    for step in range(30):
+        actions = drawn(rng, env)
+        dicts = env.step(actions)
+        rollout.step(np.array([[own.get(agent, 0) for agent in vec.agents] for own in actions]))
+        data, now = rollout.arrays, step % 10
+        for env_id, (seen, paid, terminateds, truncateds, _) in enumerate(zip(*dicts)):
+            of_all = terminateds["__all__"], truncateds["__all__"]
+            assert (data.terminated[now, env_id], data.truncated[now, env_id]) == of_all
+            assert data.done[now, env_id] == vec.done[env_id] == any(of_all)
+            ends += any(of_all)
+            for place, agent in enumerate(vec.agents):
+                of_agent, following = (now, env_id, place), (now + 1, env_id, place)
+                assert data.present[of_agent] == (agent in paid)
+                assert data.rewards[of_agent] == paid.get(agent, 0.0)
+                assert data.terminations[of_agent] == terminateds.get(agent, False)
+                assert data.truncations[of_agent] == truncateds.get(agent, False)
+                assert data.observed[following] == vec.present_next[env_id, place] == (agent in seen)
+                assert data.acting[following] == vec.acting[env_id, place] == (agent in env.acting[env_id])
+                assert data.observations[following].tolist() == [*seen.get(agent, np.zeros(4))]
+                if any(of_all) and agent in seen:
+                    assert data.final_observations[of_agent].tolist() == [*seen[agent]]
+    assert ends > COPIES
 
 
 # -- all in arrays -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import ROOT, TESTS
+from helpers.setups import rest
 
 pytestmark = pytest.mark.release_independent
 
@@ -80,16 +81,16 @@ BY_FILE = [*PYTEST, "--import-mode=importlib"]
     ("command", "from_stdin"),
     [
         (["program.py"], False),
-        (["-m", "program"], False),
+        rest(["-m", "program"], False),
         (["-"], True),
         (["-c", textwrap.dedent(PROGRAM)], False),
-        (["-i", "program.py"], False),
-        (["-I", "program.py"], False),
+        rest(["-i", "program.py"], False),
+        rest(["-I", "program.py"], False),
         (["-m", "IPython", "--no-banner", "--colors=NoColor", "program.py"], False),
-        (["-m", "IPython", "--no-banner", "--colors=NoColor", "-c", "%run program.py"], False),
-        (["-m", "IPython", "--no-banner", "--colors=NoColor", "-c", textwrap.dedent(PROGRAM)], False),
+        rest(["-m", "IPython", "--no-banner", "--colors=NoColor", "-c", "%run program.py"], False),
+        rest(["-m", "IPython", "--no-banner", "--colors=NoColor", "-c", textwrap.dedent(PROGRAM)], False),
         (BY_FILE, False),  # no worker can import the test then
-        ([*PYTEST, "--import-mode=prepend"], False),
+        rest([*PYTEST, "--import-mode=prepend"], False),
     ],
     ids=[
         *("script", "-m", "stdin", "-c", "-i", "-I", "ipython script", "ipython %run", "ipython -c"),

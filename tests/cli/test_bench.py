@@ -25,6 +25,7 @@ from marl_parallel.cli.report import read_json
 from marl_parallel.cli.target import constructor_of
 from marl_parallel.core.backend import usable_cpus
 
+MASKED = SIMULATORS / "masked_actions.py"
 SPREAD = "mpe2.simple_spread_v3"
 BRIEF = ["--num-envs", "2", "--workers", "1,2", "--seconds", "0.01", "--repeats", "2"]
 MIXED = f"{SIMULATORS / 'deterministic.py'}:Hunt"
@@ -161,7 +162,6 @@ def test_working_directory_is_on_the_path(file, tmp_path):
         ([SPREAD, "--plot", "plot.docx"], ["docx", ".png"]),
         ([SPREAD, "--json", "."], ["directory"]),
         ([SPREAD, "--csv", f"{__file__}/new/a.csv"], [f"{__file__} is no directory"]),
-        (["pettingzoo.classic.connect_four_v3"], ["turns", "parallel_env"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
@@ -293,6 +293,24 @@ class RecordsActions(Healthy):
     def step(self, actions):
         self.seen.append(actions)
         return super().step(actions)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        "pettingzoo.classic.connect_four_v3:raw_env",
+        "pettingzoo.classic.rps_v2:env",
+        f"{MASKED}:by_observations",
+        f"{MASKED}:by_infos",
+        f"{MASKED}:mask_of_another_form",
+    ],
+)
+def test_action_masks_and_turns(bench, env):
+    """The simulators raise if an action is illegal, in the plain loop, too."""
+    more = ("--async", "--facade", "pettingzoo,gymnasium", "--backends", "serial,thread")
+    result = bench(env, *BRIEF, *more)
+    assert result.exit_code == 0, result.stderr
+    assert "plain loop" in result.stdout
 
 
 @pytest.mark.parametrize("way", ["step", "async", "pettingzoo", "gymnasium"])

@@ -218,6 +218,12 @@ def test_memory_is_measured_and_limited(tune):
     assert 8 not in {trial["num_envs"] for trial in trials}
 
 
+def test_action_masks_and_turns(tune):
+    """The simulator raises if an action is illegal."""
+    arguments = ["--workers", "1,2", "--envs-per-worker", "1", "--seconds", "0.01", "--json"]
+    assert proposed(tune("pettingzoo.classic.connect_four_v3:raw_env", *arguments))["num_workers"] in (1, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -288,6 +288,25 @@ def test_compare_peers(tmp_path):
     assert all(name in shown for name in report["missing"])
 
 
+def test_collect_rollouts(synthetic, tmp_path):
+    """Missing libraries are listed; what the others collect is checked by the script."""
+    import collectors
+
+    result = run("collect_rollouts.py", "--quick", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "collect_rollouts.json").read_text())
+    measured = [one["contender"] for one in report["results"]]
+    assert "plain loops side by side" in measured
+    assert {*measured} | {*report["missing"]} == {one.name for one in collectors.CONTENDERS}
+    assert all("No module named" in why for why in report["missing"].values())
+    assert all(one["steps_per_second"] > 0 and len(one["rounds"]) == 2 for one in report["results"])
+    assert ("Rollout" in measured) == (collectors.GLUE.name in measured) == ("the policy alone" in measured)
+    table = (tmp_path / "collect_rollouts.md").read_text()
+    assert table in result.stdout
+    assert all(f"| {name} |" in table for name in measured)
+    assert all(name in table for name in report["missing"])
+
+
 def test_failure_on_one_simulator_is_listed(compare_facades):
     import contest
     import merged
@@ -305,7 +324,8 @@ def test_failure_on_one_simulator_is_listed(compare_facades):
 
 
 SCRIPTS = [
-    "compare_workers.py", "async_stepping.py", "recovery.py", "compare_facades.py", "compare_peers.py", "many_agents.py"
+    "compare_workers.py", "async_stepping.py", "recovery.py", "compare_facades.py", "compare_peers.py",
+    "many_agents.py", "collect_rollouts.py",
 ]  # fmt: skip
 
 

@@ -56,6 +56,13 @@ def test_number_of_workers_does_not_change_the_curve(tmp_path):
     assert logs[0] == logs[1]
 
 
+def test_own_simulator():
+    """`Warehouse` raises on moves that its masks forbid."""
+    first, second = (run("examples/mappo_own_simulator.py", "--smoke", "--num-workers", n) for n in ("1", "2"))
+    (line,) = [line for line in first.splitlines() if "parcels in an episode, first -> last update" in line]
+    assert line in second
+
+
 def test_failing_check_of_the_return(tmp_path):
     """Within seconds the policy does not improve."""
     command = [sys.executable, "examples/ippo_simple_spread.py", "--smoke", "--check", "--output", str(tmp_path)]

@@ -18,8 +18,10 @@ from agilerl.training.train_multi_agent_off_policy import train_multi_agent_off_
 from agilerl.training.train_multi_agent_on_policy import train_multi_agent_on_policy
 from agilerl.vector import AsyncPettingZooVecEnv
 from helpers import ROOT
+from helpers.episodes import ENVS, SEED, PlainLoop, ended
 from mpe2 import simple_spread_v3
 from simulators.array_agents import EnvDefinedActions, Line
+from simulators.dying_agents import DyingAgents, TwoAgents
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import AgileRLVecEnv
@@ -101,6 +103,45 @@ def test_training_with_agents_that_die():
     assert torch.isfinite(weights(trained)).all()
     assert not torch.equal(weights(trained), before)
     assert torch.isnan(memory.sample(200)["obs"]["a"]).any()
+
+
+@pytest.mark.parametrize("episode_stats", [False, True])
+def test_returns_where_agents_die(episode_stats):
+    """AgileRL counts by itself: rewards of dead agents are NaN, which it takes for 0."""
+    env = AgileRLVecEnv(ParallelEnv([TwoAgents] * COPIES, backend="serial", episode_stats=episode_stats))
+    algorithm = MADDPG(**declared(env), vect_noise_dim=COPIES, batch_size=16, learn_step=8)
+    assert algorithm.test(env, loop=2) == 25.0
+    assert algorithm.test(env, loop=2, sum_scores=False).tolist() == [20.0, 5.0]
+    memory = ReplayBuffer(max_size=1000)
+    _, fitnesses = train_multi_agent_off_policy(
+        env, "two", "MADDPG", [algorithm], memory, max_steps=240, evo_steps=120, **QUIET
+    )
+    assert np.all(np.array(fitnesses) == 25.0)
+
+
+def test_finished_episodes():
+    with ParallelEnv([DyingAgents] * ENVS, seed=SEED, num_workers=2, episode_stats=True) as parallel:
+        env, loops = AgileRLVecEnv(parallel), [PlainLoop(env_id, "SAME_STEP") for env_id in range(ENVS)]
+        env.reset()
+        for number in range(40):
+            if number == 14:
+                env.reset()
+                for loop in loops:
+                    loop.reset()
+                assert env.parallel_env.finished_episodes == ()
+            if number % 2:
+                infos = env.step({agent: np.ones(ENVS, np.int64) for agent in env.agents})[4]
+            else:
+                env.step_async([dict.fromkeys(loop.alive, np.int64(1)) for loop in loops])
+                infos = env.step_wait()[4]
+            parts, episodes = ended(loops)
+            assert [*env.parallel_env.finished_episodes] == episodes
+            for env_id, of_env in enumerate(parts):
+                for agent, part in of_env.items():
+                    over = env_id in [episode[0] for episode in episodes]
+                    last = infos[agent]["final_info"] if over else infos[agent]
+                    assert last["_episode"][env_id]
+                    assert {key: last["episode"][key][env_id] for key in part} == part
 
 
 def test_env_defined_actions():

@@ -23,6 +23,7 @@ from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.utils.error import EnvError as RLlibEnvError
 from ray.tune import register_env
 from simulators import rllib_envs
+from simulators.dying_agents import TwoAgents
 from simulators.rllib_envs import (
     Duel,
     DyingRLlibAgents,
@@ -104,6 +105,46 @@ def test_dead_agents_in_results(runner_of):
         assert episode.agent_episodes["y"].get_observations(0).keys() == {"at", "kind"}
 
 
+@pytest.mark.parametrize("episode_stats", [False, True])
+def test_returns_where_agents_die(episode_stats, runner_of):
+    """RLlib counts by itself, from the rewards of each agent until its death."""
+    options = {"backend": "serial", "episode_stats": episode_stats}
+    config = config_for(lambda context: TwoAgents(), num_envs=2, parallel_env=options)
+    runner = runner_of(with_random_policies(config, ["long", "short"]))
+    runner.sample(num_episodes=4)
+    metrics = runner.get_metrics()
+    assert metrics["agent_episode_returns_mean"].keys() == {"long", "short"}
+    means = {name: value.peek() for name, value in metrics["agent_episode_returns_mean"].items()}
+    assert means == {"long": 20.0, "short": 5.0}
+    assert metrics["episode_return_mean"].peek() == 25.0
+
+
+@pytest.mark.parametrize("kind", [DyingRLlibAgents, ReturningRLlibAgents])
+def test_finished_episodes(kind, runner_of):
+    """Equal to those that RLlib has counted; with `episode_stats`, they are in the last info of each agent."""
+    options = {"backend": "serial", "episode_stats": True}
+    runner = runner_of(with_random_policies(config_for(kind, num_envs=2, parallel_env=options), "xyz"))
+    finished, step = [], runner.env.step
+
+    def noted(actions: Any) -> Any:
+        results = step(actions)
+        finished.extend(runner.env.parallel_env.finished_episodes)
+        return results
+
+    runner.env.step = noted
+    episodes = [*runner.sample(num_episodes=6)]
+    counted = [{a: one.get_return() for a, one in episode.agent_episodes.items()} for episode in episodes]
+    last = [{a: one.get_infos(-1)["episode"] for a, one in episode.agent_episodes.items()} for episode in episodes]
+    assert len(counted) == 6
+    for returns, parts, episode in zip(counted, last, episodes):
+        assert {agent: part["r"] for agent, part in parts.items()} == returns
+        assert {agent: part["l"] for agent, part in parts.items()} == {
+            agent: len(one) for agent, one in episode.agent_episodes.items()
+        }
+    if kind is DyingRLlibAgents:  # the others go on to be rewarded after their death
+        assert all(returns in [one.returns for one in finished] for returns in counted)
+
+
 @pytest.mark.parametrize("random_actions", [True, False])
 def test_turn_based_games(random_actions, runner_of):
     """PettingZoo's turn-based games: only the agent whose turn it is observes and acts."""
@@ -112,6 +153,17 @@ def test_turn_based_games(random_actions, runner_of):
         one, two = (len(episode.agent_episodes.get(agent, ())) for agent in ("player_1", "player_2"))
         assert one + two == len(episode)
         assert one - two in (0, 1)
+
+
+def test_action_masks_are_in_observations(runner_of):
+    """RLlib's modules read `obs["action_mask"]`: here, the free squares of the observed board."""
+    config = with_random_policies(config_for(lambda context: tictactoe_v3.env()), ["player_1", "player_2"])
+    for episode in runner_of(config).sample(num_episodes=6, random_actions=True):
+        for one in episode.agent_episodes.values():
+            seen = one.get_observations(slice(0, len(one)))  # with which the agent acted
+            free = 9 - seen["observation"].sum(axis=(1, 2, 3))
+            np.testing.assert_array_equal(seen["action_mask"].sum(axis=1), free)
+            assert seen["action_mask"].shape == (len(one), 9)
 
 
 def test_episode_end_after_all_agents_died(runner_of):

@@ -57,6 +57,7 @@ class ExpectedRows:
         self.rows = [(i, agent) for i in range(plain.num_envs) for agent in self.agents]
         self.dead: set[tuple[int, str]] = set()
         self.reset_infos: list[dict[str, Any]] = [{} for _ in self.rows]
+        self.rewards: list[list[float]] = [[] for _ in self.rows]  # of the running episode of each row
         self.deaths = self.zero_rows = 0
 
     def of_copy(self, infos: dict[str, Any]) -> dict[str, Any]:
@@ -64,6 +65,7 @@ class ExpectedRows:
 
     def assert_reset(self, facade: SB3VecEnv, returned: Any, dicts: tuple[Any, Any]) -> None:
         self.dead.clear()
+        self.rewards = [[] for _ in self.rows]
         for row, (i, agent) in enumerate(self.rows):
             self.assert_seen(at(returned, row), dicts[0][i].get(agent))
             self.reset_infos[row] = {**self.of_copy(dicts[1][i]), **dicts[1][i].get(agent, {})}
@@ -88,8 +90,16 @@ class ExpectedRows:
             by = agent if died else "__all__"
             cut_off = over | died and truncateds[by] and not terminateds[by] and not was_dead and final is not None
             assert infos[row].pop("TimeLimit.truncated") is bool(cut_off)
+            if not was_dead and (agent in paid or died):
+                self.rewards[row].append(paid.get(agent, 0.0))
             if died or over:
                 self.assert_seen(infos[row].pop("terminal_observation"), None if was_dead else final)
+                assert ("episode" in infos[row]) == bool(self.rewards[row])
+                if self.rewards[row]:
+                    episode = infos[row].pop("episode")
+                    assert np.isclose(episode["r"], sum(self.rewards[row]))
+                    assert episode["l"] == len(self.rewards[row])
+                self.rewards[row] = []
             assert same_infos(infos[row], note)
             if over:
                 self.reset_infos[row] = reset_info

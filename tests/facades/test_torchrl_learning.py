@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 from gymnasium.error import ClosedEnvironmentError
+from helpers.episodes import ENVS, SEED, PlainLoop, ended
+from simulators.dying_agents import DyingAgents
 from simulators.stackable import StackableAgents, spread
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
-from torchrl.envs import RewardSum, TransformedEnv
+from torchrl.envs import Compose, RewardSum, StepCounter, TransformedEnv
 from torchrl.modules import MultiAgentMLP, ProbabilisticActor
 from torchrl.objectives import ClipPPOLoss, ValueEstimators
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
+from marl_parallel import ParallelEnv
 from marl_parallel.vector import TorchRLEnv
 
 pytestmark = pytest.mark.needs("torchrl")
@@ -51,6 +54,36 @@ def test_advantages_do_not_leak(variable_rollout):
         after = advantages(other_value, other_reward)
         assert torch.equal(after[i, : t + 1, k], before[i, : t + 1, k])
         assert not torch.equal(after[i, t + 1 :, k], before[i, t + 1 :, k])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_finished_episodes(whole):
+    """The reset by TorchRL's loops right after the end keeps them; `RewardSum` has the same returns."""
+    env = TransformedEnv(
+        TorchRLEnv(ParallelEnv([DyingAgents] * ENVS, False, SEED, num_workers=2), {"all": ["x", "y", "z"]}),
+        Compose(RewardSum(), StepCounter()),
+    )
+    env.set_seed(SEED)
+    loops = [PlainLoop(env_id, "DISABLED", seed=SEED if whole else None) for env_id in range(ENVS)]
+    data = env.reset(seed=[SEED] * ENVS) if whole else env.reset()
+    assert env.parallel_env.finished_episodes == ()
+    ends = 0
+    for _ in range(40):
+        data["all", "action"] = torch.ones(ENVS, 3, dtype=torch.int64)
+        data, following = env.step_and_maybe_reset(data)
+        _, episodes = ended(loops)
+        assert [*env.parallel_env.finished_episodes] == episodes
+        over = data["next", "done"].squeeze(-1)
+        returns = data["next", "all", "episode_reward"][over].squeeze(-1).tolist()
+        assert returns == [[*episode[1].values()] for episode in episodes]
+        assert data["next", "step_count"][over].flatten().tolist() == [episode[3] for episode in episodes]
+        for env_id in over.nonzero().flatten().tolist():
+            loops[env_id].reset()
+        ends, data = ends + len(episodes), following
+    assert ends == 12
+    env.reset()
+    assert env.parallel_env.finished_episodes == ()
+    env.close()
 
 
 def mappo(env: TorchRLEnv | TransformedEnv, group: str, actions: int) -> tuple[Any, ClipPPOLoss]:

@@ -23,6 +23,7 @@ from gymnasium.vector import AutoresetMode
 from helpers.leaks import HeldResources
 from helpers.restart_comparison import OFTEN, RestartComparison, actions_for
 from helpers.restart_reference import RestartReference, assert_same_with_reports
+from helpers.setups import rest
 from simulators.crashing import DEADLY, HANGING, RAISED, Children, Fate, Fates, crashing
 from simulators.deterministic import Skirmish
 
@@ -97,7 +98,7 @@ def chaotic(fates: Fates, children: Children, mode: AutoresetMode, **more: Any) 
 @each_seed
 @pytest.mark.parametrize(
     ("num_workers", "mode"),
-    [(4, AutoresetMode.SAME_STEP), (4, AutoresetMode.NEXT_STEP), (16, AutoresetMode.DISABLED)],
+    [(4, AutoresetMode.SAME_STEP), rest(4, AutoresetMode.NEXT_STEP), rest(16, AutoresetMode.DISABLED)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_chaos_in_lockstep(num_workers, mode, seed, children):

@@ -53,3 +53,17 @@ def sample_rows(space: spaces.Space, rows: int) -> Any:
     if isinstance(space, spaces.Dict):
         return {key: np.array([one[key] for one in drawn]) for key in space.spaces}
     return np.array(drawn)
+
+
+def grouped_actions(env: Any, rng: np.random.Generator) -> Any:
+    """Random actions of all agents of a `StackedVecEnv`."""
+
+    def of(space: Any, agents: int) -> Any:
+        if isinstance(space, spaces.Dict):
+            return {key: of(part, agents) for key, part in space.items()}
+        if isinstance(space, spaces.Discrete):
+            return rng.integers(space.n, size=(env.num_envs, agents))
+        return rng.uniform(-1, 1, (env.num_envs, agents, *space.shape)).astype(space.dtype)
+
+    by_group = env.by_group(env.single_action_space)
+    return env.grouped({name: of(space, len(env.group_map[name])) for name, space in by_group.items()})

@@ -18,6 +18,7 @@ from simulators.deterministic import Hunt, Recycler, Relay, Skirmish
 from simulators.every_space import EverySpace, draw
 from simulators.tuple_envs import Cooperative, Foraging, Intersection, Pathfinding
 
+from helpers.comparison import assert_same
 from helpers.reference import TUPLE_AGENTS, Reference, ReferenceEnv
 
 NUM_ENVS = 4
@@ -160,3 +161,12 @@ def record(name: str, mode: AutoresetMode) -> tuple[Event, ...]:
     call("step", actions=actions)
     reference.close()
     return tuple(events)
+
+
+def play(env: Any, reference: Reference, steps: int = 9) -> None:
+    """Step both with the same random actions, and compare what they return."""
+    rng = np.random.default_rng(3)
+    assert_same(env.reset(), reference.reset())
+    for _ in range(steps):
+        actions = [random_actions(one, rng) for one in reference.copies]
+        assert_same(env.step(actions), reference.step(actions))

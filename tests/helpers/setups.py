@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -39,6 +39,11 @@ PROCESS_SETUPS = [setup for setup in ALL_SETUPS if setup.backend == "process" an
 KILLABLE_SETUPS = [setup for setup in ALL_SETUPS if setup.backend in ("process", "ray") and setup.shared_memory]
 
 
+def rest(*values: Any) -> Any:
+    """Parameters of a test that runs only with `--setups=rest` or `all`."""
+    return pytest.param(*values, marks=pytest.mark.rest)
+
+
 def left_out(items: Sequence[pytest.Item], choice: str) -> list[pytest.Item]:
     """The tests that a run with `--setups=choice` leaves out."""
     if choice == "all":
@@ -52,10 +57,12 @@ def left_out(items: Sequence[pytest.Item], choice: str) -> list[pytest.Item]:
 def _once(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """Each test once per backend: two workers with the default start method, shared memory.
 
-    A test without such a setup keeps its first one.
+    A test without such a setup keeps its first one. Those marked `rest` are left out.
     """
     chosen: dict[str, pytest.Item] = {}
     for item in items:
+        if item.get_closest_marker("rest") is not None:
+            continue
         setup = _setup_of(item)
         name, _, parameters = item.nodeid.partition("[")
         if setup is not None:

@@ -506,6 +506,33 @@ TOKENS = st.one_of(
 )
 
 
+def test_plain_records_that_are_read_are_added_to_totals():
+    layout = Layout(Schema(AGENTS, dict.fromkeys(AGENTS, BOX), {}, None), 3)
+    block = bytearray(layout.nbytes)
+    layout.bind(block)
+    no = {**dict.fromkeys(AGENTS, False), "__all__": False}
+    rewards = {agent: 1.5 * place for place, agent in enumerate(AGENTS)}
+    plain = {a: BOX.sample() for a in AGENTS}, rewards, no, no, {a: {} for a in AGENTS}
+    for record in range(3):
+        TransitionRecords(layout, block).write(record, Transition(*plain, AGENTS, AGENTS))
+    totals = np.zeros((3, len(AGENTS) + 1))
+    compiled = codec.open_codec(layout, block, infos_in_block=False, totals=totals)
+    compiled.read((2, 0), {}, True, False)
+    compiled.read((2,), {}, True, True)
+    compiled.read((1,), {1: "a snapshot"}, True, False)
+    assert totals[:, -1].tolist() == [1, 0, 2]
+    compiled.add_plain(0, 3)
+    compiled.add_plain(1, 2)
+    assert totals[:, -1].tolist() == [2, 2, 3]
+    assert totals[:, :-1].tolist() == [[n * reward for reward in rewards.values()] for n in (2, 2, 3)]
+    for outside in ((-1, 2), (0, 4)):
+        with pytest.raises(IndexError, match="no such records"):
+            compiled.add_plain(*outside)
+    for wrong in (np.zeros((2, 2)), np.zeros((3, len(AGENTS) + 1), np.float32), totals[:, ::-1], "totals"):
+        with pytest.raises(ValueError, match="totals must be None or float64"):
+            codec.open_codec(layout, block, infos_in_block=False, totals=wrong)
+
+
 @thorough
 @given(tokens=st.lists(TOKENS, max_size=12), excess=st.sampled_from([0, 0, 0, 1, -1, 10**6, -(10**6)]))
 def test_damaged_infos(tokens, excess):
@@ -555,8 +582,7 @@ def test_real_environments_stay_in_compiled_code(make_env, monkeypatch):
         env.reset()
         ends = 0
         for _ in range(30):
-            actions = [{agent: env.action_space[agent].sample() for agent in acting} for acting in env.acting]
-            *_, terminateds, truncateds, _ = env.step(actions)
+            *_, terminateds, truncateds, _ = env.step(env.sample_actions())
             ends += sum(flags["__all__"] for flags in (*terminateds, *truncateds))
     assert len(completed) == ends
 

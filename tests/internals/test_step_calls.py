@@ -45,3 +45,13 @@ def test_calls_of_a_step_of_four_environments_on_two_workers(on_error, most):
         counts = [own_calls(env, actions) for _ in range(5)]
         called = min(counts, key=len)  # a worker that takes longer than the others costs another look
         assert 5 < len(called) <= most, called
+
+
+def test_statistics_in_infos_cost_plain_steps_nothing():
+    counts = []
+    for episode_stats in (False, True):
+        with ParallelEnv([simple_spread_v3.parallel_env] * 4, backend="serial", episode_stats=episode_stats) as env:
+            env.reset()
+            actions = [dict.fromkeys(acting, 0) for acting in env.acting]
+            counts.append([own_calls(env, actions) for _ in range(5)][-1])
+    assert counts[0] == counts[1]

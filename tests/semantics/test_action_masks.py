@@ -5,15 +5,21 @@ source.
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError
 from helpers.comparison import assert_same, spoil
 from helpers.setups import Setup
+from mpe2 import simple_spread_v3
+from pettingzoo.classic import connect_four_v3
+from simulators.buggy import NoActionSpace
 from simulators.masked_actions import BoxWithMask, Formed, Turnstile
 from simulators.native_arena import Arena
+from simulators.variable_agents import VariableAgents
 
 from marl_parallel import ParallelEnv
 from marl_parallel.action_masks import for_sample, mask_of
@@ -255,3 +261,94 @@ def test_masks_of_a_native_simulator():
             actions = {"tank_0": 1, "scout": {"go": 1, "look": np.zeros(2, np.float32)}, "tank_1": 1}
             observations, *_ = env.step([actions] * 3)
             spoil(observations)
+
+
+# -- random legal actions ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", WHERE)
+def test_sampled_actions_are_legal(where, mode, backend_setup, build):
+    """The simulators refuse all other actions."""
+    env = build(turnstiles(where), backend_setup, mode)
+    assert env.sample_actions() == [{}] * 4
+    env.reset()
+    for _ in range(14):
+        actions = env.sample_actions()
+        assert [[*of_env] for of_env in actions] == [*env.acting]
+        *_, terminateds, _, _ = env.step(actions)
+        over = [env_id for env_id, flags in enumerate(terminateds) if flags["__all__"]]
+        if over and mode == "DISABLED":
+            env.reset(env_ids=over)
+    assert env.stats().resets >= 12
+
+
+@pytest.mark.parametrize("mode", [True, "NEXT_STEP"])
+def test_sampled_actions_in_an_asynchronous_loop(mode, backend_setup, build):
+    env = build([connect_four_v3.env] * 4, backend_setup, mode)
+    env.reset_async()
+    for _ in range(60):
+        ids = env.recv(min_envs=2).env_ids
+        env.send(env.sample_actions(ids), ids)
+    with pytest.raises(AlreadyPendingCallError, match="sample_actions"):
+        env.sample_actions()
+
+
+def sampled(env: ParallelEnv, steps: int = 12) -> list[Any]:
+    actions = []
+    for _ in range(steps):
+        actions.append(env.sample_actions())
+        env.step(actions[-1])
+    return actions
+
+
+def test_sampled_actions_repeat_with_the_seed(parallel):
+    env, other, third = (parallel(VariableAgents, 3, seed=seed) for seed in (7, 7, 8))
+    for one in (env, other, third):
+        one.reset()
+    first = sampled(env)
+    assert_same(sampled(other), first)
+    with pytest.raises(AssertionError):
+        assert_same(sampled(third), first)
+    env.reset()
+    with pytest.raises(AssertionError):
+        assert_same(sampled(env), first)
+    env.reset(seed=7)
+    assert_same(sampled(env), first)
+    env.reset(seed=8, env_ids=[1])  # gets the seed 9, and the others go on
+    assert sampled(env)[0] != first[0]
+
+
+def test_environments_and_agents_draw_different_actions(parallel):
+    env = parallel(simple_spread_v3.parallel_env, 3)
+    env.reset()
+    drawn = sampled(env, 25)
+    series = {tuple(step[i][agent] for step in drawn) for i in range(3) for agent in env.possible_agents}
+    assert len(series) == 9
+
+
+def test_sampling_does_not_use_the_generators_of_the_spaces(parallel):
+    env = parallel(simple_spread_v3.parallel_env, 2)
+    env.reset()
+    env.action_space.seed(3)
+    due = [env.action_space.sample() for _ in range(3)]
+    env.action_space.seed(3)
+    sampled(env)
+    assert [env.action_space.sample() for _ in range(3)] == due
+
+
+def test_refused_reset_does_not_change_sampled_actions(parallel):
+    env, other = parallel(VariableAgents, 2), parallel(VariableAgents, 2)
+    for one in (env, other):
+        one.reset()
+        one.sample_actions()
+    with pytest.raises(TypeError, match="options"):
+        env.reset(seed=42, options={"cannot be pickled": threading.Lock()})
+    assert_same(env.sample_actions(), other.sample_actions())
+
+
+def test_sampling_without_an_action_space_is_refused(parallel):
+    env = parallel(NoActionSpace, 2)
+    env.reset()
+    with pytest.raises(ValueError, match=r"agent 'agent_1' declares no action space to draw random actions from"):
+        env.sample_actions()

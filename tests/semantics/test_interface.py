@@ -342,17 +342,6 @@ def test_make_with_missing_names(backend_setup):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        pytest.param(
-            {"name": gymnasium.make},
-            TypeError,
-            "name must be 'module' or 'module:attribute', got <function make",
-            id="name is a function",
-        ),
-        ({"name": "CartPole-v1"}, ImportError, r"pass 'gymnasium:make' with env_kwargs=\{'id': 'CartPole-v1'\}"),
-        ({"name": "json.loads"}, ImportError, "a function of a module is named 'json:loads'"),
-        ({"name": "sims.py:Base"}, ImportError, r"^'sims\.py' is a file, .* sys\.path and pass 'sims:Base'$"),
-        ({"name": "./a/sims.py"}, ImportError, r"^'\./a/sims\.py' is a file, .* sys\.path and pass 'sims'$"),
-        ({"name": ""}, ValueError, "name must be 'module' or 'module:attribute', got ''"),
         ({"env_kwargs": "N=5"}, TypeError, "env_kwargs must be a dict of keywords"),
         ({"N": 5}, TypeError, "ParallelEnv takes no argument 'N'; arguments of each environment go into env_kwargs"),
         ({"num_envs": "two"}, TypeError, "num_envs must be an integer"),

@@ -12,6 +12,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
 from helpers.reference import Reference
+from helpers.setups import rest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from simulators.deterministic import Scripted
@@ -145,14 +146,14 @@ modes = st.sampled_from(list(AutoresetMode))
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("shared_memory", [True, rest(False)])
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=SLOW)
 @given(script=scripts(), mode=modes, copy=st.booleans())
 def test_serial(shared_memory, script, mode, copy):
     check(script, mode, copy, backend="serial", shared_memory=shared_memory)
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("shared_memory", [True, rest(False)])
 @settings(
     max_examples=12,
     deadline=None,

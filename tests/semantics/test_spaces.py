@@ -15,7 +15,7 @@ from helpers.reference import Reference
 from simulators.deterministic import Scripted
 from simulators.every_space import EverySpace, draw, pickled, shared
 
-from marl_parallel import EnvError
+from marl_parallel import EnvError, NoSpaceDeclared
 
 SAME_STEP = AutoresetMode.SAME_STEP
 SMALL = spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -326,8 +326,10 @@ def test_undeclared_agents(two_worker_setup, build):
 def test_no_agent_declares_a_space(two_worker_setup, build):
     script = answered({"x": [1, 2]}, {"x": 1.0}, {"x": False}, {})
     env = build([functools.partial(Scripted, None, None, ({"x": "start"}, {}), [script])] * 2, two_worker_setup)
-    assert env.observation_space is None
-    assert env.action_space is None
+    for name in ("observation", "action"):
+        assert not hasattr(env, f"{name}_space")
+        with pytest.raises(NoSpaceDeclared, match=f"no agent declares an {name} space"):
+            getattr(env, f"{name}_space")
     assert env.possible_agents == []
     assert_same(env.reset()[0], ({"x": "start"},) * 2)
     assert_same(env.step([{"x": "go"}, {}])[0], ({"x": [1, 2]},) * 2)

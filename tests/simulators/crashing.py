@@ -134,7 +134,9 @@ class Children:
 
     def __call__(self, env_id: int) -> None:
         for new_session in (False, True):
-            subprocess.Popen(["sleep", self.argument], start_new_session=new_session)
+            child = subprocess.Popen(["sleep", self.argument], start_new_session=new_session)
+            while self.argument not in psutil.Process(child.pid).cmdline():  # Linux sets it a moment after the start
+                time.sleep(0.001)
 
     def running(self) -> set[int]:
         """The live processes with this tag."""

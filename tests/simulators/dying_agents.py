@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from pettingzoo import ParallelEnv as PettingZooEnv
 
 POINT = spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
@@ -76,3 +77,28 @@ class ReturningAgents(DyingAgents):
         if self.time == 6:
             reported[4]["z"]["__common__"] = "its own"
         return reported
+
+
+class TwoAgents(PettingZooEnv):
+    """A reward of 1 a step; `short` dies at step 5 of 20."""
+
+    metadata = {"name": "two"}  # noqa: RUF012
+    possible_agents = ["long", "short"]  # noqa: RUF012
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        return spaces.Box(0, 10, (1,), np.float32)
+
+    def action_space(self, agent: str) -> spaces.Space:
+        return spaces.Discrete(2)
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.agents, self.time = [*self.possible_agents], 0
+        return {a: np.full(1, 5, np.float32) for a in self.agents}, {a: {} for a in self.agents}
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        self.time += 1
+        there = self.agents
+        ends = {a: self.time == 20 or (a == "short" and self.time == 5) for a in there}
+        self.agents = [a for a in there if not ends[a]]
+        seen = {a: np.full(1, 5, np.float32) for a in there}
+        return seen, dict.fromkeys(there, 1.0), ends, dict.fromkeys(there, False), {a: {} for a in there}

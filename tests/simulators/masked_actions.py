@@ -80,6 +80,20 @@ class Turnstile(PettingZooEnv):
         )
 
 
+class Gate(Turnstile):
+    """A `Turnstile` whose observations have the shape that training libraries need."""
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        seen = spaces.Box(0, 100, (1,), np.float32)
+        return seen if self.where == "infos" else spaces.Dict(seen=seen, action_mask=spaces.MultiBinary(5))
+
+    def observe(self, agents: list[str]) -> dict[str, Any]:
+        seen = np.array([self.time], np.float32)
+        if self.where == "infos":
+            return dict.fromkeys(agents, seen)
+        return {agent: {"seen": seen, "action_mask": self.mask(agent)} for agent in agents}
+
+
 class Formed(gymnasium.Env):
     """One agent with a mask of any form in its info."""
 
@@ -125,3 +139,26 @@ class BoxWithMask(PettingZooEnv):
 def mask_of_another_form() -> Formed:
     """For `marl-parallel check`: seven entries for two continuous actions."""
     return Formed(spaces.Box(-1.0, 1.0, (2,), np.float32), lambda: np.ones(7, np.int8))
+
+
+def by_observations() -> Turnstile:
+    """For the command line."""
+    return Turnstile("observations")
+
+
+def by_infos() -> Turnstile:
+    """For the command line."""
+    return Turnstile("infos")
+
+
+def refusing_multi_discrete(mask: Any) -> Formed:
+    """One agent with two choices, of 3 and of 2, whose mask allows 1 and 0; it refuses all others."""
+    env = Formed(spaces.MultiDiscrete([3, 2]), lambda: mask)
+    step = env.step
+
+    def strict(action: Any) -> Any:
+        assert [*action] == [1, 0]
+        return step(action)
+
+    env.step = strict  # type: ignore[method-assign]
+    return env

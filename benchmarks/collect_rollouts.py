@@ -1,0 +1,179 @@
+"""Compare collectors of rollouts on simple_spread, all with the same policy on the CPU.
+
+    python benchmarks/collect_rollouts.py           some five minutes; writes results/collect_rollouts.*
+    python benchmarks/collect_rollouts.py --quick   half a minute; writes only where --output says so
+
+The contenders are in `collectors.py`; `contest.py` measures them in turns. With each first rollout, it is checked that
+all of it was stored. Contenders whose library is not installed are listed with the reason. PyTorch has one thread.
+
+PufferLib 3 is built by downloading from other sites. Where that fails, its Python files are enough: unpack the source
+distribution and name it in PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import collectors
+import typer
+from collectors import Rollouts
+from contest import DISTRIBUTIONS, Contender, Step, measure, one_thread_each, turns
+from mpe2 import simple_spread_v3
+from options import Only, Output, Quick, Repeats, Seconds, folder_for
+
+from marl_parallel.cli.measure import spread
+from marl_parallel.cli.report import in_one_line, machine, progress, write_json
+
+RESULTS = Path(__file__).parent / "results"
+NAME = "collect_rollouts"
+REST_S = 0.6
+CASE = Rollouts("simple_spread_v3", simple_spread_v3.parallel_env, 16, workers=2, episode_steps=25, num_steps=128)
+BASES = {"the former loop": collectors.GLUE.name, "`Rollout`": collectors.ROLLOUT.name}
+"""Contenders to whose throughput the others' is compared, with their names in headings."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The measurements of one contender.
+
+    Attributes:
+        contender: Its name.
+        steps_per_second: Environment steps per second: the median of the rounds.
+        spread: Half the distance between the best and worst round, as a share of the median.
+        policy_us: CPU microseconds of the policy per environment step: the median of the rollouts.
+        parent_us: CPU microseconds of this process beyond the policy's, per environment step: the median.
+        ratios: The throughput divided by that of each of `BASES`: the median of the ratios within each round.
+        rounds: Environment steps per second in each round.
+    """
+
+    contender: str
+    steps_per_second: float
+    spread: float
+    policy_us: float
+    parent_us: float
+    ratios: dict[str, float]
+    rounds: list[float]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All results; `missing` has the reasons why contenders could not be measured, by name."""
+
+    machine: dict[str, Any]
+    num_steps: int
+    workers: int
+    seconds: float
+    repeats: int
+    results: list[Result]
+    missing: dict[str, str]
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def run(case: Rollouts, contenders: Sequence[Contender], seconds: float, repeats: int, rest_s: float) -> Report:
+    described = machine(DISTRIBUTIONS)
+    used: dict[str, list[tuple[float, float]]] = {one.name: [] for one in contenders}
+    accounted = [replace(one, start=functools.partial(accounting, one, used[one.name])) for one in contenders]
+    with progress(turns(contenders, repeats)) as on_turn:
+
+        def rest(text: str) -> None:
+            on_turn(text)
+            time.sleep(rest_s)  # PufferLib's workers poll for half a second after their last step
+
+        rounds, missing = measure(case, accounted, seconds, repeats, rest)
+    rates = {name: [case.num_steps * rate for rate in own] for name, own in rounds.items()}
+    results = []
+    for name, own in rates.items():
+        policy_us, parent_us = map(statistics.median, zip(*used[name], strict=True))
+        ratios = {
+            base: statistics.median(a / b for a, b in zip(own, rates[base], strict=True))
+            for base in BASES.values()
+            if base in rates
+        }
+        results.append(Result(name, statistics.median(own), spread(own), policy_us, parent_us, ratios, own))
+    return Report(described, case.num_steps, case.workers, seconds, repeats, results, missing)
+
+
+@contextmanager
+def accounting(contender: Contender, used: list[tuple[float, float]], case: Rollouts) -> Iterator[Step]:
+    """Check a first rollout; add the CPU microseconds per environment step of each other one to `used`.
+
+    These are the policy's, and all others of this process.
+    """
+    steps = case.num_steps * contender.counted(case)
+    with contender.start(case) as collect:
+        if isinstance(first := collect(), collectors.Batch):
+            collectors.check(case, first)
+
+        def step() -> None:
+            policy, process = collectors.Policy.cpu_s, time.process_time()
+            collect()
+            process, policy = time.process_time() - process, collectors.Policy.cpu_s - policy
+            used.append((policy / steps * 1e6, (process - policy) / steps * 1e6))
+
+        yield step
+
+
+# -- showing -----------------------------------------------------------------------------------------------------------
+
+
+def markdown(report: Report) -> str:
+    headings = ["", "env-steps/s", *(f"times {name}" for name in BASES), "CPU µs per env-step: policy", "the rest"]
+    lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
+    for one in report.results:
+        ratios = [f"{one.ratios[base]:.2f}" if base in one.ratios else "" for base in BASES.values()]
+        speed = f"{one.steps_per_second:,.0f} ± {one.spread:.0%}"
+        lines.append(
+            f"| {' | '.join([one.contender, speed, *ratios, f'{one.policy_us:.1f}', f'{one.parent_us:.1f}'])} |"
+        )
+    shown = {one.contender for one in report.results}
+    settings = [
+        f"{one.name}: {one.setting.format(workers=report.workers)}."
+        for one in collectors.CONTENDERS
+        if one.setting and one.name in shown
+    ]
+    notes = [
+        f"Rollouts of {report.num_steps} steps of {CASE.num_envs} environments, workers: {report.workers}. Medians; "
+        "± half the distance between the best and worst round; ratios within each round. CPU time is that of the "
+        "process that collects, waiting included where it polls. " + " ".join(settings),
+        f"{report.repeats} rounds of {report.seconds:g} s; {in_one_line(report.machine)}.",
+    ]
+    if report.missing:
+        notes.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
+    return "\n\n".join(["\n".join(lines), *notes]) + "\n"
+
+
+def main(
+    quick: Quick = False,
+    only: Only = "",
+    workers: Annotated[int, typer.Option(min=1, help="Processes that simulate, of each contender.")] = CASE.workers,
+    seconds: Seconds = 2.0,
+    repeats: Repeats = 7,
+    output: Output = None,
+) -> None:
+    """Measure collectors of rollouts."""
+    chosen = [one for one in collectors.CONTENDERS if only in one.name]
+    if not chosen:
+        raise typer.BadParameter(f"no contender has {only!r} in its name", param_hint="--only")
+    case = replace(CASE, workers=workers)
+    if quick:
+        seconds, repeats, case = 0.02, 2, replace(CASE, num_steps=30)
+    one_thread_each()
+    report = run(case, chosen, seconds, repeats, rest_s=0.0 if quick else REST_S)
+    print(markdown(report))
+    directory = folder_for(output, RESULTS, whole=not (quick or only or workers != CASE.workers))
+    if directory is not None:
+        write_json(report, directory / f"{NAME}.json")
+        (directory / f"{NAME}.md").write_text(markdown(report))
+
+
+if __name__ == "__main__":
+    typer.run(main)

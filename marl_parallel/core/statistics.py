@@ -1,0 +1,172 @@
+"""Returns and lengths of episodes, added up where transitions are read."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.adapters.protocol import AgentID
+from marl_parallel.core.transition import ALL, COMMON
+from marl_parallel.types import FinishedEpisode
+
+_FLOATS = {float, np.float64}
+
+
+class EpisodeStatistics:
+    """The running episode of each environment, and those that the latest step has finished.
+
+    An agent takes part in a step in which it has a reward, or its flag is set. Compiled code adds the plain steps that
+    it reads, in which all agents have a reward that is a number.
+
+    Attributes:
+        totals: float64 `(num_envs, agents + 1)`: the sums of rewards, and the number of steps. It is -1 if the next
+            transition is a reset, which does not count.
+        finished: The episodes that ended in the latest step; the runner makes it empty before each.
+        in_infos: Whether infos have the statistics of each agent whose part of the episode has ended.
+    """
+
+    def __init__(
+        self, num_envs: int, agents: Sequence[AgentID], mode: AutoresetMode, *, in_infos: bool = False
+    ) -> None:
+        self.finished: list[FinishedEpisode] = []
+        self.in_infos = in_infos
+        self._agents, self._mode = [*agents], mode
+        self._places = {agent: place for place, agent in enumerate(agents)}
+        self.totals = np.zeros((num_envs, len(agents) + 1))
+        self._returns, self._steps = self.totals[:, :-1], self.totals[:, -1]
+        self._missed: dict[int, list[int]] = {}  # steps of an episode that its agents took no part in, if any
+        # Sums and steps of agents that are not declared, and of rewards that are vectors.
+        self._others: dict[int, dict[AgentID, list[Any]]] = {}
+        self._ended: dict[int, set[AgentID]] = {}  # the agents whose statistics have been in infos
+
+    def begin(self, env_ids: Sequence[int]) -> None:
+        """Note that the next transition of some environments is a reset."""
+        for env_id in env_ids:
+            self._reset(env_id, -1)
+
+    def _reset(self, env_id: int, steps: int) -> None:
+        self.totals[env_id] = 0.0
+        if steps:
+            self._steps[env_id] = steps
+        for of_envs in (self._missed, self._others, self._ended):
+            if of_envs:
+                of_envs.pop(env_id, None)
+
+    def add(
+        self, env_id: int, rewards: Mapping[Any, Any], terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]
+    ) -> dict[Any, dict[str, Any]]:
+        """Add a step of one environment, whose episode may have ended.
+
+        Returns what is added to its infos, by key; nothing unless `in_infos`.
+        """
+        totals: list[float] = self.totals[env_id].tolist()
+        if totals[-1] < 0:
+            self._reset(env_id, 0)
+            return {}
+        totals[-1] += 1
+        everyone = [*rewards] == self._agents and len({**rewards, **terminateds, **truncateds}) == len(totals)
+        if everyone and {*map(type, rewards.values())} <= _FLOATS:  # the most frequent case
+            totals[:-1] = map(operator.add, totals, rewards.values())
+        else:
+            self._add_some(env_id, totals, rewards, _flagged(terminateds, truncateds))
+        terminated, truncated = bool(terminateds[ALL]), bool(truncateds[ALL])
+        over, parts = terminated or truncated, {}
+        if self.in_infos and (over or (flagged := _flagged(terminateds, truncateds))):
+            parts = self._parts(env_id, totals, None if over else flagged)
+        if over:
+            self._finish(env_id, totals, terminated, truncated)
+        else:
+            self.totals[env_id] = totals
+        return parts
+
+    def _add_some(
+        self, env_id: int, totals: list[float], rewards: Mapping[Any, Any], flagged: Sequence[AgentID]
+    ) -> None:
+        """Add the rewards of the agents that take part to `totals`, in place, or to those of others."""
+        counted = set()
+        for agent in {**rewards, **dict.fromkeys(flagged)}:
+            reward, place = _summand(rewards.get(agent)), self._places.get(agent)
+            if place is not None and (type(reward) is float or np.ndim(reward) == 0):
+                totals[place] += reward
+                counted.add(place)
+            else:
+                total = self._others.setdefault(env_id, {}).setdefault(agent, [0.0, 0])
+                same = total[1] == 0 or np.shape(total[0]) == np.shape(reward)
+                total[0], total[1] = total[0] + reward if same else np.nan, total[1] + 1
+        if len(counted) < len(self._agents):
+            self._miss(env_id, [place for place in self._places.values() if place not in counted])
+
+    def _miss(self, env_id: int, places: Sequence[int]) -> None:
+        """Note agents that took no part in the latest step."""
+        missed = self._missed.setdefault(env_id, [0] * len(self._agents))
+        for place in places:
+            missed[place] += 1
+
+    def add_arrays(self, received: Any) -> None:
+        """Add the steps in a `Received` of a native simulator, in which an `elapsed` of zero is a reset."""
+        ids, shape = received.env_ids, (len(received.env_ids), len(self._agents))
+        present = np.ones(shape, np.bool_) if received.present is None else received.present
+        self._returns[ids] += np.where(present, np.broadcast_to(received.rewards, shape), 0.0)
+        self._steps[ids] += 1
+        for row in np.flatnonzero(~present.all(axis=1)).tolist():
+            self._miss(int(ids[row]), np.flatnonzero(~present[row]).tolist())
+        for env_id in ids[received.elapsed == 0].tolist():
+            self._reset(env_id, 0)
+        for row in np.flatnonzero(received.terminated | received.truncated).tolist():
+            flags = bool(received.terminated[row]), bool(received.truncated[row])
+            self._finish(int(ids[row]), self.totals[ids[row]].tolist(), *flags)
+
+    def _finish(self, env_id: int, totals: Sequence[float], terminated: bool, truncated: bool) -> None:
+        """Note the end of an episode; the next one begins in the same step, or with a reset."""
+        returns, lengths = self._sums(env_id, totals)
+        self.finished.append(FinishedEpisode(env_id, returns, lengths, int(totals[-1]), terminated, truncated))
+        self._reset(env_id, -1 if self._mode is AutoresetMode.NEXT_STEP else 0)
+
+    def _sums(self, env_id: int, totals: Sequence[float]) -> tuple[dict[AgentID, Any], dict[AgentID, int]]:
+        """The returns and lengths of the agents that have taken part in the running episode."""
+        length, missed = int(totals[-1]), self._missed.get(env_id)
+        returns: dict[AgentID, Any] = dict(zip(self._agents, totals))
+        lengths = dict.fromkeys(self._agents, length)
+        for agent, steps in zip(self._agents, missed or ()):
+            lengths[agent] -= steps
+            if steps == length:
+                del returns[agent], lengths[agent]
+        for agent, (total, steps) in self._others.get(env_id, {}).items():
+            returns[agent], lengths[agent] = total + returns.get(agent, 0.0), steps + lengths.get(agent, 0)
+        return returns, lengths
+
+    def _parts(
+        self, env_id: int, totals: Sequence[float], flagged: Sequence[AgentID] | None
+    ) -> dict[Any, dict[str, Any]]:
+        """The statistics of the `flagged` agents, of each once; at the episode's end (None), of all others and its own.
+
+        The return of an environment is the sum over its agents; NaN if some of these are vectors of other lengths.
+        """
+        returns, lengths = self._sums(env_id, totals)
+        ended = self._ended.setdefault(env_id, set())
+        agents = [agent for agent in (returns if flagged is None else flagged) if agent not in ended]
+        ended.update(agents)
+        parts = {agent: {"r": returns[agent], "l": lengths[agent]} for agent in agents}
+        if flagged is None:
+            alike = len({np.shape(total) for total in returns.values()}) <= 1
+            parts[COMMON] = {"r": sum(returns.values()) if alike else np.nan, "l": int(totals[-1])}
+        return parts
+
+
+def _flagged(terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]) -> list[AgentID]:
+    """The agents with a flag that is True."""
+    return [agent for flags in (terminateds, truncateds) for agent, flag in flags.items() if flag and agent != ALL]
+
+
+def _summand(reward: Any) -> Any:
+    """A reward as a number or an array of numbers; 0.0 for None, and NaN for what cannot be added up."""
+    if type(reward) is float:
+        return reward
+    try:
+        return 0.0 if reward is None else np.array(reward, np.float64)[()]
+    except (TypeError, ValueError, OverflowError):
+        return np.nan

@@ -1,0 +1,319 @@
+"""`make`: a batch of equal environments, from the name of what makes one, through any facade.
+
+`find_constructor` is the one place that resolves names of environments, here and on the command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
+
+import gymnasium
+import pettingzoo  # type: ignore[import-untyped]
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel import arguments, vector
+from marl_parallel.adapters import MultiAgentEnv
+from marl_parallel.core.backend import Backend
+from marl_parallel.core.construction import Wrapped
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.types import (
+    AdapterName,
+    AutoresetName,
+    BackendName,
+    ContextName,
+    FacadeName,
+    OnError,
+    RestartPolicy,
+    Wait,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Name: TypeAlias = str | Callable[..., Any]
+Keywords: TypeAlias = Mapping[str, Any] | None
+Wrapper: TypeAlias = Callable[[Any], Any]
+
+
+class ParallelEnvArguments(TypedDict, total=False):
+    """The arguments of `ParallelEnv` that `make` passes on; types only."""
+
+    auto_reset: bool | AutoresetMode | AutoresetName
+    seed: int | None
+    num_workers: int | None
+    envs_per_worker: int | None
+    backend: BackendName | Backend
+    adapter: AdapterName | Callable[[Any], MultiAgentEnv] | None
+    shared_memory: bool
+    copy: bool
+    context: ContextName | None
+    check_actions: bool
+    on_error: OnError
+    restart_policy: RestartPolicy
+    step_timeout: float | None
+    reset_timeout: float | None
+    start_timeout: float | None
+    worker_threads: int | None
+    trace: str | os.PathLike[str] | None
+    wait: Wait
+    episode_stats: bool
+
+
+_CONSTRUCTOR_NAMES = ("parallel_env", "env", "raw_env")  # in a module, in this order
+_FORMS = (
+    "name must be 'module', 'module:attribute', 'path/to/file.py:function', an id of PettingZoo or Gymnasium, or a "
+    "callable"
+)
+_FACADES = {
+    "agilerl": ("AgileRLVecEnv", AutoresetMode.SAME_STEP),
+    "gymnasium": ("GymnasiumVectorEnv", AutoresetMode.NEXT_STEP),
+    "pettingzoo": ("PettingZooVecEnv", AutoresetMode.DISABLED),
+    "rllib": ("RLlibVectorMultiAgentEnv", AutoresetMode.NEXT_STEP),
+    "sb3": ("SB3VecEnv", AutoresetMode.SAME_STEP),
+    "stacked": ("StackedVecEnv", AutoresetMode.SAME_STEP),
+    "torchrl": ("TorchRLEnv", AutoresetMode.DISABLED),
+}
+"""By name, the class in `marl_parallel.vector` and the auto-reset mode that its library wants."""
+
+
+@overload
+def make(
+    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: None = None,
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> ParallelEnv: ...  # fmt: skip
+@overload
+def make(
+    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["agilerl"],
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> vector.AgileRLVecEnv: ...  # fmt: skip
+@overload
+def make(
+    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["gymnasium"],
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> vector.GymnasiumVectorEnv: ...  # fmt: skip
+@overload
+def make(
+    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["pettingzoo"],
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> vector.PettingZooVecEnv: ...  # fmt: skip
+@overload
+def make(
+    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["rllib"],
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> vector.RLlibVectorMultiAgentEnv: ...  # fmt: skip
+@overload
+def make(
+    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["sb3"],
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> vector.SB3VecEnv: ...  # fmt: skip
+@overload
+def make(
+    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["torchrl"],
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> vector.TorchRLEnv: ...  # fmt: skip
+@overload
+def make(
+    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["stacked"],
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> vector.StackedVecEnv: ...  # fmt: skip
+def make(
+    name: Name,
+    num_envs: int = 1,
+    env_kwargs: Keywords = None,
+    *,
+    facade: FacadeName | None = None,
+    facade_kwargs: Keywords = None,
+    wrappers: Sequence[Wrapper] = (),
+    **parallel_env_arguments: Any,
+) -> Any:
+    """Make a `ParallelEnv` of `num_envs` equal environments, or a facade of it.
+
+    Args:
+        name: What makes one environment: `module` or `module:attribute`; `path/to/file.py:function`, whose folder is
+            added to `sys.path`; the id of a PettingZoo or Gymnasium environment; or a callable. See
+            `docs/environments.md`.
+        num_envs: How many environments.
+        env_kwargs: Keywords for each environment's constructor.
+        facade: `"agilerl"`, `"gymnasium"`, `"pettingzoo"`, `"rllib"`, `"sb3"`, `"stacked"` or `"torchrl"`: returns that
+            facade, made with the auto-reset mode of its library unless `auto_reset` is passed. None returns the
+            `ParallelEnv`.
+        facade_kwargs: Keywords of the facade, such as `scalarize`.
+        wrappers: Called in the worker in this order, each with the environment, to return the wrapped one: wrapper
+            classes and functions.
+        parallel_env_arguments: For `ParallelEnv`.
+
+    Raises:
+        ModuleNotFoundError: There is no such module.
+        FileNotFoundError: There is no such file.
+        AttributeError: The module or file has no such attribute.
+        gymnasium.error.UnregisteredEnv: No environment is registered under this id.
+        ImportError: The facade's library is not installed; or the file has the name of a module that is imported.
+        TypeError, ValueError: An argument is wrong, or the facade does not fit the environments.
+
+    Example:
+        >>> with make("mpe2.simple_spread_v3", num_envs=2, env_kwargs={"N": 4}) as env:
+        ...     env.num_envs, env.possible_agents
+        (2, ['agent_0', 'agent_1', 'agent_2', 'agent_3'])
+
+        A facade, of wrapped environments:
+
+        >>> from pettingzoo.utils import BaseParallelWrapper
+        >>> env = make("mpe2.simple_spread_v3", 2, facade="gymnasium", wrappers=[BaseParallelWrapper])
+        >>> env.num_envs, env.parallel_env.num_envs
+        (6, 2)
+        >>> env.close()
+    """
+    arguments.checked_integer(num_envs, "num_envs")
+    _check_keywords("env_kwargs", "each environment's constructor", env_kwargs)
+    unknown = [key for key in parallel_env_arguments if key not in inspect.signature(ParallelEnv).parameters]
+    if unknown:
+        raise TypeError(
+            f"ParallelEnv takes no argument {unknown[0]!r}; arguments of each environment go into env_kwargs"
+        )
+    in_facade = _facade(facade, facade_kwargs)
+    if facade is not None:
+        parallel_env_arguments = {"auto_reset": _FACADES[facade][1], **parallel_env_arguments}
+    if isinstance(wrappers, str | Mapping) or not isinstance(wrappers, Sequence):
+        raise TypeError(f"wrappers must be a list of callables that take an environment, got {wrappers!r}")
+    for place, wrapper in enumerate(wrappers):
+        if not callable(wrapper):
+            raise TypeError(f"wrappers[{place}] must be a callable that takes an environment, got {wrapper!r}")
+    constructor: Callable[..., Any] = functools.partial(find_constructor(name), **(env_kwargs or {}))
+    arguments.check_signature(constructor, repr(name), "make(..., env_kwargs=dict({}))")
+    if wrappers:
+        constructor = Wrapped(constructor, tuple(wrappers))
+    env = ParallelEnv([constructor] * num_envs, **parallel_env_arguments)
+    try:
+        return in_facade(env)
+    except BaseException:
+        env.close()
+        raise
+
+
+def _facade(name: str | None, keywords: Mapping[str, Any] | None) -> Callable[[ParallelEnv], Any]:
+    """A function that makes the facade, whose keywords have been checked."""
+    _check_keywords("facade_kwargs", "the facade", keywords)
+    if name is None:
+        if keywords:
+            raise TypeError(f"facade_kwargs={keywords!r} were passed without a facade: pass facade=, too")
+        return lambda env: env
+    if name not in _FACADES:
+        raise ValueError(f"facade must be one of {', '.join(map(repr, _FACADES))} or None, got {name!r}")
+    facade = getattr(vector, _FACADES[name][0])
+    takes = [*inspect.signature(facade).parameters][1:]
+    for key in keywords or {}:
+        if key not in takes:
+            raise TypeError(f"{facade.__name__} takes no argument {key!r}; facade_kwargs may have {takes}")
+    return functools.partial(facade, **(keywords or {}))
+
+
+def _check_keywords(argument: str, what: str, keywords: Any) -> None:
+    if keywords is not None and not isinstance(keywords, Mapping):
+        raise TypeError(f"{argument} must be a dict of keywords for {what}, got {keywords!r}")
+
+
+# -- names of environments ---------------------------------------------------------------------------------------------
+
+
+def find_constructor(name: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The constructor that a name stands for; a callable as it is.
+
+    Errors about the name itself have an attribute `wrong_name`; others come from the module or file that is imported.
+    """
+    if not isinstance(name, str) and callable(name):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"{_FORMS}; got {name!r}")
+    in_file = re.fullmatch(r"(.+\.py)(?::(.+))?", name)
+    if in_file is None and (registered := _registered(name)) is not None:
+        return registered
+    module_name, _, attribute = (_import_file(Path(in_file[1])), "", in_file[2]) if in_file else name.partition(":")
+    module = _imported(module_name)
+    candidates = [attribute] if attribute else _CONSTRUCTOR_NAMES
+    for candidate in candidates:
+        constructor = getattr(module, candidate, None)
+        if callable(constructor):
+            return constructor  # type: ignore[no-any-return]
+    public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    raise _about_name(
+        AttributeError(
+            f"module {module_name!r} has no callable named {' or '.join(map(repr, candidates))}; it has "
+            f"{', '.join(public) or 'none'}"
+        )
+    )
+
+
+def _imported(module_name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise _about_name(ValueError(f"{_FORMS}; got the module {module_name!r}"))
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module exists, but imports another one that does not
+        parent, _, last = module_name.rpartition(".")
+        hint = f"; a function of a module is named '{parent}:{last}'" if parent else ""
+        raise _about_name(ModuleNotFoundError(f"{error}{hint}", name=error.name)) from None
+
+
+def _about_name(error: Exception) -> Exception:
+    vars(error)["wrong_name"] = True
+    return error
+
+
+def _registered(name: str) -> Callable[..., Any] | None:
+    """The maker of a registered environment; None for a name that has the form of a module's."""
+    if name in gymnasium.registry:
+        return functools.partial(gymnasium.make, name)
+    has_ids = hasattr(pettingzoo, "parallel_registry")
+    for kind in ("parallel", "aec") if has_ids else ():
+        with contextlib.suppress(Exception):  # PettingZoo's errors have no common base that it exports
+            pettingzoo.spec(kind, name)
+            return functools.partial(pettingzoo.make, kind, name)
+    module_name, _, env_id = name.rpartition(":")
+    if not env_id or all(part.isidentifier() for part in env_id.split(".")):
+        return None
+    if module_name:
+        _imported(module_name)
+    try:
+        gymnasium.spec(env_id)
+    except gymnasium.error.Error as error:
+        ids = [*gymnasium.registry, *({*pettingzoo.parallel_registry, *pettingzoo.aec_registry} if has_ids else ())]
+        near = ", ".join(difflib.get_close_matches(env_id, ids))
+        text = f"no environment is registered as {name!r}" + (f"; similar ids are {near}" if near else "")
+        if not has_ids:
+            text += f". PettingZoo {pettingzoo.__version__} registers no ids; 1.27 and later do"
+        raise _about_name(gymnasium.error.UnregisteredEnv(f"{text}. Gymnasium says: {error}")) from None
+    return functools.partial(gymnasium.make, name)
+
+
+def _import_file(path: Path) -> str:
+    """Import a file as a module and return its name.
+
+    Its folder is added to `sys.path`, which workers get too: they can import the file and its neighbours.
+    """
+    path = path.resolve()
+    if not path.is_file():
+        raise _about_name(FileNotFoundError(f"there is no file {path}"))
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    source = getattr(importlib.import_module(path.stem), "__file__", None)
+    if source is None or Path(source).resolve() != path:
+        raise _about_name(
+            ImportError(
+                f"{path.name} cannot be imported: another module is called {path.stem!r} ({source or 'built in'}); "
+                "rename the file"
+            )
+        )
+    return path.stem

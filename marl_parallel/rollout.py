@@ -1,0 +1,561 @@
+"""`Rollout`: the data of many steps in preallocated arrays `(num_steps, num_envs, agents, ...)`; and `gae` on them."""
+
+from __future__ import annotations
+
+import copy
+import mmap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from gymnasium.error import ResetNeeded
+from numpy.typing import NDArray
+
+from marl_parallel.arguments import checked_integer
+from marl_parallel.core import stacking
+from marl_parallel.core.columns import RolloutBuffer
+from marl_parallel.core.spaces import copied, tree_map
+from marl_parallel.runner import Options, Seeds
+from marl_parallel.types import FinishedEpisode
+from marl_parallel.vector.stacked import Grouped, Results, StackedVecEnv
+
+_ALIGNMENT = 64  # bytes
+
+
+class Extra(NamedTuple):
+    """A value of the learner's own that is stored with each step, such as log-probabilities.
+
+    Attributes:
+        shape: Of the value of one agent, or of one environment.
+        dtype: Its dtype.
+        per_agent: Whether each agent has one, `(num_envs, k, *shape)`, grouped; else each environment,
+            `(num_envs, *shape)`.
+    """
+
+    shape: tuple[int, ...] = ()
+    dtype: Any = np.float32
+    per_agent: bool = True
+
+
+class Current(NamedTuple):
+    """What a policy acts on; grouped as in `StackedVecEnv`, and valid until the rollout after next.
+
+    Attributes:
+        observations: Arrays or trees `(num_envs, k, ...)`.
+        observed: bool `(num_envs, k)`: which rows of them are data.
+        acting: bool `(num_envs, k)`: which agents act. Actions of the others are ignored.
+        action_masks: bool `(num_envs, k, n)`; None without `action_masks=True`.
+        state: The global states `(num_envs, *state_space.shape)`; None if the `StackedVecEnv` has none.
+        env_ids: The environments that are stepped with these actions: all, or one half of them. `num_envs` above is
+            their number.
+    """
+
+    observations: Grouped
+    observed: Grouped
+    acting: Grouped
+    action_masks: Grouped | None
+    state: Any
+    env_ids: range
+
+
+class RolloutArrays(NamedTuple):
+    """The data of T steps of N environments; k is the number of agents of a group. Grouped as in `StackedVecEnv`.
+
+    Step t leads from the observation t to the observation t + 1; but where `done[t]` with `auto_reset=True`, the
+    observation t + 1 is the next episode's first.
+
+    Attributes:
+        observations: Grouped; arrays or trees `(T + 1, N, k, ...)`.
+        observed: Grouped; bool `(T + 1, N, k)`: which rows of `observations` are data.
+        acting: Grouped; bool `(T + 1, N, k)`: which agents act on them. Train on `acting[:-1]`.
+        action_masks: Grouped; bool `(T + 1, N, k, n)`; None without `action_masks=True`.
+        actions: Grouped; arrays or trees `(T, N, k, ...)`.
+        rewards: Grouped; float32 `(T, N, k)`.
+        present: Grouped; bool `(T, N, k)`: which rows of `rewards` are data.
+        terminations, truncations: Grouped; bool `(T, N, k)`: the flags of agents.
+        terminated, truncated, done: bool `(T, N)`: the flags of environments, and whether one of them is set.
+        final_observations: Grouped; `(T, N, k, ...)`: the last observations of episodes. Valid where `done`.
+        present_final: Grouped; bool `(T, N, k)`: which rows of them are data. Valid where `done`.
+        states: `(T + 1, N, *state_space.shape)`; None without states, as `final_states`.
+        final_states: `(T, N, *state_space.shape)`: the last states of episodes. Valid where `done`.
+        extras: By name, the values of the learner's own: grouped `(T, N, k, ...)`, or `(T, N, ...)`.
+    """
+
+    observations: Grouped
+    observed: Grouped
+    acting: Grouped
+    action_masks: Grouped | None
+    actions: Grouped
+    rewards: Grouped
+    present: Grouped
+    terminations: Grouped
+    truncations: Grouped
+    terminated: Any
+    truncated: Any
+    done: Any
+    final_observations: Grouped
+    present_final: Grouped
+    states: Any
+    final_states: Any
+    extras: dict[str, Any]
+
+    def group(self, name: str) -> RolloutArrays:
+        """The data of one of several groups."""
+        fields = {
+            field: value if field in _OF_ENVS else value and value[name] for field, value in self._asdict().items()
+        }
+        extras = {key: value[name] if isinstance(value, dict) else value for key, value in self.extras.items()}
+        return RolloutArrays(**{**fields, "extras": extras})
+
+
+_OF_ENVS = frozenset({"terminated", "truncated", "done", "states", "final_states", "extras"})
+
+Policy: TypeAlias = Callable[[Current], Any]
+"""Returns the actions for a `StackedVecEnv`; if extras were declared, a pair of actions and a dict of extras."""
+
+
+@dataclass
+class _Part:
+    """Environments that are stepped together."""
+
+    env: StackedVecEnv  # of these environments only
+    env_ids: range
+    time: int = 0  # how many steps of the present rollout are stored
+
+    def __post_init__(self) -> None:
+        self.rows = slice(self.env_ids.start, self.env_ids.stop)
+
+
+def _halves(env: StackedVecEnv) -> tuple[range, range]:
+    """The environments of half of the workers each, or half of those of one worker."""
+    middle = env.num_envs / 2
+    borders = [share.start for share in env.stepper.runner.pool.shares[1:]] or [env.num_envs // 2]
+    border = min(borders, key=lambda first: abs(first - middle))
+    return range(border), range(border, env.num_envs)
+
+
+class Rollout:
+    """Collects `num_steps` steps of a `StackedVecEnv` at a time, in arrays that are written once.
+
+    All arrays are allocated here. The next rollout overwrites them, and begins where this one ended.
+
+    Args:
+        env: Nothing else steps it meanwhile.
+        num_steps: T, the number of steps of each environment in a rollout.
+        extras: By name, the learner's own values that come with each step: an `Extra`, or a shape for float32 values of
+            each agent.
+        action_masks: Whether action masks are stored, for `Discrete` and `MultiDiscrete` actions.
+        halves: 2 to act for one half of the environments while the other half is stepped; the arrays are the same. A
+            half has half of the workers. Its policy gets rows of its own environments only, `Current.env_ids`.
+
+    Attributes:
+        env: The `StackedVecEnv`. With `halves=2`, only its `reset` sets its attributes.
+        num_steps: T.
+        filled: How many steps of the present rollout have been stored, of all environments.
+        arrays: The data, `RolloutArrays`; views of the memory that is written.
+        finished_episodes: The returns and lengths of the episodes that ended in the present rollout.
+
+    Raises:
+        TypeError: `env` is no `StackedVecEnv`, or an extra neither a shape nor an `Extra`.
+        ValueError: `num_steps` or `halves` is out of range, or the environments cannot be stepped in halves: there is
+            only one, or they are native simulators.
+        MemoryError: The arrays need more memory than is free.
+
+    Example:
+        >>> from marl_parallel import make
+        >>> from marl_parallel.vector import StackedVecEnv
+        >>> env = StackedVecEnv(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2))
+        >>> rollout = Rollout(env, num_steps=50, extras={"log_probs": ()})
+        >>> def policy(current):
+        ...     return np.zeros((4, 3), np.int64), {"log_probs": np.zeros((4, 3))}
+        >>> data = rollout.collect(policy)
+        >>> data.observations.shape, data.rewards.shape, int(data.done.sum())
+        ((51, 4, 3, 18), (50, 4, 3), 8)
+        >>> values = np.zeros((51, 4, 3), np.float32)  # of a critic on data.observations
+        >>> final_values = np.zeros((8, 3), np.float32)  # of a critic on data.final_observations[data.done]
+        >>> advantages, returns = gae(data, values, final_values, gamma=0.99, lam=0.95)
+        >>> advantages.shape
+        (50, 4, 3)
+        >>> env.close()
+    """
+
+    def __init__(
+        self,
+        env: StackedVecEnv,
+        num_steps: int,
+        *,
+        extras: Mapping[str, Extra | tuple[int, ...]] | None = None,
+        action_masks: bool = False,
+        halves: Literal[1, 2] = 1,
+    ) -> None:
+        if not isinstance(env, StackedVecEnv):
+            raise TypeError(f"a Rollout is made of a StackedVecEnv, got {type(env).__name__}")
+        self.env, self.num_steps = env, checked_integer(num_steps, "num_steps")
+        if halves not in (1, 2):
+            raise ValueError(f"halves must be 1 or 2, got {halves!r}")
+        if env.num_envs < halves:
+            raise ValueError(f"halves=2 needs at least two environments, got {env.num_envs}")
+        self.filled = 0
+        self.finished_episodes: list[FinishedEpisode] = []
+        self._begun = False
+        self._parts = [_Part(env, range(env.num_envs))]
+        if halves == 2:
+            self._parts = [_Part(copy.copy(env), env_ids) for env_ids in _halves(env)]
+            for part in self._parts:
+                part.env.narrow(part.env_ids)
+        self._next = 0  # the part that acts next
+        declared = {}
+        for name, extra in (extras or {}).items():
+            if not isinstance(extra, tuple):
+                raise TypeError(f"extras[{name!r}] must be a shape or an Extra, got {extra!r}")
+            declared[name] = extra if isinstance(extra, Extra) else Extra(extra)
+        nbytes = 0
+
+        def count(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+            nonlocal nbytes
+            empty = np.broadcast_to(np.zeros((), dtype), shape)
+            nbytes += -(-empty.nbytes // _ALIGNMENT) * _ALIGNMENT
+            return empty
+
+        self._allocated(count, declared, action_masks=action_masks)
+        free = free_memory()
+        if free is not None and nbytes > free:
+            raise MemoryError(
+                f"{num_steps} steps of {env.num_envs} environments with {env.num_agents} agents need "
+                f"{nbytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: collect fewer steps at a time"
+            )
+        # Observations are written where they stay if groups are those of the stepper's view, in the same order.
+        view = env.stepper.view
+        of_view = [[view.agents[place] for place in positions] for _, positions in view.groups]
+        self._in_place = of_view == [*env.group_map.values()]
+        self._buffer: RolloutBuffer | None = None
+        if self._in_place:
+            total, nbytes = nbytes, 0
+            self._allocated(count, declared, (), action_masks=action_masks)
+            self._buffer = env.stepper.runner.rollout_buffer(num_steps + 1, nbytes)
+            nbytes = total
+        if self._buffer is None:
+            block: Any = mmap.mmap(-1, max(nbytes, 1))
+            start, used, observations = 0, 0, None
+        else:
+            block, start, used = self._buffer.memory, self._buffer.start, self._buffer.more
+            observations = env.grouped(dict(zip(env.group_map, self._buffer.observations)))
+        self._block, self._pinned = np.frombuffer(block, np.uint8)[start:], False
+
+        def place(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+            nonlocal used
+            if np.dtype(dtype).hasobject:
+                return np.full(shape, None, dtype)
+            array: NDArray[Any] = np.ndarray(shape, dtype, block, used)
+            used += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+            return array
+
+        self.arrays = self._allocated(place, declared, observations, action_masks=action_masks)
+        self._observations = [*env.by_group(self.arrays.observations).values()]
+
+    def _allocated(
+        self,
+        new: Callable[[tuple[int, ...], Any], NDArray[Any]],
+        extras: Mapping[str, Extra],
+        observations: Grouped | None = None,
+        *,
+        action_masks: bool,
+    ) -> RolloutArrays:
+        """Arrays for `num_steps` steps, each made by `new` of its shape and dtype, except `observations`, if passed."""
+        env, steps, n = self.env, self.num_steps, self.env.num_envs
+
+        def of_agents(steps: int, dtype: Any = np.bool_, shape: tuple[int, ...] = ()) -> Grouped:
+            return env.grouped({g: new((steps, n, len(of), *shape), dtype) for g, of in env.group_map.items()})
+
+        def in_form(spaces: Grouped, steps: int) -> Grouped:
+            """Stacked values of a space for each group."""
+            values = {}
+            for name, space in env.by_group(spaces).items():
+                one = stacking.zeros(space, (1, len(env.group_map[name])))
+                values[name] = tree_map(lambda leaf: new((steps, n, *leaf.shape[1:]), leaf.dtype), one)
+            return env.grouped(values)
+
+        def states(steps: int) -> Any:
+            space = env.state_space
+            return None if space is None or space.shape is None else new((steps, n, *space.shape), space.dtype)
+
+        masks = env.action_masks if action_masks else None
+        own = {}
+        for name, extra in extras.items():
+            per_env = (steps, n, *extra.shape), extra.dtype
+            own[name] = of_agents(steps, extra.dtype, extra.shape) if extra.per_agent else new(*per_env)
+        return RolloutArrays(
+            observations=in_form(env.single_observation_space, steps + 1) if observations is None else observations,
+            observed=of_agents(steps + 1),
+            acting=of_agents(steps + 1),
+            action_masks=tree_map(lambda mask: new((steps + 1, *mask.shape), np.bool_), masks),
+            actions=in_form(env.single_action_space, steps),
+            rewards=of_agents(steps, np.float32),
+            present=of_agents(steps),
+            terminations=of_agents(steps),
+            truncations=of_agents(steps),
+            terminated=new((steps, n), np.bool_),
+            truncated=new((steps, n), np.bool_),
+            done=new((steps, n), np.bool_),
+            final_observations=in_form(env.single_observation_space, steps),
+            present_final=of_agents(steps),
+            states=states(steps + 1),
+            final_states=states(steps),
+            extras=own,
+        )
+
+    # -- collecting ------------------------------------------------------------------------------------------------
+
+    def reset(self, seed: Seeds = None, options: Options = None) -> Current:
+        """Begin new episodes and an empty rollout; arguments as of `StackedVecEnv.reset`.
+
+        The first `step` or `collect` does this, too, if it has not been called before.
+        """
+        for part in self._parts:
+            if part.env.stepper.in_flight:
+                part.env.step_wait()
+        self._clear()
+        env, whole = self.env, _Part(self.env, range(self.env.num_envs))
+        self._write_to(whole, 0)
+        try:
+            observations, _ = env.reset(seed, options)
+        finally:
+            env.stepper.view.write_to(None)
+        self._note_current(whole, observations)
+        self._next = 0
+        for part in self._parts:
+            if part.env is not env:
+                part.env.acting, part.env.state = (_at(of_all, part.rows) for of_all in (env.acting, env.state))
+        self._begun = True
+        return self.current
+
+    @property
+    def current(self) -> Current:
+        """What the next step's actions are for; raises `ResetNeeded` before the first `reset`."""
+        if not self._begun:
+            raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
+        arrays, part = self.arrays, self._parts[self._next]
+        place = part.time, part.rows
+        seen = [None if array is None else _at(array, place) for array in (*arrays[:4], arrays.states)]
+        return Current._make([*seen, part.env_ids])
+
+    def step(self, actions: Grouped, **extras: Any) -> Current:
+        """Step all environments and store the step; after a full rollout, it is the first step of the next one.
+
+        With `halves=2`, begin to step the half of `current`, and store the step of the other half.
+
+        Args:
+            actions: As of `StackedVecEnv.step`, for the environments of `current`.
+            extras: The values that were declared, all of them.
+
+        Returns:
+            What the next actions are for, as `current`.
+
+        Raises:
+            TypeError: Extras are missing, or were not declared; nothing has been stepped.
+            ValueError: As of `StackedVecEnv.step`, or an extra has another shape.
+        """
+        arrays = self.arrays
+        if extras.keys() != arrays.extras.keys():
+            raise TypeError(f"expected the extras {[*arrays.extras]}, got {[*extras]}")
+        if not self._begun:
+            raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
+        self._begin_next()
+        part = self._parts[self._next]
+        place = part.time, part.rows
+        for name, value in extras.items():
+            _put(arrays.extras[name], place, value)
+        self._write_to(part, part.time + 1)
+        if len(self._parts) == 1:
+            try:
+                results = part.env.step(actions)
+            finally:
+                part.env.stepper.view.write_to(None)
+            _put(arrays.actions, place, actions)
+            self._store(part, results)
+        else:
+            part.env.step_async(actions)
+            _put(arrays.actions, place, actions)
+            self._next = 1 - self._next
+            other = self._parts[self._next]
+            if other.env.stepper.in_flight:
+                self._store(other, other.env.step_wait())
+            if other.time == self.num_steps:
+                self._store(part, part.env.step_wait())
+        self.filled = min(part.time for part in self._parts)
+        return self.current
+
+    def _store(self, part: _Part, results: Results) -> None:
+        """Store a step of some environments."""
+        arrays, env, place = self.arrays, part.env, (part.time, part.rows)
+        observations, rewards, terminations, truncations, _ = results
+        _put(arrays.rewards, place, rewards)
+        if not env.plain:
+            _put(arrays.present, place, env.present)
+            _put(arrays.terminations, place, terminations)
+            _put(arrays.truncations, place, truncations)
+            arrays.terminated[place], arrays.truncated[place], arrays.done[place] = (
+                env.terminated, env.truncated, env.done
+            )  # fmt: skip
+            self.finished_episodes += env.parallel_env.finished_episodes
+            if env.done.any():
+                ended = np.flatnonzero(env.done)
+                of_ended = part.time, part.env_ids.start + ended
+                _put(arrays.final_observations, of_ended, _at(env.final_observations, ended))
+                _put(arrays.present_final, of_ended, _at(env.present_final, ended))
+                _put(arrays.final_states, of_ended, _at(env.final_state, ended))
+        part.time += 1
+        self._note_current(part, observations)
+
+    def collect(self, policy: Policy) -> RolloutArrays:
+        """Step until the rollout is full, or a whole new one if it is; returns `arrays`.
+
+        Args:
+            policy: Takes a `Current`; returns actions, or if extras were declared, a pair of actions and a dict of
+                extras.
+        """
+        if not self._begun:
+            self.reset()
+        self._begin_next()
+        current = self.current
+        while self.filled < self.num_steps:
+            chosen = policy(current)
+            actions, extras = chosen if self.arrays.extras else (chosen, {})
+            current = self.step(actions, **extras)
+        return self.arrays
+
+    def torch(self, device: Any = "cpu", *, pin: bool = False) -> RolloutArrays:
+        """The arrays as torch tensors. On the CPU they share the memory of `arrays`.
+
+        Args:
+            device: Of the tensors.
+            pin: Whether CUDA copies them while the CPU goes on, from memory that is page-locked the first time. Call
+                `torch.cuda.synchronize()` before the next step is collected.
+        """
+        from marl_parallel.vector.tensors import has_cuda, page_lock, tensor
+
+        pin = pin and has_cuda()
+        if pin and not self._pinned:
+            page_lock(self._block)
+            self._pinned = True
+        return RolloutArrays(*tree_map(lambda array: tensor(array).to(device, non_blocking=pin), tuple(self.arrays)))
+
+    def _begin_next(self) -> None:
+        """After a full rollout, begin the next one where it has ended."""
+        if self.filled == self.num_steps:
+            carried = [copied(_at(array, self.num_steps)) for array in (*self.arrays[:4], self.arrays.states)]
+            self._clear()
+            for array, values in zip((*self.arrays[:4], self.arrays.states), carried):
+                _put(array, 0, values)
+
+    def _clear(self) -> None:
+        """Make all marks those of plain steps, which then need not be written with each step."""
+        arrays, self.filled, self.finished_episodes = self.arrays, 0, []
+        for part in self._parts:
+            part.time = 0
+        for marks in (arrays.observed, arrays.acting, arrays.present):
+            _put(marks, ..., True)
+        for flags in (arrays.terminations, arrays.truncations, arrays.terminated, arrays.truncated, arrays.done):
+            _put(flags, ..., False)
+
+    def _write_to(self, part: _Part, time: int) -> None:
+        """Have the observations of some environments written to a time."""
+        if self._in_place:
+            targets = [_at(of_group, (time, part.rows)) for of_group in self._observations]
+            part.env.stepper.view.write_to(targets, self._buffer)
+            if self._buffer is not None:
+                self._buffer.request(part.env_ids, time)
+
+    def _note_current(self, part: _Part, observations: Grouped) -> None:
+        arrays, env, place = self.arrays, part.env, (part.time, part.rows)
+        if not self._in_place:
+            _put(arrays.observations, place, observations)
+        if not env.plain:
+            _put(arrays.observed, place, env.present_next)
+            _put(arrays.acting, place, env.acting)
+        if arrays.action_masks is not None:
+            _put(arrays.action_masks, place, env.action_masks)
+        _put(arrays.states, place, env.state)
+
+
+def gae(
+    data: RolloutArrays, values: NDArray[Any], final_values: NDArray[Any], gamma: float, lam: float
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Generalised advantage estimates, and returns, the targets of a critic.
+
+    An agent's episode ends where it is terminated or truncated, or its environment's episode ends. A truncated episode
+    could have continued, so the value of its last observation counts; that of a terminated one does not. Rewards
+    between two actions of an agent, as in turn-based games, are added to the first action's.
+
+    Args:
+        data: Of a rollout; of several groups, one `group`.
+        values: `(T + 1, N, k)`: of `data.observations`, by the critic.
+        final_values: Of `data.final_observations[data.done]`: `(number of ended episodes, k)`.
+        gamma: The discount factor.
+        lam: The weight of longer estimates, from 0 to 1.
+
+    Returns:
+        Advantages, and returns (advantages + values): float32 `(T, N, k)`, zero where an agent does not act. Train on
+        `data.acting[:-1]`.
+
+    Raises:
+        ValueError: Values of another shape.
+
+    Reference: Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation (2016),
+    https://arxiv.org/abs/1506.02438, equation 16.
+    """
+    steps, acting = len(data.rewards), data.acting
+    for name, array, shape in (
+        ("values", values, acting.shape),
+        ("final_values", final_values, (int(data.done.sum()), *acting.shape[2:])),
+    ):
+        if np.shape(array) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {np.shape(array)}")
+    after_end = np.zeros(data.rewards.shape, np.float32)
+    after_end[data.done] = final_values
+    after_end[~data.present_final] = 0.0
+    advantages = np.zeros(data.rewards.shape, np.float32)
+    # Of the agent's next action: its value (NaN if that is not known), its advantage, and the rewards until then.
+    next_value = np.where(data.observed[steps], values[steps], np.float32(np.nan))
+    next_advantage, later_rewards = np.zeros((2, *next_value.shape), np.float32)
+    for t in reversed(range(steps)):
+        done, terminated, truncated = data.done[t][:, None], data.terminations[t], data.truncations[t]
+        last_seen = np.where(data.observed[t + 1], values[t + 1], np.float32(0.0))
+        next_value = np.where(done, after_end[t], np.where(truncated, last_seen, next_value))
+        next_value = np.where(terminated, np.float32(0.0), next_value)
+        goes_on = ~(done | terminated | truncated)
+        rewards = data.rewards[t] + goes_on * later_rewards
+        after = np.where(np.isnan(next_value), values[t], next_value)
+        advantage = rewards + gamma * after - values[t] + gamma * lam * goes_on * next_advantage
+        acts = acting[t]
+        advantages[t] = np.where(acts, advantage, np.float32(0.0))
+        next_value = np.where(acts, values[t], next_value)
+        next_advantage = np.where(acts, advantage, goes_on * next_advantage)
+        later_rewards = np.where(acts, np.float32(0.0), rewards)
+    return advantages, np.where(acting[:steps], advantages + values[:steps], np.float32(0.0))
+
+
+def _at(stacked: Any, place: Any) -> Any:
+    """The values at a place of the first axis, or axes; None stays None."""
+    return stacked[place] if type(stacked) is np.ndarray else tree_map(lambda array: array[place], stacked)
+
+
+def _put(stacked: Any, place: Any, values: Any) -> None:
+    """Write values to a place of the first axis, or axes; nothing into None."""
+    if type(stacked) is np.ndarray:
+        stacked[place] = values
+    elif isinstance(values, bool):
+        tree_map(lambda array: array.__setitem__(place, values), stacked)
+    elif stacked is not None:
+        tree_map(lambda array, part: array.__setitem__(place, part), stacked, values)
+
+
+def free_memory() -> int | None:
+    """Bytes that can be allocated without swapping; None if that is not known."""
+    try:
+        with open("/proc/meminfo") as lines:
+            sizes = dict(line.split(":") for line in lines)
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux
+        return None

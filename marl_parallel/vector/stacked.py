@@ -1,0 +1,423 @@
+"""`StackedVecEnv`: arrays over environments and agents, `(num_envs, num_agents, ...)`, for learners."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.core import stacking
+from marl_parallel.core.arrays import Arrays, Stacked
+from marl_parallel.core.columns import evenly_spaced
+from marl_parallel.core.exclusive import exclusive
+from marl_parallel.core.schema import alike
+from marl_parallel.core.spaces import Mismatch, check_form, padded_space, tree_map
+from marl_parallel.core.transition import COMMON, FINAL_OBS
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runner import Options, Seeds
+from marl_parallel.vector.rows import AgentRows, inherited_flags
+from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, Scalarize
+
+if TYPE_CHECKING:
+    from marl_parallel.vector.tensors import StackedTensors
+
+Grouped: TypeAlias = Any
+"""A value of the only group; or a dict with one for each group, by its name."""
+
+Results = tuple[Grouped, Grouped, Grouped, Grouped, Mapping[int, dict[Any, Any]]]
+
+
+class _Part(NamedTuple):
+    """Agents of a group with equal spaces."""
+
+    rows: AgentRows
+    members: list[int]  # their places in the group
+
+    def place(self, shape: tuple[int, ...]) -> Any:
+        """The index of their values in the padded ones, for values of this shape."""
+        return (slice(None), self.members, *map(slice, shape))
+
+
+class _Group(NamedTuple):
+    """Agents whose values are stacked, in parts; several parts are padded."""
+
+    columns: Any  # of the group's agents, among all agents: a slice or a list; None if these are all of them
+    parts: list[_Part]
+    size: int
+    space: Space[Any]
+    action_space: Space[Any]
+
+    def of(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The group's columns of an array `(num_envs, possible agents, ...)`."""
+        return array if self.columns is None else array[:, self.columns]
+
+    def observations(self, observations: list[Any]) -> Any:
+        return self.joined(self.space, [part.rows.observations(observations) for part in self.parts])
+
+    def rewards(self, arrays: Arrays) -> NDArray[Any]:
+        rows = self.parts[0].rows
+        return self.of(arrays.rewards) if rows.reward_space is None else rows.rewards(arrays)
+
+    def joined(self, space: Space[Any], values: Sequence[Any], dtype: Any = None) -> Any:
+        """Stacked values of all parts, `(n, agents of the part, ...)`, as one in the form of a space, padded."""
+        if len(values) == 1:
+            return values[0]
+
+        def join(leaf: Space[Any], *arrays: NDArray[Any]) -> NDArray[Any]:
+            whole: NDArray[Any] = stacking.zeros(leaf, (len(arrays[0]), self.size))
+            whole = whole if dtype is None else whole.astype(dtype)
+            for part, array in zip(self.parts, arrays):
+                whole[part.place(array.shape[2:])] = array
+            return whole
+
+        return tree_map(join, space, *values)
+
+    def divided(self, actions: Any, env_ids: Sequence[int], acting: NDArray[np.bool_]) -> list[Stacked]:
+        """The actions of each part, without padding; `Mismatch` if they have another form or are padding.
+
+        `acting` is `(num_envs, agents of the group)`: whose actions count.
+        """
+
+        def own(leaf: Space[Any], values: Any, part: _Part) -> Any:
+            array = np.asarray(values)
+            if array.shape[:2] != (len(env_ids), self.size):
+                raise Mismatch(f"expected shape {(len(env_ids), self.size, *(leaf.shape or ()))}, got {array.shape}")
+            if len(self.parts) == 1:
+                return array
+            array = array[part.place(leaf.shape or ())]
+            if isinstance(leaf, spaces.Discrete):
+                outside = (array >= leaf.start + leaf.n) & acting[:, part.members]
+                for row, place in np.argwhere(outside)[:1].tolist():
+                    raise Mismatch(
+                        f"environment {env_ids[row]}: the action of agent {part.rows.agents[place]!r} is "
+                        f"{array[row, place]}, which is padding: its space is {leaf}; see action_masks"
+                    )
+            return array
+
+        return [
+            Stacked(
+                part.rows.agents,
+                tree_map(
+                    lambda leaf, values, part=part: own(leaf, values, part),
+                    part.rows.action_space, actions, form=check_form,
+                ),
+            )
+            for part in self.parts
+        ]  # fmt: skip
+
+    def masks(self, masks_of: Callable[[Sequence[AgentID]], NDArray[np.bool_]]) -> NDArray[np.bool_]:
+        masks = [masks_of(part.rows.agents) for part in self.parts]
+        if len(masks) == 1:
+            return masks[0]
+        whole = np.zeros((len(masks[0]), self.size, max(mask.shape[2] for mask in masks)), np.bool_)
+        for part, mask in zip(self.parts, masks):
+            whole[:, part.members, : mask.shape[2]] = mask
+        return whole
+
+
+class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
+    """Many environments as one, with arrays `(num_envs, num_agents, ...)` in place of dicts by agent.
+
+    Agents with equal spaces are one group. If there is one group, every value below is an array, or a tree of arrays if
+    the space is a `Dict` or `Tuple`. If there are several, it is a dict with one such value for each group, by its
+    name. With k agents in a group, arrays have the shape `(num_envs, k, ...)`.
+
+    Every auto-reset mode has the same attributes. In the step that ends an episode, `final_observations` and
+    `final_state` are its last ones. With `auto_reset=True`, `observations` and `state` are the next episode's first.
+
+    Args:
+        env: No other facade may step it. With `copy=False`, observations are valid until the next reset or step.
+        group_map: The agents of each group, by its name; every agent is in one. By default, agents with equal spaces
+            are a group, named `name` if all are `name_0`, `name_1` and so on, else after its first agent.
+        pad: Whether the agents of a group of `group_map` may have different spaces. Boxes, `Discrete` and `MultiBinary`
+            spaces are padded to the largest, with zeros and with actions that `action_masks` forbid;
+            `observation_padding` marks what is not padding.
+        with_state: Whether each reset and step reads the global states, which takes as long as a call of the
+            simulator's `state()`.
+        scalarize: Turns vector rewards into numbers, as in `ArrayStepper`. By default, vector rewards have the shape
+            `(num_envs, k, num_objectives)`.
+
+    Attributes:
+        parallel_env: The `ParallelEnv`, also available as `env`.
+        stepper: The `ArrayStepper` below.
+        num_envs: The number of environments.
+        agents: The agents, in the order of groups and of the agents in them.
+        num_agents: The number of agents.
+        group_map: The agents of each group, by its name.
+        single_observation_space, single_action_space: Grouped; the spaces of one agent.
+        observation_padding: Grouped; bool `(k, *shape)`, or a tree: which entries of observations are not padding.
+        state_space: Of one environment's global state; None without `with_state`.
+        present: Grouped; bool `(num_envs, k)`: which rows of the latest rewards are data.
+        present_next: Grouped; likewise of observations.
+        acting: Grouped; bool `(num_envs, k)`: which agents act next.
+        plain: Whether in the latest reset or step all agents were present and act next, and no flag is set.
+        terminated, truncated: bool `(num_envs,)`: the flags of environments.
+        done: bool `(num_envs,)`: the environments whose episode has ended in the latest step.
+        final_observations: Grouped; the last observations of the episodes that have ended. Valid where `done`.
+        present_final: Grouped; bool `(num_envs, k)`: which rows of `final_observations` are data.
+        state: The global states, `(num_envs, *state_space.shape)`; None without `with_state`.
+        final_state: The last states of the episodes that have ended, likewise. Valid where `done`. Of an environment
+            that was restarted, the last one known.
+
+    Raises:
+        TypeError, ValueError: As `ArrayStepper`; or `group_map` does not have every agent once, or a group's spaces
+            differ.
+        NotImplementedError: `with_state`, but the environments have no state of arrays in shared memory.
+
+    Example:
+        >>> from marl_parallel import make
+        >>> env = StackedVecEnv(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2), with_state=True)
+        >>> observations, infos = env.reset(seed=1)
+        >>> for _ in range(25):
+        ...     actions = np.zeros((4, 3), np.int64)
+        ...     observations, rewards, terminations, truncations, infos = env.step(actions)
+        >>> observations.shape, rewards.shape, env.done.tolist()
+        ((4, 3, 18), (4, 3), [True, True, True, True])
+        >>> env.final_observations.shape, env.final_state.shape
+        ((4, 3, 18), (4, 54))
+        >>> env.close()
+    """
+
+    def __init__(
+        self,
+        env: ParallelEnv,
+        *,
+        group_map: Mapping[str, Sequence[AgentID]] | None = None,
+        pad: bool = False,
+        with_state: bool = False,
+        scalarize: Scalarize | None = None,
+    ) -> None:
+        super().__init__(env, scalarize=scalarize, vectors=scalarize is None)
+        self.stepper = self._stepper
+        runner = self.stepper.runner
+        self.num_envs = env.num_envs
+        agents = self.stepper.view.agents
+        if group_map is None:
+            self.group_map = default_groups(agents, runner.schema.observation_spaces, runner.schema.action_spaces)
+        else:
+            self.group_map = {name: [*of] for name, of in group_map.items()}
+        self.agents = [agent for of in self.group_map.values() for agent in of]
+        self.num_agents = len(self.agents)
+        if sorted(map(repr, self.agents)) != sorted(map(repr, agents)):
+            raise ValueError(f"group_map must have each of the agents {agents} once, got {self.group_map}")
+        self._groups = {name: self._group(name, of, pad=pad) for name, of in self.group_map.items()}
+        self._only = next(iter(self._groups.values())) if len(self._groups) == 1 else None
+        self.single_observation_space = self._grouped(lambda group: group.space)
+        self.single_action_space = self._grouped(lambda group: group.action_space)
+        self.observation_padding = self._grouped(_padding)
+        self._same_step = self.stepper.mode is AutoresetMode.SAME_STEP
+        self.state_space: Any = None
+        if with_state:
+            runner.watch_states()
+            self.state_space = runner.schema.state_space
+        self._forget()
+
+    def _forget(self) -> None:
+        """Set the attributes that describe the latest step, before the first one."""
+        n = self.num_envs
+        self.plain = False
+        self.terminated = self.truncated = self.done = np.zeros(n, np.bool_)
+        nothing = self._of_groups(np.zeros((n, len(self.stepper.view.agents)), np.bool_))
+        self.present = self.present_next = self.acting = self.present_final = nothing
+        self.final_observations = self._grouped(lambda group: stacking.zeros(group.space, (n, group.size)))
+        self.state: NDArray[Any] | None = None
+        self.final_state: NDArray[Any] | None = None
+
+    def narrow(self, env_ids: range) -> None:
+        """From now on, step only some neighbouring environments, beside copies of this object that step the others.
+
+        Only `step_async` and `step_wait` may be called, after the `reset` of the original; errors are those of
+        `ArrayStepper.narrow`.
+        """
+        self._stepper = self.stepper = copy.copy(self.stepper)
+        self.stepper.narrow(env_ids)
+        self.num_envs = len(env_ids)
+        self._forget()
+
+    def _group(self, name: str, agents: Sequence[AgentID], *, pad: bool) -> _Group:
+        schema = self.stepper.runner.schema
+        observed, acted = schema.observation_spaces, schema.action_spaces
+        pairs = {agent: spaces.Tuple((observed[agent], acted[agent])) for agent in agents}
+        lots = [[agents[place] for place in places] for _, places in alike(pairs, agents)]
+        if len(lots) > 1 and not pad:
+            other = lots[1][0]
+            raise ValueError(
+                f"group {name!r}: the spaces of {other!r} are {pairs[other]}, those of {agents[0]!r} "
+                f"{pairs[agents[0]]}; pass pad=True, or other groups"
+            )
+        rows = [AgentRows(self.stepper, lot, vectors_for=type(self).__name__) for lot in lots]
+        for one in rows:
+            if one.reward_space != rows[0].reward_space or (one.reward_space is not None and len(rows) > 1):
+                raise ValueError(f"group {name!r} is padded, so that its rewards must be numbers; pass scalarize=")
+        parts = [_Part(one, [agents.index(agent) for agent in lot]) for one, lot in zip(rows, lots)]
+        columns = [self.stepper.view.agents.index(agent) for agent in agents]
+        try:
+            space, action_space = (
+                padded_space([getattr(one, kind) for one in rows]) for kind in ("space", "action_space")
+            )
+        except ValueError as error:
+            raise ValueError(f"group {name!r} cannot be padded: {error}") from None
+        everyone = columns == [*range(len(self.stepper.view.agents))]
+        place = None if everyone else evenly_spaced(columns) or columns
+        return _Group(place, parts, len(agents), space, action_space)
+
+    # -- stepping --------------------------------------------------------------------------------------------------
+
+    @exclusive("reset")
+    def reset(
+        self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None
+    ) -> tuple[Grouped, Mapping[int, dict[Any, Any]]]:
+        """Begin new episodes; returns observations, and infos by environment. Arguments as of `ArrayStepper.reset`.
+
+        The observations of environments that are not in `env_ids` stay.
+        """
+        observations, _, _, _, infos = self._results(self.stepper.reset(seed, options, env_ids))
+        return observations, infos
+
+    def _actions(self, actions: Grouped) -> list[Stacked]:
+        first = next(iter(self._groups))
+        by_group = {first: actions} if len(self._groups) == 1 else actions
+        if not isinstance(by_group, Mapping) or by_group.keys() != self._groups.keys():
+            got = f"the keys {[*by_group]}" if isinstance(by_group, Mapping) else type(by_group).__name__
+            raise ValueError(f"expected a dict of actions by group, with the keys {[*self._groups]}; got {got}")
+        acting = {first: self.acting} if len(self._groups) == 1 else self.acting
+        stacked: list[Stacked] = []
+        for name, group in self._groups.items():
+            try:
+                stacked += group.divided(by_group[name], self.stepper.env_ids, acting[name])
+            except Mismatch as error:
+                raise ValueError(f"the actions of group {name!r}{error.path}: {error}") from None
+        return stacked
+
+    def _results(self, arrays: Arrays) -> Results:
+        same_step, view = self._same_step, self.stepper.view
+        self.plain = arrays.plain
+        self.terminated, self.truncated = arrays.terminated, arrays.truncated
+        observations, ended = self.stacked(arrays.observations), []
+        if arrays.plain:
+            self.done = arrays.terminated
+            self.present = self.present_next = self.acting = self._of_groups(arrays.acting)
+            terminations, truncations = arrays.terminations, arrays.truncations
+        else:
+            self.done = arrays.terminated | arrays.truncated
+            terminations, truncations = inherited_flags(arrays, view.agents, same_step=same_step)
+            self.present, self.present_next = self._of_groups(arrays.rewarded), self._of_groups(arrays.observed)
+            self.acting = self._of_groups(arrays.acting)
+            ended = np.flatnonzero(self.done).tolist()
+        if same_step and ended:
+            self.final_observations, self.present_final = self._final(arrays, ended)
+        elif ended:
+            self.final_observations, self.present_final = observations, self.present_next
+        if self.state_space is not None:
+            self._note_states(arrays, ended)
+        rewards = self._grouped(lambda group: group.rewards(arrays))
+        return observations, rewards, self._of_groups(terminations), self._of_groups(truncations), arrays.infos
+
+    def _final(self, arrays: Arrays, ended: Sequence[int]) -> tuple[Grouped, Grouped]:
+        """The last observations of old episodes, which are in the infos, and the rows that have one."""
+        view = self.stepper.view
+        final = [stacking.zeros(space, (self.num_envs, len(of))) for space, of in view.groups]
+        there = np.zeros((self.num_envs, len(view.agents)), np.bool_)
+        for place in ended:
+            env_id = self.stepper.env_ids[place]
+            infos = arrays.infos.get(env_id, {})
+            for column, agent in enumerate(view.agents):
+                info = infos.get(agent)
+                if isinstance(info, Mapping) and info.get(FINAL_OBS) is not None:
+                    group, row = view.places[agent]
+                    whose = f"environment {env_id}: the last observation of agent {agent!r}"
+                    stacking.put(final[group], (place, row), info[FINAL_OBS], whose)
+                    there[place, column] = True
+        return self.stacked(final), self._of_groups(there)
+
+    def _note_states(self, arrays: Arrays, ended: Sequence[int]) -> None:
+        before = self.state
+        env_ids = self.stepper.env_ids
+        current, final = (states[env_ids[0] : env_ids[-1] + 1] for states in self.stepper.runner.states_seen())
+        self.state = current.copy()
+        if not self._same_step:
+            self.final_state = self.state
+        elif ended or self.final_state is None:
+            self.final_state = final.copy()
+            for place in ended:
+                common = arrays.infos.get(env_ids[place], {}).get(COMMON)
+                if before is not None and isinstance(common, Mapping) and common.get("restarted"):
+                    self.final_state[place] = before[place]
+
+    # -- groups ----------------------------------------------------------------------------------------------------
+
+    def by_group(self, values: Grouped) -> dict[str, Any]:
+        """A grouped value as a dict by the names of groups, also if there is only one."""
+        return dict(values) if len(self.group_map) > 1 else {next(iter(self.group_map)): values}
+
+    def grouped(self, by_group: Mapping[str, Any]) -> Grouped:
+        """The opposite of `by_group`."""
+        return dict(by_group) if len(self.group_map) > 1 else next(iter(by_group.values()))
+
+    def _grouped(self, function: Callable[[_Group], Any]) -> Grouped:
+        if self._only is not None:
+            return function(self._only)
+        return self.grouped({name: function(group) for name, group in self._groups.items()})
+
+    def _of_groups(self, array: NDArray[Any]) -> Grouped:
+        """The columns of each group, of an array `(num_envs, possible agents, ...)`."""
+        return self._only.of(array) if self._only is not None else self._grouped(lambda group: group.of(array))
+
+    def stacked(self, observations: list[Any]) -> Grouped:
+        """Observations of the groups of the `ArrayStepper`'s view, `(n, agents, ...)`, grouped: views, if possible."""
+        return self._grouped(lambda group: group.observations(observations))
+
+    @property
+    def action_masks(self) -> Grouped:
+        """Grouped; bool `(num_envs, k, n)`: which actions are legal, of `Discrete` or `MultiDiscrete` actions.
+
+        All are where an agent has no mask; those of padding never are. See `ArrayStepper.action_masks`, and its errors.
+        """
+        return self._grouped(lambda group: group.masks(self.stepper.action_masks))
+
+    def torch(self, device: Any = "cpu", *, pin: bool = False) -> StackedTensors:
+        """The same environment with torch tensors in place of arrays; arguments as of `StackedTensors`."""
+        from marl_parallel.vector.tensors import StackedTensors
+
+        return StackedTensors(self, device, pin=pin)
+
+    def close(self) -> None:
+        """Close the environment; idempotent."""
+        self.stepper.close()
+
+    def __enter__(self) -> StackedVecEnv:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# -- groups and padding ------------------------------------------------------------------------------------------------
+
+
+def default_groups(agents: Sequence[AgentID], *declared: Mapping[AgentID, Space[Any]]) -> dict[str, list[AgentID]]:
+    """Groups of agents with equal spaces, by a name that all their ids have in common."""
+    together = {agent: spaces.Tuple([of[agent] for of in declared]) for agent in agents}
+    groups: dict[str, list[AgentID]] = {}
+    for _, places in alike(together, agents):
+        of_group = [agents[place] for place in places]
+        stems = {stem if number.isdigit() else str(a) for a in of_group for stem, _, number in [str(a).rpartition("_")]}
+        name = stems.pop() if len(stems) == 1 else str(of_group[0])
+        groups[str(of_group[0]) if name in groups else name] = of_group
+    return groups
+
+
+def _padding(group: _Group) -> Any:
+    """Which entries of a group's observations are not padding: bool `(agents of the group, ...)`."""
+
+    def ones(part: _Part) -> Any:
+        zeros = stacking.zeros(part.rows.space, (1, len(part.members)))
+        return tree_map(lambda array: np.ones(array.shape, np.bool_), zeros)
+
+    return tree_map(lambda array: array[0], group.joined(group.space, [*map(ones, group.parts)], np.bool_))

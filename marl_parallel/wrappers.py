@@ -1,0 +1,143 @@
+"""Wrappers for `make(..., wrappers=[...])`, which are called with an environment and return one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from marl_parallel.action_masks import KEY, mask_of
+from marl_parallel.adapters import AgentID, Dicts, MultiAgentEnv, adapt
+from marl_parallel.core.spaces import padded_array, padded_space
+
+
+def pad_spaces(env: Any) -> MultiAgentEnv:
+    """Pad the agents' observations and actions, so that all have equal spaces.
+
+    The last of the `wrappers`: what it returns is a `MultiAgentEnv`.
+
+    - `Box` observations of one dtype and number of axes are padded with zeros after their values, up to the longest
+      agent's along each axis. The bounds of the padded space hold all agents' values, and 0. In `Dict` observations,
+      each entry is padded; all agents need the same keys. Entries `"action_mask"` become as long as the largest action
+      space. Other observations must be equal.
+    - `Discrete` actions get the largest agent's number of actions. An action that its agent does not have becomes its
+      first action, as in SuperSuit's `pad_action_space`; other actions reach the environment as they are. Other action
+      spaces must be equal.
+    - Masks, where actions are padded: zeros for the actions that an agent does not have; for the others, the
+      environment's own mask, or ones. If observations are `Dict`s with an entry `"action_mask"`, they are that entry,
+      else `infos[i][agent]["action_mask"]`, int8, of each agent that is observed. So `env.action_masks` has them, and
+      policies that follow masks never choose a padded action.
+
+    Args:
+        env: An environment of any kind that `ParallelEnv` recognises, whose agents all declare both spaces.
+
+    Raises:
+        ValueError: Spaces that differ in more than lengths or numbers of actions, or agents without a space.
+
+    Example:
+        >>> import gymnasium
+        >>> from marl_parallel import make
+        >>> class Tag(gymnasium.Env):
+        ...     possible_agents = ["cat", "mouse"]
+        ...     observation_space = spaces.Dict(cat=spaces.Box(0, 1, (3,)), mouse=spaces.Box(0, 1, (2,)))
+        ...     action_space = spaces.Dict(cat=spaces.Discrete(2), mouse=spaces.Discrete(5))
+        ...     def reset(self, *, seed=None, options=None):
+        ...         return {"cat": np.ones(3, np.float32), "mouse": np.ones(2, np.float32)}, {}
+        >>> with make(Tag, wrappers=[pad_spaces], backend="serial") as env:
+        ...     observations, infos = env.reset()
+        ...     observations[0]["mouse"], env.action_space["cat"], env.action_masks[0]["cat"].astype(int)
+        (array([1., 1., 0.], dtype=float32), Discrete(5), array([1, 1, 0, 0, 0]))
+    """
+    return _Padded(adapt(env))
+
+
+class _Padded(MultiAgentEnv):
+    def __init__(self, env: MultiAgentEnv) -> None:
+        self._env, self.source = env, env.source
+        for name in (
+            "rules", "seeded_when_made", "options_last", "needs_all_actions", "check_options", "possible_agents",
+            "reward_spaces", "state_space", "metadata", "render_mode", "reset_keywords",
+        ):  # fmt: skip
+            setattr(self, name, getattr(env, name))
+        agents = env.possible_agents
+        for what, declared in (("observation", env.observation_spaces), ("action", env.action_spaces)):
+            if not agents or not {*agents} <= {*declared}:
+                raise ValueError(
+                    f"pad_spaces needs an {what} space of each agent, but only {[*declared]} of {agents} have one"
+                )
+        self._own = {agent: env.action_spaces[agent] for agent in agents}
+        acts = _padded_space("Discrete actions with equal starts", [*self._own.values()], spaces.Discrete)
+        is_padded = any(space != acts for space in self._own.values())
+        self._num_actions = int(acts.n) if is_padded else 0
+        seen = [_with_masks_of(self._num_actions, space) for space in env.observation_spaces.values()]
+        sees = _padded_space("Box observations of one dtype and number of axes", seen, spaces.Box, spaces.Dict)
+        self._masks_in_infos = is_padded and not (isinstance(sees, spaces.Dict) and KEY in sees.spaces)
+        self._sees = sees
+        self.observation_spaces, self.action_spaces = dict.fromkeys(agents, sees), dict.fromkeys(agents, acts)
+
+    def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
+        return self._padded(*self._env.reset(**keywords))
+
+    def step(self, actions: dict[Any, Any]) -> Dicts:
+        if self._num_actions:
+            actions = {agent: self._own_action(agent, action) for agent, action in actions.items()}
+        observations, rewards, terminateds, truncateds, infos = self._env.step(actions)
+        observations, infos = self._padded(observations, infos)
+        return observations, rewards, terminateds, truncateds, infos
+
+    def _own_action(self, agent: AgentID, action: Any) -> Any:
+        own: Any = self._own.get(agent)
+        return action if own is None or action is None or action < own.start + own.n else own.start
+
+    def _padded(self, observations: Any, infos: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
+        if self._masks_in_infos:
+            infos = {**infos}
+            for agent in observations:
+                info = infos.get(agent) or {}
+                mask = mask_of(None, info)
+                mask = np.ones(self._own[agent].n, np.int8) if mask is None else mask.astype(np.int8)  # type: ignore[attr-defined]
+                infos[agent] = {**info, KEY: padded_array(mask, (self._num_actions,))}
+        return {agent: _padded_value(self._sees, seen) for agent, seen in observations.items()}, infos
+
+    def agents_left(self) -> Sequence[AgentID] | None:
+        return self._env.agents_left()
+
+    def alive(self) -> Sequence[AgentID] | None:
+        return self._env.alive()
+
+    def turn(self) -> AgentID | None:
+        return self._env.turn()
+
+    def render(self) -> Any:
+        return self._env.render()
+
+    def state(self) -> Any:
+        return self._env.state()
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def _padded_space(what: str, parts: Sequence[Any], *kinds: type) -> Any:
+    try:
+        return padded_space(parts, kinds)
+    except ValueError as error:
+        raise ValueError(f"pad_spaces pads {what}, but {error}") from None
+
+
+def _with_masks_of(size: int, space: Any) -> Any:
+    """An observation space whose entries `"action_mask"` have this length; 0 leaves them as they are."""
+    if not isinstance(space, spaces.Dict) or not size:
+        return space
+    parts = {key: _with_masks_of(size, part) for key, part in space.items()}
+    if len(getattr(parts.get(KEY), "shape", None) or ()) == 1:
+        parts[KEY] = spaces.Box(0, 1, (size,), parts[KEY].dtype)
+    return spaces.Dict([*parts.items()])
+
+
+def _padded_value(space: Space[Any], value: Any) -> Any:
+    if isinstance(space, spaces.Dict) and isinstance(value, Mapping):
+        return {key: _padded_value(space[key], part) if key in space.spaces else part for key, part in value.items()}
+    return padded_array(np.asarray(value), space.shape) if isinstance(space, spaces.Box) else value

@@ -1,0 +1,93 @@
+"""Type checkers: the README's examples and those in `examples` pass mypy and pyright; editors find the package.
+
+An example is checked where the libraries that it imports are installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+pytestmark = pytest.mark.release_independent
+
+README = ROOT / "README.md"
+
+
+def imported(file: Path) -> set[str]:
+    """The names of the packages that a file imports."""
+    nodes = [*ast.walk(ast.parse(file.read_text()))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
+
+
+EXAMPLES = [
+    file for file in sorted((ROOT / "examples").glob("*.py")) if all(map(importlib.util.find_spec, imported(file)))
+]
+
+# What libraries without types make of strict rules is no error of the examples; short examples have no annotations.
+MYPY = [
+    "--strict",
+    "--ignore-missing-imports",
+    "--allow-subclassing-any",
+    "--allow-untyped-defs",
+    "--allow-incomplete-defs",
+    "--allow-untyped-calls",
+    "--allow-untyped-decorators",
+    "--no-warn-return-any",
+]
+
+
+def checked(*command: str, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module", params=["README", "examples"])
+def files(tmp_path_factory, request) -> list[str]:
+    """The README's Python blocks, or the examples, in a folder outside the checkout."""
+    folder = tmp_path_factory.mktemp("typed")
+    if request.param == "README":
+        blocks = re.findall(r"(?sm)^```python\n(.*?)^```$", README.read_text())
+        texts = {f"readme_{number}": text for number, text in enumerate(blocks)}
+        assert len(texts) > 8
+    else:
+        texts = {file.stem: file.read_text() for file in EXAMPLES}
+        assert {"async_rollout", "crashing_simulator", "gymnasium_evolution", "quickstart"} <= texts.keys()
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    return [str(folder / f"{name}.py") for name in texts]
+
+
+def test_mypy(files, tmp_path):
+    checked("mypy", *MYPY, "--cache-dir", str(tmp_path / "cache"), *files, cwd=Path(files[0]).parent)
+
+
+def test_pyright(files):
+    folder = Path(files[0]).parent
+    (folder / "pyrightconfig.json").write_text(
+        json.dumps({"reportMissingImports": False, "reportPossiblyUnboundVariable": False})
+    )
+    checked("pyright", "--pythonpath", sys.executable, cwd=folder)
+
+
+def test_pyright_resolves_an_editable_install(tmp_path):
+    """From outside the checkout, as an editor does in a project that uses the package."""
+    text = 'from marl_parallel import make\nreveal_type(make("CartPole-v1"))\n'
+    (tmp_path / "use.py").write_text(
+        f'{text}reveal_type(make("CartPole-v1", facade="gymnasium", num_envs=2, on_error="restart"))\n'
+    )
+    output = checked("pyright", "--pythonpath", sys.executable, "use.py", cwd=tmp_path)
+    assert re.findall(r'Type of "make.*" is "(\w+)"', output) == ["ParallelEnv", "GymnasiumVectorEnv"]
+    (tmp_path / "use.py").write_text('from marl_parallel import make\nmake("CartPole-v1", on_error="retry")\n')
+    with pytest.raises(AssertionError, match="retry"):
+        checked("pyright", "--pythonpath", sys.executable, "use.py", cwd=tmp_path)

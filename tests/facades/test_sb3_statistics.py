@@ -1,0 +1,179 @@
+"""Statistics of `SB3VecEnv` where agents die: returns, normalisers, evaluation, and rows that are left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.episodes import ENVS, SEED, PlainLoop, ended
+from simulators.dying_agents import DyingAgents, TwoAgents
+from simulators.vector_rewards import Couriers
+from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
+
+from marl_parallel import ParallelEnv
+from marl_parallel.vector import SB3RolloutBuffer, SB3VecEnv, SB3VecNormalize, evaluate_policy
+
+pytestmark = pytest.mark.needs("stable_baselines3")
+
+
+def opened(**keywords: Any) -> SB3VecEnv:
+    return SB3VecEnv(ParallelEnv([TwoAgents] * 2, num_workers=2, **keywords))
+
+
+def zeros(env: Any) -> np.ndarray:
+    return np.zeros(env.num_envs, np.int64)
+
+
+@pytest.mark.parametrize("monitored", [False, True])
+def test_mean_return_of_training(monitored):
+    """Stable-Baselines3's own monitor takes the second end of a dead agent's row for an episode: 8.33."""
+    env: Any = opened()
+    if monitored:
+        env = VecMonitor(env)
+    model = PPO("MlpPolicy", env, n_steps=40, batch_size=20, n_epochs=1, device="cpu").learn(160)
+    returns = [episode["r"] for episode in model.ep_info_buffer]
+    assert sorted(returns) == [5.0] * 4 + [20.0] * 4
+    assert np.mean(returns) == 12.5
+    assert [episode["l"] for episode in model.ep_info_buffer] == returns
+    env.close()
+
+
+def test_a_reset_begins_new_sums():
+    env = opened()
+    for steps in (3, 20):
+        env.reset()
+        for _ in range(steps):
+            infos = env.step(zeros(env))[3]
+    assert [info["episode"]["r"] for info in infos if "episode" in info] == [20.0, 20.0]
+    env.close()
+
+
+def test_finished_episodes():
+    """Through wrappers, in halves of steps, and from a reset on."""
+    parallel = ParallelEnv([DyingAgents] * ENVS, seed=SEED, num_workers=2, episode_stats=True)
+    env: Any = VecMonitor(SB3VecEnv(parallel))
+    loops = [PlainLoop(env_id, "SAME_STEP") for env_id in range(ENVS)]
+    env.reset()
+    for number in range(40):
+        if number == 14:
+            env.reset()
+            for loop in loops:
+                loop.reset()
+            assert env.unwrapped.parallel_env.finished_episodes == ()
+        if number % 2:
+            infos = env.step(zeros(env) + 1)[3]
+        else:
+            env.step_async(zeros(env) + 1)
+            infos = env.step_wait()[3]
+        parts, episodes = ended(loops)
+        assert [*env.unwrapped.parallel_env.finished_episodes] == episodes
+        for row, info in enumerate(infos):
+            part = parts[row // 3].get(env.agents[row % 3])
+            assert part == ({key: info["episode"][key] for key in "rl"} if "episode" in info else None)
+            assert part is None or info["episode"]["t"] > 0
+    env.close()
+
+
+def test_scalarized_returns():
+    """`episode_stats` adds the sums of vectors; those of the facade are of the numbers that are trained on."""
+    parallel = ParallelEnv([Couriers] * 2, seed=SEED, backend="serial", episode_stats=True)
+    env = SB3VecEnv(parallel, scalarize=[1.0, 0.5])
+    env.reset()
+    totals, ends = np.zeros(env.num_envs), 0
+    for _ in range(12):
+        _, rewards, dones, infos = env.step(zeros(env))
+        totals += rewards
+        for row in np.flatnonzero(dones):
+            assert ("episode" in infos[row]) == bool(totals[row])
+            if "episode" in infos[row]:
+                assert infos[row]["episode"]["r"] == pytest.approx(totals[row])
+                ends += 1
+        totals[dones] = 0.0
+    assert ends > 6
+    env.close()
+
+
+@pytest.mark.parametrize(("kind", "mean"), [(SB3VecNormalize, 5.0), (VecNormalize, 3.15)])
+def test_means_of_normalisers(kind, mean):
+    """Each observation of a living agent is 5; from its death on, the row is zeros."""
+    env = kind(opened(), clip_obs=1e9)
+    env.obs_rms.count = 0.0
+    env.reset()
+    for _ in range(19):
+        env.step(zeros(env))
+    assert env.obs_rms.mean[0] == pytest.approx(mean, abs=0.03)
+    env.close()
+
+
+def test_a_normaliser_is_one_of_stable_baselines3(tmp_path):
+    env = SB3VecNormalize(opened())
+    plain = VecNormalize(opened())
+    env.reset()
+    plain.reset()
+    for _ in range(4):  # all agents are alive
+        for actual, expected in zip(env.step(zeros(env))[:3], plain.step(zeros(env))[:3]):
+            assert np.array_equal(actual, expected)
+    for _ in range(30):
+        env.step(zeros(env))
+    returns = env.ret_rms.mean
+    env.save(tmp_path / "statistics.pkl")
+    env.close()
+    plain.close()
+    again = SB3VecNormalize.load(tmp_path / "statistics.pkl", opened())
+    assert isinstance(again, SB3VecNormalize)
+    assert again.ret_rms.mean == returns
+    again.training = False
+    again.reset()
+    again.step(zeros(again))
+    assert again.ret_rms.mean == returns
+    again.close()
+
+
+def test_rewards_of_absent_agents_do_not_count():
+    env = SB3VecNormalize(opened(), gamma=0.0)
+    env.ret_rms.count = 0.0
+    env.reset()
+    for _ in range(20):
+        env.step(zeros(env))
+    assert env.ret_rms.mean == pytest.approx(1.0)
+    assert env.ret_rms.count == 2 * (20 + 5)
+    env.close()
+
+
+def test_evaluation_counts_the_episodes_of_agents():
+    env = opened()
+    model = PPO("MlpPolicy", env, device="cpu")
+    returns, lengths = evaluate_policy(model, env, 5, return_episode_rewards=True)
+    assert sorted(returns) == [5.0] * 5 + [20.0] * 5
+    assert returns == lengths
+    assert evaluate_policy(model, VecMonitor(env), 2) == (12.5, 7.5)
+    steps = []
+    evaluate_policy(model, env, 2, callback=lambda names, _: steps.append(names["dones"]))
+    assert len(steps) == 20
+    with pytest.raises(AssertionError, match=r"mean return 12\.50 is not above reward_threshold=13\.00"):
+        evaluate_policy(model, env, 2, reward_threshold=13.0)
+    env.close()
+
+
+def test_training_without_the_rows_of_absent_agents():
+    env = opened()
+    model = PPO(
+        "MlpPolicy", env, n_steps=40, batch_size=16, n_epochs=2, device="cpu",
+        rollout_buffer_class=SB3RolloutBuffer, rollout_buffer_kwargs={"acting_in": env},
+    )  # fmt: skip
+    seen = []
+    samples = model.rollout_buffer._get_samples
+
+    def recorded(rows: Any, *arguments: Any) -> Any:
+        batch = samples(rows, *arguments)
+        seen.append(batch.observations.numpy())
+        return batch
+
+    model.rollout_buffer._get_samples = recorded
+    model.learn(160)
+    trained = np.concatenate([part for part in seen if len(part) > 1])
+    assert (trained == 5).all()  # no row of zeros
+    assert len(trained) == 2 * 2 * 2 * (20 + 5)  # epochs, episodes, environments
+    env.close()

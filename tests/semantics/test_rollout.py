@@ -1,0 +1,393 @@
+"""`Rollout`: its arrays hold what a plain loop stores; `gae` equals a plain loop over each agent's episodes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError, ResetNeeded
+from helpers.batches import grouped_actions, same
+from mpe2 import simple_spread_v3, simple_tag_v3
+from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
+from pettingzoo.classic import connect_four_v3
+from simulators.counting import Counting
+from simulators.crashing import SEED, Fate, crashing
+from simulators.masked_actions import Turnstile
+from simulators.native_arena import Arena
+from simulators.variable_agents import VariableAgents, VariableDictAgents
+
+from marl_parallel import Extra, ParallelEnv, Rollout, gae
+from marl_parallel.backends.spawn import PortableProcessBackend
+from marl_parallel.core.columns import RolloutBuffer
+from marl_parallel.core.spaces import tree_map
+from marl_parallel.vector import StackedVecEnv
+
+ENVS, STEPS, ROLLOUTS = 3, 17, 3
+MODES = pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+MAKERS = {
+    "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=7),
+    "tag": functools.partial(simple_tag_v3.parallel_env, max_cycles=9),
+    "knights": functools.partial(knights_archers_zombies.parallel_env, max_cycles=11),
+    "variable": VariableAgents,
+    "dict rules": VariableDictAgents,
+}
+HOWS: dict[str, dict[str, Any]] = {
+    "serial": {"backend": "serial"},
+    "thread": {"backend": "thread", "num_workers": 2},
+    "process": {"num_workers": 2},
+    "views": {"num_workers": 2, "copy": False},
+    "pickled": {"num_workers": 2, "shared_memory": False},
+    "halves of one worker": {"num_workers": 1, "backend": "process", "halves": 2},
+    "halves of two workers": {"num_workers": 2, "halves": 2},
+    "halves in line": {"backend": "serial", "halves": 2},
+    "halves, pickled": {"num_workers": 2, "shared_memory": False, "halves": 2},
+}
+GROUPS: dict[str, dict[str, Any]] = {"variable": {"group_map": {"all": ["b", "a", "c"]}}}
+
+
+def open_env(name: str, mode: str, **how: Any) -> StackedVecEnv:
+    states = name not in ("dict rules",) and how.get("shared_memory", True)
+    parallel = ParallelEnv([MAKERS[name]] * ENVS, mode, seed=5, **how)
+    return StackedVecEnv(parallel, with_state=states, **GROUPS.get(name, {}))
+
+
+def drawn(env: StackedVecEnv, seed: int) -> Any:
+    return grouped_actions(env, np.random.default_rng(seed))
+
+
+def by_env(episode: Any) -> int:
+    return episode.env_id
+
+
+def copied(value: Any) -> Any:
+    return tree_map(np.array, value)
+
+
+def stacked(values: list[Any]) -> Any:
+    return tree_map(lambda *arrays: np.stack(arrays), *values)
+
+
+@MODES
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("how", HOWS)
+def test_rollouts_hold_what_a_loop_stores(how, name, mode):
+    keywords = {**HOWS[how]}
+    halves = keywords.pop("halves", 1)
+    with open_env(name, mode, **keywords) as env, open_env(name, mode, backend="serial") as plain:
+        extras = {"score": (), "total": Extra((2,), np.float64, per_agent=False)}
+        rollout = Rollout(env, STEPS, extras=extras, halves=halves)
+        observations = copied(plain.reset()[0])
+        following = observations, copied(plain.present_next), copied(plain.acting), copied(plain.state)
+        for number in range(ROLLOUTS):
+            steps = []
+            before = [following]
+            calls = iter(range(STEPS * halves))
+            ended = []
+
+            def policy(current: Any, number: int = number, calls: Any = calls) -> Any:
+                t, rows = next(calls) // halves, [*current.env_ids]
+                assert rollout.filled == t if halves == 1 else rollout.filled <= t
+                actions = tree_map(lambda array: array[rows], drawn(env, 100 * number + t))
+                score = tree_map(functools.partial(np.add, np.float32(t)), current.acting)
+                return actions, {"score": score, "total": np.full((len(rows), 2), t)}
+
+            for step in range(STEPS):
+                seen, paid, terminations, truncations, _ = plain.step(drawn(plain, 100 * number + step))
+                following = copied(seen), copied(plain.present_next), copied(plain.acting), copied(plain.state)
+                before.append(following)
+                ended += plain.parallel_env.finished_episodes
+                flags = terminations, truncations, plain.terminated, plain.truncated, plain.done
+                final = plain.final_observations, plain.present_final, plain.final_state
+                steps.append(copied([tree_map(np.float32, paid), plain.present, *flags, *final]))
+            data = rollout.collect(policy)
+            assert rollout.filled == STEPS
+            assert sorted(rollout.finished_episodes, key=by_env) == sorted(ended, key=by_env)
+            observations, observed, acting, states = (stacked([one[place] for one in before]) for place in range(4))
+            assert same(data.observations, observations)
+            assert same(data.observed, observed)
+            assert same(data.acting, acting)
+            rewards, present, terminations, truncations, terminated, truncated, done, *_ = (
+                stacked([one[place] for one in steps]) for place in range(8)
+            )
+            pairs = [(data.rewards, rewards), (data.present, present), (data.terminations, terminations)]
+            pairs += [(data.truncations, truncations), (data.terminated, terminated), (data.truncated, truncated)]
+            for actual, expected in [*pairs, (data.done, done)]:
+                assert same(actual, expected)
+            for t, env_id in np.argwhere(done).tolist():
+                at_end = functools.partial(tree_map, lambda array, t=t, env_id=env_id: array[t, env_id])
+                of_env = functools.partial(tree_map, lambda array, env_id=env_id: array[env_id])
+                assert same(at_end(data.final_observations), of_env(steps[t][7]))
+                assert same(at_end(data.present_final), of_env(steps[t][8]))
+                if env.state is not None:
+                    assert np.array_equal(data.final_states[t, env_id], steps[t][9][env_id])
+            if env.state is not None:
+                assert same(data.states, states)
+            actions = stacked([drawn(env, 100 * number + step) for step in range(STEPS)])
+            assert same(data.actions, actions)
+            assert data.extras["total"][:, 0, 1].tolist() == [*range(STEPS)]
+            score = env.by_group(data.extras["score"])
+            for group, mask in env.by_group(acting).items():
+                assert np.array_equal(score[group][3], mask[3] + np.float32(3))
+
+
+@pytest.fixture
+def in_place(monkeypatch) -> list[bool]:
+    """For each read of observations, whether workers have written them where they stay."""
+    found: list[bool] = []
+    is_written = RolloutBuffer.is_written
+
+    def spied(*args: Any) -> bool:
+        found.append(is_written(*args))
+        return found[-1]
+
+    monkeypatch.setattr(RolloutBuffer, "is_written", spied)
+    return found
+
+
+@pytest.mark.parametrize("how", ["serial", "thread", "process", "portable", "pickled", "halves of two workers"])
+def test_workers_write_observations_where_they_stay(how, in_place):
+    keywords = {"num_workers": 2, "backend": PortableProcessBackend()} if how == "portable" else {**HOWS[how]}
+    halves = keywords.pop("halves", 1)
+    with open_env("knights", "SAME_STEP", **keywords) as env:
+        rollout = Rollout(env, STEPS, halves=halves)
+        for _ in range(2):
+            rollout.collect(lambda current: tree_map(lambda array: array[[*current.env_ids]], drawn(env, 1)))
+    assert in_place == ([] if how == "pickled" else [True] * (1 + 2 * STEPS * halves))
+
+
+@pytest.mark.parametrize("how", ["serial", "process"])
+def test_memory_of_rollouts_that_are_gone_is_used_again(how, in_place, monkeypatch):
+    with open_env("spread", "SAME_STEP", **HOWS[how]) as env:
+        backend, sizes = env.stepper.runner.pool.backend, []
+        extend = backend.extend
+        monkeypatch.setattr(backend, "extend", lambda nbytes: sizes.append(nbytes) or extend(nbytes))
+        first, actions = Rollout(env, 4), np.zeros((ENVS, 3), np.int64)
+        data = first.collect(lambda _: actions)
+        before = copied(data.observations)
+        del first
+        for _ in range(5):  # the environment refers to the latest observations, so that two take turns
+            rollout = Rollout(env, 4)
+            rollout.collect(lambda _: actions)
+            del rollout
+        assert np.array_equal(data.observations, before)
+        assert sizes[0] < sizes[1] < sizes[2] == sizes[3] == sizes[4] == sizes[5]
+        assert in_place == [True] * 6 * 5
+
+
+@MODES
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("fault", ["SIGKILL", "raise"])
+def test_environments_that_are_restarted(fault, halves, mode):
+    fates = {
+        (0, 0): Fate(fault, "step", 4),
+        (1, 0): Fate(fault, "step", 4),
+        (2, 0): Fate(fault, "step", 9),
+        (2, 1): Fate(fault, "reset", 0),
+    }
+    make = crashing(functools.partial(Counting, 6), fates)
+
+    def opened() -> StackedVecEnv:
+        return StackedVecEnv(ParallelEnv([make] * 4, mode, seed=SEED, num_workers=2, on_error="restart"))
+
+    def chosen(t: int) -> np.ndarray:
+        return np.random.default_rng(t).integers(3, size=(4, 2))
+
+    with opened() as env, opened() as plain:
+        rollout, calls = Rollout(env, 30, halves=halves), iter(range(30 * halves))
+        data = rollout.collect(lambda current: chosen(next(calls) // halves)[[*current.env_ids]])
+        observations = [plain.reset()[0]]
+        for t in range(30):
+            seen, paid, *_ = plain.step(chosen(t))
+            observations.append(seen)
+            assert np.array_equal(data.rewards[t], paid.astype(np.float32)), t
+            assert np.array_equal(data.done[t], plain.done), t
+            assert np.array_equal(data.final_observations[t][plain.done], plain.final_observations[plain.done]), t
+            assert np.array_equal(data.acting[t + 1], plain.acting), t
+        assert np.array_equal(data.observations, np.stack(observations))
+        assert env.parallel_env.stats().restarts == plain.parallel_env.stats().restarts >= 2
+        assert rollout.collect(lambda current: chosen(0)[[*current.env_ids]]) is rollout.arrays
+
+
+# -- advantages --------------------------------------------------------------------------------------------------------
+
+
+def reference(data: Any, values: np.ndarray, final_values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """Advantages by a plain loop over the actions of each agent in each of its episodes."""
+    advantages = np.zeros(data.rewards.shape)
+    final = dict(zip(map(tuple, np.argwhere(data.done).tolist()), final_values))
+    steps, envs, agents = data.rewards.shape
+    for env_id in range(envs):
+        for k in range(agents):
+            episodes: list[tuple[list[int], int, float | None]] = []  # times of actions, the last step, what follows
+            times: list[int] = []
+            for t in range(steps):
+                if data.acting[t, env_id, k]:
+                    times.append(t)
+                terminated, truncated = data.terminations[t, env_id, k], data.truncations[t, env_id, k]
+                if terminated or truncated or data.done[t, env_id]:
+                    after = 0.0
+                    if not terminated and data.done[t, env_id] and data.present_final[t, env_id, k]:
+                        after = float(final[t, env_id][k])
+                    elif not terminated and not data.done[t, env_id] and data.observed[t + 1, env_id, k]:
+                        after = float(values[t + 1, env_id, k])
+                    episodes.append((times, t, after))
+                    times = []
+            episodes.append((times, steps - 1, None))
+            for times, last, after in episodes:
+                if after is None and times:
+                    known = data.observed[steps, env_id, k]
+                    after = float(values[steps if known else times[-1], env_id, k])
+                later = 0.0
+                for place in reversed(range(len(times))):
+                    t = times[place]
+                    until = times[place + 1] if place + 1 < len(times) else last + 1
+                    paid = sum(float(data.rewards[at, env_id, k]) for at in range(t, until))
+                    value = float(values[until, env_id, k]) if place + 1 < len(times) else after
+                    later = paid + gamma * value - float(values[t, env_id, k]) + gamma * lam * later
+                    advantages[t, env_id, k] = later
+    return advantages
+
+
+@MODES
+@pytest.mark.parametrize("name", ["spread", "variable", "dict rules", "knights", "connect four"])
+def test_advantages_equal_a_loop_over_episodes(name, mode):
+    rng = np.random.default_rng(1)
+    if name == "connect four":
+        env = StackedVecEnv(ParallelEnv([connect_four_v3.env] * ENVS, mode, seed=5, backend="serial"))
+    else:
+        env = open_env(name, mode, backend="serial")
+    with env:
+        rollout = Rollout(env, 60)
+        for _ in range(2):
+            data = rollout.collect(lambda current: legal(env, current, rollout.filled))
+            values = rng.normal(size=data.observed.shape).astype(np.float32)
+            final_values = rng.normal(size=data.rewards[data.done].shape).astype(np.float32)
+            advantages, returns = gae(data, values, final_values, 0.9, 0.8)
+            expected = reference(data, values, final_values, 0.9, 0.8)
+            assert np.allclose(advantages, expected, atol=1e-4)
+            acting = data.acting[:-1]
+            assert np.allclose(returns[acting], (expected + values[:-1])[acting], atol=1e-4)
+            assert not returns[~acting].any()
+            assert data.done.any()
+
+
+def legal(env: StackedVecEnv, current: Any, step: int) -> Any:
+    if not isinstance(current.observations, dict) or "action_mask" not in current.observations:
+        return drawn(env, step)
+    masks = current.observations["action_mask"] + 1e-9 * np.random.default_rng(step).random((ENVS, 2, 7))
+    return masks.argmax(-1)
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("where", ["infos", "observations"])
+def test_masks_are_stored_with_the_observations_they_belong_to(where, halves):
+    with StackedVecEnv(ParallelEnv([functools.partial(Turnstile, where)] * ENVS, num_workers=2)) as env:
+        rollout = Rollout(env, 10, action_masks=True, halves=halves)
+        for _ in range(2):
+            data = rollout.collect(lambda current: current.action_masks.argmax(-1))  # `Turnstile` raises on any other
+            assert data.action_masks.shape == (11, ENVS, 2, 5)
+            acting = data.acting[:-1]
+            assert np.array_equal(data.action_masks[:-1].argmax(-1)[acting], data.actions[acting])
+            if where == "observations":
+                one_left = data.acting & (data.observations["action_mask"].sum(-1) == 1)
+                masks = data.observations["action_mask"].astype(bool)
+                assert np.array_equal(data.action_masks[one_left], masks[one_left])
+
+
+def test_groups_of_a_rollout():
+    with open_env("tag", "SAME_STEP", backend="serial") as env:
+        rollout = Rollout(env, 12, extras={"values": (), "whole": Extra(per_agent=False)})
+        zeros = env.grouped({name: np.zeros((ENVS, len(of))) for name, of in env.group_map.items()})
+        data = rollout.collect(lambda _: (drawn(env, 0), {"values": zeros, "whole": np.ones(ENVS)}))
+        group = data.group("agent")
+        assert group.observations.shape == (13, ENVS, 1, 14)
+        assert group.extras["values"].shape == (12, ENVS, 1)
+        assert group.extras["whole"].all()
+        assert group.action_masks is None
+        assert group.done is data.done
+        advantages, _ = gae(group, np.zeros((13, ENVS, 1)), np.zeros((ENVS, 1)), 0.9, 0.9)
+        assert advantages.shape == (12, ENVS, 1)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_bad_input():
+    parallel = ParallelEnv([MAKERS["spread"]] * ENVS, backend="serial")
+    with pytest.raises(TypeError, match="made of a StackedVecEnv, got ParallelEnv"):
+        Rollout(parallel, 5)
+    with StackedVecEnv(parallel) as env:
+        with pytest.raises(ValueError, match="num_steps must be at least 1"):
+            Rollout(env, 0)
+        with pytest.raises(TypeError, match=r"extras\['score'\] must be a shape or an Extra, got 3"):
+            Rollout(env, 5, extras={"score": 3})
+        with pytest.raises(ValueError, match="halves must be 1 or 2, got 3"):
+            Rollout(env, 5, halves=3)
+        with pytest.raises(MemoryError, match=r"GiB are free: collect fewer steps"):
+            Rollout(env, 10**12)
+        rollout = Rollout(env, 5, extras={"score": ()})
+        actions, score = np.zeros((ENVS, 3), np.int64), np.zeros((ENVS, 3))
+        with pytest.raises(ResetNeeded, match="call reset"):
+            rollout.step(actions, score=score)
+        rollout.reset(seed=3)
+        with pytest.raises(TypeError, match=r"expected the extras \['score'\], got \[\]"):
+            rollout.step(actions)
+        with pytest.raises(ValueError, match="broadcast"):
+            rollout.step(actions, score=np.zeros(7))
+        with pytest.raises(ValueError, match="group 'agent'"):
+            rollout.step(np.zeros((ENVS, 4), np.int64), score=score)
+        assert parallel.stats().steps == 0
+        assert rollout.step(actions, score=score).observations.base is not None
+        assert rollout.filled == 1
+    with (
+        StackedVecEnv(ParallelEnv([MAKERS["spread"]], backend="serial")) as one,
+        pytest.raises(ValueError, match="halves=2 needs at least two environments, got 1"),
+    ):
+        Rollout(one, 5, halves=2)
+    with (
+        StackedVecEnv(ParallelEnv.from_native(Arena(4))) as native,
+        pytest.raises(ValueError, match="native simulator steps all its environments at once"),
+    ):
+        Rollout(native, 5, halves=2)
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_halves_that_are_reset_before_a_rollout_is_full(backend):
+    with open_env("spread", "SAME_STEP", backend=backend, num_workers=1) as env:
+        rollout = Rollout(env, 5, halves=2)
+        first = rollout.reset(seed=3)
+        assert [*first.env_ids] == [0]
+        second = rollout.step(np.zeros((1, 3), np.int64))  # of the first half, which is in flight now
+        assert [*second.env_ids] == [1, 2]
+        with pytest.raises(ValueError, match="group 'agent'"):
+            rollout.step(np.zeros((1, 3), np.int64))
+        with pytest.raises(AlreadyPendingCallError):
+            env.reset()
+        again = rollout.reset(seed=3)
+        assert rollout.filled == 0
+        assert np.array_equal(again.observations, rollout.arrays.observations[0, :1])
+        fresh = env.reset(seed=3)[0]
+        assert np.array_equal(rollout.arrays.observations[0], fresh)
+
+
+def test_values_of_other_shapes():
+    with open_env("spread", "SAME_STEP", backend="serial") as env:
+        data = Rollout(env, 7).collect(lambda _: drawn(env, 0))
+        with pytest.raises(ValueError, match=r"^values must have shape \(8, 3, 3\), got \(7, 3, 3\)"):
+            gae(data, np.zeros((7, 3, 3)), np.zeros((3, 3)), 0.9, 0.9)
+        with pytest.raises(ValueError, match=r"^final_values must have shape \(3, 3\), got \(7, 3, 3\)"):
+            gae(data, np.zeros((8, 3, 3)), np.zeros((7, 3, 3)), 0.9, 0.9)
+
+
+def test_steps_that_follow_a_full_rollout_begin_the_next():
+    with open_env("spread", "SAME_STEP", backend="serial") as env:
+        rollout = Rollout(env, 2)
+        rollout.reset()
+        actions = np.zeros((ENVS, 3), np.int64)
+        for _ in range(2):
+            last = rollout.step(actions).observations.copy()
+        rollout.step(actions)
+        assert rollout.filled == 1
+        assert np.array_equal(rollout.arrays.observations[0], last)
