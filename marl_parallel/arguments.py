@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.construction import missing_arguments
+from marl_parallel.core.replay import FOLDER
 from marl_parallel.types import RestartPolicy
 
 _POOL_SEEDS = 2**31  # seeds of EnvPool are 32-bit integers with a sign
@@ -122,6 +123,26 @@ def checked_trace(path: Any) -> Path:
     if file.is_dir() or not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"trace={str(path)!r}: no file can be written there")
     return file.absolute()
+
+
+def checked_replay(steps: Any, folder: Any) -> tuple[int, Path] | None:
+    """How many steps are kept for replays, and the absolute path of the folder of their files; None for no replays."""
+    if folder is not None and not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"replay_dir must be the path of a folder, or None; got {folder!r}")
+    if steps is None:
+        if folder is not None:
+            raise ValueError(
+                f"replay_dir={str(folder)!r} without replay=: pass how many steps are kept, as replay=1000"
+            )
+        return None
+    if isinstance(steps, bool | np.bool_):
+        raise TypeError(f"replay must be how many steps of each environment are kept, as 1000, or None; got {steps!r}")
+    number = checked_integer(steps, "replay", or_none=" or None")
+    path = Path(FOLDER if folder is None else folder).absolute()
+    above = next((one for one in (path, *path.parents) if one.exists()), path)  # the others will be created
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"replay_dir={str(path)!r}: no files can be written there")
+    return number, path
 
 
 def restarts(on_error: Any, restart_policy: Any) -> bool:

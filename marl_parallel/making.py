@@ -68,6 +68,8 @@ class ParallelEnvArguments(TypedDict, total=False):
     trace: str | os.PathLike[str] | None
     wait: Wait
     episode_stats: bool
+    replay: int | None
+    replay_dir: str | os.PathLike[str] | None
 
 
 _CONSTRUCTOR_NAMES = ("parallel_env", "env", "raw_env")  # in a module, in this order

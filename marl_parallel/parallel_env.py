@@ -54,6 +54,7 @@ from marl_parallel.core.native import NativePool, NativeSimulator
 from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers, loads
 from marl_parallel.core.pool import Pool
 from marl_parallel.core.recovery import Recovery
+from marl_parallel.core.replay import Histories
 from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema
 from marl_parallel.core.slots import Limits
@@ -158,6 +159,9 @@ class ParallelEnv:
             about as long as the last waits took, if there is a CPU for each worker and these waits were short.
         episode_stats: True adds `infos[i][agent]["episode"]`, `{"r": return, "l": length}`, in the step that ends the
             agent's part of an episode, and `infos[i]["__common__"]["episode"]` where it ends. See `docs/learners.md`.
+        replay: How many steps of each environment's episode are kept, so that a failure can be repeated: its report
+            then names a file for `marl-parallel replay`. Resets without a seed get derived seeds. See `docs/replay.md`.
+        replay_dir: The folder of these files; None for `marl_parallel-replays` in the current one.
 
     Raises:
         TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
@@ -212,6 +216,8 @@ class ParallelEnv:
         trace: str | os.PathLike[str] | None = None,
         wait: Wait = "adaptive",
         episode_stats: bool = False,
+        replay: int | None = None,
+        replay_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         constructors = arguments.checked_constructors(env_constructors)
         mode = arguments.autoreset_mode(auto_reset)
@@ -222,6 +228,7 @@ class ParallelEnv:
             worker_threads = arguments.checked_integer(worker_threads, "worker_threads")
         if trace is not None:
             arguments.checked_trace(trace)
+        kept = arguments.checked_replay(replay, replay_dir)
         adapter_function(adapter)
         base = arguments.base_seed(seed)
         seeds = [base + env_id for env_id in range(len(constructors))]
@@ -264,7 +271,9 @@ class ParallelEnv:
             opened.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
             started = True
             local_modules: list[ModuleType] = []
-            described, plan, built = construct(pool, constructors, seeds, mode, adapter, restarts, local_modules)
+            described, plan, built = construct(
+                pool, constructors, seeds, mode, adapter, restarts, kept is not None, local_modules
+            )
             schema = common_schema(described)
             layout = Layout(schema, len(seeds), arrays=shared_memory)
             block = opened.allocate(layout)
@@ -278,6 +287,8 @@ class ParallelEnv:
             if restarts:
                 policy, options_last = restart_policy, schema.options_last
                 pool.restart_on_faults(Recovery(pool.slots, policy, plan, attach.payload, batch, base, options_last))
+            if kept is not None:
+                pool.histories = Histories(*kept, pool.slots, layout, block, plan, local_modules)
             seed_check = SeedCheck(built, "seed" in schema.reset_keywords)
             self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
             if self.plan is None and num_workers is None and envs_per_worker is None and workers < len(seeds):

@@ -44,6 +44,7 @@ from marl_parallel.core.messages import (
 )
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.recovery import Recovery
+from marl_parallel.core.replay import Histories
 from marl_parallel.core.reports import logger
 from marl_parallel.core.slots import Deadlines, Limits, Slot, WorkerQueue
 from marl_parallel.core.worker_status import SLICES, Activity, Running, Tracer
@@ -77,6 +78,7 @@ class Pool:
         self.slots = [Slot(env_id, worker) for worker, share in enumerate(shares) for env_id in share]
         self.batch_size = len(self.slots)  # results come in any number
         self.recovery: Recovery | None = None  # set if environments that fail are rebuilt
+        self.histories: Histories | None = None  # set if failures can be replayed
         self.in_flight = 0  # how many environments have been sent to and not received
         self.closed = False
         self.tracer: Tracer | None = None  # of the present trace
@@ -144,6 +146,8 @@ class Pool:
                         queue.posted += 1
                         queue.requests.append((request, queue.posted, limit))
                         queue.since = now
+                    if self.histories is not None:
+                        self.histories.note_steps(env_ids, None)
                     self.backend.post(self._step_all, together=True)
                     replies = self.backend.wait(self._deadlines.patience() if limit else None, len(self._step_all))
                     extras: dict[int, Any] = {}
@@ -255,6 +259,8 @@ class Pool:
                 queue.since = now
             queue.requests.append((request, queue.posted + 1, self._deadlines.shortest[request.message]))
             queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1
+            if self.histories is not None:
+                self.histories.note(request)
         self.backend.post(requests, together=together)
 
     def _recv(self, at_least: int, timeout: float | None, slots: Sequence[Slot]) -> Results | None:
@@ -395,7 +401,10 @@ class Pool:
         advice = self._advice if backend.can_kill else _THREAD_ADVICE
 
         def error_here() -> WorkerTimeout:
-            return reports.timed_out(worker, share, running, activity, limit, backend.stack(worker), advice)
+            error = reports.timed_out(worker, share, running, activity, limit, backend.stack(worker), advice)
+            if self.histories is not None:
+                self.histories.save(error, running)
+            return error
 
         if self.recovery is None or not backend.can_kill:
             self._handle_fault(worker, None, error_here(), running)
@@ -431,6 +440,8 @@ class Pool:
         its traceback would refer to the caller's frame, and the cycle would keep everything from being freed.
         """
         recovery, replaces = self.recovery, env_id is None
+        if self.histories is not None:
+            self.histories.save(error, running)
         if recovery is None or (replaces and not self.backend.can_kill):
             try:
                 raise error
@@ -587,6 +598,8 @@ class Pool:
         """Close everything after an error, unless another thread has done so."""
         if isinstance(error, ClosedEnvironmentError):
             return
+        if self.histories is not None and isinstance(error, EnvError):  # a result that cannot be unpickled, too
+            self.histories.save(error, None)
         if isinstance(error, WorkerTimeout):
             while_closing = self.close(ask=False, timeout=0.0)
         elif isinstance(error, ParallelEnvError):
