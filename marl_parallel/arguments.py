@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.construction import missing_arguments
-from marl_parallel.types import RestartPolicy
+from marl_parallel.types import OnRestart, RestartPolicy
 
 _POOL_SEEDS = 2**31  # seeds of EnvPool are 32-bit integers with a sign
 _ELEVEN_DAYS_S = 1e6  # in milliseconds, the longest wait that all operating systems take
@@ -131,6 +131,16 @@ def restarts(on_error: Any, restart_policy: Any) -> bool:
     if not isinstance(restart_policy, RestartPolicy):
         raise TypeError(f"restart_policy must be a RestartPolicy(max_restarts=..., ...), got {restart_policy!r}")
     return bool(on_error == "restart")
+
+
+def checked_callback(on_restart: Any, restarts: bool) -> OnRestart | None:
+    """A function for `RestartEvent`s; `ValueError` if it would never be called."""
+    if on_restart is not None and not callable(on_restart):
+        raise TypeError(f"on_restart must be a function of a RestartEvent, or None, got {on_restart!r}")
+    if on_restart is not None and not restarts:
+        raise ValueError('on_restart is never called without restarts: pass on_error="restart", too')
+    callback: OnRestart | None = on_restart
+    return callback
 
 
 def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | None, backend: Backend) -> int:

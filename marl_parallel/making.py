@@ -34,6 +34,7 @@ from marl_parallel.types import (
     ContextName,
     FacadeName,
     OnError,
+    OnRestart,
     RestartPolicy,
     Wait,
 )
@@ -68,6 +69,8 @@ class ParallelEnvArguments(TypedDict, total=False):
     trace: str | os.PathLike[str] | None
     wait: Wait
     episode_stats: bool
+    on_restart: OnRestart | None
+    warn_after: float | None
 
 
 _CONSTRUCTOR_NAMES = ("parallel_env", "env", "raw_env")  # in a module, in this order

@@ -68,6 +68,7 @@ from marl_parallel.types import (
     FinishedEpisode,
     NoSpaceDeclared,
     OnError,
+    OnRestart,
     ParallelEnvError,
     RestartPolicy,
     Stats,
@@ -158,6 +159,11 @@ class ParallelEnv:
             about as long as the last waits took, if there is a CPU for each worker and these waits were short.
         episode_stats: True adds `infos[i][agent]["episode"]`, `{"r": return, "l": length}`, in the step that ends the
             agent's part of an episode, and `infos[i]["__common__"]["episode"]` where it ends. See `docs/learners.md`.
+        on_restart: Called with a `RestartEvent` for each environment that is rebuilt, before the step returns. What it
+            raises is logged.
+        warn_after: Seconds in one call of an environment after which a warning of the logger `marl_parallel` says which
+            environment, in which worker, is where, with its Python stack; again after twice as long, and so on. Ctrl-C
+            has the same report. None for no warnings. Not with `backend="serial"`, which does not wait.
 
     Raises:
         TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
@@ -212,12 +218,16 @@ class ParallelEnv:
         trace: str | os.PathLike[str] | None = None,
         wait: Wait = "adaptive",
         episode_stats: bool = False,
+        on_restart: OnRestart | None = None,
+        warn_after: float | None = 60.0,
     ) -> None:
         constructors = arguments.checked_constructors(env_constructors)
         mode = arguments.autoreset_mode(auto_reset)
         timeouts = {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "start_timeout": start_timeout}
         limits = Limits(*(arguments.checked_timeout(seconds, name) for name, seconds in timeouts.items()))
         restarts = arguments.restarts(on_error, restart_policy)
+        on_restart = arguments.checked_callback(on_restart, restarts)
+        warn_after = arguments.checked_timeout(warn_after, "warn_after")
         if worker_threads is not None:
             worker_threads = arguments.checked_integer(worker_threads, "worker_threads")
         if trace is not None:
@@ -255,7 +265,7 @@ class ParallelEnv:
         else:
             workers = self.plan["arguments"]["num_workers"]
         shares = share_out(len(seeds), workers)
-        pool = Pool(opened, shares, limits)
+        pool = Pool(opened, shares, limits, warn_after=warn_after)
         self._close_at_exit(pool)
         started = False
         try:
@@ -277,7 +287,8 @@ class ParallelEnv:
             )  # fmt: skip
             if restarts:
                 policy, options_last = restart_policy, schema.options_last
-                pool.restart_on_faults(Recovery(pool.slots, policy, plan, attach.payload, batch, base, options_last))
+                recovery = Recovery(pool.slots, policy, plan, attach.payload, batch, base, options_last, on_restart)
+                pool.restart_on_faults(recovery)
             seed_check = SeedCheck(built, "seed" in schema.reset_keywords)
             self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
             if self.plan is None and num_workers is None and envs_per_worker is None and workers < len(seeds):

@@ -159,9 +159,11 @@ class Launcher:
             self.collect(patience)
         return alive
 
-    def stack(self, worker: WorkerProcess, timeout: float = 1.0) -> str:
+    def stack(self, worker: WorkerProcess, timeout: float = 1.0, *, harmless: bool = False) -> str:
         """The Python stacks of all threads of a living worker (`CrashFile.stack`); "" if it has died."""
-        return worker.crash_file.stack(worker.pid, timeout) if worker in self._workers.values() else ""
+        if worker not in self._workers.values():
+            return ""
+        return worker.crash_file.stack(worker.pid, timeout, harmless=harmless)
 
     def kill(self, worker: WorkerProcess, number: int = signal.SIGKILL) -> None:
         """Send a signal to a worker and its process group; nothing happens if it has died."""

@@ -425,7 +425,7 @@ class ProcessBackend(Backend):
                 for worker in self._partial:
                     poller.register(self._handles[worker].channel.fileno(), select.POLLIN)
                 poller.poll(_REST_TICK_MS)
-            elif deadline is None and not self._spin.tries:
+            elif not self._spin.tries and (deadline is None or deadline - time.monotonic() > _TICK_S):
                 self._wake.nap(_TICK_S)
             elif (patience := _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())) > 0:
                 self._spin.take(self._wake, patience)
@@ -532,8 +532,10 @@ class ProcessBackend(Backend):
         if self._launcher is not None:
             self._wake.post()
 
-    def stack(self, worker: int) -> str:
-        return self._launcher.stack(self._handles[worker].process) if self._launcher is not None else ""
+    def stack(self, worker: int, *, harmless: bool = False) -> str:
+        if self._launcher is None:
+            return ""
+        return self._launcher.stack(self._handles[worker].process, harmless=harmless)
 
     def stop(self, timeout: float) -> list[int]:
         launcher, self._launcher = self._launcher, None

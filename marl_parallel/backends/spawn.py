@@ -153,8 +153,8 @@ class PortableProcessBackend(Backend):
     def interrupt(self) -> None:
         self._events.put(True)
 
-    def stack(self, worker: int) -> str:
-        return self._workers[worker].stack()
+    def stack(self, worker: int, *, harmless: bool = False) -> str:
+        return self._workers[worker].stack(harmless=harmless)
 
     def stop(self, timeout: float) -> list[int]:
         self._open = False
@@ -313,8 +313,8 @@ class _WorkerProcess:
         ignored = sys.platform != "win32" and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
         return Lost(None if ignored else self.exitcode(), self._crash_file.text())
 
-    def stack(self) -> str:
-        return self._crash_file.stack(self._process.pid) if self.exitcode() is None else ""
+    def stack(self, *, harmless: bool = False) -> str:
+        return self._crash_file.stack(self._process.pid, harmless=harmless) if self.exitcode() is None else ""
 
     def hang_up(self) -> None:
         """End both threads; replies that have been sent are still received."""

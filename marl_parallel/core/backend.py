@@ -150,8 +150,11 @@ class Backend(ABC):
         """Make a `wait` in another thread return soon, with the replies that are here."""
 
     @abstractmethod
-    def stack(self, worker: int) -> str:
-        """The Python stack of a worker as it is right now; empty if it is not available."""
+    def stack(self, worker: int, *, harmless: bool = False) -> str:
+        """The Python stack of a worker as it is right now; empty if it is not available.
+
+        With `harmless`, the worker goes on as if nothing had happened; else it may be continued or aborted.
+        """
 
     @abstractmethod
     def stop(self, timeout: float) -> list[int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from marl_parallel.core.messages import Failure, Lost
 from marl_parallel.core.pickling import loads
+from marl_parallel.core.slots import LongCall
 from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import EnvError, WorkerCrashed, WorkerTimeout
 
@@ -84,6 +85,19 @@ def timed_out(
     return WorkerTimeout(text, env_ids=env_ids, worker=worker, method=doing.method, stack=stack)
 
 
+def long_call(share: Sequence[int], long: LongCall, stack: str, to_do: str = "") -> str:
+    """The warning about an environment, or the environments of a worker, in one call for long."""
+    worker, running, activity, seconds = long
+    who, does = (
+        f"worker {worker} ({environments(share)})",
+        f"has not begun its {activity.method}, or carries its values,",
+    )
+    if running is not None:
+        who, does = f"environment {running.env_id} (worker {worker})", f"has been in {activity.method}"
+    time = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}"
+    return f"{who} {does} for {time} s{_at_present(stack)}{to_do}{_section('It is here', stack)}"
+
+
 def still_running(worker: int, share: Sequence[int], seconds: float, stack: str) -> str:
     """The warning about a worker whose environments are closed, but whose process does not end."""
     return (
@@ -115,6 +129,11 @@ def _at(stack: str) -> str:
     return f", at {where}" if where else ""
 
 
+def _at_present(stack: str) -> str:
+    where = place(stack)
+    return f"; it is at {where}" if where else ""
+
+
 def _section(heading: str, stack: str) -> str:
     return f"\n\n{heading}:\n{stack}" if stack else ""
 
@@ -139,9 +158,17 @@ def manner_of_death(lost: Lost) -> tuple[str, str]:
     return manner, f"see who sent that signal; {alone}"
 
 
+def _runs_simulator(frames: Sequence[re.Match[str]]) -> int:
+    """2 for a worker's thread, 1 for another one of ours, else 0."""
+    if any(frame["path"] == _WORKER for frame in frames):
+        return 2
+    return int(any(frame["path"].startswith(_OURS) for frame in frames))
+
+
 _FRAME = re.compile(r'^ *File "(?P<path>.+)", line (?P<line>\d+)(?P<traceback>,?) in ', re.MULTILINE)
 _THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 _OURS = str(Path(__file__).parents[1]) + os.sep
+_WORKER = str(Path(__file__).with_name("worker.py"))
 _STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
@@ -153,8 +180,8 @@ def place(stack: str) -> str:
     """
     latest = stack.rpartition("Traceback (most recent call last):")[2]
     threads = [list(_FRAME.finditer(part)) for part in _THREAD.split(latest)]
-    # The worker's thread, else the first one.
-    frames = max(threads, key=lambda frames: (any(f["path"].startswith(_OURS) for f in frames), bool(frames)))
+    # The thread that runs the simulator, else another one of ours, else the first one.
+    frames = max(threads, key=lambda frames: (_runs_simulator(frames), bool(frames)))
     if frames and frames[0]["traceback"]:
         frames.reverse()
     inside = [*itertools.takewhile(lambda frame: not frame["path"].startswith(_OURS), frames)]  # innermost first
