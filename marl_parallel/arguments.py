@@ -124,6 +124,23 @@ def checked_trace(path: Any) -> Path:
     return file.absolute()
 
 
+def checked_log_dir(path: Any) -> Path:
+    """The absolute path of a folder for logs, which is made if it is missing."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise TypeError(f"log_dir must be the path of a folder, or None; got {path!r}")
+    try:
+        folder = Path(path).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"log_dir={os.fspath(path)!r}: no folder can be made there: {error}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"log_dir={os.fspath(path)!r}: no file can be written there")
+    for log in folder.glob("worker-*.log"):
+        if not log.is_file() or not os.access(log, os.W_OK):
+            raise ValueError(f"log_dir={os.fspath(path)!r}: nothing can be appended to {log}")
+    return folder
+
+
 def restarts(on_error: Any, restart_policy: Any) -> bool:
     """Whether environments that fail are rebuilt."""
     if on_error not in ("raise", "restart"):

@@ -71,6 +71,7 @@ class ParallelEnvArguments(TypedDict, total=False):
     episode_stats: bool
     on_restart: OnRestart | None
     warn_after: float | None
+    log_dir: str | os.PathLike[str] | None
 
 
 _CONSTRUCTOR_NAMES = ("parallel_env", "env", "raw_env")  # in a module, in this order

@@ -164,6 +164,9 @@ class ParallelEnv:
         warn_after: Seconds in one call of an environment after which a warning of the logger `marl_parallel` says which
             environment, in which worker, is where, with its Python stack; again after twice as long, and so on. Ctrl-C
             has the same report. None for no warnings. Not with `backend="serial"`, which does not wait.
+        log_dir: Folder for a file `worker-0.log`, ... of each worker process, to which its output, and that of the
+            processes that its simulators start, is appended; made if it is missing. None for the output of this
+            program. Errors of a worker that dies or hangs quote its last lines. See `docs/faults.md`.
 
     Raises:
         TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
@@ -220,6 +223,7 @@ class ParallelEnv:
         episode_stats: bool = False,
         on_restart: OnRestart | None = None,
         warn_after: float | None = 60.0,
+        log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         constructors = arguments.checked_constructors(env_constructors)
         mode = arguments.autoreset_mode(auto_reset)
@@ -233,6 +237,7 @@ class ParallelEnv:
         if trace is not None:
             arguments.checked_trace(trace)
         adapter_function(adapter)
+        folder = None if log_dir is None else arguments.checked_log_dir(log_dir)
         base = arguments.base_seed(seed)
         seeds = [base + env_id for env_id in range(len(constructors))]
         if start_timeout == START_TIMEOUT_S:
@@ -242,7 +247,7 @@ class ParallelEnv:
         if isinstance(backend, str) and backend == "auto":
             if num_workers is not None or envs_per_worker is not None:
                 raise ValueError('backend="auto" chooses the number of workers: pass backend="process" with yours')
-            needs_processes = restarts or unenforced or context is not None or wait != "adaptive"
+            needs_processes = restarts or unenforced or folder or context is not None or wait != "adaptive"
             options: dict[str, Any] = {
                 "seed": base, "adapter": adapter, "shared_memory": shared_memory, "copy": copy, "context": context,
                 "check_actions": check_actions, "reset_timeout": reset_timeout, "start_timeout": start_timeout,
@@ -259,6 +264,15 @@ class ParallelEnv:
         if unenforced and not opened.enforces_timeouts:
             warnings.warn(
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
+            )
+        if opened.keeps_logs:
+            opened.log_dir = folder
+        elif folder is not None:
+            warnings.warn(
+                f"log_dir={os.fspath(folder)!r} has no effect with backend={backend!r}: only worker processes have "
+                "logs. Serial and thread workers write to the output of this program, Ray's to the logs of Ray",
+                RuntimeWarning,
+                stacklevel=2,
             )
         if self.plan is None:
             workers = arguments.workers_for(len(seeds), num_workers, envs_per_worker, opened)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from marl_parallel.backends import descendants, interpreter
 from marl_parallel.backends.descendants import CrashFile
+from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, fill_standard, mapped
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
@@ -67,6 +68,7 @@ class PortableProcessBackend(Backend):
     """One process for each worker, with so many BLAS, OpenMP and torch threads; None leaves those alone."""
 
     shares_memory = True
+    keeps_logs = True
 
     def __init__(self, *, threads: int | None = 1) -> None:
         self._threads = threads
@@ -94,7 +96,9 @@ class PortableProcessBackend(Backend):
         status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
         status[:] = bytes(WorkerStatus.NBYTES)
         fds = [self._status.fd, self._records.fd]
-        return _WorkerProcess(worker, WorkerStatus(status), fds, self._threads, self._events)
+        log = WorkerLog(self.log_dir, worker, self._shares[worker])
+        name = interpreter.worker_name(worker, self._shares[worker])[0]
+        return _WorkerProcess(worker, name, log, WorkerStatus(status), fds, self._threads, self._events)
 
     def end(self, worker: int) -> list[Reply]:
         if not self._open:
@@ -156,6 +160,9 @@ class PortableProcessBackend(Backend):
     def stack(self, worker: int, *, harmless: bool = False) -> str:
         return self._workers[worker].stack(harmless=harmless)
 
+    def log_tail(self, worker: int) -> str:
+        return self._workers[worker].log.tail()
+
     def stop(self, timeout: float) -> list[int]:
         self._open = False
         workers = self._workers
@@ -192,10 +199,17 @@ class _WorkerProcess:
     """A worker, as the parent sees it. `events` gets an entry for each reply."""
 
     def __init__(
-        self, worker: int, status: WorkerStatus, fds: Sequence[int], threads: int | None, events: SimpleQueue[bool]
+        self,
+        worker: int,
+        name: str,
+        log: WorkerLog,
+        status: WorkerStatus,
+        fds: Sequence[int],
+        threads: int | None,
+        events: SimpleQueue[bool],
     ) -> None:
         fill_standard()  # else what is opened here may get the numbers of closed standard streams
-        self._worker, self.status, self._events = worker, status, events
+        self._worker, self.log, self.status, self._events = worker, log, status, events
         self.expected = 0  # how many requests it has not replied to
         self.lost: Lost | None = _UNKNOWN  # how it died; None while it lives and has started
         self._requests: SimpleQueue[Any] = SimpleQueue()  # None ends the sending thread
@@ -203,7 +217,7 @@ class _WorkerProcess:
         self._crash_file = CrashFile()
         self._connection, theirs = multiprocessing.Pipe()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._send, self._receive)]
-        with contextlib.ExitStack() as on_error, theirs:
+        with contextlib.ExitStack() as on_error, theirs, log:
             on_error.callback(self._crash_file.close)
             on_error.callback(self._connection.close)
             handle, files = theirs.fileno(), [*fds, self._crash_file.fd]
@@ -217,16 +231,18 @@ class _WorkerProcess:
                 startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle, *files]})
                 inheriting = {"startupinfo": startup}
             self._process = subprocess.Popen(
-                interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=handle)),
+                # The last argument is a name in lists of processes.
+                [*interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=handle)), name],
                 env={**os.environ, **interpreter.thread_variables(threads)},
                 stdin=subprocess.DEVNULL,
-                stdout=interpreter.output(sys.stdout, 1),
-                stderr=interpreter.output(sys.stderr, 2),
+                stdout=interpreter.output(sys.stdout, 1) if log.fd is None else log.fd,
+                stderr=interpreter.output(sys.stderr, 2) if log.fd is None else log.fd,
                 cwd=interpreter.working_directory(),
                 start_new_session=True,  # Ctrl-C must reach the parent only; and the group can be killed
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
                 **inheriting,
             )
+            log.mark_start(self._process.pid)
             on_error.pop_all()
         self._requests.put((sys.path, (worker, files, list(getattr(sys, "argv", [])))))
         for thread in self._threads:

@@ -368,7 +368,8 @@ class Pool:
         for worker, reply in replies:
             if isinstance(reply, Lost):
                 share, last = self.shares[worker], self.backend.statuses[worker].running
-                self._handle_fault(worker, None, reports.crashed(worker, share, reply, last, self._advice), last)
+                tail = self.backend.log_tail(worker)
+                self._handle_fault(worker, None, reports.crashed(worker, share, reply, last, self._advice, tail), last)
 
     def _apply_results(self, queue: WorkerQueue, reply: Reply, failures: Mapping[int, Failure]) -> None:
         results = reply.results
@@ -421,7 +422,8 @@ class Pool:
         advice = self._advice if backend.can_kill else _THREAD_ADVICE
 
         def error_here() -> WorkerTimeout:
-            return reports.timed_out(worker, share, running, activity, limit, backend.stack(worker), advice)
+            stack, tail = backend.stack(worker), backend.log_tail(worker)
+            return reports.timed_out(worker, share, running, activity, limit, stack, advice, tail)
 
         if self.recovery is None or not backend.can_kill:
             self._handle_fault(worker, None, error_here(), running)

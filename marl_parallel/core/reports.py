@@ -54,8 +54,10 @@ def unreadable(env_id: int, worker: int, error: Exception) -> EnvError:
     return EnvError(text, env_ids=(env_id,), worker=worker, method="unpickle")
 
 
-def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | None, advice: str = "") -> WorkerCrashed:
-    """The error of a worker that died with the environments of its share."""
+def crashed(
+    worker: int, share: Sequence[int], lost: Lost, running: Running | None, advice: str = "", log_tail: str = ""
+) -> WorkerCrashed:
+    """The error of a worker that died with the environments of its share; `log_tail` as of `Backend.log_tail`."""
     env_ids, during = tuple(share), ""
     if running is not None:
         env_ids, during = (running.env_id,), f" in {running.activity.method} of environment {running.env_id}"
@@ -63,13 +65,20 @@ def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | No
     manner, to_do = manner_of_death(lost)
     text = (
         f"worker {worker} ({environments(share)}) died{during}{_at(lost.stack)}: {manner}\n\n"
-        f"What to do: {to_do}{advice}.{_section('Its stack', lost.stack)}"
+        f"What to do: {to_do}{advice}.{_section('Its stack', lost.stack)}{end_of_log(log_tail)}"
     )
     return WorkerCrashed(text, env_ids=env_ids, worker=worker, exitcode=lost.exitcode, stack=lost.stack)
 
 
 def timed_out(
-    worker: int, share: Sequence[int], running: Running | None, doing: Activity, limit: float, stack: str, advice: str
+    worker: int,
+    share: Sequence[int],
+    running: Running | None,
+    doing: Activity,
+    limit: float,
+    stack: str,
+    advice: str,
+    log_tail: str = "",
 ) -> WorkerTimeout:
     """The error of an environment, or of the environments of a worker, past the timeout of `limit` seconds."""
     env_ids, who = tuple(share), f"worker {worker} ({environments(share)})"
@@ -80,7 +89,7 @@ def timed_out(
     text = (
         f"{who} has not finished its {doing.method} within {limit:g} s{at}\n\n"
         f"What to do: if it needs longer, raise {doing.timeout}_timeout; else {hangs}"
-        f"{_restart(doing.method, advice)}.{_section('It was here', stack)}"
+        f"{_restart(doing.method, advice)}.{_section('It was here', stack)}{end_of_log(log_tail)}"
     )
     return WorkerTimeout(text, env_ids=env_ids, worker=worker, method=doing.method, stack=stack)
 
@@ -136,6 +145,11 @@ def _at_present(stack: str) -> str:
 
 def _section(heading: str, stack: str) -> str:
     return f"\n\n{heading}:\n{stack}" if stack else ""
+
+
+def end_of_log(log_tail: str) -> str:
+    """The last section of an error; `log_tail` as of `Backend.log_tail`."""
+    return f"\n\nThe end of its log, {log_tail}" if log_tail else ""
 
 
 def manner_of_death(lost: Lost) -> tuple[str, str]:
