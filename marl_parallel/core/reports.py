@@ -97,14 +97,13 @@ def timed_out(
 def long_call(share: Sequence[int], long: LongCall, stack: str, to_do: str = "") -> str:
     """The warning about an environment, or the environments of a worker, in one call for long."""
     worker, running, activity, seconds = long
-    who, does = (
-        f"worker {worker} ({environments(share)})",
-        f"has not begun its {activity.method}, or carries its values,",
-    )
+    time = f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    what = f"worker {worker} ({environments(share)}) has not begun its {activity.method} for {time}"
     if running is not None:
-        who, does = f"environment {running.env_id} (worker {worker})", f"has been in {activity.method}"
-    time = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}"
-    return f"{who} {does} for {time} s{_at_present(stack)}{to_do}{_section('It is here', stack)}"
+        what = f"environment {running.env_id} (worker {worker}) has been in {activity.method} for {time}"
+    where = place(stack)
+    at = f"; it is at {where}" if where else ""
+    return f"{what}{at}{to_do}{_section('It is here', stack)}"
 
 
 def still_running(worker: int, share: Sequence[int], seconds: float, stack: str) -> str:
@@ -136,11 +135,6 @@ def _restart(method: str, advice: str) -> str:
 def _at(stack: str) -> str:
     where = place(stack)
     return f", at {where}" if where else ""
-
-
-def _at_present(stack: str) -> str:
-    where = place(stack)
-    return f"; it is at {where}" if where else ""
 
 
 def _section(heading: str, stack: str) -> str:

@@ -220,7 +220,7 @@ class LongCall(NamedTuple):
     """An environment, or a worker, that has been in the same call for long."""
 
     worker: int
-    running: Running | None  # None if the worker has not begun what was requested, or carries values
+    running: Running | None  # None if the worker has not begun what was requested
     activity: Activity
     seconds: float
 

@@ -143,7 +143,7 @@ def test_stopped_worker_is_not_continued(setup, build, caplog):
     os.kill(pid, signal.SIGCONT)
     assert len(env.recv().env_ids) >= 1
     (first, *_) = warnings_of(caplog)
-    assert first.startswith("worker 1 (environment 1) has not begun its step, or carries its values, for ")
+    assert first.startswith("worker 1 (environment 1) has not begun its step for ")
 
 
 @pytest.mark.parametrize("setup", [CONCURRENT[1], CONCURRENT[3]], ids=str)
