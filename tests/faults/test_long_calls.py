@@ -63,34 +63,38 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
+def waiting_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings of calls that wait; on a busy machine, there are others."""
+    return [text for text in warnings_of(caplog) if " in wait\n" in text]
+
+
 @pytest.mark.parametrize("setup", CONCURRENT, ids=str)
 @pytest.mark.parametrize("place", ["constructor", "reset", "step"])
 def test_long_calls_are_reported(place, setup, build, caplog):
     """After 0.2 s, 0.4 s, 0.8 s; with the stack; and nothing else changes."""
     env = build(slow(place), setup, warn_after=0.2)
     if place == "constructor":
-        texts = [text for text in warnings_of(caplog) if " in wait" in text]  # loading modules takes long, too
+        texts = waiting_of(caplog)
     caplog.clear()
     observations, _ = env.reset()
     if place == "reset":
-        texts = warnings_of(caplog)
-        caplog.clear()
+        texts = waiting_of(caplog)
+    caplog.clear()
     results = env.step([ACTIONS] * 2)
     if place == "step":
-        texts = warnings_of(caplog)
+        texts = waiting_of(caplog)
     else:
-        assert warnings_of(caplog) == []
+        assert waiting_of(caplog) == []
     worker = setup.num_workers - 1
     taken = [float(text.partition(" for ")[2].partition(" s;")[0]) for text in texts]
     assert taken == sorted(taken)
     assert 1 <= len(texts) <= math.log2(taken[-1] / 0.2) + 2  # each after twice as long
     for text in texts:
-        first, *more = text.splitlines()
+        first = text.splitlines()[0]
         assert first.startswith(f"environment 1 (worker {worker}) has been in {place} for ")
         assert "; it is at line " in first
         assert "test_long_calls.py" in first
         assert "_timeout= to end what hangs" in first
-        assert " in wait" in "\n".join(more)
     plain = build([Counting] * 2, Setup("serial", True, 1))
     plain.reset()
     expected = plain.step([ACTIONS] * 2)
@@ -110,18 +114,18 @@ def test_receiving_again_and_again(setup, build, caplog):
             env.recv(timeout=0.05)
         except TimeoutError:
             continue
-    assert "environment 1 (worker 1) has been in step" in warnings_of(caplog)[0]
+    assert waiting_of(caplog)[0].startswith("environment 1 (worker 1) has been in step for ")
 
 
 @pytest.mark.parametrize("setup", CONCURRENT[:3], ids=str)
 def test_no_warnings_of_short_calls(setup, build, caplog):
-    env = build(slow(""), setup, warn_after=0.2)
+    env = build(slow(""), setup, warn_after=0.5)
     env.reset()
     caplog.clear()  # modules may take long to load
     until = time.monotonic() + 1.0
     while time.monotonic() < until:
         env.step([ACTIONS] * 2)
-    time.sleep(0.3)
+    time.sleep(0.6)
     env.step([ACTIONS] * 2)
     assert warnings_of(caplog) == []
 
@@ -145,8 +149,7 @@ def test_stopped_worker_is_not_continued(setup, build, caplog):
         env.recv(timeout=1.5)
     os.kill(pid, signal.SIGCONT)
     assert len(env.recv().env_ids) >= 1
-    (first, *_) = warnings_of(caplog)
-    assert first.startswith("worker 1 (environment 1) has not begun its step for ")
+    assert any(text.startswith("worker 1 (environment 1) has not begun its step for ") for text in warnings_of(caplog))
 
 
 @pytest.mark.parametrize("setup", [CONCURRENT[1], CONCURRENT[3]], ids=str)
@@ -157,8 +160,9 @@ def test_simulator_that_ignores_no_signal(setup, build, caplog):
     env.call("restore_default")
     caplog.clear()
     env.step([ACTIONS] * 2)
-    assert "has been in step" in warnings_of(caplog)[0]
-    assert "It is here" not in warnings_of(caplog)[0]
+    texts = [text for text in warnings_of(caplog) if text.startswith("environment 1 (worker 1) has been in step")]
+    assert texts
+    assert not any("It is here" in text for text in texts)
 
 
 @pytest.mark.parametrize("setup", CONCURRENT, ids=str)
@@ -175,10 +179,9 @@ def test_ctrl_c_reports_where_it_hangs(setup, build, caplog, tmp_path):
         env.step([ACTIONS] * 2)
     for timer in timers:
         timer.join()
-    text = warnings_of(caplog)[0]
+    text = waiting_of(caplog)[0]
     assert text.startswith(f"environment 1 (worker {setup.num_workers - 1}) has been in step for 1.")
     assert " s; it is at line " in text
-    assert " in wait" in text
 
 
 @pytest.mark.parametrize(("seconds", "error"), [(0, ValueError), (-1.0, ValueError), ("60", TypeError)], ids=str)
