@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +97,8 @@ class PortableProcessBackend(Backend):
         status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
         status[:] = bytes(WorkerStatus.NBYTES)
         fds = [self._status.fd, self._records.fd]
-        log = WorkerLog(self.log_dir, worker, self._shares[worker])
-        name = interpreter.worker_name(worker, self._shares[worker])[0]
-        return _WorkerProcess(worker, name, log, WorkerStatus(status), fds, self._threads, self._events)
+        share, folder = self._shares[worker], self.log_dir
+        return _WorkerProcess(worker, share, WorkerStatus(status), fds, self._threads, self._events, folder)
 
     def end(self, worker: int) -> list[Reply]:
         if not self._open:
@@ -201,15 +201,15 @@ class _WorkerProcess:
     def __init__(
         self,
         worker: int,
-        name: str,
-        log: WorkerLog,
+        share: Sequence[int],
         status: WorkerStatus,
         fds: Sequence[int],
         threads: int | None,
         events: SimpleQueue[bool],
+        log_dir: Path | None,
     ) -> None:
         fill_standard()  # else what is opened here may get the numbers of closed standard streams
-        self._worker, self.log, self.status, self._events = worker, log, status, events
+        self._worker, self.status, self._events = worker, status, events
         self.expected = 0  # how many requests it has not replied to
         self.lost: Lost | None = _UNKNOWN  # how it died; None while it lives and has started
         self._requests: SimpleQueue[Any] = SimpleQueue()  # None ends the sending thread
@@ -217,7 +217,7 @@ class _WorkerProcess:
         self._crash_file = CrashFile()
         self._connection, theirs = multiprocessing.Pipe()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._send, self._receive)]
-        with contextlib.ExitStack() as on_error, theirs, log:
+        with contextlib.ExitStack() as on_error, theirs, WorkerLog(log_dir, worker, share) as self.log:
             on_error.callback(self._crash_file.close)
             on_error.callback(self._connection.close)
             handle, files = theirs.fileno(), [*fds, self._crash_file.fd]
@@ -230,21 +230,22 @@ class _WorkerProcess:
                     os.set_handle_inheritable(inherited, True)
                 startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle, *files]})
                 inheriting = {"startupinfo": startup}
+            command = interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=handle))
+            name, log = interpreter.worker_name(worker, share), self.log.fd
             self._process = subprocess.Popen(
-                # The last argument is a name in lists of processes.
-                [*interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=handle)), name],
+                [*command, name[0]],  # the name for lists of processes, where `show_name` does nothing
                 env={**os.environ, **interpreter.thread_variables(threads)},
                 stdin=subprocess.DEVNULL,
-                stdout=interpreter.output(sys.stdout, 1) if log.fd is None else log.fd,
-                stderr=interpreter.output(sys.stderr, 2) if log.fd is None else log.fd,
+                stdout=interpreter.output(sys.stdout, 1) if log is None else log,
+                stderr=interpreter.output(sys.stderr, 2) if log is None else log,
                 cwd=interpreter.working_directory(),
                 start_new_session=True,  # Ctrl-C must reach the parent only; and the group can be killed
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
                 **inheriting,
             )
-            log.mark_start(self._process.pid)
+            self.log.mark_start(self._process.pid)
             on_error.pop_all()
-        self._requests.put((sys.path, (worker, files, list(getattr(sys, "argv", [])))))
+        self._requests.put((sys.path, (worker, name, files, list(getattr(sys, "argv", [])))))
         for thread in self._threads:
             thread.start()
 
@@ -274,7 +275,7 @@ class _WorkerProcess:
             if (exitcode := self.exitcode()) is not None:
                 self.lost = self._manner_of_death()
                 died = f"worker {self._worker} ended with exit code {exitcode} while it started"
-                raise RuntimeError(f"{died}; its stderr says why")
+                raise RuntimeError(f"{died}; its stderr says why{reports.end_of_log(self.log.tail())}")
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"worker {self._worker} did not start in time")
 
@@ -366,8 +367,9 @@ def _wait_for_ends(workers: Sequence[_WorkerProcess], timeout: float) -> None:
 # -- in the worker process ---------------------------------------------------------------------------------------------
 
 
-def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]) -> None:
+def serve(link: Connection, worker: int, name: tuple[str, str], handles: Sequence[int], argv: list[str]) -> None:
     """Serve until a request is to close, or the parent is gone; `handles` of the files of statuses, records, stacks."""
+    interpreter.show_name(*name)
     fds = [*handles]
     if sys.platform == "win32":
         import msvcrt
