@@ -209,7 +209,8 @@ class WorkerStats:
         steps: Environment steps.
         resets: Episodes begun, automatically too.
         restarts: Environments rebuilt after a fault, their own or of a neighbour in the same worker process.
-        faults: Faults of environments: exceptions, deaths and timeouts; of a death, only where it happened.
+        faults: Exceptions, deaths and timeouts after which environments were restarted. The death of a worker counts
+            for the environment that was running; for all of the worker's, if that is unknown.
         simulator_s: Seconds inside the simulators.
         transport_s: Seconds spent on reading actions and writing transitions.
         waiting_s: Seconds without work.

@@ -161,7 +161,7 @@ def report_to(file: int | IO[Any]) -> None:
 
 
 def _handles_stack_signal(pid: int) -> bool:
-    """Whether a process runs, and `STACK_SIGNAL` neither ends it nor waits; False where there is no `/proc`."""
+    """Whether a process, which is not stopped, handles `STACK_SIGNAL` and does not block it; False without `/proc`."""
     assert STACK_SIGNAL is not None
     try:
         with open(f"/proc/{pid}/status") as file:

@@ -82,8 +82,11 @@ def show_name(name: str, short: str) -> None:
         return
     # The memory of the command line; zeros where the system hides it. The byte after the name must be 0, or Linux takes
     # the variables of the environment, which lie behind it, for a part of the name.
-    with open("/proc/self/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:  # there is no /proc, which portable workers do without
+        return
     start, nbytes = int(fields[_ARG_START]), int(fields[_ARG_END]) - int(fields[_ARG_START])
     if nbytes > 0:
         shown = name if len(name) < nbytes else short

@@ -328,14 +328,14 @@ class Pool:
         self._look_for_late()
         if self._long_calls is not None and self._long_calls.patience() <= 0.0:
             for long in self._long_calls.look():
-                self._warn_of(long, f". Pass a {long.activity.timeout}_timeout= to end what hangs")
+                self._log_long_call(long, f". Pass a {long.activity.timeout}_timeout= to end what hangs")
 
     def _look_for_late(self) -> None:
         for worker in self._deadlines.late():
             self._handle_late(worker)
             self._deadlines.looked = time.monotonic()
 
-    def _warn_of(self, long: LongCall, to_do: str = "") -> None:
+    def _log_long_call(self, long: LongCall, to_do: str = "") -> None:
         """Log where a worker is that has been in one call for long."""
         stack = self.backend.stack(long.worker, harmless=True)
         logger.warning("%s", reports.long_call(self.shares[long.worker], long, stack, to_do))
@@ -628,7 +628,7 @@ class Pool:
             try:
                 if isinstance(error, KeyboardInterrupt) and self._long_calls is not None:
                     for long in self._long_calls.look(_LONG_AT_CTRL_C_S):
-                        self._warn_of(long)
+                        self._log_long_call(long)
             finally:  # also after a second Ctrl-C
                 while_closing = self.close(ask=not self.backend.can_kill, timeout=1.0)
         if while_closing is not None:

@@ -238,7 +238,7 @@ class LongCalls:
         return self._next_look - time.monotonic()
 
     def look(self, seconds: float | None = None) -> list[LongCall]:
-        """The calls to warn of now; with `seconds`, all calls that have taken longer."""
+        """The calls to warn of now; with `seconds`, all that have lasted longer."""
         now = time.monotonic()
         self._next_look = now + min(self.warn_after, _LOOK_EVERY_S)
         self._backend.look()
@@ -251,15 +251,15 @@ class LongCalls:
             state, running = status.state, status.running
             if running is None and status.settled is not None and status.parts >= queue.posted:
                 continue  # its reply is here, or on its way
-            taken = now - max(queue.since, state[1])
+            elapsed = now - max(queue.since, state[1])
             known, after = self._next.get(worker, (state, self.warn_after))
             if known != state:
                 after = self.warn_after
-            if taken >= (after if seconds is None else seconds):
+            if elapsed >= (after if seconds is None else seconds):
                 message = queue.requests[0][0].message
                 activity = _LIMITED_BY[message][0] if running is None else running.activity
-                found.append(LongCall(worker, running, activity, taken))
-                while after <= taken:
+                found.append(LongCall(worker, running, activity, elapsed))
+                while after <= elapsed:
                     after *= 2
             self._next[worker] = state, after
         return found
