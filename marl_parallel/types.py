@@ -160,7 +160,7 @@ class RestartPolicy:
             if isinstance(number, bool) or not isinstance(number, int | np.integer | None):
                 raise TypeError(f"{name} must be an integer or None, got {number!r}")
             if number is not None and number < -1:
-                raise ValueError(f"{name} must not be negative, got {number}; None or -1 stands for no limit")
+                raise ValueError(f"{name} must be at least 0, got {number}; None or -1 stands for no limit")
             if number == -1:
                 object.__setattr__(self, name, None)
         if isinstance(self.rate_period_s, bool) or not isinstance(self.rate_period_s, Real):
